@@ -1,0 +1,133 @@
+# Everything that a user or a developer starts; `make help` lists it. Each purpose, Python version and platform has
+# an environment of its own under .venv/, made on first use; a stamp file in it says that all is installed.
+
+PYTHON ?= python3
+EXTRA ?= auto
+PLATFORM ?= cpu
+JAX ?=
+TESTS ?=
+PYTEST_ARGS ?=
+ARGS ?=
+# Workers of the tests. An accelerator's memory is not shared between processes, so there it is one.
+JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,0)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-full lint types wheel clean
+.SUFFIXES:
+
+GOALS := $(or $(MAKECMDGOALS),help)
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+ifneq ($(filter-out help clean,$(GOALS)),)
+  PY := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+  ifeq ($(PY),)
+    $(error PYTHON=$(PYTHON) does not start. liger-jax needs Python 3.11 or newer: make $(GOALS) PYTHON=/path/to/python)
+  endif
+  ifneq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))'),True)
+    $(error PYTHON=$(PYTHON) is Python $(PY). liger-jax needs 3.11 or newer: make $(GOALS) PYTHON=/path/to/python)
+  endif
+  ifeq ($(filter cpu gpu tpu,$(PLATFORM)),)
+    $(error PLATFORM=$(PLATFORM) must be cpu, gpu or tpu)
+  endif
+endif
+
+# --- what the training example installs for -------------------------------------------------------------------------
+
+ifneq ($(filter train,$(GOALS)),)
+  ACCELERATOR := $(EXTRA)
+  BECAUSE := EXTRA=$(EXTRA) says so
+  ifeq ($(EXTRA),auto)
+    # Google's PCI devices (vendor 0x1ae0) are also network cards and disks, so a TPU is known by its device number.
+    GOOGLE := $(shell grep -slx 0x1ae0 /sys/bus/pci/devices/*/vendor)
+    ifneq ($(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),)
+      ACCELERATOR := cuda
+      BECAUSE := nvidia-smi lists a GPU
+    else ifneq ($(and $(GOOGLE),$(shell grep -slxE '0x00(27|56|5e|62|63|6f|76|7c|83)' $(GOOGLE:vendor=device))),)
+      ACCELERATOR := tpu
+      BECAUSE := this machine has a TPU
+    else
+      ACCELERATOR := none
+      BECAUSE := no GPU and no TPU found
+    endif
+  endif
+  ifeq ($(filter cuda tpu none,$(ACCELERATOR)),)
+    $(error EXTRA=$(EXTRA) must be auto, cuda, tpu or none)
+  endif
+endif
+
+# --- environments ---------------------------------------------------------------------------------------------------
+
+VERSIONS := py$(PY)$(if $(JAX),-jax$(JAX))
+TRAIN_ENV := .venv/train-$(VERSIONS)-$(ACCELERATOR)
+TEST_ENV := .venv/test-$(VERSIONS)-$(PLATFORM)
+
+EXTRAS_none := examples
+EXTRAS_cuda := examples,cuda
+EXTRAS_tpu := examples,tpu
+EXTRAS_TEST_cpu := test,aot
+EXTRAS_TEST_gpu := test,cuda
+EXTRAS_TEST_tpu := test,tpu
+EXTRAS_DEV := $(EXTRAS_TEST_$(PLATFORM)),dev
+
+# $(call install,environment,extras)
+define install
+@echo "make: installing liger-jax[$(2)] into $(1); the first time takes some minutes"
+@test -x $(1)/bin/pip || $(PYTHON) -m venv $(1)
+@$(1)/bin/python -m pip install --disable-pip-version-check -qq -e '.[$(2)]' $(if $(JAX),'jax==$(JAX)')
+@touch $@
+endef
+
+$(TRAIN_ENV)/.installed: pyproject.toml
+	$(call install,$(TRAIN_ENV),$(EXTRAS_$(ACCELERATOR)))
+
+$(TEST_ENV)/.installed: pyproject.toml
+	$(call install,$(TEST_ENV),$(EXTRAS_TEST_$(PLATFORM)))
+
+$(TEST_ENV)/.installed-dev: $(TEST_ENV)/.installed
+	$(call install,$(TEST_ENV),$(EXTRAS_DEV))
+
+# --- what one can make ----------------------------------------------------------------------------------------------
+
+help:
+	@echo 'make train      train a small LLaMA on real text         ARGS="--steps 50"  EXTRA=cuda|tpu|none'
+	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
+	@echo 'make test-full  all shapes, targets and model families   the same'
+	@echo 'make lint       ruff'
+	@echo 'make types      basedpyright'
+	@echo 'make wheel      dist/*.whl, and what is in it'
+	@echo 'make clean      removes the environments and what was built; training runs stay'
+	@echo 'All take PYTHON=python3.12 and JAX=0.11.2; each choice has an environment of its own in .venv/.'
+
+# JAX_PLATFORMS=cpu: on a machine without the hardware, looking for it prints errors.
+train: $(TRAIN_ENV)/.installed
+	@echo 'make: training on $(if $(filter none,$(ACCELERATOR)),the CPU,$(ACCELERATOR)): $(BECAUSE)'
+	@$(if $(filter none,$(ACCELERATOR)),JAX_PLATFORMS=cpu) $(TRAIN_ENV)/bin/python -m examples.train_llama $(ARGS)
+
+# ALLOW_MULTIPLE_LIBTPU_LOAD: libtpu compiles in several workers at once, and no TPU is there to fight for.
+CPU_ONLY := JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1
+PYTEST = $(if $(filter cpu,$(PLATFORM)),$(CPU_ONLY)) $(TEST_ENV)/bin/python -m pytest -n $(JOBS) \
+  $(if $(filter-out cpu,$(PLATFORM)),--platform=$(PLATFORM))
+
+test: $(TEST_ENV)/.installed
+	@$(PYTEST) -m 'not full' $(PYTEST_ARGS) $(TESTS)
+
+test-full: $(TEST_ENV)/.installed
+	@$(PYTEST) $(PYTEST_ARGS) $(TESTS)
+
+lint: $(TEST_ENV)/.installed-dev
+	@$(TEST_ENV)/bin/ruff check .
+
+types: $(TEST_ENV)/.installed-dev
+	@$(TEST_ENV)/bin/basedpyright --pythonpath $(TEST_ENV)/bin/python
+
+# build/ would bring files of an earlier build into the wheel.
+wheel: $(TEST_ENV)/.installed
+	@rm -rf build
+	@$(TEST_ENV)/bin/python -m build --wheel --no-isolation --outdir dist >/dev/null
+	@rm -rf build
+	@for wheel in dist/*.whl; do echo "$$wheel"; $(TEST_ENV)/bin/python -m zipfile -l "$$wheel"; done
+
+clean:
+	rm -rf .venv build dist liger_jax.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+"""The shape and dtype checks that several ops share. Each message names argument, value, rule and cure."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def check_floating(op: str, **arrays: Any) -> None:
+    """Raises a TypeError for the first argument that is not a floating-point array; None passes."""
+    for name, x in arrays.items():
+        if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise TypeError(
+                f"{op}: {name} has dtype {jnp.result_type(x)}, but must be floating point; "
+                f"cast it, for example {name}.astype(jnp.bfloat16)."
+            )
+
+
+def check_shape(op: str, name: str, x: jax.Array | None, shape: tuple[int, ...], rule: str) -> None:
+    """Raises a ValueError unless `x` is None or has `shape`; `rule` says where that shape comes from."""
+    if x is not None and x.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {x.shape}, but must have shape {shape}: {rule}.")
+
+
+def check_choice(op: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raises a ValueError unless `value` is among `choices`."""
+    if value not in choices:
+        raise ValueError(f"{op}: {name}={value!r} is unknown; pass one of {choices}.")
+
+
+def check_number(op: str, **numbers: Any) -> None:
+    """Raises a TypeError for the first option that is not a Python number: it is compiled into the kernel."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(
+                f"{op}: {name} is a {type(value).__name__}, but must be a Python number, because the kernel is "
+                f"compiled for its value; pass float({name}) from outside of jit."
+            )

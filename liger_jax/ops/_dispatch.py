@@ -1,0 +1,176 @@
+"""How an op chooses its kernel: the device, the names, and the one loop behind every `implementation=`.
+
+Each op hands over its kernel modules by name. A module says in `unsupported(...)` why it cannot run a case, or
+returns `None`; the same sentence serves the error, the warning and the tests.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AxisType
+
+from liger_jax.ops._mesh import forbid_partitioning
+
+Implementation = str | tuple[str, ...] | None
+
+_PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
+_GPU_NAMES = ("gpu", "cuda", "rocm")
+# Triton's matrix instructions need sm_80; these are the product names of what came before it.
+_BEFORE_AMPERE = ("T4", "V100", "P100", "P40", "P4", "GTX", "TITAN", "RTX 20", "Quadro RTX")
+
+
+def device_of(*inputs: jax.Array | None) -> AbstractDevice:
+    """Says for which device a computation on `inputs` is meant.
+
+    In this order: the device that holds a concrete input, the mesh in an input's type, the mesh in context,
+    `jax_default_device`, the default backend. Meshes know their device without its being there, so programs
+    can be compiled ahead of time.
+
+    Args:
+        *inputs: arrays or tracers of any shape and dtype; `None` entries are passed over.
+
+    Returns:
+        A `jax.sharding.AbstractDevice` whose `platform` is `"cpu"`, `"gpu"` or `"tpu"`.
+    """
+    arrays = [x for x in inputs if x is not None]
+    for x in arrays:
+        if not isinstance(x, jax.core.Tracer) and isinstance(x, jax.Array):
+            return _described(next(iter(x.devices())))
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays] + [jax.sharding.get_abstract_mesh()]
+    for mesh in meshes:
+        if mesh.abstract_device is not None:
+            device = mesh.abstract_device
+            return AbstractDevice(device.device_kind, device.num_cores, _platform_name(device.platform))
+    default = jax.config.jax_default_device
+    if isinstance(default, jax.Device):
+        return _described(default)
+    platform = default if isinstance(default, str) else jax.default_backend()
+    return _described(jax.local_devices(backend=platform)[0])
+
+
+def _described(device: jax.Device) -> AbstractDevice:
+    return AbstractDevice(device.device_kind, None, _platform_name(device.platform))
+
+
+def _platform_name(platform: str) -> str:
+    return "gpu" if platform in _GPU_NAMES else platform
+
+
+def choose(
+    op: str,
+    kernels: Mapping[str, ModuleType],
+    defaults: Mapping[str, tuple[str, ...]],
+    implementation: Implementation,
+    *inputs: jax.Array | None,
+    **case: Any,
+) -> str:
+    """Chooses the kernel that runs `op` on `inputs`.
+
+    Args:
+        op: the op's public name, for messages.
+        kernels: the op's modules by name; each has `unsupported(*inputs, **case) -> str | None`.
+        defaults: for a platform, the names to try in order when `implementation` is `None`; `"xla"` follows.
+        implementation: `None`, one name, or several names to try in order. `":interpret"` behind a Pallas
+            kernel's name runs it in the Pallas interpreter, on any platform.
+        *inputs: the op's array arguments.
+        **case: its static options, as `unsupported` takes them.
+
+    Returns:
+        The name chosen, for `bind`.
+
+    Raises:
+        ValueError: a name is unknown, or no named kernel can run this case; the message says why for each.
+        TypeError: `implementation` is neither a string, a tuple of strings nor `None`.
+    """
+    device = device_of(*inputs)
+    if implementation is None:
+        candidates = (*defaults.get(device.platform, ()), "xla")
+    elif isinstance(implementation, str):
+        candidates = (implementation,)
+    elif isinstance(implementation, tuple) and implementation and all(isinstance(n, str) for n in implementation):
+        candidates = implementation
+    else:
+        raise TypeError(
+            f"{op}: implementation must be None, a name or a tuple of names, got {implementation!r}; "
+            f"this op has {_names(kernels)}."
+        )
+    for name in candidates:
+        if name not in _names(kernels):
+            raise ValueError(
+                f"{op}: implementation={name!r} is unknown; this op has {_names(kernels)}. Pass one of these, "
+                "or None for the default of the platform."
+            )
+    if any(x is not None and x.size == 0 for x in inputs):
+        return "xla"  # nothing to compute, and Pallas has no empty grids
+    reasons = []
+    for name in candidates:
+        kernel, _, interpret = name.partition(":")
+        reason = None if interpret else _wrong_device(kernel, device)
+        reason = reason or _needs_shard_map(kernel, inputs) or kernels[kernel].unsupported(*inputs, **case)
+        if reason is None:
+            return name
+        reasons.append(f"{name!r}: {reason}")
+        if implementation is not None and name != candidates[-1]:
+            warnings.warn(f"{op}: stepping down from {reasons[-1]}", stacklevel=3)
+    raise ValueError(f"{op} cannot run here with implementation={implementation!r}. " + " ".join(reasons))
+
+
+def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str) -> Callable[..., Any]:
+    """Takes `function` from the module that `choose` named; a Pallas kernel refuses to be partitioned.
+
+    Args:
+        op: the op's public name, for messages.
+        kernels: the op's modules by name.
+        choice: what `choose` returned.
+        function: the function's name in the module.
+
+    Returns:
+        The function; it takes arrays and the op's static options.
+    """
+    name, _, interpret = choice.partition(":")
+    kernel = getattr(kernels[name], function)
+    if name == "xla":
+        return kernel
+    return lambda x, *arrays, **options: kernel(
+        forbid_partitioning(x, op), *arrays, **options, interpret=bool(interpret)
+    )
+
+
+def _names(kernels: Mapping[str, ModuleType]) -> tuple[str, ...]:
+    return tuple(kernels) + tuple(f"{name}:interpret" for name in kernels if name in ("triton", "mosaic_tpu"))
+
+
+def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
+    """The reason why `kernel` cannot be compiled for `device`, or None."""
+    wanted = _PLATFORM_OF.get(kernel, device.platform)
+    if device.platform != wanted:
+        return (
+            f"it is compiled for {wanted} only, and this computation is for {device.platform}; "
+            f"use 'xla', or '{kernel}:interpret' to debug."
+        )
+    if kernel == "triton" and _is_before_ampere(device.device_kind):
+        return f"Pallas-Triton needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; use 'xla'."
+    return None
+
+
+def _is_before_ampere(device_kind: str) -> bool:
+    words = f" {device_kind.replace('-', ' ')} "
+    return any(f" {name}" in words for name in _BEFORE_AMPERE)
+
+
+def _needs_shard_map(kernel: str, inputs: tuple[jax.Array | None, ...]) -> str | None:
+    """The reason why a Pallas call cannot stand on the inputs' mesh, or None."""
+    if kernel == "xla":
+        return None
+    for mesh in {jax.typeof(x).sharding.mesh for x in inputs if x is not None}:
+        explicit = AxisType.Explicit in mesh.axis_types
+        automatic = mesh.size > 1 and AxisType.Auto in mesh.axis_types
+        if explicit or automatic:
+            return (
+                f"a Pallas kernel is not partitioned over the mesh axes {mesh.axis_names}; "
+                "call it inside jax.shard_map, which makes every axis Manual."
+            )
+    return None

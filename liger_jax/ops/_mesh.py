@@ -1,0 +1,91 @@
+"""What keeps ops honest on several devices: operands aligned inside shard_map, no silent gather outside."""
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+_CURE = (
+    "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works), "
+    "or run it on one device."
+)
+
+
+def align_varying(*arrays: Any) -> tuple[Any, ...]:
+    """Casts all arrays to vary over every manual mesh axis that any of them varies over.
+
+    Inside `jax.shard_map(..., check_vma=True)` a replicated weight meets sharded tokens. The transpose of this
+    cast is the `psum` that the weight's gradient needs; without it a `custom_vjp` would have to sum by itself.
+    Elsewhere nothing happens.
+
+    Args:
+        *arrays: arrays of any shape and dtype; `None` entries pass through.
+
+    Returns:
+        The arrays, in order.
+    """
+    varying = frozenset().union(*(_varying(x) for x in arrays if x is not None))
+    return tuple(x if x is None else _cast(x, varying - _varying(x)) for x in arrays)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def forbid_partitioning(x: jax.Array, op: str) -> jax.Array:
+    """Returns `x`, and makes the compilation fail where the compiler would partition `op` by itself.
+
+    Neither a Triton call nor a scan over token chunks has a good partitioning: XLA would gather the tokens on
+    every device without a word. How many devices a program is for is known only when it is lowered, so the
+    check is a primitive that lowers to nothing.
+
+    Args:
+        x: an input of the op.
+        op: the op's public name, for the message.
+
+    Returns:
+        `x`.
+
+    Raises:
+        ValueError: when the program is lowered for several devices outside of `jax.shard_map`.
+    """
+    return _unpartitioned.bind(x, op=op)
+
+
+_unpartitioned = Primitive("unpartitioned")
+_unpartitioned.def_abstract_eval(lambda x, *, op: x)
+
+
+@_unpartitioned.def_impl
+def _(x: jax.Array, *, op: str) -> jax.Array:
+    _check_devices(op, len(x.devices()))
+    return x
+
+
+def _lower(context: Any, x: Any, *, op: str) -> list[Any]:
+    axis_context = context.module_context.axis_context
+    manual_axes = getattr(axis_context, "manual_axes", None)
+    if manual_axes is None:
+        _check_devices(op, getattr(axis_context, "num_devices", 1))
+    else:
+        mesh = axis_context.mesh
+        left = [mesh.shape[axis] for axis in mesh.axis_names if axis not in manual_axes]
+        _check_devices(op, max(left, default=1))
+    return [x]
+
+
+def _check_devices(op: str, num_devices: int) -> None:
+    if num_devices > 1:
+        raise ValueError(
+            f"{op} would be partitioned over {num_devices} devices by the compiler, which gathers its inputs on "
+            f"each of them. {_CURE}"
+        )
+
+
+mlir.register_lowering(_unpartitioned, _lower)
+batching.primitive_batchers[_unpartitioned] = lambda args, dims, *, op: (_unpartitioned.bind(*args, op=op), dims[0])

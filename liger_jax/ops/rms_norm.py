@@ -1,0 +1,95 @@
+"""Root-mean-square layer normalisation."""
+
+import dataclasses
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.pallas_kernels.rms_norm import mosaic_tpu, triton, xla
+
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
+_CASTING_MODES = ("llama", "gemma", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What the kernel is compiled for."""
+
+    eps: float
+    offset: float
+    casting_mode: str
+    choice: str
+
+    def run(self, function: str, *arrays: jax.Array | None):
+        kernel = _dispatch.bind("rms_norm", _KERNELS, self.choice, function)
+        return kernel(*arrays, eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x, scale, options):
+    return options.run("forward", x, scale)
+
+
+def _forward_rule(x, scale, options):
+    return options.run("forward", x, scale), (x, scale)  # x̂ is cheaper to make again than to read
+
+
+def _backward_rule(options, residuals, dy):
+    return options.run("backward", dy, *residuals)
+
+
+_rms_norm.defvjp(_forward_rule, _backward_rule)
+
+
+def rms_norm(
+    x: Float[Array, "*batch D"],
+    scale: Float[Array, " D"] | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "*batch D"]:
+    """Normalises the last axis by its root mean square: y = x / sqrt(mean(x²) + eps) · (offset + scale).
+
+    Only `x` and `scale` are kept for the backward pass; sums and gradients are computed in float32.
+
+    Args:
+        x: (..., D), any float dtype.
+        scale: (D,), any float dtype, or None for no scale.
+        eps: added to the mean square, a Python number ≥ 0.
+        offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
+        casting_mode: where the result is rounded to x.dtype. "llama": before the scale; "gemma": once, at the
+            end; "none": from the reciprocal root on, everything in x.dtype.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
+            forms, or a tuple of these to try in order.
+
+    Returns:
+        (..., D) in x.dtype.
+
+    Raises:
+        TypeError: `x` or `scale` is not floating point, `eps` or `offset` no Python number.
+        ValueError: a shape does not fit, `casting_mode` or `implementation` is unknown, or the named
+            implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0]), eps=0.0).round(3).tolist()
+        [[0.8489999771118164, 2.263000011444092]]
+
+    References:
+        Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
+    """
+    _checks.check_floating("rms_norm", x=x, scale=scale)
+    _checks.check_number("rms_norm", eps=eps, offset=offset)
+    _checks.check_choice("rms_norm", "casting_mode", casting_mode, _CASTING_MODES)
+    if x.ndim == 0:
+        raise ValueError("rms_norm: x has shape (), but must have at least one axis to normalise; reshape it to (1,).")
+    _checks.check_shape("rms_norm", "scale", scale, x.shape[-1:], "one entry for each element of x's last axis")
+    choice = _dispatch.choose("rms_norm", _KERNELS, _DEFAULTS, implementation, x.reshape(-1, x.shape[-1]), scale)
+    x, scale = _mesh.align_varying(x, scale)
+    y = _rms_norm(x.reshape(-1, x.shape[-1]), scale, _Options(float(eps), float(offset), casting_mode, choice))
+    return y.reshape(x.shape)

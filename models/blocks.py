@@ -1,0 +1,182 @@
+"""The blocks from which the families are put together: norm, gated feed-forward, attention, the stack of layers."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from liger_jax import ops
+from liger_jax.models import plain
+from liger_jax.models.attention import causal_attention
+from liger_jax.models.common import KernelOptions
+
+Remat = Literal["none", "full", "dots"]
+
+# What each layer keeps for the backward, apart from its input: everything, nothing, or its matrix products.
+_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+class RMSNorm(nnx.Module):
+    """x/√(mean(x²) + eps)·scale over the last axis, LLaMA's rounding.
+
+    Args:
+        width: the axis' size, D.
+        eps: added to the mean square.
+        kernels: whether and how `ops.rms_norm` runs.
+        param_dtype: dtype of the scale.
+    """
+
+    def __init__(self, width: int, *, eps: float, kernels: KernelOptions, param_dtype: Any):
+        self.scale = nnx.Param(jnp.ones(width, param_dtype))
+        self.eps, self.kernels = eps, kernels
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        if self.kernels.rms_norm:
+            return ops.rms_norm(x, self.scale[...], eps=self.eps, implementation=self.kernels.implementation)
+        return plain.rms_norm(x, self.scale[...], self.eps)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x))·up(x)).
+
+    Args:
+        width: D.
+        inner_width: F.
+        linear: makes the projections: `linear(in_width, out_width)`.
+        kernels: whether and how `ops.swiglu` runs.
+    """
+
+    def __init__(self, width: int, inner_width: int, *, linear: Callable[[int, int], nnx.Module], kernels: KernelOptions):
+        self.gate_proj = linear(width, inner_width)
+        self.up_proj = linear(width, inner_width)
+        self.down_proj = linear(inner_width, width)
+        self.kernels = kernels
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.kernels.glu:
+            return self.down_proj(ops.swiglu(gate, up, implementation=self.kernels.implementation))
+        return self.down_proj(plain.swiglu(gate, up))
+
+
+class Attention(nnx.Module):
+    """Grouped-query causal self-attention with rotary positions.
+
+    Args:
+        width: D.
+        query_heads: Q.
+        kv_heads: K, a divisor of Q.
+        head_width: H.
+        linear: makes the projections: `linear(in_width, out_width)`.
+        kernels: whether and how `ops.apply_rope` runs.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        query_heads: int,
+        kv_heads: int,
+        head_width: int,
+        linear: Callable[[int, int], nnx.Module],
+        kernels: KernelOptions,
+    ):
+        self.q_proj = linear(width, query_heads * head_width)
+        self.k_proj = linear(width, kv_heads * head_width)
+        self.v_proj = linear(width, kv_heads * head_width)
+        self.o_proj = linear(query_heads * head_width, width)
+        self.head_width, self.kernels = head_width, kernels
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        cos: Float[Array, "#B T H"],
+        sin: Float[Array, "#B T H"],
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
+        def heads(y):
+            return y.reshape(*y.shape[:2], -1, self.head_width)
+
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        if self.kernels.rope:
+            q, k = ops.apply_rope(q, k, cos, sin, implementation=self.kernels.implementation)
+        else:
+            q, k = plain.apply_rope(q, k, cos, sin)
+        out = causal_attention(q, k, v, segment_ids)
+        return self.o_proj(out.reshape(*x.shape[:2], -1))
+
+
+class LayerStack(nnx.Module):
+    """Equal layers one after the other: a scan over stacked parameters, or a Python loop.
+
+    Both start from the same random numbers. A scan compiles the body once, and holds the gradients of all
+    layers until the optimizer runs.
+
+    Args:
+        make_layer: makes one layer from its `rngs`.
+        length: L.
+        scan: stack the parameters along a leading axis L and scan over it.
+        remat: what a layer keeps for the backward: `"none"` recomputes nothing, `"full"` keeps only the layer's
+            input, `"dots"` its matrix products too.
+        rngs: source of the layers' keys.
+
+    Raises:
+        ValueError: `remat` is unknown.
+    """
+
+    def __init__(
+        self, make_layer: Callable[[nnx.Rngs], nnx.Module], length: int, *, scan: bool, remat: Remat, rngs: nnx.Rngs
+    ):
+        if remat not in ("none", *_POLICIES):
+            raise ValueError(f"remat={remat!r} must be 'none', 'full' or 'dots'.")
+        keys = jax.random.split(rngs.params(), length)
+        self.scan, self.remat = scan, remat
+        if scan:
+            self.layers = nnx.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys)
+        else:
+            self.layers = nnx.List([make_layer(nnx.Rngs(key)) for key in keys])
+
+    def __call__(self, x: Float[Array, "B T D"], *shared: Any) -> Float[Array, "B T D"]:
+        def layer_call(graphdef):
+            def call(x, state):
+                return nnx.merge(graphdef, state)(x, *shared)
+
+            if self.remat == "none":
+                return call
+            # A scan's loop keeps the recomputation apart from the forward by itself: no barriers needed.
+            return jax.checkpoint(call, prevent_cse=not self.scan, policy=_POLICIES[self.remat])
+
+        if not self.scan:
+            for layer in self.layers:
+                graphdef, state = nnx.split(layer)
+                x = layer_call(graphdef)(x, state)
+            return x
+        graphdef, stacked = nnx.split(self.layers)
+        call = layer_call(graphdef)
+        return jax.lax.scan(lambda x, state: (call(x, state), None), x, stacked)[0]
+
+
+def rope_table(
+    positions: Int[Array, "#B T"], head_width: int, theta: float
+) -> tuple[Float[Array, "#B T H"], Float[Array, "#B T H"]]:
+    """Cosines and sines of position·theta^(−2i/H) for i < H/2, the second half repeating the first.
+
+    Args:
+        positions: integer positions.
+        head_width: H, even.
+        theta: the base.
+
+    Returns:
+        Two float32 tables.
+
+    Example:
+        >>> cos, sin = rope_table(jnp.arange(3)[None], 4, 10000.0)
+        >>> cos.shape, float(cos[0, 0, 3]), float(sin[0, 0, 3])
+        ((1, 3, 4), 1.0, 0.0)
+    """
+    frequencies = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
+    angles = positions[..., None].astype(jnp.float32) * jnp.concatenate([frequencies, frequencies])
+    return jnp.cos(angles), jnp.sin(angles)

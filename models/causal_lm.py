@@ -1,0 +1,252 @@
+"""The call that all causal language models share: labels, what is scored, and whether logits come to exist."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from liger_jax import ops
+from liger_jax.models import plain
+from liger_jax.models.common import CausalLMOutput, KernelOptions
+
+IGNORE = -100  # Hugging Face's label of a position that is not scored
+
+
+class CausalLM(nnx.Module):
+    """Base of the families' `…ForCausalLM`.
+
+    A family sets `model` (token ids to hidden states), `kernels` and `dtype`, and has a property `head`, (V, D).
+    """
+
+    model: nnx.Module
+    kernels: KernelOptions
+    dtype: Any
+
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """The head's weight; each family has its own."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"],
+        *,
+        labels: Int[Array, "B T"] | None = None,
+        shift_labels: Int[Array, "B T"] | None = None,
+        loss_weights: Float[Array, "B T"] | None = None,
+        loss_normalizer: Float[Array, ""] | float | None = None,
+        logits_to_keep: int | Int[Array, "kept"] = 0,
+        return_logits: bool | None = None,
+        return_metrics: bool = False,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+    ) -> CausalLMOutput:
+        """Runs the model; with labels it computes the loss, and then logits only if asked for.
+
+        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. Nothing depends on training or
+        evaluation:
+
+        | labels | return_logits | logits | loss |
+        |---|---|---|---|
+        | no | None, True | kept positions | none |
+        | no | False | none | none |
+        | yes | None, False | none returned | fused with the head, or as `kernels` says |
+        | yes | True | kept positions | from those logits |
+
+        Args:
+            input_ids: token ids in [0, V).
+            labels: token ids, unshifted as Hugging Face's: position t is scored against labels[:, t + 1]. -100 is
+                not scored, nor is the last position of a sequence or of a segment.
+            shift_labels: labels that are shifted already: position t is scored against shift_labels[:, t].
+            loss_weights: weight of each scoring position t (not of the label's own position).
+            loss_normalizer: denominator of the mean, so that the losses of micro-batches add up to one batch's.
+            logits_to_keep: score and return only the last k positions (0: all), or these positions. The hidden
+                states are cut before the head; each kept position keeps its label.
+            return_logits: see the table.
+            return_metrics: also return accuracy, argmax tokens, largest logit and log-normaliser per position.
+            positions: rotary positions; 0, 1, 2, … if none.
+            segment_ids: attention and loss stay within equal ids of a packed sequence.
+            attention_mask: 0 where a token is padding, which no other token sees. What is scored is the labels'.
+
+        Returns:
+            A `CausalLMOutput`; logits are float32.
+
+        Raises:
+            ValueError: a shape, an exclusive pair, or an argument that would be ignored.
+            TypeError: integers are expected and something else comes.
+        """
+        _check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
+        shape = input_ids.shape
+        _check_shapes(shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
+        _check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
+        if positions is not None and positions.shape not in (shape, (1, shape[1])):
+            raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
+        targets = shift_labels if labels is None else shifted_labels(labels, segment_ids)
+        hidden = self.model(input_ids, positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
+        hidden, targets, loss_weights = _keep(logits_to_keep, hidden, targets, loss_weights)
+        if targets is None:
+            return self._predict(hidden, return_logits is not False, return_metrics)
+        return self._score(hidden, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
+
+    def _predict(self, hidden, return_logits, return_metrics):
+        """The result without labels."""
+        logits = metrics = None
+        if return_logits:
+            logits = head_logits(hidden, self.head.astype(self.dtype))
+        if return_metrics:
+            metrics = self._loss(hidden, logits, jnp.zeros(hidden.shape[:-1], jnp.int32), None, "mean", True)[1]
+            metrics = metrics.replace(accuracy=None, z_loss=None, num_tokens=None)  # labels' matter
+        return CausalLMOutput(logits=logits, metrics=metrics)
+
+    def _score(self, hidden, targets, loss_weights, loss_normalizer, return_logits, return_metrics):
+        """The result with labels."""
+        logits = None
+        if return_logits or not self.kernels.fused_linear_cross_entropy:
+            logits = head_logits(hidden, self.head.astype(self.dtype))
+        reduction = "mean" if loss_normalizer is None else "sum"
+        loss, metrics = self._loss(hidden, logits, targets, loss_weights, reduction, return_metrics)
+        if loss_normalizer is not None:
+            loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
+        return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)
+
+    def _loss(self, hidden, logits, targets, loss_weights, reduction, return_metrics):
+        """(loss, metrics or None) from the logits where there are any, else from hidden states and head."""
+        kernels = self.kernels
+        options = dict(
+            token_weights=loss_weights,
+            ignore_index=IGNORE,
+            reduction=reduction,
+            return_metrics=return_metrics,
+            implementation=kernels.implementation,
+        )
+        if logits is None:
+            result = ops.fused_linear_cross_entropy(
+                hidden, self.head.astype(self.dtype), targets, mode=kernels.mode, **options
+            )
+        elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
+            result = ops.cross_entropy(logits, targets, **options)
+        else:
+            return plain.cross_entropy(logits, targets, loss_weights, IGNORE, reduction, return_metrics)
+        return result if return_metrics else (result, None)
+
+
+def shifted_labels(labels: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
+    """Moves labels one position to the left, with -100 at the end of each sequence and segment.
+
+    Args:
+        labels: integer labels, unshifted.
+        segment_ids: ids of packed segments.
+
+    Returns:
+        Labels for `shift_labels`.
+
+    Example:
+        >>> shifted_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 0, 1, 1]])).tolist()
+        [[6, -100, 8, -100]]
+    """
+    shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE)], axis=1)
+    if segment_ids is None:
+        return shifted
+    goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)))
+    return jnp.where(goes_on, shifted, IGNORE)
+
+
+def attention_segments(
+    segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
+) -> Int[Array, "B T"] | None:
+    """Merges padding into the segments: padding is a segment of its own, so that no row is fully masked.
+
+    Args:
+        segment_ids: ids ≥ 0 of packed segments.
+        attention_mask: 0 or False where a token is padding.
+
+    Returns:
+        Ids of what may see each other, −1 for padding; `None` where all may.
+
+    Example:
+        >>> attention_segments(None, jnp.array([[1, 1, 0]])).tolist()
+        [[0, 0, -1]]
+    """
+    if attention_mask is None:
+        return segment_ids
+    return jnp.where(attention_mask.astype(bool), 0 if segment_ids is None else segment_ids, -1)
+
+
+@jax.custom_vjp
+def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+    """hidden·weightᵀ in float32 from a float32 accumulator.
+
+    The gradient's products run in the inputs' dtype, as the fused loss's do; the derivative rule of a product
+    with a wider result would run them in float32.
+
+    Args:
+        hidden: hidden states.
+        weight: the head, of hidden's dtype.
+
+    Returns:
+        float32 logits.
+    """
+    return jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def _head_logits_forward(hidden, weight):
+    return head_logits(hidden, weight), (hidden, weight)
+
+
+def _head_logits_backward(residuals, dlogits):
+    hidden, weight = residuals
+    dlogits = dlogits.astype(hidden.dtype)
+    return jnp.einsum("btv,vd->btd", dlogits, weight), jnp.einsum("btv,btd->vd", dlogits, hidden)
+
+
+head_logits.defvjp(_head_logits_forward, _head_logits_backward)
+
+
+def _keep(logits_to_keep, hidden, *per_token):
+    """Cuts the T axis of hidden states and of per-token arrays down to the kept positions."""
+    length = hidden.shape[1]
+    if isinstance(logits_to_keep, jax.Array) or getattr(logits_to_keep, "ndim", 0):
+        index = jnp.asarray(logits_to_keep)
+        if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
+            raise ValueError(
+                f"logits_to_keep has shape {index.shape} and dtype {index.dtype}; pass an int k for the last k "
+                "positions, or a one-dimensional integer array of positions."
+            )
+        # Out of range: hidden states become NaN, and so do logits and loss.
+        return tuple(None if x is None else jnp.take(x, index, axis=1) for x in (hidden, *per_token))
+    try:
+        count = operator.index(logits_to_keep)
+    except TypeError:
+        raise TypeError(
+            f"logits_to_keep={logits_to_keep!r} must be an int or a one-dimensional integer array of positions."
+        ) from None
+    if not 0 <= count <= length:
+        raise ValueError(f"logits_to_keep={count} must lie in [0, {length}], the sequence's length; 0 keeps all.")
+    return tuple(None if x is None else x[:, length - count if count else 0 :] for x in (hidden, *per_token))
+
+
+def _check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer):
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids has shape {input_ids.shape}; it must be (batch, length). Add the missing axis.")
+    if labels is not None and shift_labels is not None:
+        raise ValueError("labels and shift_labels exclude each other: pass the unshifted or the shifted ones.")
+    if labels is None and shift_labels is None:
+        for name, value in (("loss_weights", loss_weights), ("loss_normalizer", loss_normalizer)):
+            if value is not None:
+                raise ValueError(f"{name} is given without labels, so there is no loss to use it. Pass labels.")
+    if jnp.ndim(loss_normalizer if loss_normalizer is not None else 0):
+        raise ValueError(f"loss_normalizer has shape {jnp.shape(loss_normalizer)}; it must be a scalar.")
+    for name, value in (("input_ids", input_ids), ("labels", labels), ("shift_labels", shift_labels)):
+        if value is not None and not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(f"{name} has dtype {value.dtype}; it must be an integer array.")
+
+
+def _check_shapes(shape, **arrays):
+    for name, array in arrays.items():
+        if array is not None and array.shape != shape:
+            cure = "Labels are not shifted by the caller: pass as many as tokens." if name == "labels" else ""
+            raise ValueError(f"{name} has shape {array.shape}; it must be {shape}, like input_ids. {cure}".strip())

@@ -1,0 +1,75 @@
+"""What every model family shares at its surface: the choice of kernels and the result of a call."""
+
+import dataclasses
+from typing import Any, Literal
+
+import chex
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOptions:
+    """Which ops of a model run as liger_jax kernels; the others are plain jnp with the same rounding.
+
+    Args:
+        rope: rotary embedding by `liger_jax.ops.apply_rope`.
+        rms_norm: normalisation by `liger_jax.ops.rms_norm`.
+        glu: the feed-forward's gate by `liger_jax.ops.swiglu` (or the family's own gate).
+        cross_entropy: the loss by `liger_jax.ops.cross_entropy`, on logits that are held in memory.
+        fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, which holds none.
+        mode: how `fused_linear_cross_entropy` trades time for memory: `"auto"`, `"fast"` or `"lean"`.
+        implementation: the ops' `implementation`: `None` for the platform's default, a name, or names in order.
+
+    Raises:
+        ValueError: both losses are asked for, or `mode` is unknown.
+
+    Example:
+        >>> KernelOptions(fused_linear_cross_entropy=False, cross_entropy=True).cross_entropy
+        True
+    """
+
+    rope: bool = True
+    rms_norm: bool = True
+    glu: bool = True
+    cross_entropy: bool = False
+    fused_linear_cross_entropy: bool = True
+    mode: Literal["auto", "fast", "lean"] = "auto"
+    implementation: str | tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        if self.cross_entropy and self.fused_linear_cross_entropy:
+            raise ValueError(
+                "KernelOptions: cross_entropy=True and fused_linear_cross_entropy=True exclude each other, "
+                "since a loss is computed once. Pass fused_linear_cross_entropy=False for the loss on logits."
+            )
+        if self.mode not in ("auto", "fast", "lean"):
+            raise ValueError(f"KernelOptions: mode={self.mode!r} must be 'auto', 'fast' or 'lean'.")
+
+    @classmethod
+    def off(cls) -> "KernelOptions":
+        """Plain jnp everywhere: what the kernels are measured against.
+
+        Returns:
+            Options with every kernel switched off.
+
+        Example:
+            >>> KernelOptions.off().rms_norm
+            False
+        """
+        return cls(rope=False, rms_norm=False, glu=False, fused_linear_cross_entropy=False)
+
+
+@chex.dataclass(frozen=True)
+class CausalLMOutput:
+    """The result of a causal language model; `None` where a call does not ask for a part.
+
+    Attributes:
+        loss: float32 scalar.
+        logits: (B, kept positions, V) float32.
+        metrics: as `liger_jax.ops.fused_linear_cross_entropy` returns them, per kept position; without labels
+            only `predicted_tokens`, `max_logit` and `log_normalizer` are set.
+    """
+
+    loss: jax.Array | None = None
+    logits: jax.Array | None = None
+    metrics: Any = None

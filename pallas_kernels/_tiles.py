@@ -1,0 +1,46 @@
+"""The few helpers that all Pallas kernels share: tile sizes, masks, output types."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+
+def cdiv(a: int, b: int) -> int:
+    """Divides and rounds up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n >= 1: Triton's arrays come in such sizes only."""
+    return 1 << (n - 1).bit_length()
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least n."""
+    return cdiv(n, multiple) * multiple
+
+
+def in_bounds(start: jax.Array | int, size: int, bound: int, axis: int, rank: int = 2) -> jax.Array:
+    """Mask of the given rank, of length `size` along `axis`, 1 elsewhere: True where start + i < bound."""
+    shape = [1] * rank
+    shape[axis] = size
+    return start + jax.lax.broadcasted_iota(jnp.int32, tuple(shape), axis) < bound
+
+
+def out_like(x: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's output: it varies over the manual mesh axes that `x` varies over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
+def full_like(x: jax.Array, shape: tuple[int, ...], value: float, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A constant array that varies over the manual mesh axes that `x` varies over, as a scan's carry must."""
+    constant = jnp.full(shape, value, dtype)
+    axes = jax.typeof(x).manual_axis_type.varying
+    return jax.lax.pcast(constant, tuple(sorted(axes)), to="varying") if axes else constant
+
+
+def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
+    """What `pallas_call(interpret=...)` takes: the TPU interpreter at its strictest, or False."""
+    if not interpret:
+        return False
+    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")

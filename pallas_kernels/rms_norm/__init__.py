@@ -1,0 +1,1 @@
+"""RMSNorm (Zhang and Sennrich, 2019)."""
