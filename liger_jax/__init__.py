@@ -1,3 +1,7 @@
 """Fused kernels for training language models in JAX, on NVIDIA GPUs, TPUs and CPUs."""
 
+from liger_jax import losses as losses
+from liger_jax.ops import LossMetrics as LossMetrics
+from liger_jax.ops import cross_entropy as cross_entropy
+from liger_jax.ops import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops import rms_norm as rms_norm

@@ -1,5 +1,8 @@
 """The few helpers that all Pallas kernels share: tile sizes, masks, output types."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
@@ -44,3 +47,9 @@ def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
     if not interpret:
         return False
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+def with_absent(refs: Iterable[Any], present: Iterable[bool]) -> list[Any]:
+    """A kernel's refs, with None in the places of optional operands that were not passed."""
+    refs = iter(refs)
+    return [next(refs) if there else None for there in present]

@@ -1,0 +1,83 @@
+"""Classification losses with optax's signatures."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from liger_jax.ops import _checks, _loss
+from liger_jax.ops.cross_entropy import reduced_cross_entropy
+
+_OP = "softmax_cross_entropy_with_integer_labels"
+_OPTIONS = _loss.LossOptions(_OP, None, 0.0, 0.0, 1.0, None, "none")
+
+
+def softmax_cross_entropy_with_integer_labels(
+    logits: Float[Array, "..."],
+    labels: Int[Array, "..."],
+    axis: int | tuple[int, ...] = -1,
+    where: Bool[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """Drop-in for `optax.softmax_cross_entropy_with_integer_labels`: lse − z_y for each example.
+
+    The logits are read once forward and once backward, and nothing of their size is kept but themselves. The
+    arithmetic is float32 whatever comes in. It differs from optax in one point: a label outside [0, classes)
+    gives NaN, where optax silently scores −1 as the last class.
+
+    Args:
+        logits: (..., classes, ...), any float dtype.
+        labels: integers in [0, classes), the shape of `logits` without `axis`.
+        axis: the axis of the classes, or several, whose labels are then flat indices into them in this order.
+        where: bool, which elements count: the shape of `labels`, where examples that do not count have loss 0; or
+            the shape of `logits`, where classes that do not count are left out of lse.
+
+    Returns:
+        The loss of each example: the shape of `labels`, logits.dtype.
+
+    Raises:
+        TypeError: a dtype or the type of `axis` is wrong.
+        ValueError: a shape or `axis` does not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> logits = jnp.array([[1.0, 3.0], [2.0, 2.0]])
+        >>> softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, 1])).round(4).tolist()
+        [2.126899957656860..., 0.693099975585937...]
+
+    References:
+        optax.losses.softmax_cross_entropy_with_integer_labels.
+    """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    _checks.check_floating(_OP, logits=logits)
+    class_axes = _class_axes(axis, logits.ndim)
+    batch_axes = tuple(a for a in range(logits.ndim) if a not in class_axes)
+    batch_shape = tuple(logits.shape[a] for a in batch_axes)
+    num_classes = math.prod(logits.shape[a] for a in class_axes)
+    classes_last = lambda x: x.transpose(batch_axes + class_axes).reshape(*batch_shape, num_classes)
+    z = classes_last(logits)
+    _loss.check_tokens(_OP, labels, None, None, None, batch_shape, num_classes)
+    if where is not None and where.shape == logits.shape and logits.shape != batch_shape:
+        return _over_some_classes(z, labels, classes_last(where)).astype(logits.dtype)
+    _loss.check_tokens(_OP, labels, where, None, None, batch_shape, num_classes)
+    return reduced_cross_entropy(z, labels, where, None, None, _OPTIONS).astype(logits.dtype)
+
+
+def _class_axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    axes = (axis,) if isinstance(axis, int) else axis
+    if not isinstance(axes, tuple) or not all(isinstance(a, int) for a in axes):
+        raise TypeError(f"{_OP}: axis={axis!r} must be an int or a tuple of ints.")
+    if not all(-ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) != len(axes):
+        raise ValueError(f"{_OP}: axis={axis!r} must name different axes of the logits, which have {ndim}.")
+    return tuple(a % ndim for a in axes)
+
+
+def _over_some_classes(z: jax.Array, labels: jax.Array, where: jax.Array) -> jax.Array:
+    """As optax has it: a label may stand outside the classes that lse runs over. A plain XLA expression."""
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"{_OP}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
+    z = z.astype(jnp.float32)
+    in_range = (labels >= 0) & (labels < z.shape[-1])
+    target = jnp.take_along_axis(z, jnp.where(in_range, labels, 0)[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(z, axis=-1, where=where) - jnp.where(in_range, target, jnp.nan)
+    return jnp.where(jnp.any(where, axis=-1), losses, 0.0)

@@ -1,0 +1,191 @@
+"""The algebra that cross_entropy and fused_linear_cross_entropy share, on vectors of tokens.
+
+The kernels reduce each row of logits to a few statistics; here labels and weights become the coefficients by which
+a row's statistics make its loss, and the statistics become metrics. All of it is plain differentiable JAX over
+(N,) arrays; only the statistics' own gradients are kernels.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from liger_jax.ops import _checks
+from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.xla import NO_LABEL, Coefficients, Statistics
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@chex.dataclass(frozen=True)
+class LossMetrics:
+    """What a loss knows besides its value; no gradient flows through it. `...` is the labels' shape.
+
+    Attributes:
+        accuracy: () float32, the share of counting tokens whose largest logit is the label's; 0 if none counts.
+        predicted_tokens: (...) int32, the first index of the largest logit; −1 where a token does not count.
+        max_logit: (...) float32, the largest logit; 0 where a token does not count.
+        log_normalizer: (...) float32, log Σ_v exp(z_v); 0 where a token does not count.
+        z_loss: the part of the loss that `z_loss` adds, reduced as the loss is.
+        num_tokens: () float32, the sum of the weights of the tokens that count.
+    """
+
+    accuracy: jax.Array
+    predicted_tokens: jax.Array
+    max_logit: jax.Array
+    log_normalizer: jax.Array
+    z_loss: jax.Array
+    num_tokens: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """The loss options of the public functions, checked."""
+
+    op: str
+    ignore_index: int | None
+    label_smoothing: float
+    z_loss: float
+    logit_scale: float
+    logit_softcap: float | None
+    reduction: str
+
+    def __post_init__(self) -> None:
+        op = self.op
+        _checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss, logit_scale=self.logit_scale)
+        if self.ignore_index is not None and not isinstance(self.ignore_index, int):
+            raise TypeError(f"{op}: ignore_index={self.ignore_index!r} must be a Python int; None ignores no label.")
+        _checks.check_choice(op, "reduction", self.reduction, REDUCTIONS)
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"{op}: label_smoothing={self.label_smoothing} must be in [0, 1]; 0.0 switches it off.")
+        if self.logit_softcap is not None:
+            _checks.check_number(op, logit_softcap=self.logit_softcap)
+            if self.logit_softcap <= 0:
+                raise ValueError(f"{op}: logit_softcap={self.logit_softcap} must be > 0; None switches it off.")
+
+    def logit_options(self, metrics: bool) -> LogitOptions:
+        """What the kernels have to know of it."""
+        softcap = None if self.logit_softcap is None else float(self.logit_softcap)
+        return LogitOptions(float(self.logit_scale), softcap, logit_sum=self.label_smoothing > 0, metrics=metrics)
+
+
+class Rows(NamedTuple):
+    """The tokens' side of the loss, each (N,)."""
+
+    labels: jax.Array  # int32; NO_LABEL where a token does not count
+    counts: jax.Array  # bool
+    coefficients: Coefficients  # float32; NaN where a label is out of range
+    class_weight_sum: jax.Array  # (), Σ_v c_v
+    num_tokens: jax.Array  # ()
+
+
+def check_tokens(
+    op: str,
+    labels: jax.Array,
+    where: jax.Array | None,
+    token_weights: jax.Array | None,
+    class_weights: jax.Array | None,
+    tokens_shape: tuple[int, ...],
+    class_weights_size: int,
+) -> None:
+    """Raises a TypeError or ValueError unless the per-token and per-class arguments fit."""
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{op}: labels have dtype {labels.dtype}, but must be integers; labels.astype(jnp.int32).")
+    if where is not None and where.dtype != jnp.bool_:
+        raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
+    _checks.check_floating(op, token_weights=token_weights, class_weights=class_weights)
+    rule = "one entry for each token"
+    _checks.check_shape(op, "labels", labels, tokens_shape, rule)
+    _checks.check_shape(op, "where", where, tokens_shape, rule)
+    _checks.check_shape(op, "token_weights", token_weights, tokens_shape, rule)
+    _checks.check_shape(op, "class_weights", class_weights, (class_weights_size,), "one entry for each class")
+
+
+def check_label_range(
+    op: str, labels: jax.Array, where: jax.Array | None, ignore_index: int | None, vocab_size: int
+) -> None:
+    """Raises a ValueError for a concrete label outside [0, vocab_size); under jit the row becomes NaN instead."""
+    if isinstance(labels, jax.core.Tracer) or isinstance(where, jax.core.Tracer):
+        return
+    if not labels.is_fully_addressable or (where is not None and not where.is_fully_addressable):
+        return
+    values = np.asarray(labels)
+    wrong = (values < 0) | (values >= vocab_size)
+    wrong = wrong if ignore_index is None else wrong & (values != ignore_index)
+    wrong = wrong if where is None else wrong & np.asarray(where)
+    if wrong.any():
+        raise ValueError(
+            f"{op}: labels hold {values[wrong].flat[0]}, but must lie in [0, {vocab_size}) or be "
+            f"ignore_index={ignore_index}; mask other tokens with `where`."
+        )
+
+
+def token_rows(
+    labels: jax.Array,
+    where: jax.Array | None,
+    token_weights: jax.Array | None,
+    class_weights: jax.Array | None,
+    options: LossOptions,
+    vocab_size: int,
+) -> Rows:
+    """Coefficients such that a row's loss is target·(lse − z_y) + smoothing·Σ_v c_v·(lse − z_v) + squared·lse².
+
+    All arrays are flat, (N,); class_weights (V,) float32.
+    """
+    t = jnp.ones(labels.shape, jnp.float32) if token_weights is None else token_weights.astype(jnp.float32)
+    counts = t != 0
+    counts = counts if options.ignore_index is None else counts & (labels != options.ignore_index)
+    counts = counts if where is None else counts & where
+    t = jnp.where(counts, t, 0.0)
+    in_range = (labels >= 0) & (labels < vocab_size)
+    # Loud under jit: an impossible label poisons its own row, and not the denominator.
+    poisoned = jnp.where(counts & ~in_range, jnp.nan, t)
+    c_sum = jnp.float32(vocab_size)
+    c_target = jnp.ones_like(t)
+    if class_weights is not None:
+        c_sum = jnp.sum(class_weights)
+        c_target = class_weights[jnp.where(in_range, labels, 0)]
+    ce_norm = z_norm = jnp.float32(1.0)
+    if options.reduction == "mean":
+        any_counts = jnp.any(counts)
+        ce_norm = _denominator(jnp.sum(t * c_target), any_counts)
+        z_norm = _denominator(jnp.sum(t), any_counts)
+    smoothing = options.label_smoothing
+    coefficients = Coefficients(
+        target=(1.0 - smoothing) * c_target * (poisoned / ce_norm),
+        smoothing=(smoothing / vocab_size) * (poisoned / ce_norm) if smoothing else None,
+        squared=options.z_loss * (poisoned / z_norm) if options.z_loss else None,
+    )
+    kernel_labels = jnp.where(counts, labels, NO_LABEL).astype(jnp.int32)
+    return Rows(kernel_labels, counts, coefficients, c_sum, jax.lax.stop_gradient(jnp.sum(t)))
+
+
+def _denominator(total: jax.Array, any_counts: jax.Array) -> jax.Array:
+    """Nothing counts: 1, so that the loss is 0. Something counts and weighs nothing: NaN."""
+    return jnp.where(any_counts, jnp.where(total == 0, jnp.nan, total), 1.0)
+
+
+def reduced(losses: jax.Array, options: LossOptions, shape: tuple[int, ...]) -> jax.Array:
+    """The row losses in the labels' shape, or their sum: a mean's denominator is in the coefficients already."""
+    return losses.reshape(shape) if options.reduction == "none" else jnp.sum(losses)
+
+
+def metrics(statistics: Statistics, rows: Rows, options: LossOptions, shape: tuple[int, ...]) -> LossMetrics:
+    """The metrics of (N,) statistics, in the labels' shape."""
+    statistics, rows = jax.lax.stop_gradient((statistics, rows))
+    masked = lambda x, other: jnp.where(rows.counts, x, other).reshape(shape)
+    correct = jnp.sum((statistics.predicted_token == rows.labels) & rows.counts, dtype=jnp.float32)
+    num_counting = jnp.sum(rows.counts, dtype=jnp.float32)
+    squared = rows.coefficients.squared
+    z_losses = jnp.zeros(rows.counts.shape) if squared is None else squared * jnp.square(statistics.log_normalizer)
+    return LossMetrics(
+        accuracy=correct / jnp.maximum(num_counting, 1.0),
+        predicted_tokens=masked(statistics.predicted_token, -1),
+        max_logit=masked(statistics.max_logit, 0.0),
+        log_normalizer=masked(statistics.log_normalizer, 0.0),
+        z_loss=reduced(jnp.where(rows.counts, z_losses, 0.0), options, shape),
+        num_tokens=rows.num_tokens,
+    )

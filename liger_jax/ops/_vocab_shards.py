@@ -1,0 +1,52 @@
+"""The loss over a vocabulary whose shards lie on the devices of a mesh axis, inside `jax.shard_map`.
+
+Each device reduces its own logits; what crosses the mesh is a few numbers a token. The collectives act on the
+statistics and are differentiable as they stand: through lse = M + log Σ_shards exp(lse_shard − M) a shard's logits
+get their share of the softmax's gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.ops import _loss
+from liger_jax.pallas_kernels.cross_entropy.xla import NO_LABEL, Statistics
+
+_NO_TOKEN = jnp.iinfo(jnp.int32).max
+
+
+def sharded_rows(
+    labels: jax.Array,
+    where: jax.Array | None,
+    token_weights: jax.Array | None,
+    class_weights: jax.Array | None,
+    options: _loss.LossOptions,
+    shard_size: int,
+    axis: str,
+) -> tuple[_loss.Rows, jax.Array]:
+    """`token_rows` for the whole vocabulary, and the labels (N,) as they count from this shard's first entry."""
+    if class_weights is not None:  # V numbers: the gather is small beside one token's logits
+        class_weights = jax.lax.all_gather(class_weights, axis, tiled=True)
+    vocab_size = shard_size * jax.lax.axis_size(axis)
+    rows = _loss.token_rows(labels, where, token_weights, class_weights, options, vocab_size)
+    start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
+    return rows, jnp.where(rows.counts, rows.labels - start, NO_LABEL)
+
+
+def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistics:
+    """The statistics of whole rows, the same on every device of the axis, from those of the shards."""
+    lse = statistics.log_normalizer
+    maximum = jax.lax.pmax(jax.lax.stop_gradient(lse), axis)
+    merged = Statistics(
+        log_normalizer=maximum + jnp.log(jax.lax.psum(jnp.exp(lse - maximum), axis)),
+        target_logit=jax.lax.psum(statistics.target_logit, axis),
+        logit_sum=None if statistics.logit_sum is None else jax.lax.psum(statistics.logit_sum, axis),
+        max_logit=None,
+        predicted_token=None,
+    )
+    if statistics.max_logit is None:
+        return merged
+    shard_max, token = jax.lax.stop_gradient((statistics.max_logit, statistics.predicted_token))
+    max_logit = jax.lax.pmax(shard_max, axis)
+    start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
+    first = jax.lax.pmin(jnp.where(shard_max == max_logit, token + start, _NO_TOKEN), axis)
+    return merged._replace(max_logit=max_logit, predicted_token=first)

@@ -1,0 +1,170 @@
+"""Softmax cross-entropy over logits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from liger_jax.ops import _checks, _dispatch, _loss, _mesh
+from liger_jax.pallas_kernels.cross_entropy import mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents
+
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What the kernels are compiled for."""
+
+    op: str
+    logit: LogitOptions
+    choice: str
+
+    def run(self, function: str, *arrays):
+        return _dispatch.bind(self.op, _KERNELS, self.choice, function)(*arrays, options=self.logit)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _statistics(logits, labels, class_weights, options):
+    return options.run("statistics", logits, labels, class_weights)
+
+
+def _forward_rule(logits, labels, class_weights, options):
+    if class_weights is not None:
+        refuse_class_weight_gradient(options.op, class_weights.perturbed)
+    arrays = [None if x is None else x.value for x in (logits, labels, class_weights)]
+    statistics = options.run("statistics", *arrays)
+    return statistics, (*arrays, statistics.log_normalizer)
+
+
+def _backward_rule(options, residuals, cotangents):
+    logits, labels, class_weights, lse = residuals
+    g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
+    return options.run("gradient", logits, labels, lse, g, class_weights), None, None
+
+
+_statistics.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def instantiated(cotangent):
+    """A cotangent as an array: JAX hands over symbolic zeros where nothing depends on an output."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def refuse_class_weight_gradient(op: str, perturbed: bool) -> None:
+    """Raises a TypeError if class weights are differentiated: the losses take them as constants."""
+    if perturbed:
+        raise TypeError(
+            f"{op}: class_weights are constants and have no gradient; "
+            "pass jax.lax.stop_gradient(class_weights), or differentiate by other arguments."
+        )
+
+
+def cross_entropy(
+    logits: Float[Array, "*tokens V"],
+    labels: Int[Array, "*tokens"],
+    *,
+    where: Bool[Array, "*tokens"] | None = None,
+    token_weights: Float[Array, "*tokens"] | None = None,
+    class_weights: Float[Array, " V"] | None = None,
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    reduction: str = "mean",
+    return_metrics: bool = False,
+    implementation: _dispatch.Implementation = None,
+) -> Array | tuple[Array, _loss.LossMetrics]:
+    """Cross-entropy of the softmax of `logits` with integer labels, in float32 whatever comes in.
+
+    With z = logit_scale · softcap(logits), softcap(u) = s·tanh(u/s), lse = log Σ_v exp(z_v), t the token's and c
+    the class's weight, ε = label_smoothing:
+
+        ce = (1 − ε)·c_y·(lse − z_y) + (ε/V)·Σ_v c_v·(lse − z_v)
+        "none": t·(ce + z_loss·lse²)      "sum": its sum
+        "mean": Σ t·ce / Σ t·c_y + z_loss · Σ t·lse² / Σ t
+
+    A token counts if `where` is true, its label is not `ignore_index` and its weight is not 0. Others have loss 0
+    and gradient exactly 0, whatever their logits hold. If none counts, the loss is 0; if the weights that count
+    sum to 0, it is NaN. Only the logits and lse are kept for the backward pass.
+
+    Args:
+        logits: (..., V), any float dtype.
+        labels: (...), integers in [0, V), or `ignore_index`. Any other label makes its row's loss and gradient NaN
+            under jit.
+        where: (...) bool, which tokens count; None for all.
+        token_weights: (...) float, differentiable; None for ones.
+        class_weights: (V,) float, constants; None for ones.
+        ignore_index: the label of tokens that do not count; None for no such label.
+        label_smoothing: ε in [0, 1], a Python number.
+        z_loss: the factor of lse², a Python number.
+        logit_scale: a Python number.
+        logit_softcap: s > 0, a Python number, or None for no capping.
+        reduction: "mean", "sum" or "none".
+        return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
+            forms, or a tuple of these to try in order.
+
+    Returns:
+        The loss, float32: () for "mean" and "sum", (...) for "none". With `return_metrics`: (loss, metrics).
+
+    Raises:
+        TypeError: a dtype is wrong, an option is no Python number, or class_weights are differentiated.
+        ValueError: a shape does not fit, an option is out of range, a concrete label lies outside [0, V), or the
+            named implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+        >>> print(cross_entropy(logits, jnp.array([0, -100])).round(4))
+        0.2395
+
+    References:
+        Szegedy et al., 2016 (label smoothing, arXiv:1512.00567); Chowdhery et al., 2022 (z-loss, arXiv:2204.02311).
+    """
+    op = "cross_entropy"
+    _checks.check_floating(op, logits=logits)
+    if logits.ndim == 0:
+        raise ValueError(f"{op}: logits has shape (), but must be (..., V); the last axis holds the classes.")
+    vocab_size = logits.shape[-1]
+    loss_options = _loss.LossOptions(
+        op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction
+    )
+    _loss.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
+    _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
+    return reduced_cross_entropy(
+        logits, labels, where, token_weights, class_weights, loss_options, return_metrics, implementation
+    )
+
+
+def reduced_cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    where: jax.Array | None,
+    token_weights: jax.Array | None,
+    class_weights: jax.Array | None,
+    loss_options: _loss.LossOptions,
+    return_metrics: bool = False,
+    implementation: _dispatch.Implementation = None,
+) -> Array | tuple[Array, _loss.LossMetrics]:
+    """`cross_entropy` after its checks; a label that is out of range is NaN, concrete or not."""
+    vocab_size = logits.shape[-1]
+    flat = lambda x: None if x is None else x.reshape(-1)
+    z = logits.reshape(-1, vocab_size)
+    class_weights = None if class_weights is None else class_weights.astype(jnp.float32)
+    choice = _dispatch.choose(loss_options.op, _KERNELS, _DEFAULTS, implementation, z, class_weights)
+    rows = _loss.token_rows(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
+    options = _Options(loss_options.op, loss_options.logit_options(return_metrics), choice)
+    z, kernel_labels, class_weights = _mesh.align_varying(z, rows.labels, class_weights)
+    statistics = _statistics(z, kernel_labels, class_weights, options)
+    losses = xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
+    # Not a product with 0: a row that does not count may hold anything.
+    loss = _loss.reduced(jnp.where(rows.counts, losses, 0.0), loss_options, labels.shape)
+    return (loss, _loss.metrics(statistics, rows, loss_options, labels.shape)) if return_metrics else loss

@@ -1,0 +1,303 @@
+"""Softmax cross-entropy of a linear layer's output, without ever holding the logits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from liger_jax.ops import _checks, _dispatch, _loss, _mesh, _vocab_shards
+from liger_jax.ops.cross_entropy import instantiated, refuse_class_weight_gradient
+from liger_jax.pallas_kernels.cross_entropy import xla as rows_xla
+from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
+
+_OP = "fused_linear_cross_entropy"
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_DEFAULTS: dict[str, tuple[str, ...]] = {}
+_MODES = ("auto", "fast", "lean")
+_LAYOUTS = ("vd", "dv")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What the kernels are compiled for."""
+
+    linear: LinearOptions
+    choice: str
+
+    def run(self, function: str, hidden, *arrays, **static):
+        kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
+        # XLA's scan over chunks is partitioned no better than a Pallas call.
+        return kernel(_mesh.forbid_partitioning(hidden, _OP), *arrays, options=self.linear, **static)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _StaticNeeds:
+    needs: Needs
+
+
+def _needs(hidden, weight, bias) -> Needs:
+    return Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
+
+
+def _values(*primals):
+    return [jax.tree.map(lambda p: p.value, primal) for primal in primals]
+
+
+# --- lean: statistics, whose gradient recomputes the logits -----------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _statistics(hidden, weight, bias, class_weights, labels, options):
+    return options.run("statistics", hidden, weight, labels, bias, class_weights)
+
+
+def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, options):
+    refuse_class_weight_gradient(_OP, class_weights is not None and class_weights.perturbed)
+    needs = _StaticNeeds(_needs(hidden, weight, bias))
+    hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
+    statistics = _statistics(hidden, weight, bias, class_weights, labels, options)
+    return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
+
+
+def _statistics_backward_rule(options, residuals, cotangents):
+    needs, hidden, weight, bias, class_weights, labels, lse = residuals
+    g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
+    grads = options.run("gradients", hidden, weight, labels, bias, class_weights, lse, g, needs=needs.needs)
+    return *grads, None, None
+
+
+_statistics.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
+
+
+# --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _summed_loss(hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options):
+    statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
+    return jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum)), statistics
+
+
+def _summed_loss_forward_rule(
+    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options
+):
+    refuse_class_weight_gradient(_OP, class_weights is not None and class_weights.perturbed)
+    needs = _needs(hidden, weight, bias)
+    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
+        hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
+    )
+    if any(needs):
+        statistics, grads = options.run(
+            "gradients_in_forward",
+            hidden,
+            weight,
+            labels,
+            bias,
+            class_weights,
+            coefficients,
+            class_weight_sum,
+            needs=needs,
+        )
+    else:  # only the token weights are differentiated
+        statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
+        grads = config.Gradients(None, None, None)
+    loss = jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum))
+    return (loss, statistics), (grads, statistics, coefficients, class_weight_sum)
+
+
+def _summed_loss_backward_rule(options, residuals, cotangents):
+    grads, statistics, coefficients, class_weight_sum = residuals
+    g = instantiated(cotangents[0])
+    scaled = [None if grad is None else (g * grad.astype(jnp.float32)).astype(grad.dtype) for grad in grads]
+    # The loss is linear in its coefficients.
+    by_coefficients = lambda c: jnp.sum(rows_xla.row_losses(statistics, c, class_weight_sum))
+    coefficients_grad = jax.tree.map(lambda x: g * x, jax.grad(by_coefficients)(coefficients))
+    return *scaled, coefficients_grad, None, None, None
+
+
+_summed_loss.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
+
+
+# --- checks and choices -----------------------------------------------------------------------------------------------
+
+
+def _check_sizes(hidden, weight, weight_layout, chunk_size):
+    if hidden.ndim == 0:
+        raise ValueError(f"{_OP}: hidden has shape (), but must be (..., D).")
+    if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
+        raise ValueError(
+            f"{_OP}: weight has shape {weight.shape}, but with weight_layout={weight_layout!r} and hidden of width "
+            f"D={hidden.shape[-1]} it must be {'(V, D)' if weight_layout == 'vd' else '(D, V)'}; "
+            "the other layout is the other value of weight_layout."
+        )
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"{_OP}: chunk_size={chunk_size!r} must be a Python int of at least 1; None chooses one.")
+
+
+def _possible_mode(mode, reduction, vocab_axis, implementation):
+    """ "lean" where the gradients cannot be made in the forward, else `mode`."""
+    reason = None
+    if reduction == "none":
+        reason = "the cotangent of each token's loss is unknown in the forward; use mode='lean' or reduction='sum'"
+    elif vocab_axis is not None:
+        reason = "the log-normaliser of all shards is unknown while one is computed; use mode='lean'"
+    if mode == "fast" and reason is not None:
+        raise ValueError(f"{_OP}: mode='fast' makes gradients in the forward, and here {reason}.")
+    first = implementation[0] if isinstance(implementation, tuple) and implementation else implementation
+    only_lean = isinstance(first, str) and not first.startswith("xla")
+    return "lean" if mode == "auto" and (reason is not None or only_lean) else mode
+
+
+def _precision(precision):
+    """The precision of all products, fixed now: the backward is traced after a user's context manager is left."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    try:
+        return jax.lax.Precision(precision) if isinstance(precision, str) else precision
+    except ValueError:
+        return jax.lax.DotAlgorithmPreset[precision]
+
+
+# --- the public function ----------------------------------------------------------------------------------------------
+
+
+def fused_linear_cross_entropy(
+    hidden: Float[Array, "*tokens D"],
+    weight: Float[Array, "_ _"],
+    labels: Int[Array, "*tokens"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    weight_layout: str = "vd",
+    where: Bool[Array, "*tokens"] | None = None,
+    token_weights: Float[Array, "*tokens"] | None = None,
+    class_weights: Float[Array, " V"] | None = None,
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    reduction: str = "mean",
+    return_metrics: bool = False,
+    vocab_axis: str | None = None,
+    mode: str = "auto",
+    chunk_size: int | None = None,
+    memory_budget_bytes: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: _dispatch.Implementation = None,
+) -> Array | tuple[Array, _loss.LossMetrics]:
+    """`cross_entropy(hidden · weightᵀ + bias, labels)`, with no buffer of the size (tokens, vocabulary).
+
+    The loss is `liger_jax.ops.cross_entropy`'s, on z = logit_scale · softcap(hidden · weightᵀ + bias), from float32
+    accumulators. Gradient work is done only for what is differentiated: none for a frozen head or trunk.
+
+    Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens (3 products of 2·N·D·V
+    operations; a float32 accumulator for the weight's gradient); it needs a scalar loss. Mode "lean" makes
+    statistics first and recomputes slices of the vocabulary for the gradients (4 products; the weight's gradient is
+    written once). The weight's gradient is never summed in less than float32. Products take hidden's dtype.
+
+    Args:
+        hidden: (..., D), any float dtype.
+        weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
+        labels: (...), integers in [0, V), or `ignore_index`. Any other label makes its row's loss and gradient NaN
+            under jit.
+        bias: (V,) float, or None.
+        weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
+        where: (...) bool, which tokens count; None for all.
+        token_weights: (...) float, differentiable; None for ones.
+        class_weights: (V,) float, constants; None for ones.
+        ignore_index: the label of tokens that do not count; None for no such label.
+        label_smoothing: ε in [0, 1], a Python number.
+        z_loss: the factor of lse², a Python number.
+        logit_scale: a Python number.
+        logit_softcap: s > 0 for s·tanh(u/s), a Python number, or None.
+        reduction: "mean", "sum" or "none".
+        return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
+        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
+            of the vocabulary, while hidden, labels and token arguments are the same on all; needs mode "lean".
+        mode: "auto", "fast" or "lean".
+        chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
+        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
+        precision: of the products; None for `jax.default_matmul_precision`.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
+            forms, or a tuple of these to try in order.
+
+    Returns:
+        The loss, float32: () for "mean" and "sum", (...) for "none". With `return_metrics`: (loss, metrics).
+
+    Raises:
+        TypeError: a dtype is wrong, an option is no Python number, or class_weights are differentiated.
+        ValueError: a shape does not fit, an option is out of range, a concrete label lies outside [0, V), the
+            budget is too small, or mode or implementation cannot run here; and, when compiled for several devices
+            outside of `jax.shard_map`, that the compiler would gather the tokens.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> hidden, weight = jnp.eye(2, 4), jnp.ones((8, 4))
+        >>> print(fused_linear_cross_entropy(hidden, weight, jnp.array([3, 5])).round(4))
+        2.0794
+
+    References:
+        Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the
+        blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
+    """
+    _checks.check_floating(_OP, hidden=hidden, weight=weight, bias=bias)
+    _checks.check_choice(_OP, "weight_layout", weight_layout, _LAYOUTS)
+    _checks.check_choice(_OP, "mode", mode, _MODES)
+    _check_sizes(hidden, weight, weight_layout, chunk_size)
+    vocab_size = weight.shape[weight_layout.index("v")]
+    loss_options = _loss.LossOptions(
+        _OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction
+    )
+    tokens_shape = labels.shape
+    _loss.check_tokens(_OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
+    _checks.check_shape(_OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
+
+    flat = lambda x: None if x is None else x.reshape(-1)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    labels, where, token_weights = flat(labels), flat(where), flat(token_weights)
+    class_weights = None if class_weights is None else class_weights.astype(jnp.float32)
+    plan = config.plan(
+        *hidden.shape,
+        vocab_size,
+        itemsize=hidden.dtype.itemsize,
+        weight_itemsize=weight.dtype.itemsize,
+        mode=_possible_mode(mode, reduction, vocab_axis, implementation),
+        chunk_size=chunk_size,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    logit = loss_options.logit_options(return_metrics)
+    linear = LinearOptions(logit, weight_layout, _precision(precision), plan.mode, plan.chunk_size)
+    choice = _dispatch.choose(
+        _OP, _KERNELS, _DEFAULTS, implementation, hidden, weight, bias, class_weights, options=linear
+    )
+    options = _Options(linear, choice)
+
+    if vocab_axis is None:
+        _loss.check_label_range(_OP, labels, where, ignore_index, vocab_size)
+        rows = _loss.token_rows(labels, where, token_weights, class_weights, loss_options, vocab_size)
+        kernel_labels = rows.labels
+    else:
+        rows, kernel_labels = _vocab_shards.sharded_rows(
+            labels, where, token_weights, class_weights, loss_options, vocab_size, vocab_axis
+        )
+    # 0 · NaN is NaN: a token that does not count must not reach the products.
+    hidden = jnp.where(rows.counts[:, None], hidden, jnp.zeros((), hidden.dtype))
+    if linear.mode == "fast":
+        arguments = _mesh.align_varying(
+            hidden, weight, bias, *rows.coefficients, class_weights, rows.class_weight_sum, kernel_labels
+        )
+        h, w, b, *coefficients, c, c_sum, y = arguments
+        loss, statistics = _summed_loss(h, w, b, rows_xla.Coefficients(*coefficients), c, c_sum, y, options)
+    else:
+        h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
+        statistics = _statistics(h, w, b, c, y, options)
+        if vocab_axis is not None:
+            statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
+        losses = rows_xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
+        loss = _loss.reduced(losses, loss_options, tokens_shape)
+    return (loss, _loss.metrics(statistics, rows, loss_options, tokens_shape)) if return_metrics else loss

@@ -1,0 +1,1 @@
+"""Softmax cross-entropy of a linear layer's output, without ever holding the logits."""

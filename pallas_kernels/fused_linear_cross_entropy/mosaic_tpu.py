@@ -1,0 +1,200 @@
+"""Fused linear cross-entropy in Pallas for TPU.
+
+Statistics: the float32 tile of logits is the accumulator of its product over d and stays in VMEM; an online
+log-sum-exp folds it into one number a row. Gradients: the same product for a slice of the vocabulary, with the
+softmax's gradient as its epilogue, so only du (N, slice) is written; the two products with du are XLA's, which
+schedules them better than a kernel that would keep rewriting dX and dW. Lean mode only.
+Rounding: logits and statistics float32 (see cross_entropy/xla.py, whose row formulas run here). Not measured on a
+TPU: no speed is claimed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, with_absent
+from liger_jax.pallas_kernels.cross_entropy import xla as rows
+from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions, Needs
+
+
+def unsupported(hidden: jax.Array, weight: jax.Array, *others: jax.Array | None, options: LinearOptions) -> str | None:
+    """Lean mode, float32 and bfloat16, a precision that Mosaic has."""
+    if options.mode == "fast":
+        return "it has no mode 'fast' (a chunk's logits would have to exist); use mode='lean', or 'xla'."
+    if hidden.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"the TPU kernel takes float32 and bfloat16, and hidden is {hidden.dtype}; use 'xla'."
+    if options.precision not in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST):
+        return f"Mosaic's products have no precision {options.precision}; use None, 'highest', or 'xla'."
+    return None
+
+
+def _float32(ref):
+    return None if ref is None else ref[...].astype(jnp.float32)
+
+
+def _accumulate(hidden_ref, weight_ref, u_ref, *, d, options: LinearOptions):
+    """u += the product of this step's tiles over d; what lies past the end of d is garbage and read as zero."""
+    d_tile, d_block_size = pl.program_id(2), hidden_ref.shape[1]
+
+    @pl.when(d_tile == 0)
+    def _():
+        u_ref[...] = jnp.zeros_like(u_ref)
+
+    x, w = hidden_ref[...], weight_ref[...]
+    if d % d_block_size:
+        x = jnp.where(in_bounds(d_tile * d_block_size, d_block_size, d, axis=1), x, 0)
+        w = jnp.where(in_bounds(d_tile * d_block_size, d_block_size, d, axis=1 - options.vocab_dim), w, 0)
+    u_ref[...] += xla.product(x, w, 1, 1 - options.vocab_dim, options)
+
+
+def _statistics_kernel(hidden_ref, weight_ref, labels_ref, *refs, v, d, options, has, num_fields):
+    bias_ref, class_weights_ref, *refs, u_ref = with_absent(refs, has)
+    out_refs, state_refs = refs[:num_fields], refs[num_fields:]
+    n_block_size, v_block_size = u_ref.shape
+    vocab_tile, last_d = pl.program_id(1), pl.program_id(2) == pl.num_programs(2) - 1
+    start_state = rows.online_start(n_block_size, options.logit)
+    _accumulate(hidden_ref, weight_ref, u_ref, d=d, options=options)
+
+    @pl.when(last_d & (vocab_tile == 0))
+    def _():
+        for ref, field in zip(state_refs, jax.tree.leaves(start_state), strict=True):
+            ref[...] = field
+
+    @pl.when(last_d)
+    def _():
+        u = u_ref[...] if bias_ref is None else u_ref[...] + _float32(bias_ref)
+        columns = vocab_tile * v_block_size + jax.lax.broadcasted_iota(jnp.int32, (1, v_block_size), 1)
+        state = jax.tree.unflatten(jax.tree.structure(start_state), [ref[...] for ref in state_refs])
+        state = rows.online_update(
+            state,
+            rows.transform(u, options.logit),
+            columns,
+            columns < v,
+            labels_ref[...],
+            _float32(class_weights_ref),
+        )
+        for ref, field in zip(state_refs, jax.tree.leaves(state), strict=True):
+            ref[...] = field
+
+    @pl.when(last_d & (vocab_tile == pl.num_programs(1) - 1))
+    def _():
+        for out_ref, ref in zip(out_refs, state_refs, strict=True):
+            out_ref[...] = ref[...]
+
+
+def _specs(tiles: config.TpuConfig, options: LinearOptions, num_rows: int, num_vectors: int):
+    """Block specs over the grid (row_tile, vocab_tile, d_tile): hidden, weight, row vectors, vocabulary vectors."""
+
+    def weight_index_map(_, vocab_tile, d_tile):
+        return (vocab_tile, d_tile) if options.vocab_dim == 0 else (d_tile, vocab_tile)
+
+    block = (tiles.v_block_size, tiles.d_block_size)
+    hidden_spec = pl.BlockSpec(
+        (tiles.n_block_size, tiles.d_block_size), lambda row_tile, _, d_tile: (row_tile, d_tile)
+    )
+    weight_spec = pl.BlockSpec(block if options.vocab_dim == 0 else block[::-1], weight_index_map)
+    row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
+    vector_spec = pl.BlockSpec((1, tiles.v_block_size), lambda _, vocab_tile, __: (0, vocab_tile))
+    return [hidden_spec, weight_spec, *[row_spec] * num_rows, *[vector_spec] * num_vectors]
+
+
+def statistics(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    class_weights: jax.Array | None,
+    *,
+    options: LinearOptions,
+    interpret: bool,
+) -> Statistics:
+    """hidden (N, D), weight (V, D) or (D, V), labels (N,) int32, bias and class_weights (V,) → Statistics."""
+    (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
+    tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize)
+    vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
+    state = jax.eval_shape(lambda: rows.online_start(n, options.logit))
+    fields = jax.tree.leaves(state)
+    present = [bias is not None, class_weights is not None] + [True] * (2 * len(fields) + 1)
+    row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
+    parts = pl.pallas_call(
+        functools.partial(
+            _statistics_kernel, v=v, d=d, options=options, has=tuple(present), num_fields=len(fields)
+        ),
+        grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
+        in_specs=_specs(tiles, options, num_rows=1, num_vectors=len(vectors)),
+        out_specs=[row_spec] * len(fields),
+        out_shape=[out_like(hidden, s.shape, s.dtype) for s in fields],
+        scratch_shapes=[pltpu.VMEM((tiles.n_block_size, 1), s.dtype) for s in fields]
+        + [pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        interpret=tpu_interpreter(interpret),
+        name="fused_linear_cross_entropy_statistics",
+    )(hidden, weight.astype(hidden.dtype), labels[:, None], *vectors)
+    parts = jax.tree.unflatten(jax.tree.structure(state), [part.reshape(1, n) for part in parts])
+    return rows.online_merge(parts, options.logit)
+
+
+def _logit_gradients_kernel(hidden_ref, weight_ref, labels_ref, *refs, d, options, has):
+    lse_ref, *g_refs, bias_ref, class_weights_ref, du_ref, u_ref = with_absent(refs, has)
+    _accumulate(hidden_ref, weight_ref, u_ref, d=d, options=options)
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        v_block_size = u_ref.shape[1]
+        columns = pl.program_id(1) * v_block_size + jax.lax.broadcasted_iota(jnp.int32, (1, v_block_size), 1)
+        du = rows.logit_gradient(
+            u_ref[...] if bias_ref is None else u_ref[...] + _float32(bias_ref),
+            columns,
+            labels_ref[...],
+            lse_ref[...],
+            Cotangents(*(None if ref is None else ref[...] for ref in g_refs)),
+            _float32(class_weights_ref),
+            options.logit,
+        )
+        du_ref[...] = du.astype(du_ref.dtype)
+
+
+def logit_gradients(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    class_weights: jax.Array | None,
+    log_normalizer: jax.Array,
+    cotangents: Cotangents,
+    *,
+    options: LinearOptions,
+    interpret: bool,
+) -> jax.Array:
+    """du (N, v) in hidden's dtype for the vocabulary entries in `weight`; labels count from its first entry."""
+    (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
+    tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize)
+    optional = (log_normalizer, *cotangents, bias, class_weights)
+    present = [x is not None for x in optional] + [True, True]
+    row_operands = [x[:, None] for x in (labels, log_normalizer, *cotangents) if x is not None]
+    vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
+    du_spec = pl.BlockSpec(
+        (tiles.n_block_size, tiles.v_block_size), lambda row_tile, vocab_tile, _: (row_tile, vocab_tile)
+    )
+    return pl.pallas_call(
+        functools.partial(_logit_gradients_kernel, d=d, options=options, has=tuple(present)),
+        grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
+        in_specs=_specs(tiles, options, num_rows=len(row_operands), num_vectors=len(vectors)),
+        out_specs=du_spec,
+        out_shape=out_like(hidden, (n, v), hidden.dtype),
+        scratch_shapes=[pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=tpu_interpreter(interpret),
+        name="fused_linear_cross_entropy_logit_gradients",
+    )(hidden, weight, *row_operands, *vectors)
+
+
+def gradients(*arrays: jax.Array | Cotangents | None, options: LinearOptions, needs: Needs, interpret: bool) -> Gradients:
+    """As `xla.gradients`, with du made by this module's kernel."""
+    kernel = functools.partial(logit_gradients, interpret=interpret)
+    return xla.gradients(*arrays, options=options, needs=needs, logit_gradients=kernel)
