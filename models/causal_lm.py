@@ -1,7 +1,6 @@
 """The call that all causal language models share: labels, what is scored, and whether logits come to exist."""
 
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,11 @@ IGNORE = -100  # Hugging Face's label of a position that is not scored
 class CausalLM(nnx.Module):
     """Base of the families' `…ForCausalLM`.
 
-    A family sets `model` (token ids to hidden states), `kernels` and `dtype`, and has a property `head`, (V, D).
+    A family sets `model` (token ids to hidden states) and `kernels`, and has a property `head`, (V, D).
     """
 
     model: nnx.Module
     kernels: KernelOptions
-    dtype: Any
 
     @property
     def head(self) -> Float[Array, "V D"]:
@@ -94,19 +92,17 @@ class CausalLM(nnx.Module):
 
     def _predict(self, hidden, return_logits, return_metrics):
         """The result without labels."""
-        logits = metrics = None
-        if return_logits:
-            logits = head_logits(hidden, self.head.astype(self.dtype))
+        logits = head_logits(hidden, self.head) if return_logits else None
+        metrics = None
         if return_metrics:
-            metrics = self._loss(hidden, logits, jnp.zeros(hidden.shape[:-1], jnp.int32), None, "mean", True)[1]
-            metrics = metrics.replace(accuracy=None, z_loss=None, num_tokens=None)  # labels' matter
+            _, metrics = self._loss(hidden, logits, jnp.zeros(hidden.shape[:-1], jnp.int32), None, "mean", True)
+            metrics = metrics.replace(accuracy=jnp.zeros(()), num_tokens=jnp.zeros(()))  # nothing is scored
         return CausalLMOutput(logits=logits, metrics=metrics)
 
     def _score(self, hidden, targets, loss_weights, loss_normalizer, return_logits, return_metrics):
         """The result with labels."""
-        logits = None
-        if return_logits or not self.kernels.fused_linear_cross_entropy:
-            logits = head_logits(hidden, self.head.astype(self.dtype))
+        with_logits = return_logits or not self.kernels.fused_linear_cross_entropy
+        logits = head_logits(hidden, self.head) if with_logits else None
         reduction = "mean" if loss_normalizer is None else "sum"
         loss, metrics = self._loss(hidden, logits, targets, loss_weights, reduction, return_metrics)
         if loss_normalizer is not None:
@@ -124,13 +120,12 @@ class CausalLM(nnx.Module):
             implementation=kernels.implementation,
         )
         if logits is None:
-            result = ops.fused_linear_cross_entropy(
-                hidden, self.head.astype(self.dtype), targets, mode=kernels.mode, **options
-            )
+            result = ops.fused_linear_cross_entropy(hidden, self.head, targets, mode=kernels.mode, **options)
         elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
             result = ops.cross_entropy(logits, targets, **options)
         else:
-            return plain.cross_entropy(logits, targets, loss_weights, IGNORE, reduction, return_metrics)
+            loss, metrics = plain.cross_entropy(logits, targets, loss_weights, IGNORE, reduction)
+            return loss, metrics if return_metrics else None
         return result if return_metrics else (result, None)
 
 
@@ -178,19 +173,19 @@ def attention_segments(
 
 @jax.custom_vjp
 def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """hidden·weightᵀ in float32 from a float32 accumulator.
+    """hidden·weightᵀ in float32 from a float32 accumulator, the factors in hidden's dtype.
 
-    The gradient's products run in the inputs' dtype, as the fused loss's do; the derivative rule of a product
-    with a wider result would run them in float32.
+    The gradient's products take hidden's dtype too, as the fused loss's do; JAX's own derivative of a product with
+    a wider result runs them in float32.
 
     Args:
         hidden: hidden states.
-        weight: the head, of hidden's dtype.
+        weight: the head, any float dtype.
 
     Returns:
         float32 logits.
     """
-    return jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
+    return jnp.einsum("btd,vd->btv", hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def _head_logits_forward(hidden, weight):
@@ -200,7 +195,9 @@ def _head_logits_forward(hidden, weight):
 def _head_logits_backward(residuals, dlogits):
     hidden, weight = residuals
     dlogits = dlogits.astype(hidden.dtype)
-    return jnp.einsum("btv,vd->btd", dlogits, weight), jnp.einsum("btv,btd->vd", dlogits, hidden)
+    dhidden = jnp.einsum("btv,vd->btd", dlogits, weight.astype(hidden.dtype))
+    dweight = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32)
+    return dhidden, dweight.astype(weight.dtype)
 
 
 head_logits.defvjp(_head_logits_forward, _head_logits_backward)

@@ -1,10 +1,12 @@
 """What every model family shares at its surface: the choice of kernels and the result of a call."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import chex
 import jax
+
+from liger_jax.ops import LossMetrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +68,9 @@ class CausalLMOutput:
     Attributes:
         loss: float32 scalar.
         logits: (B, kept positions, V) float32.
-        metrics: as `liger_jax.ops.fused_linear_cross_entropy` returns them, per kept position; without labels
-            only `predicted_tokens`, `max_logit` and `log_normalizer` are set.
+        metrics: of the kept positions; without labels no token is scored, so `num_tokens` and `accuracy` are 0.
     """
 
     loss: jax.Array | None = None
     logits: jax.Array | None = None
-    metrics: Any = None
+    metrics: LossMetrics | None = None

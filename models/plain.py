@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from liger_jax.ops import LossMetrics
 
-def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*rows D"]:
-    """Normalises in float32, rounds to x's dtype, then scales (LLaMA's order).
+
+def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
+    """Normalises in float32, rounds to x's dtype, then scales in the wider of the two dtypes (LLaMA's order).
 
     Args:
         x: float array.
@@ -18,7 +20,7 @@ def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, "D"], eps: float) -
     """
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale.astype(x.dtype)
+    return (normed.astype(x.dtype) * scale).astype(x.dtype)
 
 
 def apply_rope(
@@ -61,23 +63,44 @@ def swiglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[
     return jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype) * up
 
 
-def token_losses(
-    logits: Float[Array, "*tokens V"], labels: Int[Array, "*tokens"], ignore_index: int
-) -> Float[Array, "*tokens"]:
-    """lse(z) − z[label] in float32; 0 where the label is `ignore_index`, NaN where it is outside the vocabulary.
+def cross_entropy(
+    logits: Float[Array, "*tokens V"],
+    labels: Int[Array, "*tokens"],
+    token_weights: Float[Array, "*tokens"] | None,
+    ignore_index: int,
+    reduction: str,
+) -> tuple[Float[Array, ""], LossMetrics]:
+    """Σ t·(lse(z) − z_y), over Σ t if the reduction is "mean", in float32.
 
     Args:
-        logits: float array.
-        labels: integers in [0, V), or `ignore_index`.
-        ignore_index: the label that does not count.
+        logits: z, any float dtype.
+        labels: integers in [0, V), or `ignore_index`; any other label makes the loss NaN.
+        token_weights: t; `None` for ones.
+        ignore_index: the label of tokens that do not count.
+        reduction: "mean" or "sum".
 
     Returns:
-        float32 losses, one a token.
+        The loss and its metrics; under jit the metrics cost nothing unless they are used.
     """
     z = logits.astype(jnp.float32)
-    counts = labels != ignore_index
+    t = jnp.ones(labels.shape, jnp.float32) if token_weights is None else token_weights.astype(jnp.float32)
+    counts = (labels != ignore_index) & (t != 0)
     inside = (labels >= 0) & (labels < z.shape[-1])
-    safe = jnp.where(inside, labels, 0)
-    target = jnp.take_along_axis(z, safe[..., None], axis=-1)[..., 0]
-    loss = jax.nn.logsumexp(z, axis=-1) - target
-    return jnp.where(counts, jnp.where(inside, loss, jnp.nan), 0.0)
+    target = jnp.take_along_axis(z, jnp.where(inside, labels, 0)[..., None], axis=-1)[..., 0]
+    lse = jax.nn.logsumexp(z, axis=-1)
+    losses = jnp.where(counts, t * jnp.where(inside, lse - target, jnp.nan), 0.0)
+    num_tokens = jnp.sum(jnp.where(counts, t, 0.0))
+    loss = jnp.sum(losses)
+    if reduction == "mean":
+        loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
+    predicted = jnp.argmax(z, axis=-1).astype(jnp.int32)
+    num_correct = jnp.sum(counts & (predicted == labels), dtype=jnp.float32)
+    metrics = LossMetrics(
+        accuracy=num_correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0),
+        predicted_tokens=jnp.where(counts, predicted, -1),
+        max_logit=jnp.where(counts, jnp.max(z, axis=-1), 0.0),
+        log_normalizer=jnp.where(counts, lse, 0.0),
+        z_loss=jnp.zeros(()),
+        num_tokens=num_tokens,
+    )
+    return loss, jax.lax.stop_gradient(metrics)

@@ -35,7 +35,7 @@ def out_like(x: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) 
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
-def full_like(x: jax.Array, shape: tuple[int, ...], value: float, dtype: jax.typing.DTypeLike) -> jax.Array:
+def full_like(x: jax.Array, shape: tuple[int, ...], value: int | float, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A constant array that varies over the manual mesh axes that `x` varies over, as a scan's carry must."""
     constant = jnp.full(shape, value, dtype)
     axes = jax.typeof(x).manual_axis_type.varying

@@ -7,7 +7,12 @@ on a GPU or TPU they are compiled for it.
 """
 
 import os
+import secrets
+import zlib
 
+import jax
+import jaxtyping
+import numpy as np
 import pytest
 
 IMPLEMENTATIONS = {
@@ -18,19 +23,22 @@ IMPLEMENTATIONS = {
 
 
 def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, help="of all random inputs; the header of an earlier run tells its own")
     parser.addoption(
         "--platform", choices=tuple(IMPLEMENTATIONS), default="cpu", help="the device that the tests run on"
     )
 
 
 def pytest_configure(config):
-    # Before anything imports jax. Four CPU devices serve the sharding tests.
-    platform = config.getoption("--platform")
-    os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[platform]
+    platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[config.getoption("--platform")]
+    os.environ["JAX_PLATFORMS"] = platforms  # for the processes that tests start
+    jax.config.update("jax_platforms", platforms)
+    # Before the first computation: four CPU devices serve the sharding tests.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    from jaxtyping import install_import_hook
-
-    config.add_cleanup(install_import_hook("liger_jax", "beartype.beartype").uninstall)
+    # Fresh inputs in every run; pytest-xdist's workers inherit the seed of the process that starts them.
+    seed = config.getoption("--seed")
+    os.environ["TEST_SEED"] = str(seed) if seed is not None else os.environ.get("TEST_SEED", str(secrets.randbits(32)))
+    config.add_cleanup(jaxtyping.install_import_hook("liger_jax", "beartype.beartype").uninstall)
 
 
 def pytest_generate_tests(metafunc):
@@ -44,6 +52,24 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("implementation", [name for name in names if name.partition(":")[0] in kernels])
 
 
+def pytest_report_header(config):
+    return f"inputs: --platform={config.getoption('--platform')} --seed={os.environ['TEST_SEED']}"
+
+
+@pytest.fixture
+def rng(request):
+    """A NumPy generator of this test's own, from the run's seed."""
+    return np.random.default_rng([int(os.environ["TEST_SEED"]), zlib.crc32(request.node.nodeid.encode())])
+
+
 @pytest.fixture(scope="session")
 def platform(request):
     return request.config.getoption("--platform")
+
+
+@pytest.fixture
+def unchecked_types():
+    """Lets wrong arguments through to our own errors; elsewhere jaxtyping's annotations refuse them first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

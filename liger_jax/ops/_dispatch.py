@@ -10,9 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AxisType
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice
 
-from liger_jax.ops._mesh import forbid_partitioning
+from liger_jax.ops._mesh import forbid_partitioning, needs_shard_map
 
 Implementation = str | tuple[str, ...] | None
 
@@ -109,7 +110,7 @@ def choose(
     for name in candidates:
         kernel, _, interpret = name.partition(":")
         reason = None if interpret else _wrong_device(kernel, device)
-        reason = reason or _needs_shard_map(kernel, inputs) or kernels[kernel].unsupported(*inputs, **case)
+        reason = reason or (needs_shard_map(*inputs) if kernel != "xla" else None) or kernels[kernel].unsupported(*inputs, **case)
         if reason is None:
             return name
         reasons.append(f"{name!r}: {reason}")
@@ -139,6 +140,13 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
     )
 
 
+def instantiated(cotangent: Any) -> jax.Array:
+    """A cotangent as an array: JAX hands over symbolic zeros where nothing depends on an output."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
 def _names(kernels: Mapping[str, ModuleType]) -> tuple[str, ...]:
     return tuple(kernels) + tuple(f"{name}:interpret" for name in kernels if name in ("triton", "mosaic_tpu"))
 
@@ -159,18 +167,3 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
 def _is_before_ampere(device_kind: str) -> bool:
     words = f" {device_kind.replace('-', ' ')} "
     return any(f" {name}" in words for name in _BEFORE_AMPERE)
-
-
-def _needs_shard_map(kernel: str, inputs: tuple[jax.Array | None, ...]) -> str | None:
-    """The reason why a Pallas call cannot stand on the inputs' mesh, or None."""
-    if kernel == "xla":
-        return None
-    for mesh in {jax.typeof(x).sharding.mesh for x in inputs if x is not None}:
-        explicit = AxisType.Explicit in mesh.axis_types
-        automatic = mesh.size > 1 and AxisType.Auto in mesh.axis_types
-        if explicit or automatic:
-            return (
-                f"a Pallas kernel is not partitioned over the mesh axes {mesh.axis_names}; "
-                "call it inside jax.shard_map, which makes every axis Manual."
-            )
-    return None

@@ -15,7 +15,7 @@ import numpy as np
 
 from liger_jax.ops import _checks
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import NO_LABEL, Coefficients, Statistics
+from liger_jax.pallas_kernels.cross_entropy.xla import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -75,7 +75,7 @@ class LossOptions:
 class Rows(NamedTuple):
     """The tokens' side of the loss, each (N,)."""
 
-    labels: jax.Array  # int32; NO_LABEL where a token does not count
+    labels: jax.Array  # int32; NO_LABEL where a token does not count, IMPOSSIBLE_LABEL where out of range
     counts: jax.Array  # bool
     coefficients: Coefficients  # float32; NaN where a label is out of range
     class_weight_sum: jax.Array  # (), Σ_v c_v
@@ -143,12 +143,12 @@ def token_rows(
     in_range = (labels >= 0) & (labels < vocab_size)
     # Loud under jit: an impossible label poisons its own row, and not the denominator.
     poisoned = jnp.where(counts & ~in_range, jnp.nan, t)
-    c_sum = jnp.float32(vocab_size)
+    c_sum = jnp.full((), vocab_size, jnp.float32)
     c_target = jnp.ones_like(t)
     if class_weights is not None:
         c_sum = jnp.sum(class_weights)
         c_target = class_weights[jnp.where(in_range, labels, 0)]
-    ce_norm = z_norm = jnp.float32(1.0)
+    ce_norm = z_norm = jnp.ones((), jnp.float32)
     if options.reduction == "mean":
         any_counts = jnp.any(counts)
         ce_norm = _denominator(jnp.sum(t * c_target), any_counts)
@@ -159,7 +159,7 @@ def token_rows(
         smoothing=(smoothing / vocab_size) * (poisoned / ce_norm) if smoothing else None,
         squared=options.z_loss * (poisoned / z_norm) if options.z_loss else None,
     )
-    kernel_labels = jnp.where(counts, labels, NO_LABEL).astype(jnp.int32)
+    kernel_labels = jnp.where(counts, jnp.where(in_range, labels, IMPOSSIBLE_LABEL), NO_LABEL).astype(jnp.int32)
     return Rows(kernel_labels, counts, coefficients, c_sum, jax.lax.stop_gradient(jnp.sum(t)))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import AxisType
 
 _CURE = (
     "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works), "
@@ -35,6 +36,26 @@ def _varying(x: jax.Array) -> frozenset[str]:
 
 def _cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def needs_shard_map(*inputs: jax.Array | None) -> str | None:
+    """Says why a computation that the compiler cannot partition must not stand on the inputs' mesh.
+
+    Args:
+        *inputs: arrays or tracers; `None` entries are passed over.
+
+    Returns:
+        The reason as a sentence, or None where every mesh axis is Manual or of one device.
+    """
+    for mesh in {jax.typeof(x).sharding.mesh for x in inputs if x is not None}:
+        explicit = AxisType.Explicit in mesh.axis_types
+        automatic = mesh.size > 1 and AxisType.Auto in mesh.axis_types
+        if explicit or automatic:
+            return (
+                f"it is not partitioned over the mesh axes {mesh.axis_names}; "
+                "call it inside jax.shard_map, which makes every axis Manual."
+            )
+    return None
 
 
 def forbid_partitioning(x: jax.Array, op: str) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops import _loss
+from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy.xla import NO_LABEL, Statistics
 
 _NO_TOKEN = jnp.iinfo(jnp.int32).max
@@ -24,12 +25,14 @@ def sharded_rows(
     axis: str,
 ) -> tuple[_loss.Rows, jax.Array]:
     """`token_rows` for the whole vocabulary, and the labels (N,) as they count from this shard's first entry."""
-    if class_weights is not None:  # V numbers: the gather is small beside one token's logits
-        class_weights = jax.lax.all_gather(class_weights, axis, tiled=True)
     vocab_size = shard_size * jax.lax.axis_size(axis)
-    rows = _loss.token_rows(labels, where, token_weights, class_weights, options, vocab_size)
     start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
-    return rows, jnp.where(rows.counts, rows.labels - start, NO_LABEL)
+    if class_weights is not None:
+        # All V of them, as many as one token's logits; summed, and so known to be the same everywhere.
+        own_part = jax.lax.dynamic_update_slice(full_like(class_weights, (vocab_size,), 0, jnp.float32), class_weights, (start,))
+        class_weights = jax.lax.psum(own_part, axis)
+    rows = _loss.token_rows(labels, where, token_weights, class_weights, options, vocab_size)
+    return rows, jnp.where(rows.labels >= 0, rows.labels - start, NO_LABEL)
 
 
 def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistics:

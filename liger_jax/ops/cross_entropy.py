@@ -43,18 +43,13 @@ def _forward_rule(logits, labels, class_weights, options):
 
 def _backward_rule(options, residuals, cotangents):
     logits, labels, class_weights, lse = residuals
-    g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
+    g = Cotangents(*(_dispatch.instantiated(x) for x in cotangents[:3]))
     return options.run("gradient", logits, labels, lse, g, class_weights), None, None
 
 
 _statistics.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-
-
-def instantiated(cotangent):
-    """A cotangent as an array: JAX hands over symbolic zeros where nothing depends on an output."""
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
+# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
+_statistics = jax.jit(_statistics, static_argnums=3, inline=True)
 
 
 def refuse_class_weight_gradient(op: str, perturbed: bool) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from liger_jax.ops import _checks, _dispatch, _loss, _mesh, _vocab_shards
-from liger_jax.ops.cross_entropy import instantiated, refuse_class_weight_gradient
+from liger_jax.ops.cross_entropy import refuse_class_weight_gradient
 from liger_jax.pallas_kernels.cross_entropy import xla as rows_xla
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu, triton, xla
@@ -34,14 +34,18 @@ class _Options:
         return kernel(_mesh.forbid_partitioning(hidden, _OP), *arrays, options=self.linear, **static)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _StaticNeeds:
-    needs: Needs
-
-
 def _needs(hidden, weight, bias) -> Needs:
     return Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
+
+
+# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So what depends on which
+# inputs are differentiated may change a residual's shape, and never the tree.
+def _as_shapes(needs: Needs) -> Needs:
+    return Needs(*(jnp.zeros((int(need),)) for need in needs))
+
+
+def _from_shapes(shapes: Needs) -> Needs:
+    return Needs(*(shape.size == 1 for shape in shapes))
 
 
 def _values(*primals):
@@ -58,7 +62,7 @@ def _statistics(hidden, weight, bias, class_weights, labels, options):
 
 def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, options):
     refuse_class_weight_gradient(_OP, class_weights is not None and class_weights.perturbed)
-    needs = _StaticNeeds(_needs(hidden, weight, bias))
+    needs = _as_shapes(_needs(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
     statistics = _statistics(hidden, weight, bias, class_weights, labels, options)
     return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
@@ -66,12 +70,14 @@ def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, option
 
 def _statistics_backward_rule(options, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, lse = residuals
-    g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
-    grads = options.run("gradients", hidden, weight, labels, bias, class_weights, lse, g, needs=needs.needs)
+    g = Cotangents(*(_dispatch.instantiated(x) for x in cotangents[:3]))
+    grads = options.run("gradients", hidden, weight, labels, bias, class_weights, lse, g, needs=_from_shapes(needs))
     return *grads, None, None
 
 
 _statistics.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
+# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
+_statistics = jax.jit(_statistics, static_argnums=5, inline=True)
 
 
 # --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
@@ -106,14 +112,15 @@ def _summed_loss_forward_rule(
     else:  # only the token weights are differentiated
         statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
         grads = config.Gradients(None, None, None)
+    grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
     loss = jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum))
     return (loss, statistics), (grads, statistics, coefficients, class_weight_sum)
 
 
 def _summed_loss_backward_rule(options, residuals, cotangents):
     grads, statistics, coefficients, class_weight_sum = residuals
-    g = instantiated(cotangents[0])
-    scaled = [None if grad is None else (g * grad.astype(jnp.float32)).astype(grad.dtype) for grad in grads]
+    g = _dispatch.instantiated(cotangents[0])
+    scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
     # The loss is linear in its coefficients.
     by_coefficients = lambda c: jnp.sum(rows_xla.row_losses(statistics, c, class_weight_sum))
     coefficients_grad = jax.tree.map(lambda x: g * x, jax.grad(by_coefficients)(coefficients))
@@ -121,6 +128,7 @@ def _summed_loss_backward_rule(options, residuals, cotangents):
 
 
 _summed_loss.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
+_summed_loss = jax.jit(_summed_loss, static_argnums=7, inline=True)
 
 
 # --- checks and choices -----------------------------------------------------------------------------------------------
@@ -275,6 +283,8 @@ def fused_linear_cross_entropy(
     choice = _dispatch.choose(
         _OP, _KERNELS, _DEFAULTS, implementation, hidden, weight, bias, class_weights, options=linear
     )
+    if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
+        raise ValueError(f"{_OP}: {reason}")
     options = _Options(linear, choice)
 
     if vocab_axis is None:

@@ -106,7 +106,7 @@ class LlamaForCausalLM(CausalLM):
         scan_layers: bool = True,
         rngs: nnx.Rngs,
     ):
-        self.config, self.kernels, self.dtype = config, kernels, dtype
+        self.config, self.kernels = config, kernels
         self.model = LlamaModel(
             config, kernels=kernels, dtype=dtype, param_dtype=param_dtype, remat=remat, scan_layers=scan_layers, rngs=rngs
         )
@@ -116,7 +116,7 @@ class LlamaForCausalLM(CausalLM):
 
     @property
     def head(self) -> Float[Array, "V D"]:
-        """The head's weight in its own dtype: the embedding's where the two are tied."""
+        """The head's weight: the embedding's where the two are tied."""
         return self.model.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head[...]
 
 

@@ -24,7 +24,7 @@ def cross_entropy_rows(
     c = jnp.ones(vocab_size, z.dtype) if class_weights is None else class_weights
     lse = jax.scipy.special.logsumexp(z, axis=-1, keepdims=True)
     target = jnp.take_along_axis(lse - z, labels[:, None], axis=-1)[:, 0]
-    smooth = jnp.sum(c * (lse - z), axis=-1) / vocab_size
+    smooth = jnp.sum(c[None, :] * (lse - z), axis=-1) / vocab_size
     ce = (1 - label_smoothing) * c[labels] * target + label_smoothing * smooth
     return ce, z_loss * lse[:, 0] ** 2
 

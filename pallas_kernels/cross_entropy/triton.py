@@ -6,6 +6,7 @@ Rounding: float32 throughout, see xla.py, whose row formulas run here.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ def statistics(
     return xla.online_merge(parts, options)
 
 
-def gradient(logits: jax.Array, *rows: jax.Array | None, options: LogitOptions, interpret: bool) -> jax.Array:
+def gradient(logits: jax.Array, *rows: Any, options: LogitOptions, interpret: bool) -> jax.Array:
     """As `xla.gradient`: an elementwise pass, with nothing for a kernel to win."""
     del interpret
     return xla.gradient(logits, *rows, options=options)

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
-NO_LABEL = -1  # of a row that does not count: no column matches it
+NO_LABEL = -1  # of a row that does not count
+IMPOSSIBLE_LABEL = -2  # of a row that counts and has no valid label; no column matches either
 _NO_INDEX = 2**31 - 1
 
 
@@ -62,7 +63,7 @@ def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | Non
     return None
 
 
-def row_losses(statistics: Statistics, coefficients: Coefficients, class_weight_sum: jax.Array | float) -> jax.Array:
+def row_losses(statistics: Statistics, coefficients: Coefficients, class_weight_sum: jax.Array) -> jax.Array:
     """The loss of each row (N,), from its statistics and coefficients; class_weight_sum is Σ_v c_v."""
     lse = statistics.log_normalizer
     losses = coefficients.target * (lse - statistics.target_logit)
@@ -74,7 +75,7 @@ def row_losses(statistics: Statistics, coefficients: Coefficients, class_weight_
 
 
 def row_cotangents(
-    log_normalizer: jax.Array, coefficients: Coefficients, class_weight_sum: jax.Array | float
+    log_normalizer: jax.Array, coefficients: Coefficients, class_weight_sum: jax.Array
 ) -> Cotangents:
     """The derivatives of `row_losses` by the statistics."""
     g_lse, g_sum = coefficients.target, None

@@ -16,5 +16,5 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """`cross_entropy(hidden · weightᵀ + bias)`; hidden (N, D), weight (V, D), labels and token_weights (N,)."""
     logits = hidden @ weight.T
-    logits = logits if bias is None else logits + bias
+    logits = logits if bias is None else logits + bias[None, :]
     return reference.cross_entropy(logits, labels, token_weights, class_weights, **options)

@@ -180,7 +180,7 @@ def gradients_in_forward(
     bias: jax.Array | None,
     class_weights: jax.Array | None,
     coefficients: Coefficients,
-    class_weight_sum: jax.Array | float,
+    class_weight_sum: jax.Array,
     *,
     options: LinearOptions,
     needs: Needs,

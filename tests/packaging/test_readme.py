@@ -14,7 +14,6 @@ def lines_above(fence: re.Match) -> int:
     return TEXT.count("\n", 0, fence.start("code"))
 
 
-
 def test_readme_has_three_examples_or_more():
     assert len(FENCES) >= 3
 

@@ -55,8 +55,8 @@ def installed(wheel, tmp_path_factory) -> tuple[Path, Path]:
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel,
-        cwd=environment)  # fmt: skip
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=environment)
     (package,) = environment.glob("lib/python*/site-packages/liger_jax")
     # A path named by a .pth file is not searched for further .pth files, so an editable install stays out.
     (package.parent / "dependencies.pth").write_text(sysconfig.get_path("purelib"))

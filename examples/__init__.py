@@ -1,0 +1,1 @@
+"""Short programs that train with liger_jax."""

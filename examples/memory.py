@@ -1,0 +1,126 @@
+"""How much memory a training step takes with and without the fused loss, by the compiler's own account.
+
+Nothing is run: each step is compiled for abstract arrays, and the compiler says what it will allocate.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from matplotlib.figure import Figure
+
+from examples.train_step import language_model_loss, make_train_step
+
+BATCHES = (1, 2, 4, 8)
+LOSSES = ("fused", "logits")
+CAPTION = (
+    "The loss on logits grows with batch × length × vocabulary. The fused loss's own part stays: what grows in its "
+    "total\nis activations, which every loss needs. Own part: the step minus the same step with a plain sum for a loss."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one training step at one batch size.
+
+    Attributes:
+        batch: sequences in the batch.
+        total: for each of `LOSSES`, arguments, results and temporaries.
+        own: for each of `LOSSES`, its total minus the total with a plain sum of hidden states for a loss.
+    """
+
+    batch: int
+    total: dict[str, int]
+    own: dict[str, int]
+
+
+def compiled_bytes(step: Callable, *arguments: jax.ShapeDtypeStruct) -> int:
+    """Compiles a jitted function for abstract arguments and adds up what it allocates.
+
+    Args:
+        step: the jitted function.
+        *arguments: shapes and dtypes.
+
+    Returns:
+        Bytes of arguments, results and temporaries, donated arguments counted once.
+    """
+    memory = step.lower(*arguments).compile().memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+def measure(make_model: Callable[[str], nnx.Module], optimizer: optax.GradientTransformation, length: int) -> list[Memory]:
+    """Compiles the step for each batch size and loss.
+
+    Args:
+        make_model: makes the model for one of `LOSSES`; it is only traced.
+        optimizer: the step's optimizer.
+        length: tokens in a sequence.
+
+    Returns:
+        One entry for each of `BATCHES`.
+    """
+
+    def total(loss, batch):
+        graph, params = nnx.split(nnx.eval_shape(lambda: make_model("fused" if loss == "sum" else loss)))
+        step = make_train_step(graph, optimizer, _sum_of_hidden_states if loss == "sum" else language_model_loss)
+        state = (params, jax.eval_shape(optimizer.init, params))
+        return compiled_bytes(step, state, jax.ShapeDtypeStruct((batch, length), jnp.int32))
+
+    rows = []
+    for batch in BATCHES:
+        without = total("sum", batch)
+        totals = {loss: total(loss, batch) for loss in LOSSES}
+        rows.append(Memory(batch, totals, {loss: totals[loss] - without for loss in LOSSES}))
+    return rows
+
+
+def table(rows: list[Memory]) -> str:
+    """Sets the figures as text.
+
+    Args:
+        rows: what `measure` returns.
+
+    Returns:
+        Lines for a terminal, in MiB.
+    """
+    lines = [
+        f"{'':>6}  {'step in total, MiB':^22}  {'the loss alone, MiB':^22}",
+        f"{'batch':>6}  {'fused':>10}  {'logits':>10}  {'fused':>10}  {'logits':>10}",
+    ]
+    for row in rows:
+        values = [row.total["fused"], row.total["logits"], row.own["fused"], row.own["logits"]]
+        lines.append(f"{row.batch:>6}  " + "  ".join(f"{value / 2**20:>10.1f}" for value in values))
+    return "\n".join(lines)
+
+
+def picture(rows: list[Memory], path: Path, title: str) -> None:
+    """Draws totals and the losses' own parts against the batch size.
+
+    Args:
+        rows: what `measure` returns.
+        path: of the PNG.
+        title: the model and the sequence's length, in words.
+    """
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    for axes, part, heading in zip(figure.subplots(1, 2), ("total", "own"), ("the step", "the loss's own part"), strict=True):
+        for loss, style in (("logits", "o--"), ("fused", "o-")):
+            axes.plot([row.batch for row in rows], [getattr(row, part)[loss] / 2**20 for row in rows], style, label=loss)
+        axes.set(title=heading, xlabel="batch", ylabel="MiB", xticks=BATCHES, ylim=0)
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"Memory of a training step: {title}")
+    figure.supxlabel(CAPTION, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _sum_of_hidden_states(model: nnx.Module, tokens: jax.Array) -> jax.Array:
+    return jnp.sum(model.model(tokens), dtype=jnp.float32)
