@@ -1,5 +1,6 @@
-"""The shape and dtype checks that several ops share. Each message names argument, value, rule and cure."""
+"""The checks that several ops share. Each message names argument, value, rule and cure."""
 
+import functools
 from typing import Any
 
 import jax
@@ -36,3 +37,17 @@ def check_number(op: str, **numbers: Any) -> None:
                 f"{op}: {name} is a {type(value).__name__}, but must be a Python number, because the kernel is "
                 f"compiled for its value; pass float({name}) from outside of jit."
             )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def constant(x: jax.Array, op: str, name: str) -> jax.Array:
+    """Returns `x`; raises a TypeError where it is differentiated."""
+    return x
+
+
+@constant.defjvp
+def _(op, name, primals, tangents):
+    raise TypeError(
+        f"{op}: {name} is a constant and has no gradient; pass jax.lax.stop_gradient({name}), or differentiate by "
+        "other arguments."
+    )

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
 from liger_jax.ops._mesh import forbid_partitioning, needs_shard_map
@@ -138,13 +137,6 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
     return lambda x, *arrays, **options: kernel(
         forbid_partitioning(x, op), *arrays, **options, interpret=bool(interpret)
     )
-
-
-def instantiated(cotangent: Any) -> jax.Array:
-    """A cotangent as an array: JAX hands over symbolic zeros where nothing depends on an output."""
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
 
 
 def _names(kernels: Mapping[str, ModuleType]) -> tuple[str, ...]:

@@ -104,6 +104,13 @@ def check_tokens(
     _checks.check_shape(op, "class_weights", class_weights, (class_weights_size,), "one entry for each class")
 
 
+def constant_class_weights(op: str, class_weights: jax.Array | None) -> jax.Array | None:
+    """Class weights in float32; differentiating them is a TypeError."""
+    if class_weights is None:
+        return None
+    return _checks.constant(class_weights.astype(jnp.float32), op, "class_weights")
+
+
 def check_label_range(
     op: str, labels: jax.Array, where: jax.Array | None, ignore_index: int | None, vocab_size: int
 ) -> None:

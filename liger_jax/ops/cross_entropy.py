@@ -34,31 +34,16 @@ def _statistics(logits, labels, class_weights, options):
 
 
 def _forward_rule(logits, labels, class_weights, options):
-    if class_weights is not None:
-        refuse_class_weight_gradient(options.op, class_weights.perturbed)
-    arrays = [None if x is None else x.value for x in (logits, labels, class_weights)]
-    statistics = options.run("statistics", *arrays)
-    return statistics, (*arrays, statistics.log_normalizer)
+    statistics = options.run("statistics", logits, labels, class_weights)
+    return statistics, (logits, labels, class_weights, statistics.log_normalizer)
 
 
 def _backward_rule(options, residuals, cotangents):
     logits, labels, class_weights, lse = residuals
-    g = Cotangents(*(_dispatch.instantiated(x) for x in cotangents[:3]))
-    return options.run("gradient", logits, labels, lse, g, class_weights), None, None
+    return options.run("gradient", logits, labels, lse, Cotangents(*cotangents[:3]), class_weights), None, None
 
 
-_statistics.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-_statistics = jax.jit(_statistics, static_argnums=3, inline=True)
-
-
-def refuse_class_weight_gradient(op: str, perturbed: bool) -> None:
-    """Raises a TypeError if class weights are differentiated: the losses take them as constants."""
-    if perturbed:
-        raise TypeError(
-            f"{op}: class_weights are constants and have no gradient; "
-            "pass jax.lax.stop_gradient(class_weights), or differentiate by other arguments."
-        )
+_statistics.defvjp(_forward_rule, _backward_rule)
 
 
 def cross_entropy(
@@ -153,7 +138,7 @@ def reduced_cross_entropy(
     vocab_size = logits.shape[-1]
     flat = lambda x: None if x is None else x.reshape(-1)
     z = logits.reshape(-1, vocab_size)
-    class_weights = None if class_weights is None else class_weights.astype(jnp.float32)
+    class_weights = _loss.constant_class_weights(loss_options.op, class_weights)
     choice = _dispatch.choose(loss_options.op, _KERNELS, _DEFAULTS, implementation, z, class_weights)
     rows = _loss.token_rows(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
     options = _Options(loss_options.op, loss_options.logit_options(return_metrics), choice)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from liger_jax.ops import _checks, _dispatch, _loss, _mesh, _vocab_shards
-from liger_jax.ops.cross_entropy import refuse_class_weight_gradient
 from liger_jax.pallas_kernels.cross_entropy import xla as rows_xla
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu, triton, xla
@@ -48,6 +47,13 @@ def _from_shapes(shapes: Needs) -> Needs:
     return Needs(*(shape.size == 1 for shape in shapes))
 
 
+def _instantiated(cotangent):
+    """As an array: JAX hands over symbolic zeros where nothing depends on an output."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
 def _values(*primals):
     return [jax.tree.map(lambda p: p.value, primal) for primal in primals]
 
@@ -61,7 +67,6 @@ def _statistics(hidden, weight, bias, class_weights, labels, options):
 
 
 def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, options):
-    refuse_class_weight_gradient(_OP, class_weights is not None and class_weights.perturbed)
     needs = _as_shapes(_needs(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
     statistics = _statistics(hidden, weight, bias, class_weights, labels, options)
@@ -70,7 +75,7 @@ def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, option
 
 def _statistics_backward_rule(options, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, lse = residuals
-    g = Cotangents(*(_dispatch.instantiated(x) for x in cotangents[:3]))
+    g = Cotangents(*(_instantiated(x) for x in cotangents[:3]))
     grads = options.run("gradients", hidden, weight, labels, bias, class_weights, lse, g, needs=_from_shapes(needs))
     return *grads, None, None
 
@@ -92,7 +97,6 @@ def _summed_loss(hidden, weight, bias, coefficients, class_weights, class_weight
 def _summed_loss_forward_rule(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options
 ):
-    refuse_class_weight_gradient(_OP, class_weights is not None and class_weights.perturbed)
     needs = _needs(hidden, weight, bias)
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
@@ -119,7 +123,7 @@ def _summed_loss_forward_rule(
 
 def _summed_loss_backward_rule(options, residuals, cotangents):
     grads, statistics, coefficients, class_weight_sum = residuals
-    g = _dispatch.instantiated(cotangents[0])
+    g = _instantiated(cotangents[0])
     scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
     # The loss is linear in its coefficients.
     by_coefficients = lambda c: jnp.sum(rows_xla.row_losses(statistics, c, class_weight_sum))
@@ -268,7 +272,7 @@ def fused_linear_cross_entropy(
     flat = lambda x: None if x is None else x.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, where, token_weights = flat(labels), flat(where), flat(token_weights)
-    class_weights = None if class_weights is None else class_weights.astype(jnp.float32)
+    class_weights = _loss.constant_class_weights(_OP, class_weights)
     plan = config.plan(
         *hidden.shape,
         vocab_size,

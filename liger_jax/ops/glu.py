@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 from liger_jax.ops import _checks, _dispatch, _mesh
 from liger_jax.pallas_kernels.glu import triton, xla
 
-# No TPU kernel: XLA fuses these elementwise passes into their neighbours, where a kernel would be a wall.
+# No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
+# can only lose.
 _KERNELS = {"xla": xla, "triton": triton}
 _DEFAULTS = {"gpu": ("triton",)}
 
@@ -27,7 +28,7 @@ class _Options:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _glu(gate, up, options):
+def _gated(gate, up, options):
     return options.run("forward", gate, up)
 
 
@@ -39,47 +40,43 @@ def _backward_rule(options, residuals, dy):
     return options.run("backward", dy, *residuals)
 
 
-_glu.defvjp(_forward_rule, _backward_rule)
-
-
-def _checked(op, gate, up, activation, implementation):
-    _checks.check_floating(op, gate=gate, up=up)
-    _checks.check_shape(op, "up", up, gate.shape, "gate's, element by element")
-    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, gate, up)
-    gate, up = _mesh.align_varying(gate, up)
-    return _glu(gate, up, _Options(op, activation, choice))
+_gated.defvjp(_forward_rule, _backward_rule)
 
 
 def swiglu(
-    gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"], *, implementation: _dispatch.Implementation = None
+    gate: Float[Array, "*batch F"],
+    up: Float[Array, "*batch F"],
+    *,
+    implementation: _dispatch.Implementation = None,
 ) -> Float[Array, "*batch F"]:
-    """silu(gate) · up, keeping only the two inputs for the backward pass.
+    """The gated linear unit of LLaMA's feed-forward layer: y = silu(gate) · up, with silu(x) = x·σ(x).
 
-    silu(gate) = gate·σ(gate) is computed in float32 and rounded to up.dtype before the product; both gradients are
-    computed in float32.
+    silu is computed in float32 and rounded to up.dtype before the product. Only `gate` and `up` are kept
+    for the backward pass, whose arithmetic is float32. On TPUs this is XLA's: it fuses into its neighbours there,
+    which no kernel can.
 
     Args:
         gate: (..., F), any float dtype.
         up: (..., F), any float dtype.
-        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of these
-            to try in order. On a TPU it is XLA, which fuses the product into its neighbours.
+        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
+            these to try in order.
 
     Returns:
         (..., F) in up.dtype.
 
     Raises:
         TypeError: `gate` or `up` is not floating point.
-        ValueError: the shapes differ, or the named implementation is unknown or cannot run here.
+        ValueError: their shapes differ, `implementation` is unknown, or the named one cannot run here.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> print(swiglu(jnp.array([0.0, 1.0]), jnp.array([5.0, 2.0])).round(4))
-        [0.     1.4621]
+        >>> swiglu(jnp.array([0.0, 1.0]), jnp.array([3.0, 2.0])).round(4).tolist()
+        [0.0, 1.4621000289916992]
 
     References:
         Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
     """
-    return _checked("swiglu", gate, up, "silu", implementation)
+    return _glu("swiglu", gate, up, "silu", implementation)
 
 
 def geglu(
@@ -89,31 +86,46 @@ def geglu(
     approximate: bool = True,
     implementation: _dispatch.Implementation = None,
 ) -> Float[Array, "*batch F"]:
-    """gelu(gate) · up, keeping only the two inputs for the backward pass.
+    """The gated linear unit of Gemma's feed-forward layer: y = gelu(gate) · up.
 
-    gelu(gate) is computed in float32 and rounded to up.dtype before the product; both gradients are computed in
-    float32.
+    gelu is computed in float32 and rounded to up.dtype before the product. Only `gate` and `up` are kept
+    for the backward pass, whose arithmetic is float32. On TPUs this is XLA's: it fuses into its neighbours there,
+    which no kernel can.
 
     Args:
         gate: (..., F), any float dtype.
         up: (..., F), any float dtype.
-        approximate: the tanh formula, as Gemma has it; False for the exact a·Φ(a).
-        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of these
-            to try in order. On a TPU it is XLA, which fuses the product into its neighbours.
+        approximate: a Python bool. True: gelu(x) = x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2, as in Gemma; False:
+            x·Φ(x), which Triton has no function for, so XLA runs it.
+        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
+            these to try in order.
 
     Returns:
         (..., F) in up.dtype.
 
     Raises:
-        TypeError: `gate` or `up` is not floating point.
-        ValueError: the shapes differ, or the named implementation is unknown or cannot run here.
+        TypeError: `gate` or `up` is not floating point, or `approximate` is no Python bool.
+        ValueError: their shapes differ, `implementation` is unknown, or the named one cannot run here.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> print(geglu(jnp.array([0.0, 1.0]), jnp.array([5.0, 2.0])).round(4))
-        [0.     1.6824]
+        >>> geglu(jnp.array([0.0, 1.0]), jnp.array([3.0, 2.0])).round(4).tolist()
+        [0.0, 1.6823999881744385]
 
     References:
-        Hendrycks and Gimpel, 2016 (GELU, arXiv:1606.08415); Shazeer, 2020 (arXiv:2002.05202).
+        Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
     """
-    return _checked("geglu", gate, up, "gelu_tanh" if approximate else "gelu", implementation)
+    if not isinstance(approximate, bool):
+        raise TypeError(
+            f"geglu: approximate is a {type(approximate).__name__}, but must be a Python bool, because the kernel is "
+            "compiled for its value; pass True or False."
+        )
+    return _glu("geglu", gate, up, "gelu_tanh" if approximate else "gelu", implementation)
+
+
+def _glu(op: str, gate: jax.Array, up: jax.Array, activation: str, implementation: _dispatch.Implementation) -> jax.Array:
+    _checks.check_floating(op, gate=gate, up=up)
+    _checks.check_shape(op, "up", up, gate.shape, "gate and up are multiplied element by element")
+    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, gate, up, activation=activation)
+    gate, up = _mesh.align_varying(gate, up)
+    return _gated(gate, up, _Options(op, activation, choice))

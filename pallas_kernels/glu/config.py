@@ -1,4 +1,27 @@
-"""Tile size of the gated units' kernels."""
+"""Tile sizes of the gated linear units' Triton kernels."""
 
-BLOCK_SIZE = 2048  # elements a program: 16 bytes a load for each of 8 warps' threads
-NUM_WARPS = 8
+import dataclasses
+
+from liger_jax.pallas_kernels._tiles import next_power_of_2
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """Rows and columns of one program's tile, and its warps."""
+
+    n_block_size: int
+    f_block_size: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for name in ("n_block_size", "f_block_size"):
+            size = getattr(self, name)
+            if size != next_power_of_2(size):
+                raise ValueError(f"{name}={size} must be a power of two: Triton's arrays come in such sizes only.")
+
+
+def triton_config(n: int, f: int) -> TritonConfig:
+    """1,024 elements a program, one 16-byte load of bf16 for each thread of 4 warps: no reuse asks for more."""
+    f_block_size = min(1024, next_power_of_2(f))
+    n_block_size = min(next_power_of_2(n), 1024 // f_block_size)
+    return TritonConfig(n_block_size, f_block_size, num_warps=4)

@@ -1,7 +1,8 @@
-"""Gated units in plain XLA: one fused pass in each direction, from the two inputs alone.
+"""Gated linear units in plain XLA: one fused pass forward, one backward, if XLA does not fuse them further.
 
-The formulas here are also the bodies of the Triton kernels. Rounding: act(gate) in float32, rounded to up's dtype,
-times up; the gradients are float32 until they are written.
+The formulas here are also the bodies of the Triton kernels. The activation is computed in float32 and rounded to
+up's dtype, then multiplied by up; both gradients are float32 until they are rounded once. The backward reads gate and
+up only: the activation is cheaper to make again than to keep.
 """
 
 import math
@@ -13,37 +14,40 @@ _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
 
-def unsupported(gate: jax.Array, up: jax.Array) -> str | None:
+def unsupported(gate: jax.Array, up: jax.Array, *, activation: str) -> str | None:
     """XLA runs every case."""
     return None
 
 
-def activate(a: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
-    """act(a) and act'(a), in a's dtype."""
+def activate(x: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
+    """act(x) and act'(x), for x in float32 or wider; activation is "silu", "gelu" or "gelu_tanh"."""
     if activation == "silu":
-        # silu(a) = a·σ(a);  silu'(a) = σ(a)·(1 + a·(1 − σ(a)))
-        s = jax.nn.sigmoid(a)
-        return a * s, s * (1.0 + a * (1.0 - s))
+        # x·σ(x)      σ(x)·(1 + x·(1 − σ(x)))
+        sigmoid = jax.nn.sigmoid(x)
+        return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
     if activation == "gelu":
-        # gelu(a) = a·Φ(a);  gelu'(a) = Φ(a) + a·φ(a)
-        cdf = 0.5 * (1.0 + jax.lax.erf(a * math.sqrt(0.5)))
-        return a * cdf, cdf + a * jnp.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
-    # gelu_tanh(a) = a/2·(1 + t), t = tanh(√(2/π)·(a + c·a³))
-    t = jnp.tanh(_SQRT_2_OVER_PI * (a + _CUBIC * a * a * a))
-    dt = (1.0 - t * t) * _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * a * a)
-    return 0.5 * a * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * a * dt
+        # x·Φ(x)      Φ(x) + x·φ(x); erfc keeps the digits of Φ's left tail
+        cdf = 0.5 * jax.lax.erfc(-x * math.sqrt(0.5))
+        return x * cdf, cdf + x * jnp.exp(-0.5 * x * x) * (0.5 * _SQRT_2_OVER_PI)
+    # x·(1 + t)/2      (1 + t)/2 + x·(1 − t²)/2·√(2/π)·(1 + 3·0.044715·x²)      t = tanh(√(2/π)·(x + 0.044715·x³))
+    tanh = jnp.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * (x * x * x)))
+    half = 0.5 * (1.0 + tanh)
+    slope = half + 0.5 * x * (1.0 - tanh * tanh) * (_SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * (x * x)))
+    return x * half, slope
 
 
 def forward(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:
-    """gate, up (N, F) → act(gate) · up in up's dtype."""
-    act, _ = activate(gate.astype(jnp.promote_types(gate.dtype, jnp.float32)), activation)
+    """act(gate) · up, elementwise, in up's dtype."""
+    act, _ = activate(_widened(gate), activation)
     return act.astype(up.dtype) * up
 
 
 def backward(dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str) -> tuple[jax.Array, jax.Array]:
-    """dy, gate, up (N, F) → dgate, dup in their dtypes."""
-    dtype = jnp.promote_types(gate.dtype, jnp.float32)
-    act, slope = activate(gate.astype(dtype), activation)
-    dy = dy.astype(dtype)
-    dgate = dy * up.astype(dtype) * slope
-    return dgate.astype(gate.dtype), (dy * act).astype(up.dtype)
+    """dgate and dup, elementwise, in their primals' dtypes."""
+    act, slope = activate(_widened(gate), activation)
+    dy = dy.astype(act.dtype)
+    return (dy * up.astype(act.dtype) * slope).astype(gate.dtype), (dy * act).astype(up.dtype)
+
+
+def _widened(gate: jax.Array) -> jax.Array:
+    return gate.astype(jnp.promote_types(gate.dtype, jnp.float32))

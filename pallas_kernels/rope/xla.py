@@ -1,10 +1,13 @@
-"""Rotary embedding in plain XLA: one fused pass for q and one for k, in each direction.
+"""Rotary position embedding in plain XLA: one fused pass over q and one over k, if XLA does not fuse them further.
 
-Rounding: the rotation in float32, rounded once to q's and k's dtypes.
+The formula here is also the body of the Triton kernel: float32 throughout, rounded once to the dtype of q or k. The
+backward is the same pass with the transposed rotation, and reads cos and sin only.
 """
 
 import jax
 import jax.numpy as jnp
+
+Halves = tuple[jax.Array, jax.Array]
 
 
 def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> str | None:
@@ -12,20 +15,24 @@ def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> s
     return None
 
 
+def rotated_halves(x: Halves, cos: Halves, sin: Halves, *, inverse: bool) -> Halves:
+    """The halves of the rotary columns, rotated or rotated back, in their dtype; cos and sin float32 or wider."""
+    x1, x2 = (half.astype(cos[0].dtype) for half in x)
+    s1, s2 = (-sin[1], -sin[0]) if inverse else sin  # the transpose; where both halves are equal, the inverse
+    # y₁ = x₁·cos₁ − x₂·sin₁      y₂ = x₂·cos₂ + x₁·sin₂
+    return (x1 * cos[0] - x2 * s1).astype(x[0].dtype), (x2 * cos[1] + x1 * s2).astype(x[1].dtype)
+
+
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool) -> jax.Array:
+    rotary_width = cos.shape[-1]
+    first, second, rest = jnp.split(x, [rotary_width // 2, rotary_width], axis=-1)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    width = cos.shape[-1]
-    first, second, rest = jnp.split(x, [width // 2, width], axis=-1)
-    a, b = first.astype(dtype), second.astype(dtype)
-    (c1, c2), (s1, s2) = (jnp.split(table[:, :, None, :].astype(dtype), 2, axis=-1) for table in (cos, sin))
-    if inverse:  # the transpose: a' = c1·a + s2·b, b' = c2·b − s1·a
-        s1, s2 = -s2, -s1
-    rotated = [a * c1 - b * s1, b * c2 + a * s2]
-    return jnp.concatenate([*(half.astype(x.dtype) for half in rotated), rest], axis=-1)
+    cos_halves, sin_halves = (jnp.split(table.astype(dtype)[:, :, None, :], 2, axis=-1) for table in (cos, sin))
+    return jnp.concatenate([*rotated_halves((first, second), cos_halves, sin_halves, inverse=inverse), rest], axis=-1)
 
 
 def rotate(
     q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """q (B, T, Q, H), k (B, T, K, H), cos and sin (B or 1, T, R) → rotated q and k; inverse for the gradient."""
+    """q (B, T, Q, H), k (B, T, K, H), cos and sin (1|B, T, R) → q and k, rotated; inverse for the gradient."""
     return _rotated(q, cos, sin, inverse=inverse), _rotated(k, cos, sin, inverse=inverse)

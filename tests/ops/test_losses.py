@@ -218,7 +218,7 @@ def test_ignore_index_may_be_a_class(op, implementation, rng):
 def test_class_weights_have_no_gradient(op, rng):
     case = make_case(rng)
     value = lambda c: op(arrays(op.inputs(case)), jnp.asarray(case.labels), class_weights=c)
-    with pytest.raises(TypeError, match="class_weights are constants and have no gradient"):
+    with pytest.raises(TypeError, match="class_weights is a constant and has no gradient"):
         jax.grad(value)(jnp.asarray(case.class_weights, jnp.float32))
 
 
@@ -367,13 +367,14 @@ def by_parts(inputs, labels, parts):
 
 @both_ops
 def test_vmap_over_tokens_and_checkpoint_change_nothing(op, implementation, rng):
+    if implementation == "mosaic_tpu:interpret":
+        pytest.skip("JAX's TPU interpreter runs neither under vmap nor under checkpoint; compiled in tests/aot")
+
     def transform(rows):
         def through(inputs, labels):
             inputs, labels = by_parts(inputs, labels, 4)
             mapped = jax.vmap(rows, in_axes=([0] + [None] * (len(inputs) - 1), 0))
-            # JAX has no checkpoint around the TPU interpreter, whose kernels are host callbacks.
-            remat = (lambda f: f) if implementation == "mosaic_tpu:interpret" else jax.checkpoint
-            return remat(mapped)(inputs, labels)
+            return jax.checkpoint(mapped)(inputs, labels)
 
         return through
 
