@@ -1,0 +1,104 @@
+"""What is compiled ahead of time: each kernel at one real model's shape, forward and backward.
+
+A case is a function of arrays, the arrays' types, and the kernels that the compiled program must name. Only
+`BOTH` runs on GPU and TPU targets alike.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax import apply_rope, cross_entropy, fused_linear_cross_entropy, geglu, rms_norm, swiglu
+
+BF16, F32, INT = jnp.bfloat16, jnp.float32, jnp.int32
+FLCE = ("fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`function(kernel)` makes the function for a kernel's name; `full` cases run in `make test-full` only."""
+
+    name: str
+    function: Callable[[str], Callable]
+    arguments: tuple
+    kernels: tuple[str, ...]
+    full: bool = False
+
+
+def with_gradient(op, argnums):
+    """Kernel name → the op's outputs and its gradients, so that no kernel is dead code."""
+
+    def function(kernel):
+        def run(*args):
+            out, backward = jax.vjp(lambda *xs: op(*xs, *args[len(argnums) :], implementation=kernel), *args[: len(argnums)])
+            return out, backward(jax.tree.map(jnp.ones_like, out))
+
+        return run
+
+    return function
+
+
+def head(**options):
+    return lambda h, w, y, implementation: fused_linear_cross_entropy(h, w, y, implementation=implementation, **options)
+
+
+def head_with_everything(h, w, bias, c, y, implementation):
+    return fused_linear_cross_entropy(
+        h, w, y, bias=bias, class_weights=jax.lax.stop_gradient(c), label_smoothing=0.1, z_loss=1e-4, logit_scale=0.5,
+        logit_softcap=30.0, reduction="none", implementation=implementation,
+    )  # fmt: skip
+
+
+def mapped(op):
+    return lambda x, *rest, implementation: jax.vmap(lambda x: op(x, *rest, implementation=implementation))(x)
+
+
+LLAMA_8B_HEAD = (((8192, 4096), BF16), ((128256, 4096), BF16), ((8192,), INT))
+QWEN_HEAD = (((4096, 896), F32), ((151936, 896), F32), ((4096,), INT))
+NORM = ("rms_norm_forward", "rms_norm_backward")
+
+BOTH = [
+    Case("rms_norm", with_gradient(rms_norm, (0, 1)), (((16384, 4096), BF16), ((4096,), BF16)), NORM),
+    Case("rms_norm_without_scale", with_gradient(rms_norm, (0,)), (((4096, 896), F32),), NORM, full=True),
+    Case("rms_norm_mixed", with_gradient(rms_norm, (0, 1)), (((4096, 18432), BF16), ((18432,), F32)), NORM, full=True),
+    Case(
+        "rms_norm_vmap",
+        with_gradient(mapped(rms_norm), (0, 1)),
+        (((8, 512, 896), BF16), ((896,), BF16)),
+        NORM,
+        full=True,
+    ),
+    Case(
+        "cross_entropy",
+        with_gradient(cross_entropy, (0,)),
+        (((4096, 128256), BF16), ((4096,), INT)),
+        ("cross_entropy_statistics",),
+    ),
+    Case("fused_linear_cross_entropy", with_gradient(head(), (0, 1)), LLAMA_8B_HEAD, FLCE),
+    Case("fused_linear_cross_entropy_float32", with_gradient(head(), (0, 1)), QWEN_HEAD, FLCE, full=True),
+    Case(
+        "fused_linear_cross_entropy_dv",
+        with_gradient(head(weight_layout="dv"), (0, 1)),
+        (((8192, 2304), BF16), ((2304, 256000), BF16), ((8192,), INT)),
+        FLCE,
+        full=True,
+    ),
+    Case(
+        "fused_linear_cross_entropy_all_options",
+        with_gradient(head_with_everything, (0, 1, 2)),
+        (((4096, 900), BF16), ((32003, 900), BF16), ((32003,), BF16), ((32003,), F32), ((4096,), INT)),
+        FLCE,
+        full=True,
+    ),
+]
+
+HEADS = (((8, 2048, 32, 64), BF16), ((8, 2048, 8, 64), BF16), ((1, 2048, 64), F32), ((1, 2048, 64), F32))
+GATES = (((16384, 14336), BF16), ((16384, 14336), BF16))
+
+GPU_ONLY = [
+    Case("swiglu", with_gradient(swiglu, (0, 1)), GATES, ("glu_forward", "glu_backward")),
+    Case("geglu", with_gradient(geglu, (0, 1)), GATES, ("glu_forward", "glu_backward")),
+    Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ("rope_forward", "rope_backward")),
+]

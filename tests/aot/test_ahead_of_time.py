@@ -1,0 +1,127 @@
+"""Every Pallas kernel compiles for the devices it is meant for, on a machine that has none of them."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.aot.programs import BOTH, GPU_ONLY
+from tests.aot.targets import ENVIRONMENT, GPUS, TPUS
+
+ROOT = pathlib.Path(__file__).parents[2]
+COMPILERS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
+TARGETS = {"gpu": [name for name in GPUS if name != "Tesla T4"], "tpu": list(TPUS)}
+CASES = [
+    pytest.param(kind, target, case.name, marks=[pytest.mark.full] if case.full else [])
+    for kind, cases in (("gpu", BOTH + GPU_ONLY), ("tpu", BOTH))
+    for target in TARGETS[kind]
+    for case in cases
+]
+pytestmark = pytest.mark.aot
+
+
+def need_compiler(kind):
+    """Without the compiler: a visible skip, and a failure where continuous integration runs."""
+    try:
+        found = importlib.util.find_spec(COMPILERS[kind]) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        message = f"the compiler for {kind} targets, {COMPILERS[kind]}, is not installed: pip install 'liger-jax[aot]'"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+def run(*command):
+    """A fresh process, since a compiler is loaded as a plugin and takes its settings at the start."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def results(request):
+    """(target, case) → the error or None; each kind's targets are compiled once, when first asked for."""
+    extent = "full" if any("full" in item.keywords for item in request.session.items) else "default"
+    compiled = {}
+
+    def of(kind):
+        if kind not in compiled:
+            need_compiler(kind)
+            lines = run("-m", "tests.aot.targets", kind, extent).splitlines()
+            rows = [json.loads(line) for line in lines if line.startswith("{")]
+            compiled[kind] = {(row["target"], row["case"]): row["error"] for row in rows}
+        return compiled[kind]
+
+    return of
+
+
+@pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize("kind, target, case", CASES)
+def test_kernel_compiles(kind, target, case, results):
+    error = results(kind)[target, case]
+    assert error is None, error
+
+
+def test_old_gpu_gets_xla_and_says_why_not_triton():
+    """A T4 (compute capability 7.5) has no Triton: the default op compiles there, the named kernel explains."""
+    need_compiler("gpu")
+    script = """
+import jax, jax.numpy as jnp
+from liger_jax import fused_linear_cross_entropy, rms_norm
+from tests.aot.targets import compile_for, gpu_devices
+device = gpu_devices("Tesla T4")[0]
+head = ((512, 256), jnp.float32), ((4096, 256), jnp.float32), ((512,), jnp.int32)
+loss = lambda h, w, y: fused_linear_cross_entropy(rms_norm(h), w, y)
+text = compile_for(jax.grad(loss, (0, 1)), head, device, "gpu").as_text()
+assert "triton" not in text, text
+try:
+    compile_for(lambda x: rms_norm(x, implementation="triton"), head[:1], device, "gpu")
+except ValueError as error:
+    assert "needs compute capability 8.0 (Ampere) or newer, and this is a Tesla T4" in str(error), error
+else:
+    raise AssertionError("triton was not refused")
+print("done")
+"""
+    assert "done" in run("-c", script)
+
+
+def test_triton_kernels_compile_inside_shard_map_with_check_vma():
+    """Their interpreter cannot run there, so this is where the types of their outputs are proved."""
+    need_compiler("gpu")
+    script = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from liger_jax import cross_entropy, fused_linear_cross_entropy, geglu, rms_norm
+from tests.aot.targets import gpu_devices
+devices = gpu_devices("NVIDIA H200", 4)
+mesh = Mesh(np.array(devices), ("data",))
+
+def local(h, scale, w, y):
+    h = rms_norm(h, scale, implementation="triton")
+    h = geglu(h, h, implementation="triton")
+    loss = fused_linear_cross_entropy(h, w, y, reduction="sum", implementation="triton")
+    loss += cross_entropy(h, y % 8, reduction="sum", implementation="triton")
+    return jax.lax.psum(loss, "data")
+
+specs = (P("data"), P(), P(), P("data"))
+loss = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
+shapes = ((4096, 512), jnp.bfloat16), ((512,), jnp.bfloat16), ((8192, 512), jnp.bfloat16), ((4096,), jnp.int32)
+types = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p)) for (s, d), p in zip(shapes, specs)]
+traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(*types)
+text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+for kernel in ("rms_norm_forward", "rms_norm_backward", "glu_forward", "glu_backward", "cross_entropy_statistics",
+               "fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients"):
+    assert kernel in text, kernel
+assert "all-gather" not in text
+print("done")
+"""
+    assert "done" in run("-c", script)
