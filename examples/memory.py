@@ -5,22 +5,16 @@ Nothing is run: each step is compiled for abstract arrays, and the compiler says
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 from examples.train_step import language_model_loss, make_train_step
 
 BATCHES = (1, 2, 4, 8)
 LOSSES = ("fused", "logits")
-CAPTION = (
-    "The loss on logits grows with batch × length × vocabulary. The fused loss's own part stays: what grows in its "
-    "total\nis activations, which every loss needs. Own part: the step minus the same step with a plain sum for a loss."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +51,9 @@ def compiled_bytes(step: Callable, *arguments: jax.ShapeDtypeStruct) -> int:
     )
 
 
-def measure(make_model: Callable[[str], nnx.Module], optimizer: optax.GradientTransformation, length: int) -> list[Memory]:
+def measure(
+    make_model: Callable[[str], nnx.Module], optimizer: optax.GradientTransformation, length: int
+) -> list[Memory]:
     """Compiles the step for each batch size and loss.
 
     Args:
@@ -100,26 +96,6 @@ def table(rows: list[Memory]) -> str:
         values = [row.total["fused"], row.total["logits"], row.own["fused"], row.own["logits"]]
         lines.append(f"{row.batch:>6}  " + "  ".join(f"{value / 2**20:>10.1f}" for value in values))
     return "\n".join(lines)
-
-
-def picture(rows: list[Memory], path: Path, title: str) -> None:
-    """Draws totals and the losses' own parts against the batch size.
-
-    Args:
-        rows: what `measure` returns.
-        path: of the PNG.
-        title: the model and the sequence's length, in words.
-    """
-    figure = Figure(figsize=(9, 4.4), layout="constrained")
-    for axes, part, heading in zip(figure.subplots(1, 2), ("total", "own"), ("the step", "the loss's own part"), strict=True):
-        for loss, style in (("logits", "o--"), ("fused", "o-")):
-            axes.plot([row.batch for row in rows], [getattr(row, part)[loss] / 2**20 for row in rows], style, label=loss)
-        axes.set(title=heading, xlabel="batch", ylabel="MiB", xticks=BATCHES, ylim=0)
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"Memory of a training step: {title}")
-    figure.supxlabel(CAPTION, fontsize=8)
-    figure.savefig(path, dpi=150)
 
 
 def _sum_of_hidden_states(model: nnx.Module, tokens: jax.Array) -> jax.Array:

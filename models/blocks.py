@@ -49,7 +49,9 @@ class SwiGLU(nnx.Module):
         kernels: whether and how `ops.swiglu` runs.
     """
 
-    def __init__(self, width: int, inner_width: int, *, linear: Callable[[int, int], nnx.Module], kernels: KernelOptions):
+    def __init__(
+        self, width: int, inner_width: int, *, linear: Callable[[int, int], nnx.Module], kernels: KernelOptions
+    ):
         self.gate_proj = linear(width, inner_width)
         self.up_proj = linear(width, inner_width)
         self.down_proj = linear(inner_width, width)

@@ -23,6 +23,12 @@ def round_up(n: int, multiple: int) -> int:
     return cdiv(n, multiple) * multiple
 
 
+def promoted(*dtypes: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """The dtype that holds the values of all, whether or not the user lets JAX promote dtypes by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
+
+
 def in_bounds(start: jax.Array | int, size: int, bound: int, axis: int, rank: int = 2) -> jax.Array:
     """Mask of the given rank, of length `size` along `axis`, 1 elsewhere: True where start + i < bound."""
     shape = [1] * rank

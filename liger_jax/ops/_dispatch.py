@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractDevice
 
 from liger_jax.ops._mesh import forbid_partitioning, needs_shard_map
@@ -37,21 +38,21 @@ def device_of(*inputs: jax.Array | None) -> AbstractDevice:
     """
     arrays = [x for x in inputs if x is not None]
     for x in arrays:
-        if not isinstance(x, jax.core.Tracer) and isinstance(x, jax.Array):
+        if not isinstance(x, Tracer) and isinstance(x, jax.Array):
             return _described(next(iter(x.devices())))
     meshes = [jax.typeof(x).sharding.mesh for x in arrays] + [jax.sharding.get_abstract_mesh()]
     for mesh in meshes:
         if mesh.abstract_device is not None:
             device = mesh.abstract_device
             return AbstractDevice(device.device_kind, device.num_cores, _platform_name(device.platform))
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     if isinstance(default, jax.Device):
         return _described(default)
     platform = default if isinstance(default, str) else jax.default_backend()
     return _described(jax.local_devices(backend=platform)[0])
 
 
-def _described(device: jax.Device) -> AbstractDevice:
+def _described(device: Any) -> AbstractDevice:
     return AbstractDevice(device.device_kind, None, _platform_name(device.platform))
 
 
@@ -109,7 +110,9 @@ def choose(
     for name in candidates:
         kernel, _, interpret = name.partition(":")
         reason = None if interpret else _wrong_device(kernel, device)
-        reason = reason or (needs_shard_map(*inputs) if kernel != "xla" else None) or kernels[kernel].unsupported(*inputs, **case)
+        if kernel != "xla":
+            reason = reason or needs_shard_map(*inputs)
+        reason = reason or kernels[kernel].unsupported(*inputs, **case)
         if reason is None:
             return name
         reasons.append(f"{name!r}: {reason}")
@@ -152,7 +155,10 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
             f"use 'xla', or '{kernel}:interpret' to debug."
         )
     if kernel == "triton" and _is_before_ampere(device.device_kind):
-        return f"Pallas-Triton needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; use 'xla'."
+        return (
+            f"Pallas-Triton needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; "
+            "use 'xla'."
+        )
     return None
 
 

@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from liger_jax.ops import _checks
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
@@ -115,7 +116,7 @@ def check_label_range(
     op: str, labels: jax.Array, where: jax.Array | None, ignore_index: int | None, vocab_size: int
 ) -> None:
     """Raises a ValueError for a concrete label outside [0, vocab_size); under jit the row becomes NaN instead."""
-    if isinstance(labels, jax.core.Tracer) or isinstance(where, jax.core.Tracer):
+    if isinstance(labels, Tracer) or isinstance(where, Tracer):
         return
     if not labels.is_fully_addressable or (where is not None and not where.is_fully_addressable):
         return

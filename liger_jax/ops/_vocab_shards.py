@@ -29,7 +29,9 @@ def sharded_rows(
     start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
     if class_weights is not None:
         # All V of them, as many as one token's logits; summed, and so known to be the same everywhere.
-        own_part = jax.lax.dynamic_update_slice(full_like(class_weights, (vocab_size,), 0, jnp.float32), class_weights, (start,))
+        own_part = jax.lax.dynamic_update_slice(
+            full_like(class_weights, (vocab_size,), 0, jnp.float32), class_weights, (start,)
+        )
         class_weights = jax.lax.psum(own_part, axis)
     rows = _loss.token_rows(labels, where, token_weights, class_weights, options, vocab_size)
     return rows, jnp.where(rows.labels >= 0, rows.labels - start, NO_LABEL)

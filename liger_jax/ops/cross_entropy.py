@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from liger_jax.ops import _checks, _dispatch, _loss, _mesh
 from liger_jax.pallas_kernels.cross_entropy import mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents
+from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
@@ -29,7 +30,7 @@ class _Options:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _statistics(logits, labels, class_weights, options):
+def _statistics(logits, labels, class_weights, options) -> Statistics:
     return options.run("statistics", logits, labels, class_weights)
 
 
@@ -61,7 +62,7 @@ def cross_entropy(
     reduction: str = "mean",
     return_metrics: bool = False,
     implementation: _dispatch.Implementation = None,
-) -> Array | tuple[Array, _loss.LossMetrics]:
+) -> Any:
     """Cross-entropy of the softmax of `logits` with integer labels, in float32 whatever comes in.
 
     With z = logit_scale · softcap(logits), softcap(u) = s·tanh(u/s), lse = log Σ_v exp(z_v), t the token's and c
@@ -114,9 +115,7 @@ def cross_entropy(
     if logits.ndim == 0:
         raise ValueError(f"{op}: logits has shape (), but must be (..., V); the last axis holds the classes.")
     vocab_size = logits.shape[-1]
-    loss_options = _loss.LossOptions(
-        op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction
-    )
+    loss_options = _loss.LossOptions(op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     _loss.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
     _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
     return reduced_cross_entropy(
@@ -133,7 +132,7 @@ def reduced_cross_entropy(
     loss_options: _loss.LossOptions,
     return_metrics: bool = False,
     implementation: _dispatch.Implementation = None,
-) -> Array | tuple[Array, _loss.LossMetrics]:
+) -> Any:
     """`cross_entropy` after its checks; a label that is out of range is NaN, concrete or not."""
     vocab_size = logits.shape[-1]
     flat = lambda x: None if x is None else x.reshape(-1)

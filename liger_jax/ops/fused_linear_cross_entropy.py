@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +40,11 @@ def _needs(hidden, weight, bias) -> Needs:
 
 # JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So what depends on which
 # inputs are differentiated may change a residual's shape, and never the tree.
-def _as_shapes(needs: Needs) -> Needs:
-    return Needs(*(jnp.zeros((int(need),)) for need in needs))
+def _as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros((int(need),)) for need in needs)
 
 
-def _from_shapes(shapes: Needs) -> Needs:
+def _from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
     return Needs(*(shape.size == 1 for shape in shapes))
 
 
@@ -62,14 +63,14 @@ def _values(*primals):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _statistics(hidden, weight, bias, class_weights, labels, options):
+def _statistics_vjp(hidden, weight, bias, class_weights, labels, options) -> Statistics:
     return options.run("statistics", hidden, weight, labels, bias, class_weights)
 
 
 def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, options):
     needs = _as_shapes(_needs(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
-    statistics = _statistics(hidden, weight, bias, class_weights, labels, options)
+    statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
     return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
 
 
@@ -80,23 +81,23 @@ def _statistics_backward_rule(options, residuals, cotangents):
     return *grads, None, None
 
 
-_statistics.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
+_statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
 # Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-_statistics = jax.jit(_statistics, static_argnums=5, inline=True)
+_statistics = jax.jit(_statistics_vjp, static_argnums=5, inline=True)
 
 
 # --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _summed_loss(hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options):
+def _summed_loss_vjp(
+    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options
+) -> tuple[jax.Array, Statistics]:
     statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
     return jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum)), statistics
 
 
-def _summed_loss_forward_rule(
-    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options
-):
+def _summed_loss_forward_rule(hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options):
     needs = _needs(hidden, weight, bias)
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
@@ -122,7 +123,8 @@ def _summed_loss_forward_rule(
 
 
 def _summed_loss_backward_rule(options, residuals, cotangents):
-    grads, statistics, coefficients, class_weight_sum = residuals
+    # A residual that is a constant of the trace comes as a literal.
+    grads, statistics, coefficients, class_weight_sum = jax.tree.map(jnp.asarray, residuals)
     g = _instantiated(cotangents[0])
     scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
     # The loss is linear in its coefficients.
@@ -131,8 +133,8 @@ def _summed_loss_backward_rule(options, residuals, cotangents):
     return *scaled, coefficients_grad, None, None, None
 
 
-_summed_loss.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
-_summed_loss = jax.jit(_summed_loss, static_argnums=7, inline=True)
+_summed_loss_vjp.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
+_summed_loss = jax.jit(_summed_loss_vjp, static_argnums=7, inline=True)
 
 
 # --- checks and choices -----------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def _possible_mode(mode, reduction, vocab_axis, implementation):
 def _precision(precision):
     """The precision of all products, fixed now: the backward is traced after a user's context manager is left."""
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # as above
     try:
         return jax.lax.Precision(precision) if isinstance(precision, str) else precision
     except ValueError:
@@ -201,7 +203,7 @@ def fused_linear_cross_entropy(
     memory_budget_bytes: int | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: _dispatch.Implementation = None,
-) -> Array | tuple[Array, _loss.LossMetrics]:
+) -> Any:
     """`cross_entropy(hidden · weightᵀ + bias, labels)`, with no buffer of the size (tokens, vocabulary).
 
     The loss is `liger_jax.ops.cross_entropy`'s, on z = logit_scale · softcap(hidden · weightᵀ + bias), from float32
@@ -262,16 +264,14 @@ def fused_linear_cross_entropy(
     _checks.check_choice(_OP, "mode", mode, _MODES)
     _check_sizes(hidden, weight, weight_layout, chunk_size)
     vocab_size = weight.shape[weight_layout.index("v")]
-    loss_options = _loss.LossOptions(
-        _OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction
-    )
+    loss_options = _loss.LossOptions(_OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     tokens_shape = labels.shape
     _loss.check_tokens(_OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
     _checks.check_shape(_OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
 
     flat = lambda x: None if x is None else x.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    labels, where, token_weights = flat(labels), flat(where), flat(token_weights)
+    labels, where, token_weights = labels.reshape(-1), flat(where), flat(token_weights)
     class_weights = _loss.constant_class_weights(_OP, class_weights)
     plan = config.plan(
         *hidden.shape,

@@ -13,7 +13,7 @@ _OP = "apply_rope"
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
 # can only lose.
 _KERNELS = {"xla": xla, "triton": triton}
-# On an H200 XLA's fusion is as fast: 89 µs forward and backward against 90 with Triton, at 8 × 2048 × 32/8 × 64 in bf16
+# Forward and backward at 8 × 2048 × 32/8 × 64 in bf16 on an H200: 89 µs in XLA and 90 in Triton
 # (benchmarks/results/implementations.md).
 _DEFAULTS: dict[str, tuple[str, ...]] = {}
 
@@ -56,8 +56,7 @@ def apply_rope(
 
     x₁ and x₂ are the halves of the first R columns of each head; the columns from R on pass through. The rotation
     is computed in float32 and rounded once. Only `cos` and `sin` are kept for the backward pass, and they are
-    constants. The default is XLA everywhere: it fuses into its
-    neighbours on TPUs, and on an H200 the Triton kernel is no faster.
+    constants. The default is XLA: it fuses into its neighbours on TPUs, and on an H200 the Triton kernel is no faster.
 
     Args:
         q: (B, T, Q, H), any float dtype.

@@ -108,7 +108,13 @@ class LlamaForCausalLM(CausalLM):
     ):
         self.config, self.kernels = config, kernels
         self.model = LlamaModel(
-            config, kernels=kernels, dtype=dtype, param_dtype=param_dtype, remat=remat, scan_layers=scan_layers, rngs=rngs
+            config,
+            kernels=kernels,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            remat=remat,
+            scan_layers=scan_layers,
+            rngs=rngs,
         )
         if not config.tie_word_embeddings:
             normal = nnx.initializers.normal(config.initializer_range)
@@ -163,9 +169,7 @@ class LlamaModel(nnx.Module):
 
 
 class _DecoderLayer(nnx.Module):
-    def __init__(
-        self, config: LlamaConfig, kernels: KernelOptions, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: LlamaConfig, kernels: KernelOptions, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
         linear = functools.partial(
             nnx.Linear,
             use_bias=False,

@@ -68,15 +68,14 @@ def row_losses(statistics: Statistics, coefficients: Coefficients, class_weight_
     lse = statistics.log_normalizer
     losses = coefficients.target * (lse - statistics.target_logit)
     if coefficients.smoothing is not None:
+        assert statistics.logit_sum is not None  # smoothing asks for it
         losses += coefficients.smoothing * (class_weight_sum * lse - statistics.logit_sum)
     if coefficients.squared is not None:
         losses += coefficients.squared * jnp.square(lse)
     return losses
 
 
-def row_cotangents(
-    log_normalizer: jax.Array, coefficients: Coefficients, class_weight_sum: jax.Array
-) -> Cotangents:
+def row_cotangents(log_normalizer: jax.Array, coefficients: Coefficients, class_weight_sum: jax.Array) -> Cotangents:
     """The derivatives of `row_losses` by the statistics."""
     g_lse, g_sum = coefficients.target, None
     if coefficients.smoothing is not None:

@@ -94,9 +94,7 @@ def _specs(tiles: config.TpuConfig, options: LinearOptions, num_rows: int, num_v
         return (vocab_tile, d_tile) if options.vocab_dim == 0 else (d_tile, vocab_tile)
 
     block = (tiles.v_block_size, tiles.d_block_size)
-    hidden_spec = pl.BlockSpec(
-        (tiles.n_block_size, tiles.d_block_size), lambda row_tile, _, d_tile: (row_tile, d_tile)
-    )
+    hidden_spec = pl.BlockSpec((tiles.n_block_size, tiles.d_block_size), lambda row_tile, _, d_tile: (row_tile, d_tile))
     weight_spec = pl.BlockSpec(block if options.vocab_dim == 0 else block[::-1], weight_index_map)
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
     vector_spec = pl.BlockSpec((1, tiles.v_block_size), lambda _, vocab_tile, __: (0, vocab_tile))
@@ -122,9 +120,7 @@ def statistics(
     present = [bias is not None, class_weights is not None] + [True] * (2 * len(fields) + 1)
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
     parts = pl.pallas_call(
-        functools.partial(
-            _statistics_kernel, v=v, d=d, options=options, has=tuple(present), num_fields=len(fields)
-        ),
+        functools.partial(_statistics_kernel, v=v, d=d, options=options, has=tuple(present), num_fields=len(fields)),
         grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
         in_specs=_specs(tiles, options, num_rows=1, num_vectors=len(vectors)),
         out_specs=[row_spec] * len(fields),
@@ -194,7 +190,9 @@ def logit_gradients(
     )(hidden, weight, *row_operands, *vectors)
 
 
-def gradients(*arrays: jax.Array | Cotangents | None, options: LinearOptions, needs: Needs, interpret: bool) -> Gradients:
+def gradients(
+    *arrays: jax.Array | Cotangents | None, options: LinearOptions, needs: Needs, interpret: bool
+) -> Gradients:
     """As `xla.gradients`, with du made by this module's kernel."""
     kernel = functools.partial(logit_gradients, interpret=interpret)
     return xla.gradients(*arrays, options=options, needs=needs, logit_gradients=kernel)

@@ -112,9 +112,7 @@ def statistics(
     d_padded = round_up(d, tiles.d_block_size)
     n_padded = n_tiles * tiles.n_block_size
     v_padded = splits * tiles_per_split * tiles.v_block_size
-    operands, vocab_specs = _vocab_inputs(
-        weight.astype(hidden.dtype), bias, class_weights, v_padded, d_padded, options
-    )
+    operands, vocab_specs = _vocab_inputs(weight.astype(hidden.dtype), bias, class_weights, v_padded, d_padded, options)
     # Neighbouring programs take other rows and the same part of the vocabulary, so its tiles stay in L2.
     hidden_spec = pl.BlockSpec((tiles.n_block_size, d_padded), lambda row_tile, _: (row_tile, 0))
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, _: (row_tile, 0))
@@ -180,12 +178,12 @@ def logit_gradients(
     tiles = config.triton_config(n, v, d, hidden.dtype)
     n_tiles, v_tiles = cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size)
     d_padded = round_up(d, tiles.d_block_size)
-    operands, vocab_specs = _vocab_inputs(
-        weight, bias, class_weights, v_tiles * tiles.v_block_size, d_padded, options
-    )
+    operands, vocab_specs = _vocab_inputs(weight, bias, class_weights, v_tiles * tiles.v_block_size, d_padded, options)
     hidden_spec = pl.BlockSpec((tiles.n_block_size, d_padded), lambda row_tile, _: (row_tile, 0))
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, _: (row_tile, 0))
-    du_spec = pl.BlockSpec((tiles.n_block_size, tiles.v_block_size), lambda row_tile, vocab_tile: (row_tile, vocab_tile))
+    du_spec = pl.BlockSpec(
+        (tiles.n_block_size, tiles.v_block_size), lambda row_tile, vocab_tile: (row_tile, vocab_tile)
+    )
     row_operands = [log_normalizer, *cotangents]
     present = [x is not None for x in (*row_operands, weight, bias, class_weights)] + [True]
     row_operands = [x[:, None] for x in row_operands if x is not None]
@@ -201,7 +199,9 @@ def logit_gradients(
     )(hidden, labels[:, None], *row_operands, *operands)
 
 
-def gradients(*arrays: jax.Array | Cotangents | None, options: LinearOptions, needs: Needs, interpret: bool) -> Gradients:
+def gradients(
+    *arrays: jax.Array | Cotangents | None, options: LinearOptions, needs: Needs, interpret: bool
+) -> Gradients:
     """As `xla.gradients`, with du made by this module's kernel."""
     kernel = functools.partial(logit_gradients, interpret=interpret)
     return xla.gradients(*arrays, options=options, needs=needs, logit_gradients=kernel)

@@ -47,9 +47,7 @@ def put(x: jax.Array, part: jax.Array, start: Any, axis: int = 0) -> jax.Array:
 def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: LinearOptions) -> jax.Array:
     """Contracts a's axis with b's, in their dtype, accumulated and returned in float32."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(
-        a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32)
 
 
 def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: LinearOptions) -> jax.Array:

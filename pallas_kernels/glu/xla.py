@@ -10,6 +10,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels._tiles import promoted
+
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
@@ -50,4 +52,4 @@ def backward(dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str) 
 
 
 def _widened(gate: jax.Array) -> jax.Array:
-    return gate.astype(jnp.promote_types(gate.dtype, jnp.float32))
+    return gate.astype(promoted(gate.dtype, jnp.float32))

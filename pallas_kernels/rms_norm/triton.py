@@ -70,9 +70,7 @@ def _backward_kernel(dy_ref, x_ref, *refs, n, d, eps, offset, casting_mode, tile
         tile = (pl.ds(start, tiles.n_block_size), slice(None))
         dy = pltriton.load(dy_ref.at[tile], mask=rows & columns, other=0.0)
         x = pltriton.load(x_ref.at[tile], mask=rows & columns, other=0.0)
-        dx, dscale_rows = xla.row_gradients(
-            dy, x, scale, width=d, eps=eps, offset=offset, casting_mode=casting_mode
-        )
+        dx, dscale_rows = xla.row_gradients(dy, x, scale, width=d, eps=eps, offset=offset, casting_mode=casting_mode)
         pltriton.store(dx_ref.at[tile], dx.astype(dx_ref.dtype), mask=rows & columns)
         # A row past the end has x = 0, and with eps = 0 its x̂ is NaN.
         return dscale + jnp.sum(jnp.where(rows, dscale_rows, 0.0), axis=0, keepdims=True)

@@ -8,6 +8,8 @@ only the mean square in float32. Sums and both gradients are float32 in every mo
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels._tiles import promoted
+
 
 def unsupported(x: jax.Array, scale: jax.Array | None) -> str | None:
     """XLA runs every case."""
@@ -16,7 +18,7 @@ def unsupported(x: jax.Array, scale: jax.Array | None) -> str | None:
 
 def normalized_rows(x: jax.Array, *, width: int, eps: float, casting_mode: str) -> tuple[jax.Array, ...]:
     """x̂ = x·rstd in float32, x̂ as `casting_mode` rounds it, and rstd; columns past `width` must be zeros."""
-    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x32 = x.astype(promoted(x.dtype, jnp.float32))
     # rstd = 1 / sqrt(mean(x²) + eps)
     rstd = jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) / width + eps)
     exact = x32 * rstd
@@ -27,11 +29,13 @@ def normalized_rows(x: jax.Array, *, width: int, eps: float, casting_mode: str) 
     return exact, exact.astype(x.dtype), rstd
 
 
-def scaled_rows(rounded: jax.Array, scale: jax.Array | None, *, offset: float, dtype: jax.typing.DTypeLike) -> jax.Array:
+def scaled_rows(
+    rounded: jax.Array, scale: jax.Array | None, *, offset: float, dtype: jax.typing.DTypeLike
+) -> jax.Array:
     """y = x̂ · (offset + scale), multiplied in the wider of the two dtypes; scale is (1, D)."""
     if scale is None:
         return rounded.astype(dtype)
-    product_dtype = jnp.promote_types(rounded.dtype, scale.dtype)
+    product_dtype = promoted(rounded.dtype, scale.dtype)
     return (rounded.astype(product_dtype) * (offset + scale.astype(product_dtype))).astype(dtype)
 
 

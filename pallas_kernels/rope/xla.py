@@ -7,6 +7,8 @@ backward is the same pass with the transposed rotation, and reads cos and sin on
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels._tiles import promoted
+
 Halves = tuple[jax.Array, jax.Array]
 
 
@@ -26,13 +28,11 @@ def rotated_halves(x: Halves, cos: Halves, sin: Halves, *, inverse: bool) -> Hal
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool) -> jax.Array:
     rotary_width = cos.shape[-1]
     first, second, rest = jnp.split(x, [rotary_width // 2, rotary_width], axis=-1)
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = promoted(x.dtype, jnp.float32)
     cos_halves, sin_halves = (jnp.split(table.astype(dtype)[:, :, None, :], 2, axis=-1) for table in (cos, sin))
     return jnp.concatenate([*rotated_halves((first, second), cos_halves, sin_halves, inverse=inverse), rest], axis=-1)
 
 
-def rotate(
-    q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool
-) -> tuple[jax.Array, jax.Array]:
+def rotate(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool) -> tuple[jax.Array, jax.Array]:
     """q (B, T, Q, H), k (B, T, K, H), cos and sin (1|B, T, R) → q and k, rotated; inverse for the gradient."""
     return _rotated(q, cos, sin, inverse=inverse), _rotated(k, cos, sin, inverse=inverse)

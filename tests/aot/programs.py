@@ -32,7 +32,9 @@ def with_gradient(op, argnums):
 
     def function(kernel):
         def run(*args):
-            out, backward = jax.vjp(lambda *xs: op(*xs, *args[len(argnums) :], implementation=kernel), *args[: len(argnums)])
+            out, backward = jax.vjp(
+                lambda *xs: op(*xs, *args[len(argnums) :], implementation=kernel), *args[: len(argnums)]
+            )
             return out, backward(jax.tree.map(jnp.ones_like, out))
 
         return run

@@ -63,7 +63,7 @@ def gpu_devices(name: str, count: int = 1):
         import pathlib
 
         import jax_plugins.xla_cuda13 as plugin
-        from jaxlib import _jax
+        from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # a compiled module
 
         library = pathlib.Path(plugin.__file__).parent / "xla_cuda_plugin.so"
         _jax.load_pjrt_plugin("cuda", str(library), None)
@@ -100,7 +100,7 @@ def main(kind: str, extent: str) -> None:
         for case in cases:
             try:
                 function = case.function("triton" if kind == "gpu" else "mosaic_tpu")
-                text = compile_for(function, case.arguments, device, kind).as_text()
+                text = compile_for(function, case.arguments, device, kind).as_text() or ""
                 missing = [kernel for kernel in case.kernels if kernel not in text]
                 error = f"the compiled program lacks {missing}" if missing else None
             except Exception as e:

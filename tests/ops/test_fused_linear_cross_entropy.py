@@ -46,7 +46,12 @@ def test_chunk_size_does_not_change_the_result(chunk_size, kernel_mode, rng):
     case = make_case(rng)
     truth, truth_grads = FUSED.oracle(case, token_weights=False, label_smoothing=0.1)
     value = lambda inputs: FUSED(
-        inputs, jnp.asarray(case.labels), label_smoothing=0.1, mode=mode, chunk_size=chunk_size, implementation=implementation
+        inputs,
+        jnp.asarray(case.labels),
+        label_smoothing=0.1,
+        mode=mode,
+        chunk_size=chunk_size,
+        implementation=implementation,
     )
     loss, grads = jax.jit(jax.value_and_grad(value))(arrays(FUSED.inputs(case)))
     assert relative_error(loss, truth) < 2e-5
@@ -72,9 +77,7 @@ def test_leading_axes_are_tokens(rng):
     hidden, weight = arrays([case.hidden, case.weight])
     labels = jnp.asarray(case.labels)
     flat = fused_linear_cross_entropy(hidden, weight, labels, reduction="none")
-    shaped = fused_linear_cross_entropy(
-        hidden.reshape(3, 4, 3, -1), weight, labels.reshape(3, 4, 3), reduction="none"
-    )
+    shaped = fused_linear_cross_entropy(hidden.reshape(3, 4, 3, -1), weight, labels.reshape(3, 4, 3), reduction="none")
     np.testing.assert_array_equal(shaped.reshape(-1), flat)
 
 
@@ -320,7 +323,8 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mesh, rng
     (expected, expected_metrics), expected_grads = jax.value_and_grad(whole, (0, 1), has_aux=True)(inputs, t)
     (found, metrics), grads = jax.jit(jax.value_and_grad(sharded, (0, 1), has_aux=True))(inputs, t)
     assert relative_error(found, expected) < 1e-5
-    for a, b in zip(jax.tree.leaves((grads, metrics)), jax.tree.leaves((expected_grads, expected_metrics)), strict=True):
+    expected_leaves = jax.tree.leaves((expected_grads, expected_metrics))
+    for a, b in zip(jax.tree.leaves((grads, metrics)), expected_leaves, strict=True):
         assert relative_error(a, b) < 2e-5
 
 
@@ -329,7 +333,8 @@ def test_sharded_vocabulary_gathers_no_tokens_and_no_logits(mesh):
     n, d, v = 32, 8, 128
     local = lambda h, w, y: fused_linear_cross_entropy(h, w, y, vocab_axis="shard")
     loss = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("shard"), jax.P()), out_specs=jax.P())
-    text = jax.jit(jax.grad(loss, (0, 1))).lower(jnp.zeros((n, d)), jnp.zeros((v, d)), jnp.zeros(n, jnp.int32)).compile().as_text()
+    arguments = jnp.zeros((n, d)), jnp.zeros((v, d)), jnp.zeros(n, jnp.int32)
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().as_text() or ""
     assert "all-gather" not in text
     collectives = re.findall(r"= [^=]*?\[([\d,]*)\][^=]* all-reduce\(", text)
     assert collectives

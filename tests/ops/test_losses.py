@@ -158,9 +158,7 @@ def test_nothing_counts_gives_zero(op, reduction, implementation, rng):
 def test_mean_over_weights_that_cancel_is_nan(op, implementation, rng):
     case = make_case(rng, n=4, ignored=0)
     weights = jnp.array([1.0, -1.0, 2.0, -2.0])
-    loss = op(
-        arrays(op.inputs(case)), jnp.asarray(case.labels), token_weights=weights, implementation=implementation
-    )
+    loss = op(arrays(op.inputs(case)), jnp.asarray(case.labels), token_weights=weights, implementation=implementation)
     assert np.isnan(loss)
 
 
@@ -249,7 +247,8 @@ def test_metrics_match_the_logits(op, mode, implementation, rng):
     t = np.where(counts, case.token_weights, 0)
     assert relative_error(metrics.num_tokens, t.sum()) < TOLERANCE
     assert relative_error(metrics.z_loss, 1e-2 * np.sum(t * lse**2) / t.sum()) < TOLERANCE
-    plain_grads = jax.grad(lambda inputs: op(inputs, jnp.asarray(case.labels), token_weights=weights, **options))(inputs)
+    plain = lambda inputs: op(inputs, jnp.asarray(case.labels), token_weights=weights, **options)
+    plain_grads = jax.grad(plain)(inputs)
     for a, b in zip(grads, plain_grads, strict=True):
         assert relative_error(a, b) < 1e-6
 
@@ -321,7 +320,7 @@ def test_confident_predictions_keep_the_target_gradient(op, implementation, rng)
     if op is CROSS_ENTROPY:
         case.hidden, case.weight, case.bias = z, np.eye(512), np.zeros(512)
     else:
-        case.hidden, case.weight = np.linalg.qr(rng.standard_normal((64, 24)))[0].T, None
+        case.hidden, case.weight = np.linalg.qr(rng.standard_normal((64, 24)))[0].T, case.weight
         case.weight, case.bias = (np.linalg.pinv(case.hidden) @ z).T, np.zeros(512)
     truth, truth_grads = op.oracle(case, token_weights=False, reduction="sum")
     value = lambda inputs: op(inputs, jnp.asarray(case.labels), reduction="sum", implementation=implementation)

@@ -1,0 +1,156 @@
+"""How an op is measured: against its reference in float64, against plain JAX in half precision, and against itself
+under every transformation.
+
+An op, its reference and the plain expression are functions of the same arrays, with an array or a tuple for a value.
+Every gradient is taken by all arrays unless `wrt` names some, against random cotangents.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+TOLERANCE = 2e-5  # of the largest reference value, in float32
+SAME = 2e-6  # of the largest value: the same arithmetic, compiled twice
+WORSE_THAN_PLAIN = 1.5  # at most, in half precision: the ratio of RMS errors
+
+
+def normal(rng: np.random.Generator, *shapes: tuple[int, ...], dtype=jnp.float32) -> list[jax.Array]:
+    """One standard normal array for each shape."""
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def value_and_gradients(function: Callable, arrays: Sequence, cotangents, wrt=None) -> list[jax.Array]:
+    """The outputs, then the gradients by the arrays that `wrt` numbers."""
+    wrt = range(len(arrays)) if wrt is None else wrt
+
+    def of_chosen(*chosen):
+        chosen = dict(zip(wrt, chosen, strict=True))
+        return function(*(chosen.get(i, x) for i, x in enumerate(arrays)))
+
+    value, pullback = jax.vjp(of_chosen, *(arrays[i] for i in wrt))
+    cotangents = jax.tree.map(lambda y, g: jnp.asarray(g).astype(y.dtype), value, cotangents)
+    return [*jax.tree.leaves(value), *pullback(cotangents)]
+
+
+def random_cotangents(function: Callable, arrays: Sequence, rng: np.random.Generator):
+    """Standard normal, in the shapes of the function's outputs, and exact in bfloat16 and float16."""
+    draw = lambda y: jnp.asarray(rng.standard_normal(y.shape), jnp.bfloat16).astype(jnp.float16).astype(jnp.float32)
+    return jax.tree.map(draw, jax.eval_shape(function, *arrays))
+
+
+def truth(reference: Callable, arrays: Sequence, cotangents, wrt=None) -> list[np.ndarray]:
+    """`value_and_gradients` of the reference in float64, at exactly these arrays' values."""
+    with jax.enable_x64(True):
+        widen = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), tree)
+        run = jax.jit(lambda arrays, cotangents: value_and_gradients(reference, arrays, cotangents, wrt))
+        with jax.numpy_rank_promotion("allow"):
+            return [np.asarray(x) for x in run(widen(list(arrays)), widen(cotangents))]
+
+
+def largest_error(result, truth) -> float:
+    """max|result − truth| / max|truth|; absolute where the truth is 0; infinite where the result is NaN."""
+    result, truth = np.asarray(result, np.float64), np.asarray(truth, np.float64)
+    assert result.shape == truth.shape
+    if not result.size:
+        return 0.0
+    error, scale = np.max(np.abs(result - truth)), np.max(np.abs(truth))
+    return np.inf if np.isnan(error) else float(error / scale if scale else error)
+
+
+def rms_error(result, truth) -> float:
+    return float(np.sqrt(np.mean(np.square(np.asarray(result, np.float64) - truth))))
+
+
+def check_float32(op, reference, arrays, rng, wrt=None):
+    """Values and every gradient within 2e-5 of the largest value of the float64 reference."""
+    cotangents = random_cotangents(op, arrays, rng)
+    results = jax.jit(lambda arrays, cotangents: value_and_gradients(op, arrays, cotangents, wrt))(arrays, cotangents)
+    expected = truth(reference, arrays, cotangents, wrt)
+    errors = [largest_error(x, y) for x, y in zip(results, expected, strict=True)]
+    assert max(errors) <= TOLERANCE, errors
+
+
+def check_half(op, plain, reference, arrays, rng, wrt=None):
+    """Values and every gradient at most 1.5 times as far from the truth as those of the plain expression."""
+    cotangents = random_cotangents(op, arrays, rng)
+    ours, theirs = (
+        jax.jit(lambda arrays, cotangents, f=f: value_and_gradients(f, arrays, cotangents, wrt))(arrays, cotangents)
+        for f in (op, plain)
+    )
+    for x, y, t in zip(ours, theirs, truth(reference, arrays, cotangents, wrt), strict=True):
+        assert x.dtype == y.dtype
+        assert rms_error(x, t) <= WORSE_THAN_PLAIN * rms_error(y, t), (rms_error(x, t), rms_error(y, t))
+
+
+def assert_same(results, expected):
+    errors = jax.tree.map(largest_error, list(results), list(expected))
+    assert max(errors) <= SAME, errors
+
+
+def check_vmap(op, arrays, rng, wrt=None, shared=()):
+    """vmap over a new first axis of all arrays but the `shared` ones: each element as by itself, gradients too."""
+    batch = 3
+    stacked = [
+        x if i in shared else jnp.stack([x, *normal(rng, *[x.shape] * (batch - 1), dtype=x.dtype)])
+        for i, x in enumerate(arrays)
+    ]
+    axes = [None if i in shared else 0 for i in range(len(arrays))]
+    cotangents = random_cotangents(op, arrays, rng)
+    run = jax.jit(lambda *arrays: value_and_gradients(op, arrays, cotangents, wrt))
+    results = jax.vmap(run, in_axes=axes)(*stacked)
+    elements = [run(*(x if i in shared else x[b] for i, x in enumerate(stacked))) for b in range(batch)]
+    assert_same(results, [jnp.stack(xs) for xs in zip(*elements, strict=True)])
+
+
+def check_checkpoint(op, arrays, rng, wrt=None):
+    """Rematerialised, the value and the gradients are the same."""
+    cotangents = random_cotangents(op, arrays, rng)
+    run = lambda f: jax.jit(lambda arrays: value_and_gradients(f, arrays, cotangents, wrt))(arrays)
+    assert_same(run(jax.checkpoint(op)), run(op))
+
+
+def check_scan(op, arrays, rng, wrt=None):
+    """As the body of a scan, the value and the gradients are the sums of two single calls'."""
+    cotangents = random_cotangents(op, arrays, rng)
+
+    def scanned(*arrays):
+        def body(total, sign):
+            value = op(*(sign.astype(x.dtype) * x for x in arrays))
+            return jax.tree.map(jnp.add, total, value), None
+
+        start = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(op, *arrays))
+        return jax.lax.scan(body, start, jnp.array([1.0, -0.5]))[0]
+
+    def looped(*arrays):
+        values = [op(*(jnp.asarray(sign, x.dtype) * x for x in arrays)) for sign in (1.0, -0.5)]
+        return jax.tree.map(jnp.add, *values)
+
+    run = lambda f: jax.jit(lambda arrays: value_and_gradients(f, arrays, cotangents, wrt))(arrays)
+    assert_same(run(scanned), run(looped))
+
+
+def check_shard_map(op, arrays, rng, implementation, check_vma, wrt=None, split=(0,)):
+    """Split along their first axis over all devices, inside shard_map: value and gradients as on one device."""
+    if check_vma and implementation == "triton:interpret":
+        pytest.skip("JAX's HLO interpreter does not run under check_vma; tests/aot compiles the kernels there")
+    mesh = jax.make_mesh((min(4, len(jax.devices())),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = tuple(PartitionSpec("data") if i in split else PartitionSpec() for i in range(len(arrays)))
+    sharded = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=check_vma)
+    cotangents = random_cotangents(op, arrays, rng)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    run = lambda f, arrays: jax.jit(lambda arrays: value_and_gradients(f, arrays, cotangents, wrt))(arrays)
+    assert_same(run(sharded, placed), run(op, arrays))
+
+
+def check_residuals(op, arrays, kept: Sequence[jax.Array], wrt=None):
+    """Between forward and backward nothing lives but the arrays `kept`."""
+    wrt = range(len(arrays)) if wrt is None else wrt
+    chosen = [arrays[i] for i in wrt]
+    fill = lambda *chosen: [dict(zip(wrt, chosen, strict=True)).get(i, x) for i, x in enumerate(arrays)]
+    _, pullback = jax.vjp(lambda *chosen: op(*fill(*chosen)), *chosen)
+    size = sum(x.nbytes for x in jax.tree.leaves(pullback) if hasattr(x, "nbytes"))
+    assert size <= sum(x.nbytes for x in kept), [jax.typeof(x) for x in jax.tree.leaves(pullback)]

@@ -1,0 +1,217 @@
+"""What apply_rope promises."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax import apply_rope
+from liger_jax.pallas_kernels.rope import reference
+from tests.ops import _oracle
+from tests.ops._oracle import normal
+
+KERNELS = ("xla", "triton")
+BY_HEADS = (0, 1)  # cos and sin are constants
+
+
+class Shape(NamedTuple):
+    """The sizes of q (B, T, Q, H), k (B, T, K, H), cos and sin (table_batch, T, R)."""
+
+    B: int
+    T: int
+    Q: int
+    K: int
+    H: int
+    R: int
+    table_batch: int
+
+
+SHAPES = [
+    Shape(2, 33, 4, 2, 16, 16, 1),
+    Shape(3, 7, 6, 1, 10, 10, 3),  # nothing a power of two, a table for each sequence
+    Shape(2, 5, 3, 3, 20, 12, 1),  # partial
+    Shape(2, 5, 2, 5, 7, 2, 2),  # partial, an odd head width, more keys than queries
+    Shape(1, 1, 1, 1, 2, 2, 1),
+    Shape(2, 3, 1, 1, 5, 0, 1),  # nothing rotated
+]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def make_arrays(rng, shape, dtype=jnp.float32):
+    """q, k, cos and sin; the tables are no rotation's, so that their halves are told apart."""
+    table = (shape.table_batch, shape.T, shape.R)
+    heads = normal(rng, (shape.B, shape.T, shape.Q, shape.H), (shape.B, shape.T, shape.K, shape.H), dtype=dtype)
+    return [*heads, *normal(rng, table, table)]
+
+
+def rotary_tables(shape):
+    """cos and sin as models have them: the second half repeats the first."""
+    frequencies = 10000.0 ** (-np.arange(0, shape.R, 2) / shape.R)
+    angles = np.arange(shape.T)[None, :, None] * np.concatenate([frequencies, frequencies])
+    return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+
+
+def make(implementation):
+    return functools.partial(apply_rope, implementation=implementation)
+
+
+def plain(q, k, cos, sin):
+    """The expression that a model would have instead, in float32, rounded once."""
+    widen = lambda x: x.astype(jnp.float32)
+    rotated = reference.apply_rope(widen(q), widen(k), widen(cos), widen(sin))
+    return rotated[0].astype(q.dtype), rotated[1].astype(k.dtype)
+
+
+@shapes
+def test_every_shape_matches_float64(shape, implementation, rng):
+    _oracle.check_float32(make(implementation), reference.apply_rope, make_arrays(rng, shape), rng, wrt=BY_HEADS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_no_worse_than_the_plain_expression(dtype, implementation, rng):
+    arrays = make_arrays(rng, Shape(2, 65, 4, 2, 24, 16, 1), dtype)
+    _oracle.check_half(make(implementation), plain, reference.apply_rope, arrays, rng, wrt=BY_HEADS)
+
+
+def test_half_precision_tables_are_taken_as_they_are(implementation, rng):
+    q, k, cos, sin = make_arrays(rng, SHAPES[0], jnp.bfloat16)
+    cos, sin = cos.astype(jnp.bfloat16), sin.astype(jnp.bfloat16)
+    results = make(implementation)(q, k, cos, sin)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, results, plain(q, k, cos, sin)))
+
+
+def test_queries_and_keys_keep_their_own_dtypes(implementation, rng):
+    q, k, cos, sin = make_arrays(rng, SHAPES[0])
+    arrays = [q.astype(jnp.bfloat16), k, cos, sin]
+    _oracle.check_half(make(implementation), plain, reference.apply_rope, arrays, rng, wrt=BY_HEADS)
+    q_out, k_out, dq, dk = _oracle.value_and_gradients(make(implementation), arrays, (q, k), BY_HEADS)
+    assert [x.dtype for x in (q_out, k_out, dq, dk)] == [jnp.bfloat16, jnp.float32] * 2
+
+
+def test_gradient_is_the_inverse_rotation(implementation, rng):
+    shape = Shape(2, 33, 4, 2, 16, 16, 1)
+    q, k, *_ = make_arrays(rng, shape)
+    op = make(implementation)
+    _, pullback = jax.vjp(lambda q, k: op(q, k, *rotary_tables(shape)), q, k)
+    back = pullback(op(q, k, *rotary_tables(shape)))
+    assert _oracle.largest_error(back[0], q) < 1e-6
+    assert _oracle.largest_error(back[1], k) < 1e-6
+
+
+def test_score_depends_on_the_distance_only(implementation, rng):
+    shape = Shape(1, 20, 1, 1, 16, 16, 1)
+    q, k = normal(rng, (16,), (16,))
+    rows = jnp.zeros((1, 20, 1, 16))
+    q_out, k_out = make(implementation)(rows + q[None, None, None], rows + k[None, None, None], *rotary_tables(shape))
+    scores = q_out[0, :, 0] @ k_out[0, :, 0].T
+    for distance in (0, 3, -5):
+        diagonal = np.diagonal(scores, distance)
+        assert np.ptp(diagonal) < 1e-4 * np.abs(scores).max()
+    assert abs(scores[0, 3] - scores[3, 0]) > 1e-3  # and so the sense of the rotation counts
+
+
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]], ids=str)
+def test_columns_behind_the_rotary_ones_pass_through(shape, implementation, rng):
+    arrays = make_arrays(rng, shape, jnp.bfloat16)
+    cotangents = _oracle.random_cotangents(make(implementation), arrays, rng)
+    q_out, k_out, dq, dk = _oracle.value_and_gradients(make(implementation), arrays, cotangents, BY_HEADS)
+    for result, source in zip((q_out, k_out, dq, dk), (*arrays[:2], *cotangents), strict=True):
+        assert jnp.array_equal(result[..., shape.R :].astype(jnp.float32), source[..., shape.R :].astype(jnp.float32))
+
+
+def test_only_the_tables_are_kept_for_the_backward(implementation, rng):
+    arrays = make_arrays(rng, SHAPES[0])
+    _oracle.check_residuals(make(implementation), arrays, kept=arrays[2:], wrt=BY_HEADS)
+
+
+def test_an_output_that_nothing_depends_on_gives_zero_gradient(implementation, rng):
+    q, k, cos, sin = make_arrays(rng, SHAPES[0])
+    dq, dk = jax.grad(lambda q, k: make(implementation)(q, k, cos, sin)[0].sum(), (0, 1))(q, k)
+    assert dq.any() and not dk.any()
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_differentiating_the_tables_is_an_error(name, wrapped, implementation, rng):
+    q, k, *tables = make_arrays(rng, SHAPES[0])
+    op = wrapped(lambda cos, sin: make(implementation)(q, k, cos, sin)[1].sum())
+    with pytest.raises(TypeError, match=rf"^apply_rope: {name} is a constant.*stop_gradient\({name}\)"):
+        jax.grad(op, ("cos", "sin").index(name))(*tables)
+
+
+def test_no_tokens_give_no_tokens(implementation, rng):
+    arrays = make_arrays(rng, Shape(2, 0, 4, 2, 16, 16, 1))
+    results = _oracle.value_and_gradients(make(implementation), arrays, tuple(arrays[:2]), BY_HEADS)
+    assert [x.shape for x in results] == [x.shape for x in arrays[:2]] * 2
+
+
+@pytest.mark.parametrize("shared", [(), (2, 3)], ids=["all mapped", "tables shared"])
+def test_vmap(shared, implementation, rng):
+    _oracle.check_vmap(make(implementation), make_arrays(rng, SHAPES[1]), rng, wrt=BY_HEADS, shared=shared)
+
+
+def test_checkpoint(implementation, rng):
+    _oracle.check_checkpoint(make(implementation), make_arrays(rng, SHAPES[0]), rng, wrt=BY_HEADS)
+
+
+def test_scan(implementation, rng):
+    _oracle.check_scan(make(implementation), make_arrays(rng, SHAPES[0]), rng, wrt=BY_HEADS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("table_batch", [1, 4], ids=["replicated table", "split table"])
+def test_shard_map(table_batch, check_vma, implementation, rng):
+    arrays = make_arrays(rng, Shape(4, 9, 4, 2, 16, 16, table_batch))
+    split = BY_HEADS if table_batch == 1 else range(4)
+    _oracle.check_shard_map(
+        make(implementation), arrays, rng, implementation, check_vma, wrt=BY_HEADS, split=split
+    )
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_xla_is_partitioned_without_communication(axis_type, rng):
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
+    split, replicated = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["data"], []))
+    q, k, cos, sin = make_arrays(rng, Shape(4, 9, 4, 2, 16, 16, 1))
+    arrays = [*jax.device_put((q, k), split), *jax.device_put((cos, sin), replicated)]
+    run = jax.jit(lambda arrays: _oracle.value_and_gradients(apply_rope, arrays, tuple(arrays[:2]), BY_HEADS))
+    assert all(x.sharding.is_equivalent_to(split, 4) for x in run(arrays))
+    assert "all-" not in run.lower(arrays).compile().as_text()
+
+
+def test_heads_too_many_for_one_program_are_refused_by_triton():
+    q, tables = jnp.ones((1, 1, 513, 128)), jnp.ones((1, 1, 128))
+    with pytest.raises(ValueError, match=r"padded to 131072 elements, exceed 65536.*use 'xla'\."):
+        apply_rope(q, q, tables, tables, implementation="triton:interpret")
+
+
+GOOD = {"q": (2, 5, 4, 16), "k": (2, 5, 2, 16), "cos": (1, 5, 16), "sin": (1, 5, 16)}
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"q": (5, 4, 16)}, r"q has shape \(5, 4, 16\) and k \(2, 5, 2, 16\), but they must be \(B, T, Q, H\) and"),
+        ({"k": (2, 2, 5, 16)}, r"q has shape .* with the same B, T and H; transpose heads and positions if"),
+        ({"k": (2, 5, 2, 8)}, r"q has shape .* with the same B, T and H"),
+        ({"cos": (5, 16)}, r"cos has shape \(5, 16\), but must be \(1, 5, R\) or \(2, 5, R\).*index the table"),
+        ({"cos": (3, 5, 16)}, r"cos has shape \(3, 5, 16\), but must be \(1, 5, R\) or \(2, 5, R\)"),
+        ({"cos": (1, 8, 16)}, r"cos has shape \(1, 8, 16\), but must be \(1, 5, R\) or \(2, 5, R\)"),
+        ({"cos": (1, 5, 7)}, r"cos has width R=7, but R must be even and at most H=16"),
+        ({"cos": (1, 5, 18)}, r"cos has width R=18, but R must be even and at most H=16.*concatenated with itself"),
+        ({"sin": (1, 5, 8)}, r"sin has shape \(1, 5, 8\), but must have shape \(1, 5, 16\): that of cos"),
+    ],
+)
+def test_wrong_shapes_say_what_to_do(wrong, message, unchecked_types):
+    with pytest.raises(ValueError, match=f"^apply_rope: {message}"):
+        apply_rope(*(jnp.ones(shape) for shape in {**GOOD, **wrong}.values()))
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_integers_are_refused(name, unchecked_types):
+    arrays = (jnp.ones(shape, int if argument == name else float) for argument, shape in GOOD.items())
+    with pytest.raises(TypeError, match=f"^apply_rope: {name} has dtype int32, but must be floating point; cast it"):
+        apply_rope(*arrays)
