@@ -5,7 +5,8 @@ import operator
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from liger_jax import ops
 from liger_jax.models import plain
@@ -35,7 +36,7 @@ class CausalLM(nnx.Module):
         labels: Int[Array, "B T"] | None = None,
         shift_labels: Int[Array, "B T"] | None = None,
         loss_weights: Float[Array, "B T"] | None = None,
-        loss_normalizer: Float[Array, ""] | float | None = None,
+        loss_normalizer: Num[Array, ""] | float | int | None = None,
         logits_to_keep: int | Int[Array, "kept"] = 0,
         return_logits: bool | None = None,
         return_metrics: bool = False,
@@ -213,7 +214,11 @@ def _keep(logits_to_keep, hidden, *per_token):
                 f"logits_to_keep has shape {index.shape} and dtype {index.dtype}; pass an int k for the last k "
                 "positions, or a one-dimensional integer array of positions."
             )
-        # Out of range: hidden states become NaN, and so do logits and loss.
+        if not isinstance(index, Tracer):
+            wrong = index[(index < -length) | (index >= length)]
+            if wrong.size:
+                raise ValueError(f"logits_to_keep holds {wrong[0]}, which is no position in [-{length}, {length}).")
+        # Under jit, hidden states out of range become NaN, and so do logits and loss.
         return tuple(None if x is None else jnp.take(x, index, axis=1) for x in (hidden, *per_token))
     try:
         count = operator.index(logits_to_keep)

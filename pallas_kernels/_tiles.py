@@ -55,6 +55,11 @@ def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
+def tpu_params(interpret: bool, *dimension_semantics: str) -> pltpu.CompilerParams:
+    """What `pallas_call(compiler_params=...)` takes. JAX's interpreter fails where vmap has added axes to named ones."""
+    return pltpu.CompilerParams(dimension_semantics=None if interpret else dimension_semantics)
+
+
 def with_absent(refs: Iterable[Any], present: Iterable[bool]) -> list[Any]:
     """A kernel's refs, with None in the places of optional operands that were not passed."""
     refs = iter(refs)

@@ -19,8 +19,12 @@ Implementation = str | tuple[str, ...] | None
 
 _PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
 _GPU_NAMES = ("gpu", "cuda", "rocm")
-# Triton's matrix instructions need sm_80; these are the product names of what came before it.
-_BEFORE_AMPERE = ("T4", "V100", "P100", "P40", "P4", "GTX", "TITAN", "RTX 20", "Quadro RTX")
+# Triton's matrix instructions need sm_80; these begin the product names of what came before it. Not "RTX 20": the
+# RTX 2000 Ada is newer.
+_BEFORE_AMPERE = (
+    *("T4", "V100", "GV100", "P100", "P40", "P4", "M40", "M60", "K80"),
+    *("GTX", "TITAN", "RTX 2060", "RTX 2070", "RTX 2080", "Quadro RTX", "Quadro P", "Quadro T"),
+)
 
 
 def device_of(*inputs: jax.Array | None) -> AbstractDevice:

@@ -278,6 +278,7 @@ def fused_linear_cross_entropy(
         vocab_size,
         itemsize=hidden.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
+        platform=_dispatch.device_of(hidden, weight).platform,
         mode=_possible_mode(mode, reduction, vocab_axis, implementation),
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,

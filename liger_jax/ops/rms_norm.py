@@ -24,18 +24,19 @@ class _Options:
     casting_mode: str
     choice: str
 
-    def run(self, function: str, *arrays: jax.Array | None):
+    def run(self, function: str, *arrays: jax.Array | None, **options: str):
         kernel = _dispatch.bind("rms_norm", _KERNELS, self.choice, function)
-        return kernel(*arrays, eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
+        return kernel(*arrays, eps=self.eps, offset=self.offset, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x, scale, options) -> Any:
-    return options.run("forward", x, scale)
+    return options.run("forward", x, scale, casting_mode=options.casting_mode)
 
 
 def _forward_rule(x, scale, options):
-    return options.run("forward", x, scale), (x, scale)  # x̂ is cheaper to make again than to read
+    # x̂ is cheaper to make again than to read.
+    return options.run("forward", x, scale, casting_mode=options.casting_mode), (x, scale)
 
 
 def _backward_rule(options, residuals, dy):
@@ -78,8 +79,8 @@ def rms_norm(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> print(rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0]), eps=0.0).round(3))
-        [[0.849 2.263]]
+        >>> rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
+        [[0.849, 2.263]]
 
     References:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).

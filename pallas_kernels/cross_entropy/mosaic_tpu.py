@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter
+from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params
 from liger_jax.pallas_kernels.cross_entropy import config, xla
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
@@ -82,7 +82,7 @@ def statistics(
         out_specs=[row_spec] * len(leaves),
         out_shape=[out_like(logits, s.shape, s.dtype) for s in leaves],
         scratch_shapes=[pltpu.VMEM((n_block_size, 1), s.dtype) for s in leaves],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=tpu_params(interpret, "parallel", "arbitrary"),
         interpret=tpu_interpreter(interpret),
         name="cross_entropy_statistics",
     )(logits, labels[:, None], *weights)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels._tiles import next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
+LEAST_TOKEN_CHUNK = 128
+LEAST_VOCAB_SLICE = 512
 TPU_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel may use unless it asks for more; v4 has no more
 
 
@@ -60,6 +62,7 @@ def plan(
     *,
     itemsize: int,
     weight_itemsize: int,
+    platform: str,
     mode: str,
     chunk_size: int | None,
     memory_budget_bytes: int | None,
@@ -70,36 +73,43 @@ def plan(
     large as the weight. "lean" recomputes slices of the vocabulary: 4 products, and no accumulator but dX's.
     "auto" is fast where that keeps within the budget. A budget too small for the least chunk is a ValueError.
     """
+    fast_bytes = lambda chunk: _fast_bytes(chunk, d, v, itemsize, weight_itemsize)
+    lean_bytes = lambda chunk: _lean_bytes(n, chunk, d, itemsize)
     if mode == "auto":
-        fast = plan(
-            n, d, v, itemsize=itemsize, weight_itemsize=weight_itemsize,
-            mode="fast", chunk_size=chunk_size, memory_budget_bytes=None,
-        )  # fmt: skip
-        least = _fast_bytes(min(n, 256), d, v, itemsize, weight_itemsize)
-        within = memory_budget_bytes is None or least <= memory_budget_bytes
-        if within and (chunk_size is None or fast.extra_bytes <= (memory_budget_bytes or fast.extra_bytes)):
-            mode = "fast"
-        else:
-            mode = "lean"
+        least = chunk_size or min(n, LEAST_TOKEN_CHUNK)
+        within = memory_budget_bytes is None or fast_bytes(least) <= memory_budget_bytes
+        mode = "fast" if within else "lean"
     if mode == "fast":
-        # 2,048 tokens keep a product of width 4,096 compute-bound; smaller models get by with less.
-        default, total, least_chunk = min(4096, max(256, next_power_of_2(d) // 2)), n, 256
-        extra_bytes = lambda chunk: _fast_bytes(chunk, d, v, itemsize, weight_itemsize)
+        default, total, least, extra_bytes = token_chunk(platform), n, LEAST_TOKEN_CHUNK, fast_bytes
     else:
-        # A slice of 128 MiB, and no thinner than a matrix unit's tile.
-        default, total, least_chunk = max(512, 2**27 // ((4 + itemsize) * max(n, 1)) // 256 * 256), v, 512
-        extra_bytes = lambda chunk: _lean_bytes(n, chunk, d, itemsize)
+        default, total, least, extra_bytes = vocab_slice(n, itemsize), v, LEAST_VOCAB_SLICE, lean_bytes
     chunk = max(1, min(chunk_size or default, total))
-    if memory_budget_bytes is not None and chunk_size is None:
-        while extra_bytes(chunk) > memory_budget_bytes and chunk > least_chunk:
-            chunk = max(least_chunk, chunk // 2)
-    if memory_budget_bytes is not None and extra_bytes(chunk) > memory_budget_bytes:
+    if memory_budget_bytes is None:
+        return Plan(mode, chunk, extra_bytes(chunk))
+    while chunk_size is None and extra_bytes(chunk) > memory_budget_bytes and chunk > least:
+        chunk = max(least, chunk // 2)
+    if extra_bytes(chunk) > memory_budget_bytes:
         raise ValueError(
             f"fused_linear_cross_entropy: memory_budget_bytes={memory_budget_bytes} is too small: mode={mode!r} "
             f"needs {extra_bytes(chunk)} bytes beside inputs and gradients with chunk_size={chunk}. "
             "Raise the budget, or split the tokens over several calls."
         )
     return Plan(mode, chunk, extra_bytes(chunk))
+
+
+def token_chunk(platform: str) -> int:
+    """Tokens in a chunk of the fast mode.
+
+    An accelerator reads and writes the weight's float32 gradient once a chunk, 8·V·D bytes for 6·C·V·D operations:
+    on an H200 2,048 tokens come within 3 % of the whole batch at a width of 4,096, where 512 cost 30 % more
+    (benchmarks/results/token_chunks.md). A CPU is slow enough for 256.
+    """
+    return 256 if platform == "cpu" else 2048
+
+
+def vocab_slice(n: int, itemsize: int) -> int:
+    """Vocabulary entries in a slice of the lean mode: 128 MiB of logits, in multiples of a matrix unit's tile."""
+    return max(LEAST_VOCAB_SLICE, 2**27 // ((4 + itemsize) * max(n, 1)) // 256 * 256)
 
 
 def _fast_bytes(chunk: int, d: int, v: int, itemsize: int, weight_itemsize: int) -> int:

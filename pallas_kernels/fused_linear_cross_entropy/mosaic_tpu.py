@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, with_absent
+from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params, with_absent
 from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
@@ -127,7 +127,7 @@ def statistics(
         out_shape=[out_like(hidden, s.shape, s.dtype) for s in fields],
         scratch_shapes=[pltpu.VMEM((tiles.n_block_size, 1), s.dtype) for s in fields]
         + [pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        compiler_params=tpu_params(interpret, "parallel", "arbitrary", "arbitrary"),
         interpret=tpu_interpreter(interpret),
         name="fused_linear_cross_entropy_statistics",
     )(hidden, weight.astype(hidden.dtype), labels[:, None], *vectors)
@@ -184,7 +184,7 @@ def logit_gradients(
         out_specs=du_spec,
         out_shape=out_like(hidden, (n, v), hidden.dtype),
         scratch_shapes=[pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=tpu_params(interpret, "parallel", "parallel", "arbitrary"),
         interpret=tpu_interpreter(interpret),
         name="fused_linear_cross_entropy_logit_gradients",
     )(hidden, weight, *row_operands, *vectors)

@@ -25,7 +25,7 @@ def activate(x: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
     """act(x) and act'(x), for x in float32 or wider; activation is "silu", "gelu" or "gelu_tanh"."""
     if activation == "silu":
         # x·σ(x)      σ(x)·(1 + x·(1 − σ(x)))
-        sigmoid = jax.nn.sigmoid(x)
+        sigmoid = jax.lax.logistic(x)
         return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
     if activation == "gelu":
         # x·Φ(x)      Φ(x) + x·φ(x); erfc keeps the digits of Φ's left tail

@@ -10,9 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter
+from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params
 from liger_jax.pallas_kernels.rms_norm import config, xla
 
 
@@ -47,13 +46,13 @@ def forward(
         in_specs=[rows_spec, *[scale_spec] * len(scales)],
         out_specs=rows_spec,
         out_shape=out_like(x, x.shape, x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        compiler_params=tpu_params(interpret, "parallel"),
         interpret=tpu_interpreter(interpret),
         name="rms_norm_forward",
     )(x, *scales)
 
 
-def _backward_kernel(dy_ref, x_ref, *refs, n, eps, offset, casting_mode):
+def _backward_kernel(dy_ref, x_ref, *refs, n, eps, offset):
     scale_ref, dx_ref, dscale_ref = refs if len(refs) == 3 else (None, *refs)
     n_block_size, d = x_ref.shape
 
@@ -68,7 +67,6 @@ def _backward_kernel(dy_ref, x_ref, *refs, n, eps, offset, casting_mode):
         width=d,
         eps=eps,
         offset=offset,
-        casting_mode=casting_mode,
     )
     dx_ref[...] = dx.astype(dx_ref.dtype)
     # The last tile reads past the end: those rows are garbage.
@@ -83,7 +81,6 @@ def backward(
     *,
     eps: float,
     offset: float,
-    casting_mode: str,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """dy, x (N, D), scale (D,) or None → dx (N, D), dscale (D,) or None, in their primals' dtypes."""
@@ -93,12 +90,12 @@ def backward(
     scale_spec = pl.BlockSpec((1, d), lambda _: (0, 0))
     scales = () if scale is None else (scale[None, :],)
     dx, dscale = pl.pallas_call(
-        functools.partial(_backward_kernel, n=n, eps=eps, offset=offset, casting_mode=casting_mode),
+        functools.partial(_backward_kernel, n=n, eps=eps, offset=offset),
         grid=(cdiv(n, n_block_size),),
         in_specs=[rows_spec, rows_spec, *[scale_spec] * len(scales)],
         out_specs=[rows_spec, scale_spec],
         out_shape=[out_like(x, x.shape, x.dtype), out_like(x, (1, d), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=tpu_params(interpret, "arbitrary"),
         interpret=tpu_interpreter(interpret),
         name="rms_norm_backward",
     )(dy, x, *scales)

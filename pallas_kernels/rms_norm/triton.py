@@ -58,7 +58,7 @@ def forward(
     )(x, *scales)
 
 
-def _backward_kernel(dy_ref, x_ref, *refs, n, d, eps, offset, casting_mode, tiles):
+def _backward_kernel(dy_ref, x_ref, *refs, n, d, eps, offset, tiles):
     scale_ref, dx_ref, dscale_ref = refs if len(refs) == 3 else (None, *refs)
     program = pl.program_id(0)
     columns = in_bounds(0, tiles.d_block_size, d, axis=1)
@@ -70,7 +70,7 @@ def _backward_kernel(dy_ref, x_ref, *refs, n, d, eps, offset, casting_mode, tile
         tile = (pl.ds(start, tiles.n_block_size), slice(None))
         dy = pltriton.load(dy_ref.at[tile], mask=rows & columns, other=0.0)
         x = pltriton.load(x_ref.at[tile], mask=rows & columns, other=0.0)
-        dx, dscale_rows = xla.row_gradients(dy, x, scale, width=d, eps=eps, offset=offset, casting_mode=casting_mode)
+        dx, dscale_rows = xla.row_gradients(dy, x, scale, width=d, eps=eps, offset=offset)
         pltriton.store(dx_ref.at[tile], dx.astype(dx_ref.dtype), mask=rows & columns)
         # A row past the end has x = 0, and with eps = 0 its x̂ is NaN.
         return dscale + jnp.sum(jnp.where(rows, dscale_rows, 0.0), axis=0, keepdims=True)
@@ -87,7 +87,6 @@ def backward(
     *,
     eps: float,
     offset: float,
-    casting_mode: str,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """dy, x (N, D), scale (D,) or None → dx (N, D), dscale (D,) or None, in their primals' dtypes."""
@@ -99,9 +98,7 @@ def backward(
     )
     scale_spec = pl.BlockSpec((1, tiles.d_block_size), lambda _: (0, 0))
     partial_spec = pl.BlockSpec((1, tiles.d_block_size), lambda program: (program, 0))
-    kernel = functools.partial(
-        _backward_kernel, n=n, d=d, eps=eps, offset=offset, casting_mode=casting_mode, tiles=tiles
-    )
+    kernel = functools.partial(_backward_kernel, n=n, d=d, eps=eps, offset=offset, tiles=tiles)
     scales = () if scale is None else (scale[None, :],)
     dx, dscale = pl.pallas_call(
         kernel,

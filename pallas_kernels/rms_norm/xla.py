@@ -2,7 +2,8 @@
 
 The row formulas here are also the bodies of the Pallas kernels, so every backend rounds at the same places:
 "llama" rounds the normalised row to x.dtype before the scale, "gemma" rounds once at the end, "none" keeps
-only the mean square in float32. Sums and both gradients are float32 in every mode.
+only the mean square in float32. Sums are float32 in every mode, and so are both gradients, which are those of the
+unrounded function.
 """
 
 import jax
@@ -40,16 +41,15 @@ def scaled_rows(
 
 
 def row_gradients(
-    dy: jax.Array, x: jax.Array, scale: jax.Array | None, *, width: int, eps: float, offset: float, casting_mode: str
+    dy: jax.Array, x: jax.Array, scale: jax.Array | None, *, width: int, eps: float, offset: float
 ) -> tuple[jax.Array, jax.Array]:
-    """dx and, row by row, the terms whose sum over rows is dscale; both float32."""
-    exact, rounded, rstd = normalized_rows(x, width=width, eps=eps, casting_mode=casting_mode)
+    """dx and, row by row, the terms whose sum over rows is dscale; both float32, of the unrounded function."""
+    exact, _, rstd = normalized_rows(x, width=width, eps=eps, casting_mode="gemma")
     dy = dy.astype(exact.dtype)
-    dscale_rows = dy * rounded.astype(exact.dtype)
     dxhat = dy if scale is None else dy * (offset + scale.astype(exact.dtype))
     # dx = rstd · (dx̂ − x̂ · mean(dx̂ · x̂))
     dx = rstd * (dxhat - exact * (jnp.sum(dxhat * exact, axis=-1, keepdims=True) / width))
-    return dx, dscale_rows
+    return dx, dy * exact
 
 
 def forward(x: jax.Array, scale: jax.Array | None, *, eps: float, offset: float, casting_mode: str) -> jax.Array:
@@ -60,12 +60,10 @@ def forward(x: jax.Array, scale: jax.Array | None, *, eps: float, offset: float,
 
 
 def backward(
-    dy: jax.Array, x: jax.Array, scale: jax.Array | None, *, eps: float, offset: float, casting_mode: str
+    dy: jax.Array, x: jax.Array, scale: jax.Array | None, *, eps: float, offset: float
 ) -> tuple[jax.Array, jax.Array | None]:
     """dy, x (N, D), scale (D,) or None → dx (N, D), dscale (D,) or None, in their primals' dtypes."""
     scale_row = None if scale is None else scale[None, :]
-    dx, dscale_rows = row_gradients(
-        dy, x, scale_row, width=x.shape[-1], eps=eps, offset=offset, casting_mode=casting_mode
-    )
+    dx, dscale_rows = row_gradients(dy, x, scale_row, width=x.shape[-1], eps=eps, offset=offset)
     dscale = None if scale is None else jnp.sum(dscale_rows, axis=0).astype(scale.dtype)
     return dx.astype(x.dtype), dscale

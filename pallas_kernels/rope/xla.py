@@ -29,7 +29,7 @@ def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool) -> 
     rotary_width = cos.shape[-1]
     first, second, rest = jnp.split(x, [rotary_width // 2, rotary_width], axis=-1)
     dtype = promoted(x.dtype, jnp.float32)
-    cos_halves, sin_halves = (jnp.split(table.astype(dtype)[:, :, None, :], 2, axis=-1) for table in (cos, sin))
+    cos_halves, sin_halves = (tuple(jnp.split(table.astype(dtype)[:, :, None, :], 2, axis=-1)) for table in (cos, sin))
     return jnp.concatenate([*rotated_halves((first, second), cos_halves, sin_halves, inverse=inverse), rest], axis=-1)
 
 

@@ -106,8 +106,10 @@ def check_vmap(op, arrays, rng, wrt=None, shared=()):
     assert_same(results, [jnp.stack(xs) for xs in zip(*elements, strict=True)])
 
 
-def check_checkpoint(op, arrays, rng, wrt=None):
+def check_checkpoint(op, arrays, rng, implementation, wrt=None):
     """Rematerialised, the value and the gradients are the same."""
+    if implementation == "mosaic_tpu:interpret":
+        pytest.skip("JAX's TPU interpreter has effects, which jax.checkpoint refuses; compiled kernels have none")
     cotangents = random_cotangents(op, arrays, rng)
     run = lambda f: jax.jit(lambda arrays: value_and_gradients(f, arrays, cotangents, wrt))(arrays)
     assert_same(run(jax.checkpoint(op)), run(op))

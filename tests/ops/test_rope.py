@@ -154,7 +154,7 @@ def test_vmap(shared, implementation, rng):
 
 
 def test_checkpoint(implementation, rng):
-    _oracle.check_checkpoint(make(implementation), make_arrays(rng, SHAPES[0]), rng, wrt=BY_HEADS)
+    _oracle.check_checkpoint(make(implementation), make_arrays(rng, SHAPES[0]), rng, implementation, wrt=BY_HEADS)
 
 
 def test_scan(implementation, rng):
@@ -166,9 +166,7 @@ def test_scan(implementation, rng):
 def test_shard_map(table_batch, check_vma, implementation, rng):
     arrays = make_arrays(rng, Shape(4, 9, 4, 2, 16, 16, table_batch))
     split = BY_HEADS if table_batch == 1 else range(4)
-    _oracle.check_shard_map(
-        make(implementation), arrays, rng, implementation, check_vma, wrt=BY_HEADS, split=split
-    )
+    _oracle.check_shard_map(make(implementation), arrays, rng, implementation, check_vma, wrt=BY_HEADS, split=split)
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)

@@ -1,0 +1,265 @@
+"""The contract of a call: labels, what is scored, and when logits come to exist."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from liger_jax.models import KernelOptions, LlamaConfig
+from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
+
+LOGITS_KERNELS = {
+    "cross_entropy kernel": KernelOptions(cross_entropy=True, fused_linear_cross_entropy=False),
+    "plain": KernelOptions(fused_linear_cross_entropy=False),
+}
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def tokens(rng):
+    return random_tokens(rng)
+
+
+@nnx.jit
+def all_logits(model, tokens):
+    return model(tokens).logits
+
+
+def token_losses(model, tokens):
+    """−log p(tokens[:, t + 1]) for each t but the last, from all logits."""
+    log_p = jax.nn.log_softmax(all_logits(model, tokens))
+    return -jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+# --- the table of design: labels, return_logits → logits, loss -------------------------------------------------------
+
+
+@pytest.mark.parametrize("return_logits", [None, True])
+def test_without_labels_come_the_logits_of_kept_positions(model, tokens, return_logits):
+    output = model(tokens, return_logits=return_logits, logits_to_keep=3)
+    assert output.loss is None and output.metrics is None
+    assert output.logits.dtype == jnp.float32
+    close(output.logits, all_logits(model, tokens)[:, -3:])
+
+
+def test_without_labels_and_logits_nothing_comes(model, tokens):
+    output = model(tokens, return_logits=False)
+    assert output.loss is None and output.logits is None and output.metrics is None
+
+
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_metrics_without_labels_are_the_logits_argmax_and_maximum(model, tokens, return_logits):
+    output, logits = model(tokens, return_logits=return_logits, return_metrics=True), all_logits(model, tokens)
+    assert (output.logits is None) == (not return_logits)
+    np.testing.assert_array_equal(output.metrics.predicted_tokens, logits.argmax(-1))
+    close(output.metrics.max_logit, logits.max(-1))
+    close(output.metrics.log_normalizer, jax.nn.logsumexp(logits, -1))
+    assert output.metrics.num_tokens == 0 and output.metrics.accuracy == 0
+
+
+@pytest.mark.parametrize("return_logits", [None, False])
+@pytest.mark.parametrize("kernels", [KernelOptions(), *LOGITS_KERNELS.values()], ids=["fused", *LOGITS_KERNELS])
+def test_with_labels_comes_the_loss_alone(tokens, return_logits, kernels):
+    model = make_model(kernels=kernels)
+    output = model(tokens, labels=tokens, return_logits=return_logits)
+    assert output.logits is None and output.metrics is None
+    assert output.loss.dtype == jnp.float32
+    close(output.loss, token_losses(model, tokens).mean())
+
+
+@pytest.mark.parametrize("kernels", [KernelOptions(), *LOGITS_KERNELS.values()], ids=["fused", *LOGITS_KERNELS])
+def test_with_labels_and_return_logits_the_loss_is_that_of_these_logits(tokens, kernels):
+    model = make_model(kernels=kernels)
+    output = model(tokens, labels=tokens, return_logits=True)
+    close(output.logits, all_logits(model, tokens))
+    close(output.loss, token_losses(model, tokens).mean())
+
+
+def test_logits_are_computed_once_when_a_loss_is_returned_too(model, tokens):
+    graph, params = nnx.split(model)
+    call = lambda params, tokens: nnx.merge(graph, params)(tokens, labels=tokens, return_logits=True)
+    jaxpr = str(jax.make_jaxpr(call)(params, tokens))
+    assert jaxpr.count(f"f32[{tokens.shape[0]},{tokens.shape[1]},{CONFIG.vocab_size}] = dot_general") == 1
+
+
+@pytest.mark.parametrize("return_metrics", [False, True])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_no_logits_buffer_where_no_logits_are_returned(labelled, return_metrics):
+    batch, length, vocab = 4, 512, 1536  # tokens enough for several chunks
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    graph, params = nnx.split(make_model(config))
+
+    def result(params, tokens, **arguments):
+        output = nnx.merge(graph, params)(tokens, return_metrics=return_metrics, **arguments)
+        return (output.loss, output) if labelled else output
+
+    def step(params, tokens):
+        if not labelled:
+            return result(params, tokens, return_logits=False)
+        return jax.value_and_grad(result, has_aux=True)(params, tokens, labels=tokens)
+
+    program = jax.jit(step).lower(params, jax.ShapeDtypeStruct((batch, length), jnp.int32)).compile().as_text()
+    assert f"[{batch},{length},{vocab}]" not in program
+    assert f"[{batch * length},{vocab}]" not in program and f"[{vocab},{batch * length}]" not in program
+
+
+@pytest.mark.parametrize("kernels", LOGITS_KERNELS.values(), ids=LOGITS_KERNELS)
+def test_loss_on_logits_has_the_fused_loss_and_gradients(tokens, kernels):
+    fused, on_logits = (loss_and_gradients(make_model(kernels=k), tokens, {}) for k in (KernelOptions(), kernels))
+    jax.tree.map(functools.partial(close, atol=1e-5), on_logits, fused)
+
+
+def test_both_losses_at_once_are_refused():
+    with pytest.raises(ValueError, match="exclude each other.*Pass fused_linear_cross_entropy=False"):
+        KernelOptions(cross_entropy=True)
+
+
+# --- labels ------------------------------------------------------------------------------------------------------------
+
+
+def test_position_t_is_scored_against_the_label_at_t_plus_1(model, tokens):
+    shifted = jnp.concatenate([tokens[:, 1:], jnp.full_like(tokens[:, :1], -100)], axis=1)
+    close(model(tokens, labels=tokens).loss, model(tokens, shift_labels=shifted).loss)
+    other_first = tokens.at[:, 0].add(1) % CONFIG.vocab_size  # a label that nothing predicts
+    assert model(tokens, labels=tokens).loss == model(tokens, labels=other_first).loss
+
+
+def test_labels_of_minus_100_are_not_scored(model, tokens):
+    labels = tokens.at[0, 3:7].set(-100).at[1].set(-100)
+    scored = np.asarray(token_losses(model, tokens))[0, [0, 1, 6, 7, 8, 9, 10]]
+    close(model(tokens, labels=labels).loss, scored.mean())
+
+
+def test_packed_segments_are_scored_as_if_they_were_alone(model, rng):
+    first, second = random_tokens(rng, 1, 5), random_tokens(rng, 1, 7)
+    packed, segments = jnp.concatenate([first, second], axis=1), jnp.array([[0] * 5 + [1] * 7])
+    apart = [model(part, labels=part, loss_normalizer=10).loss for part in (first, second)]
+    close(model(packed, labels=packed, segment_ids=segments).loss, sum(apart))
+
+
+def test_padding_changes_nothing(model, rng):
+    tokens, filler = random_tokens(rng, 2, 9), random_tokens(rng, 2, 3)
+    loss = model(tokens, labels=tokens).loss
+    for side in (lambda x, pad: [x, pad], lambda x, pad: [pad, x]):
+        join = lambda x, pad, side=side: jnp.concatenate(side(x, pad), axis=1)
+        mask = join(jnp.ones_like(tokens), jnp.zeros_like(filler))
+        labels = join(tokens, jnp.full_like(filler, -100))
+        labels = jnp.where((jnp.cumsum(mask, axis=1) == 1) & (mask == 1), -100, labels)  # none predicts the first
+        close(model(join(tokens, filler), labels=labels, attention_mask=mask).loss, loss)
+
+
+def test_loss_weights_weigh_scoring_positions(model, tokens, rng):
+    weights = jnp.asarray(rng.uniform(0.0, 2.0, tokens.shape), jnp.float32)
+    scored = weights[:, :-1]
+    expected = (scored * token_losses(model, tokens)).sum() / scored.sum()
+    close(model(tokens, labels=tokens, loss_weights=weights).loss, expected)
+
+
+@pytest.mark.parametrize("kernels", [KernelOptions(), KernelOptions.off()], ids=["kernels", "plain"])
+def test_four_micro_batches_add_up_to_one_batch(rng, kernels):
+    model, tokens = make_model(kernels=kernels), random_tokens(rng, 8, 12)
+    labels = jnp.where(jnp.asarray(rng.uniform(size=tokens.shape)) < 0.4, -100, tokens)  # unequal shares
+    count = jnp.sum(labels[:, 1:] != -100)
+    whole = loss_and_gradients(model, tokens, dict(labels=labels))
+    parts = [
+        loss_and_gradients(model, tokens[i : i + 2], dict(labels=labels[i : i + 2], loss_normalizer=count))
+        for i in range(0, 8, 2)
+    ]
+    jax.tree.map(lambda whole, *parts: close(sum(parts), whole, atol=1e-6), whole, *parts)
+
+
+def test_metrics_count_what_is_scored(model, tokens):
+    labels = tokens.at[0, 3:7].set(-100)
+    metrics = model(tokens, labels=labels, return_metrics=True).metrics
+    predicted = all_logits(model, tokens).argmax(-1)
+    counts = np.asarray(labels[:, 1:] != -100)
+    assert metrics.num_tokens == counts.sum()
+    close(metrics.accuracy, np.asarray(predicted[:, :-1] == tokens[:, 1:])[counts].mean())
+    np.testing.assert_array_equal(metrics.predicted_tokens[:, -1], -1)
+
+
+# --- logits_to_keep ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [1, 4, 12, 0, np.array([0, 5, 5, -2]), np.array([10])], ids=str)
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_each_kept_position_keeps_its_label(model, tokens, kept, return_logits):
+    index = np.arange(12)[-kept if kept else 0 :] if isinstance(kept, int) else kept
+    keep = kept if isinstance(kept, int) else jnp.asarray(kept)
+    shift_labels = jnp.roll(tokens, -1, axis=1)  # the last position counts too
+    log_p = jax.nn.log_softmax(all_logits(model, tokens))
+    losses = -jnp.take_along_axis(log_p, shift_labels[..., None], axis=-1)[..., 0]
+    output = model(tokens, shift_labels=shift_labels, logits_to_keep=keep, return_logits=return_logits)
+    close(output.loss, losses[:, index].mean())
+    if return_logits:
+        close(output.logits, all_logits(model, tokens)[:, index])
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_hidden_states_are_cut_before_the_head_in_training_and_evaluation(tokens, mode):
+    model = make_model(kernels=KernelOptions.off())
+    getattr(model, mode)()
+    graph, params = nnx.split(model)
+    call = lambda params: nnx.merge(graph, params)(tokens, labels=tokens, logits_to_keep=2).loss
+    jaxpr = str(jax.make_jaxpr(jax.value_and_grad(call))(params))
+    assert f"[2,2,{CONFIG.vocab_size}]" in jaxpr and f"[2,12,{CONFIG.vocab_size}]" not in jaxpr
+
+
+def test_a_kept_position_outside_the_sequence_is_refused_and_under_jit_nan(model, tokens):
+    keep = jnp.array([3, 12])
+    with pytest.raises(ValueError, match=r"logits_to_keep holds 12.*\[-12, 12\)"):
+        model(tokens, labels=tokens, logits_to_keep=keep)
+    call = nnx.jit(lambda model, keep: model(tokens, labels=tokens, logits_to_keep=keep, return_logits=True))
+    output = call(model, keep)
+    assert jnp.isnan(output.loss) and jnp.isnan(output.logits[:, 1]).all()
+    assert jnp.isfinite(output.logits[:, 0]).all()
+
+
+# --- errors ------------------------------------------------------------------------------------------------------------
+
+IDS = jnp.zeros((2, 12), jnp.int32)
+WRONG_CALLS = {
+    "labels": (dict(labels=IDS[:, 1:]), ValueError, r"labels has shape \(2, 11\).*\(2, 12\).*not shifted"),
+    "shift_labels": (dict(shift_labels=IDS[:1]), ValueError, r"shift_labels has shape \(1, 12\).*\(2, 12\)"),
+    "both": (dict(labels=IDS, shift_labels=IDS), ValueError, "exclude each other"),
+    "loss_weights": (dict(labels=IDS, loss_weights=jnp.ones(12)), ValueError, r"loss_weights has shape \(12,\)"),
+    "loss_weights alone": (dict(loss_weights=jnp.ones((2, 12))), ValueError, "loss_weights .*without labels"),
+    "loss_normalizer alone": (dict(loss_normalizer=3.0), ValueError, "loss_normalizer .*without labels"),
+    "loss_normalizer": (dict(labels=IDS, loss_normalizer=jnp.ones(2)), ValueError, "must be a scalar"),
+    "too many kept": (dict(logits_to_keep=13), ValueError, r"logits_to_keep=13 .*\[0, 12\]"),
+    "negative kept": (dict(logits_to_keep=-1), ValueError, r"logits_to_keep=-1"),
+    "kept matrix": (dict(logits_to_keep=IDS), ValueError, "logits_to_keep has shape.*one-dimensional"),
+    "kept text": (dict(logits_to_keep="last"), TypeError, "logits_to_keep='last'"),
+    "positions": (dict(positions=jnp.arange(12)), ValueError, r"positions has shape \(12,\)"),
+    "segment_ids": (dict(segment_ids=IDS[:, :3]), ValueError, r"segment_ids has shape \(2, 3\)"),
+    "attention_mask": (dict(attention_mask=IDS[None]), ValueError, r"attention_mask has shape \(1, 2, 12\)"),
+    "float labels": (dict(labels=jnp.ones((2, 12))), TypeError, "labels has dtype float32"),
+}
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(["arguments", "error", "message"], WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_wrong_arguments_are_refused_by_name(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        model(IDS, **arguments)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_input_ids_without_a_batch_axis_are_refused(model):
+    with pytest.raises(ValueError, match=r"input_ids has shape \(12,\).*\(batch, length\)"):
+        model(IDS[0])
+
+
+def test_a_sequence_longer_than_the_model_takes_is_refused(model):
+    with pytest.raises(ValueError, match="65 positions.*max_position_embeddings=64"):
+        model(jnp.zeros((1, 65), jnp.int32))

@@ -1,0 +1,83 @@
+"""Training with kernels follows training without: the same losses in float32, no larger error in bfloat16.
+
+On a CPU four steps in the interpreters; on a GPU or TPU 32 steps with the compiled kernels.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from liger_jax import ops
+from liger_jax.models import KernelOptions
+from tests.models._convergence import largest_deviation, rms_deviation, training_losses
+
+KERNELS = ("triton", "mosaic_tpu")
+F32_TOLERANCE = 1e-5  # relative, at every step
+BF16_FACTOR = 1.5  # of plain bfloat16's own deviation from float32
+PLAIN = KernelOptions.off()
+
+
+@pytest.fixture
+def steps(platform):
+    return 4 if platform == "cpu" else 32
+
+
+@functools.cache
+def plain_losses(dtype, steps):
+    return training_losses(PLAIN, dtype, steps)
+
+
+def kernels_of(implementation):
+    """All ops by that kernel; RoPE and the gated unit, which have none for TPUs, stay plain there."""
+    has_all = not implementation.startswith("mosaic_tpu")
+    return KernelOptions(rope=has_all, glu=has_all, implementation=implementation)
+
+
+def test_float32_losses_with_kernels_follow_plain_ones_at_every_step(implementation, steps):
+    losses = training_losses(kernels_of(implementation), jnp.float32, steps)
+    assert losses[-1] < 0.9 * losses[0]  # something was learnt
+    assert largest_deviation(losses, plain_losses(jnp.float32, steps)) <= F32_TOLERANCE
+
+
+def test_bfloat16_losses_with_kernels_deviate_no_more_than_plain_ones(implementation, steps):
+    exact = plain_losses(jnp.float32, steps)
+    with_kernels = rms_deviation(training_losses(kernels_of(implementation), jnp.bfloat16, steps), exact)
+    assert with_kernels <= BF16_FACTOR * rms_deviation(plain_losses(jnp.bfloat16, steps), exact)
+
+
+def test_cross_entropy_kernel_on_logits_follows_plain_losses(implementation, steps):
+    kernels = KernelOptions(
+        rope=False,
+        rms_norm=False,
+        glu=False,
+        cross_entropy=True,
+        fused_linear_cross_entropy=False,
+        implementation=implementation,
+    )
+    losses = training_losses(kernels, jnp.float32, steps)
+    assert largest_deviation(losses, plain_losses(jnp.float32, steps)) <= F32_TOLERANCE
+
+
+def test_a_gradient_scaled_by_1_01_is_noticed(steps):
+    losses = training_losses(
+        PLAIN, jnp.float32, steps, change_gradients=lambda grads: jax.tree.map(lambda grad: 1.01 * grad, grads)
+    )
+    assert largest_deviation(losses, plain_losses(jnp.float32, steps)) > F32_TOLERANCE
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "apply_rope", "fused_linear_cross_entropy"])
+def test_one_op_whose_gradient_is_scaled_by_1_01_is_noticed(op, steps, monkeypatch):
+    right = getattr(ops, op)
+    monkeypatch.setattr(ops, op, lambda x, *rest, **options: right(_wrongly_differentiated(x), *rest, **options))
+    losses = training_losses(KernelOptions(implementation="xla"), jnp.float32, steps)
+    assert largest_deviation(losses, plain_losses(jnp.float32, steps)) > F32_TOLERANCE
+
+
+@jax.custom_vjp
+def _wrongly_differentiated(x):
+    return x
+
+
+_wrongly_differentiated.defvjp(lambda x: (x, None), lambda _, gradient: (1.01 * gradient,))

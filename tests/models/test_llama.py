@@ -1,0 +1,172 @@
+"""The model: values and gradients against a float64 rewriting, and what must not change them."""
+
+import dataclasses
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from liger_jax.models import KernelOptions, LlamaConfig
+from liger_jax.models.llama import modeling
+from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
+from tests.models._oracle import llama_loss
+
+KERNELS = ("xla", "triton")
+TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
+
+
+def named(tree):
+    """Leaves by their paths, for messages."""
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def assert_equal_trees(ours, others, tolerance=2e-5):
+    ours, others = named(ours), named(others)
+    assert ours.keys() == others.keys()
+    for name, value in others.items():
+        np.testing.assert_allclose(ours[name], value, rtol=0, atol=tolerance * np.abs(value).max(), err_msg=name)
+
+
+def unstacked(state, length):
+    """The state of an unrolled model from the scanned one's."""
+    pure = nnx.to_pure_dict(state)
+    layers = pure["model"]["layers"].pop("layers")
+    pure["model"]["layers"]["layers"] = {i: jax.tree.map(lambda x, i=i: x[i], layers) for i in range(length)}
+    return pure
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("kernels", [KernelOptions(), KernelOptions.off()], ids=["kernels", "plain"])
+def test_loss_and_every_gradient_are_a_float64_rewriting_s(config, kernels, rng):
+    model, tokens = make_model(config, kernels=kernels), random_tokens(rng)
+    with jax.default_matmul_precision("highest"):
+        loss, grads = loss_and_gradients(model, tokens, {})
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), nnx.to_pure_dict(nnx.state(model)))
+        true_loss, true_grads = jax.jit(jax.value_and_grad(functools.partial(llama_loss, config)))(params, tokens)
+    close(loss, true_loss)
+    assert_equal_trees(nnx.to_pure_dict(grads), true_grads, tolerance=5e-5)
+
+
+def test_kernels_of_this_platform_give_the_plain_loss_and_gradients(implementation, rng):
+    tokens = random_tokens(rng)
+    with jax.default_matmul_precision("highest"):
+        with_kernels, plain = (
+            loss_and_gradients(make_model(kernels=kernels), tokens, {})
+            for kernels in (KernelOptions(implementation=implementation), KernelOptions.off())
+        )
+    assert_equal_trees(with_kernels, plain)
+
+
+def test_scanned_and_unrolled_layers_are_the_same_model(rng):
+    scanned, unrolled = make_model(), make_model(scan_layers=False)
+    assert_equal_trees(nnx.to_pure_dict(nnx.state(unrolled)), unstacked(nnx.state(scanned), 2), tolerance=0)
+    tokens = random_tokens(rng)
+    (loss, grads), (other_loss, other_grads) = (loss_and_gradients(m, tokens, {}) for m in (unrolled, scanned))
+    close(loss, other_loss)
+    assert_equal_trees(nnx.to_pure_dict(grads), unstacked(other_grads, 2))
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_rematerialisation_changes_no_gradient(remat, scan_layers, rng):
+    tokens = random_tokens(rng)
+    models = (make_model(remat=r, scan_layers=scan_layers) for r in (remat, "none"))
+    assert_equal_trees(*(loss_and_gradients(model, tokens, {}) for model in models))
+
+
+def test_scan_compiles_the_layer_once_and_full_remat_keeps_only_layer_inputs():
+    config = dataclasses.replace(CONFIG, num_hidden_layers=8, intermediate_size=256, max_position_embeddings=512)
+    tokens = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+
+    def compiled(**options):
+        graph, params = nnx.split(nnx.eval_shape(lambda: make_model(config, **options)))
+        loss = lambda params, tokens: nnx.merge(graph, params)(tokens, labels=tokens).loss
+        return jax.jit(jax.grad(loss)).lower(params, tokens)
+
+    scanned, unrolled = compiled(remat="full"), compiled(remat="full", scan_layers=False)
+    assert unrolled.as_text().count("dot_general") > 4 * scanned.as_text().count("dot_general")
+    bytes_of = lambda lowered: lowered.compile().memory_analysis().temp_size_in_bytes
+    assert bytes_of(scanned) < 0.5 * bytes_of(compiled())
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "unrolled"])
+def test_nnx_jit_and_plain_jit_on_split_state_train_alike(scan_layers, rng):
+    batches = [random_tokens(rng) for _ in range(3)]
+    sgd = optax.sgd(0.1, momentum=0.9)
+
+    model = make_model(scan_layers=scan_layers)
+    optimizer = nnx.Optimizer(model, sgd, wrt=nnx.Param)
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def nnx_step(model, optimizer, tokens):
+        loss, grads = nnx.value_and_grad(lambda model: model(tokens, labels=tokens).loss)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    graph, params = nnx.split(make_model(scan_layers=scan_layers))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def jax_step(state, tokens):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: nnx.merge(graph, p)(tokens, labels=tokens).loss)(params)
+        updates, opt_state = sgd.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    state = (params, sgd.init(params))
+    for tokens in batches:
+        state, loss = jax_step(state, tokens)
+        close(nnx_step(model, optimizer, tokens), loss)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))  # donated
+    assert_equal_trees(nnx.state(model), state[0])
+
+
+def test_bfloat16_computes_in_bfloat16_on_float32_parameters(rng):
+    tokens = random_tokens(rng)
+    loss, grads = loss_and_gradients(make_model(dtype=jnp.bfloat16), tokens, {})
+    exact, _ = loss_and_gradients(make_model(), tokens, {})
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert loss.dtype == jnp.float32 and loss != exact
+    np.testing.assert_allclose(loss, exact, rtol=0.02)
+
+
+def test_positions_turn_queries_and_keys_by_their_difference_only(rng):
+    model, tokens = make_model(), random_tokens(rng)
+    logits = model(tokens).logits
+    close(model(tokens, positions=jnp.arange(12)[None] + 7).logits, logits, atol=1e-4)
+    assert np.abs(model(tokens, positions=2 * jnp.arange(12)[None]).logits - logits).max() > 1e-2
+
+
+def test_a_token_outside_the_vocabulary_is_loud():
+    assert jnp.isnan(make_model()(jnp.full((1, 3), CONFIG.vocab_size)).logits).all()
+
+
+def test_every_config_field_is_read():
+    read = set(re.findall(r"config\.(\w+)", inspect.getsource(modeling)))
+    assert {field.name for field in dataclasses.fields(LlamaConfig)} <= read
+
+
+@pytest.mark.parametrize(
+    ["fields", "message"],
+    [
+        (dict(num_attention_heads=6, num_key_value_heads=4), "num_key_value_heads=4 must divide.*=6"),
+        (dict(hidden_size=30, num_attention_heads=4), "num_attention_heads=4 must divide.*hidden_size=30.*head_dim"),
+        (dict(head_dim=5), "head_dim=5 must be even"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig(**fields)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_an_unknown_remat_is_refused():
+    with pytest.raises(ValueError, match="remat='half' must be"):
+        make_model(remat="half")
