@@ -56,7 +56,7 @@ def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
 
 
 def tpu_params(interpret: bool, *dimension_semantics: str) -> pltpu.CompilerParams:
-    """What `pallas_call(compiler_params=...)` takes. JAX's interpreter fails where vmap has added axes to named ones."""
+    """What `pallas_call(compiler_params=...)` takes; JAX's interpreter fails where vmap adds an axis to named ones."""
     return pltpu.CompilerParams(dimension_semantics=None if interpret else dimension_semantics)
 
 

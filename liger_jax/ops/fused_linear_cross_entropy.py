@@ -303,11 +303,7 @@ def fused_linear_cross_entropy(
     # 0 · NaN is NaN: a token that does not count must not reach the products.
     hidden = jnp.where(rows.counts[:, None], hidden, jnp.zeros((), hidden.dtype))
     if linear.mode == "fast":
-        arguments = _mesh.align_varying(
-            hidden, weight, bias, *rows.coefficients, class_weights, rows.class_weight_sum, kernel_labels
-        )
-        h, w, b, *coefficients, c, c_sum, y = arguments
-        loss, statistics = _summed_loss(h, w, b, rows_xla.Coefficients(*coefficients), c, c_sum, y, options)
+        loss, statistics = _fast_loss(hidden, weight, bias, class_weights, kernel_labels, rows, options)
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
         statistics = _statistics(h, w, b, c, y, options)
@@ -316,3 +312,10 @@ def fused_linear_cross_entropy(
         losses = rows_xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
         loss = _loss.reduced(losses, loss_options, tokens_shape)
     return (loss, _loss.metrics(statistics, rows, loss_options, tokens_shape)) if return_metrics else loss
+
+
+def _fast_loss(hidden, weight, bias, class_weights, labels, rows, options):
+    h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
+        hidden, weight, bias, class_weights, rows.class_weight_sum, labels, *rows.coefficients
+    )
+    return _summed_loss(h, w, b, rows_xla.Coefficients(*coefficients), c, c_sum, y, options)

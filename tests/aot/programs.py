@@ -97,10 +97,12 @@ BOTH = [
 ]
 
 HEADS = (((8, 2048, 32, 64), BF16), ((8, 2048, 8, 64), BF16), ((1, 2048, 64), F32), ((1, 2048, 64), F32))
+RAGGED_HEADS = (((3, 4095, 14, 80), BF16), ((3, 4095, 2, 80), BF16), ((3, 4095, 20), F32), ((3, 4095, 20), F32))
 GATES = (((16384, 14336), BF16), ((16384, 14336), BF16))
 
 GPU_ONLY = [
     Case("swiglu", with_gradient(swiglu, (0, 1)), GATES, ("glu_forward", "glu_backward")),
     Case("geglu", with_gradient(geglu, (0, 1)), GATES, ("glu_forward", "glu_backward")),
     Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ("rope_forward", "rope_backward")),
+    Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ("rope_forward", "rope_backward")),
 ]

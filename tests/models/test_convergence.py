@@ -67,6 +67,7 @@ def test_a_gradient_scaled_by_1_01_is_noticed(steps):
     assert largest_deviation(losses, plain_losses(jnp.float32, steps)) > F32_TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", ["rms_norm", "swiglu", "apply_rope", "fused_linear_cross_entropy"])
 def test_one_op_whose_gradient_is_scaled_by_1_01_is_noticed(op, steps, monkeypatch):
     right = getattr(ops, op)

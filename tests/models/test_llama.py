@@ -43,9 +43,8 @@ def unstacked(state, length):
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("kernels", [KernelOptions(), KernelOptions.off()], ids=["kernels", "plain"])
-def test_loss_and_every_gradient_are_a_float64_rewriting_s(config, kernels, rng):
-    model, tokens = make_model(config, kernels=kernels), random_tokens(rng)
+def test_loss_and_every_gradient_are_a_float64_rewriting_s(config, rng):
+    model, tokens = make_model(config), random_tokens(rng)
     with jax.default_matmul_precision("highest"):
         loss, grads = loss_and_gradients(model, tokens, {})
     with jax.enable_x64(True):

@@ -366,14 +366,13 @@ def by_parts(inputs, labels, parts):
 
 @both_ops
 def test_vmap_over_tokens_and_checkpoint_change_nothing(op, implementation, rng):
-    if implementation == "mosaic_tpu:interpret":
-        pytest.skip("JAX's TPU interpreter runs neither under vmap nor under checkpoint; compiled in tests/aot")
-
     def transform(rows):
         def through(inputs, labels):
             inputs, labels = by_parts(inputs, labels, 4)
             mapped = jax.vmap(rows, in_axes=([0] + [None] * (len(inputs) - 1), 0))
-            return jax.checkpoint(mapped)(inputs, labels)
+            # JAX has no checkpoint around the TPU interpreter, whose kernels are host callbacks.
+            remat = (lambda f: f) if implementation == "mosaic_tpu:interpret" else jax.checkpoint
+            return remat(mapped)(inputs, labels)
 
         return through
 
