@@ -53,7 +53,7 @@ class Checkpoints:
         read = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), log=ocp.args.JsonRestore())
         )
-        return jax.tree.unflatten(jax.tree.structure(like), read.state), read.log
+        return jax.tree.unflatten(jax.tree.structure(like), read["state"]), read["log"]
 
     def save(self, step: int, state: Any, log: dict[str, Any]) -> None:
         """Writes a checkpoint, then drops the one before it; a step that is there already is left alone.

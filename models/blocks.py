@@ -129,6 +129,8 @@ class LayerStack(nnx.Module):
         ValueError: `remat` is unknown.
     """
 
+    layers: Any  # one layer with stacked parameters, or an nnx.List of layers
+
     def __init__(
         self, make_layer: Callable[[nnx.Rngs], nnx.Module], length: int, *, scan: bool, remat: Remat, rngs: nnx.Rngs
     ):

@@ -1,6 +1,8 @@
 """The call that all causal language models share: labels, what is scored, and whether logits come to exist."""
 
+import dataclasses
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ class CausalLM(nnx.Module):
     A family sets `model` (token ids to hidden states) and `kernels`, and has a property `head`, (V, D).
     """
 
-    model: nnx.Module
+    model: Any
     kernels: KernelOptions
 
     @property
@@ -97,7 +99,8 @@ class CausalLM(nnx.Module):
         metrics = None
         if return_metrics:
             _, metrics = self._loss(hidden, logits, jnp.zeros(hidden.shape[:-1], jnp.int32), None, "mean", True)
-            metrics = metrics.replace(accuracy=jnp.zeros(()), num_tokens=jnp.zeros(()))  # nothing is scored
+            # Nothing is scored.
+            metrics = dataclasses.replace(metrics, accuracy=jnp.zeros(()), num_tokens=jnp.zeros(()))
         return CausalLMOutput(logits=logits, metrics=metrics)
 
     def _score(self, hidden, targets, loss_weights, loss_normalizer, return_logits, return_metrics):

@@ -53,22 +53,22 @@ class LlamaConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self):
-        if self.num_key_value_heads is None:
-            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        if self.num_attention_heads % self.num_key_value_heads:
+        kv_heads = self.num_key_value_heads or self.num_attention_heads
+        if self.num_attention_heads % kv_heads:
             raise ValueError(
-                f"LlamaConfig: num_key_value_heads={self.num_key_value_heads} must divide "
+                f"LlamaConfig: num_key_value_heads={kv_heads} must divide "
                 f"num_attention_heads={self.num_attention_heads}, since query heads share key heads evenly."
             )
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"LlamaConfig: num_attention_heads={self.num_attention_heads} must divide "
-                    f"hidden_size={self.hidden_size}. Otherwise pass head_dim."
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.head_dim % 2:
-            raise ValueError(f"LlamaConfig: head_dim={self.head_dim} must be even: RoPE rotates halves of a head.")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"LlamaConfig: num_attention_heads={self.num_attention_heads} must divide "
+                f"hidden_size={self.hidden_size}. Otherwise pass head_dim."
+            )
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        if head_dim % 2:
+            raise ValueError(f"LlamaConfig: head_dim={head_dim} must be even: RoPE rotates halves of a head.")
+        object.__setattr__(self, "num_key_value_heads", kv_heads)
+        object.__setattr__(self, "head_dim", head_dim)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -107,7 +107,7 @@ class LlamaForCausalLM(CausalLM):
         rngs: nnx.Rngs,
     ):
         self.config, self.kernels = config, kernels
-        self.model = LlamaModel(
+        self.model: LlamaModel = LlamaModel(
             config,
             kernels=kernels,
             dtype=dtype,

@@ -27,7 +27,9 @@ def true_attention(q, k, v, segment_ids):
     out = np.empty_like(q)
     for head in range(q.shape[2]):
         shared = head // (q.shape[2] // k.shape[2])
-        scores = np.where(visible, np.einsum("bth,bsh->bts", q[:, :, head], k[:, :, shared]) / q.shape[3] ** 0.5, -np.inf)
+        scores = np.where(
+            visible, np.einsum("bth,bsh->bts", q[:, :, head], k[:, :, shared]) / q.shape[3] ** 0.5, -np.inf
+        )
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         out[:, :, head] = weights / weights.sum(-1, keepdims=True) @ v[:, :, shared]
     return out
