@@ -56,6 +56,13 @@ def pytest_report_header(config):
     return f"inputs: --platform={config.getoption('--platform')} --seed={os.environ['TEST_SEED']}"
 
 
+@pytest.fixture(autouse=True)
+def highest_precision():
+    """GPUs and TPUs take float32 products in fewer bits unless told otherwise; a test of that says so itself."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture
 def rng(request):
     """A NumPy generator of this test's own, from the run's seed."""

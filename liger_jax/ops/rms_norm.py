@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _mesh
@@ -94,4 +95,4 @@ def rms_norm(
     choice = _dispatch.choose("rms_norm", _KERNELS, _DEFAULTS, implementation, x.reshape(-1, x.shape[-1]), scale)
     x, scale = _mesh.align_varying(x, scale)
     y = _rms_norm(x.reshape(-1, x.shape[-1]), scale, _Options(float(eps), float(offset), casting_mode, choice))
-    return y.reshape(x.shape)
+    return jnp.reshape(y, x.shape)

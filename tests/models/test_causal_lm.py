@@ -93,7 +93,7 @@ def test_logits_are_computed_once_when_a_loss_is_returned_too(model, tokens):
 @pytest.mark.parametrize("return_metrics", [False, True])
 @pytest.mark.parametrize("labelled", [False, True])
 def test_no_logits_buffer_where_no_logits_are_returned(labelled, return_metrics):
-    batch, length, vocab = 4, 512, 1536  # tokens enough for several chunks
+    batch, length, vocab = 4, 1024, 1536  # tokens enough for several chunks on every platform
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )

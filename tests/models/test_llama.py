@@ -54,6 +54,7 @@ def test_loss_and_every_gradient_are_a_float64_rewriting_s(config, rng):
     assert_equal_trees(nnx.to_pure_dict(grads), true_grads, tolerance=5e-5)
 
 
+@pytest.mark.full  # by default the convergence test stands for it
 def test_kernels_of_this_platform_give_the_plain_loss_and_gradients(implementation, rng):
     tokens = random_tokens(rng)
     with jax.default_matmul_precision("highest"):

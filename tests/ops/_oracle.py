@@ -156,3 +156,9 @@ def check_residuals(op, arrays, kept: Sequence[jax.Array], wrt=None):
     _, pullback = jax.vjp(lambda *chosen: op(*fill(*chosen)), *chosen)
     size = sum(x.nbytes for x in jax.tree.leaves(pullback) if hasattr(x, "nbytes"))
     assert size <= sum(x.nbytes for x in kept), [jax.typeof(x) for x in jax.tree.leaves(pullback)]
+
+
+def collectives(lowered: jax.stages.Lowered) -> list[str]:
+    """The instructions of the compiled program by which devices exchange data."""
+    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    return [line for line in str(lowered.compile().as_text()).splitlines() if any(f" {name}" in line for name in names)]

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from liger_jax import geglu, rms_norm
 from liger_jax.ops import _dispatch, _mesh
+from tests.ops import _oracle
 
 X = jnp.ones((8, 16))
 
@@ -38,7 +39,7 @@ def chosen(implementation, kind="cpu", platform="cpu", defaults=None):
     """What `choose` returns for kernels that run every case."""
     kernels = {name: types.ModuleType(name) for name in ("xla", "triton", "mosaic_tpu")}
     for kernel in kernels.values():
-        kernel.unsupported = lambda *_: None
+        vars(kernel)["unsupported"] = lambda *_: None
     with device_in_context(kind, platform):
         return traced(lambda x: _dispatch.choose("op", kernels, defaults or {}, implementation, x))
 
@@ -282,7 +283,7 @@ def test_xla_needs_no_shard_map():
     x = jax.device_put(X, NamedSharding(mesh_of_all(AxisType.Auto), PartitionSpec("data")))
     run = jax.jit(functools.partial(rms_norm, implementation="xla"))
     assert run(x).sharding.is_equivalent_to(x.sharding, 2)
-    assert "all-" not in run.lower(x).compile().as_text()
+    assert not _oracle.collectives(run.lower(x))
 
 
 @cpu_only

@@ -32,12 +32,6 @@ def loss_of(labels, **options):
     return lambda hidden, weight: fused_linear_cross_entropy(hidden, weight, labels, **options)
 
 
-@pytest.fixture(autouse=True)
-def highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.mark.parametrize("chunk_size", [1, 7, 16, 53, 1000])
 def test_chunk_size_does_not_change_the_result(chunk_size, kernel_mode, rng):
     implementation, mode = kernel_mode
@@ -165,7 +159,7 @@ def test_memory_stays_flat_as_tokens_grow():
         compiled = jax.jit(jax.grad(loss, (0, 1))).lower(jnp.zeros((n, d)), jnp.zeros((v, d))).compile()
         return compiled.memory_analysis().temp_size_in_bytes - n * d * 4  # less the masked copy of hidden
 
-    assert extra(8192) <= 1.2 * extra(512)
+    assert extra(32768) <= 1.2 * extra(4096)
 
 
 @pytest.mark.parametrize("mode, mib", [("fast", 10), ("lean", 24)])

@@ -115,7 +115,7 @@ def test_xla_is_partitioned_without_communication(axis_type, rng):
     arrays = [jax.device_put(x, sharding) for x in normal(rng, (8, 5, 70), (8, 5, 70))]
     run = jax.jit(lambda arrays: _oracle.value_and_gradients(swiglu, arrays, arrays[0]))
     assert all(x.sharding.is_equivalent_to(sharding, 3) for x in run(arrays))
-    assert "all-" not in run.lower(arrays).compile().as_text()
+    assert not _oracle.collectives(run.lower(arrays))
 
 
 def test_exact_gelu_is_refused_by_triton():

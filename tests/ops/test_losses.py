@@ -25,12 +25,6 @@ both_ops = pytest.mark.parametrize("op", [CROSS_ENTROPY, FUSED], ids=lambda op: 
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 
 
-@pytest.fixture(autouse=True)
-def highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 def check_against_float64(op, case, rng, implementation, reduction, class_weights=True, more=None, **options):
     cotangents = rng.standard_normal(len(case.labels)) if reduction == "none" else None
     truth, truth_grads = op.oracle(case, cotangents, class_weights=class_weights, reduction=reduction, **options)
