@@ -65,7 +65,7 @@ def why_not_cudnn(q: Float[Array, "B T Q H"], device_kind: str, *, masked: bool)
         return f"cuDNN attention takes head widths up to 128 that 8 divides, and the width is {width}."
     if masked and length % 2:
         return f"cuDNN attention with a mask takes even lengths, and the length is {length}."
-    if _dispatch._is_before_ampere(device_kind):
+    if _dispatch.is_before_ampere(device_kind):
         return f"cuDNN attention needs compute capability 8.0 (Ampere) or newer, and this is a {device_kind}."
     try:
         jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), q, q, q)

@@ -158,7 +158,7 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
             f"it is compiled for {wanted} only, and this computation is for {device.platform}; "
             f"use 'xla', or '{kernel}:interpret' to debug."
         )
-    if kernel == "triton" and _is_before_ampere(device.device_kind):
+    if kernel == "triton" and is_before_ampere(device.device_kind):
         return (
             f"Pallas-Triton needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; "
             "use 'xla'."
@@ -166,6 +166,6 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
     return None
 
 
-def _is_before_ampere(device_kind: str) -> bool:
+def is_before_ampere(device_kind: str) -> bool:
     words = f" {device_kind.replace('-', ' ')} "
     return any(f" {name}" in words for name in _BEFORE_AMPERE)

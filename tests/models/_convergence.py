@@ -24,8 +24,9 @@ CONFIG = LlamaConfig(
 
 def training_losses(kernels, dtype, steps, *, seeds=(0,), change_gradients=lambda gradients: gradients):
     """(seeds, steps): the loss before each step on one batch; a seed always gives the same model and tokens."""
-    make_model = lambda seed: LlamaForCausalLM(CONFIG, kernels=kernels, dtype=dtype, rngs=nnx.Rngs(seed))
-    graph = nnx.graphdef(make_model(0))
+    make_model = lambda key: LlamaForCausalLM(CONFIG, kernels=kernels, dtype=dtype, rngs=nnx.Rngs(key))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(0)))
+    init = jax.jit(lambda key: nnx.state(make_model(key)))
     optimizer = optax.sgd(0.02, momentum=0.9)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -39,7 +40,7 @@ def training_losses(kernels, dtype, steps, *, seeds=(0,), change_gradients=lambd
     with jax.default_matmul_precision("highest"):
         for row, seed in zip(losses, seeds, strict=True):
             tokens = jnp.asarray(np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (2, 16)), jnp.int32)
-            params = nnx.state(make_model(seed))
+            params = init(jax.random.key(seed))
             state = (params, optimizer.init(params))
             for i in range(steps):
                 state, row[i] = step(state, tokens)

@@ -13,7 +13,15 @@ from liger_jax import geglu, rms_norm
 from liger_jax.ops import _dispatch, _mesh
 from tests.ops import _oracle
 
-X = jnp.ones((8, 16))
+CPU = jax.devices("cpu")[0]
+with jax.default_device(CPU):
+    X = jnp.ones((8, 16))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with jax.default_device(CPU):
+        yield
 
 
 def device_in_context(kind, platform):
@@ -54,8 +62,8 @@ def mesh_of_all(axis_type):
 
 
 def test_default_on_cpu_is_xla():
-    with jax.default_device(jax.devices("cpu")[0]):
-        assert not kernels_of(rms_norm, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    assert not kernels_of(rms_norm, X)
+    assert not kernels_of(rms_norm, jax.ShapeDtypeStruct((8, 16), jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,7 @@ def test_named_kernel_is_the_one_that_runs():
 
 def test_concrete_input_says_where_the_computation_runs():
     with device_in_context("TPU v6 lite", "tpu"):
-        assert _dispatch.device_of(jax.device_put(X, jax.devices("cpu")[0])).platform == "cpu"
+        assert _dispatch.device_of(X).platform == "cpu"
         assert traced(lambda x: _dispatch.device_of(None, x)).platform == "tpu"
 
 
@@ -203,16 +211,8 @@ def test_interpreted_kernels_run_inside_a_function_compiled_without_naming_them(
 
 both_axis_types = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 pallas = pytest.mark.parametrize("name", ["triton:interpret", "mosaic_tpu:interpret"])
-cpu_only = pytest.mark.usefixtures("four_cpus")
 
 
-@pytest.fixture
-def four_cpus(platform):
-    if platform != "cpu":
-        pytest.skip("needs several devices, which --platform=cpu simulates")
-
-
-@cpu_only
 @pallas
 @both_axis_types
 def test_pallas_kernel_is_refused_at_trace_time_on_a_mesh_of_several_devices(axis_type, name):
@@ -223,7 +223,6 @@ def test_pallas_kernel_is_refused_at_trace_time_on_a_mesh_of_several_devices(axi
         jax.eval_shape(functools.partial(rms_norm, implementation=name), x)
 
 
-@cpu_only
 @pallas
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.grad], ids=["value", "gradient"])
 def test_pallas_kernel_is_refused_at_lowering_where_no_mesh_was_seen_before(wrap, name):
@@ -235,7 +234,6 @@ def test_pallas_kernel_is_refused_at_lowering_where_no_mesh_was_seen_before(wrap
         program.lower()
 
 
-@cpu_only
 @pallas
 def test_pallas_kernel_is_refused_outside_of_jit_on_a_sharded_array(name):
     x = jax.device_put(X, NamedSharding(mesh_of_all(AxisType.Auto), PartitionSpec("data")))
@@ -243,7 +241,6 @@ def test_pallas_kernel_is_refused_outside_of_jit_on_a_sharded_array(name):
         rms_norm(x, implementation=name)
 
 
-@cpu_only
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
     guard = functools.partial(_mesh.forbid_partitioning, op="op")
@@ -257,7 +254,6 @@ def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
     assert jnp.array_equal(wrap(jax.vmap(guard))(X), X)
 
 
-@cpu_only
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @both_axis_types
 def test_guard_raises_on_several_devices(axis_type, wrap):
@@ -266,7 +262,6 @@ def test_guard_raises_on_several_devices(axis_type, wrap):
         wrap(functools.partial(_mesh.forbid_partitioning, op="op"))(x)
 
 
-@cpu_only
 def test_guard_raises_where_shard_map_leaves_an_axis_to_the_compiler():
     devices = jax.devices("cpu")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
@@ -278,7 +273,6 @@ def test_guard_raises_where_shard_map_leaves_an_axis_to_the_compiler():
         jax.jit(partly)(X)
 
 
-@cpu_only
 def test_xla_needs_no_shard_map():
     x = jax.device_put(X, NamedSharding(mesh_of_all(AxisType.Auto), PartitionSpec("data")))
     run = jax.jit(functools.partial(rms_norm, implementation="xla"))
@@ -286,7 +280,6 @@ def test_xla_needs_no_shard_map():
     assert not _oracle.collectives(run.lower(x))
 
 
-@cpu_only
 def test_replicated_arrays_meet_sharded_ones_and_their_gradients_are_summed():
     mesh = mesh_of_all(AxisType.Auto)
     specs = (PartitionSpec("data"), PartitionSpec())
