@@ -33,8 +33,14 @@ def pytest_configure(config):
     platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[config.getoption("--platform")]
     os.environ["JAX_PLATFORMS"] = platforms  # for the processes that tests start
     jax.config.update("jax_platforms", platforms)
-    # Before the first computation: four CPU devices serve the sharding tests.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    # Before the first computation: four CPU devices serve the sharding tests, and code that runs once need not be fast.
+    os.environ["XLA_FLAGS"] = " ".join(
+        (
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_force_host_platform_device_count=4",
+            *(["--xla_backend_optimization_level=0"] if platforms == "cpu" else []),
+        )
+    )
     # Fresh inputs in every run; pytest-xdist's workers inherit the seed of the process that starts them.
     seed = config.getoption("--seed")
     os.environ["TEST_SEED"] = str(seed) if seed is not None else os.environ.get("TEST_SEED", str(secrets.randbits(32)))
