@@ -295,7 +295,8 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mesh, rng
     case = make_case(rng, n=24, v=64)
     inputs, labels = arrays(FUSED.inputs(case)), jnp.asarray(case.labels)
     t, c = arrays([case.token_weights, case.class_weights])
-    cotangent = jnp.asarray(rng.standard_normal(24 if reduction == "none" else ()), jnp.float32)
+    # All of one sign: a sum that cancels would have no relative error to speak of.
+    cotangent = jnp.asarray(rng.uniform(0.5, 2.0, 24 if reduction == "none" else ()), jnp.float32)
     options = dict(
         reduction=reduction, return_metrics=True, label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0, ignore_index=-100
     )
