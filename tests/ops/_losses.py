@@ -93,12 +93,12 @@ def arrays(xs, dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in xs]
 
 
-def relative_error(value, truth):
-    """max|value − truth| / max|truth|, absolute where the truth is 0; NaN anywhere is an error of infinity."""
+def relative_error(value, truth, floor=0.0):
+    """max|value − truth| / max(|truth|, floor), absolute where the truth is 0; NaN anywhere is an error of infinity."""
     value, truth = np.asarray(value, np.float64), np.asarray(truth, np.float64)
     if not value.size:
         return 0.0
-    scale = np.max(np.abs(truth))
+    scale = max(np.max(np.abs(truth)), floor)
     error = np.max(np.abs(value - truth)) / (scale if scale > 1e-12 else 1.0)
     return np.inf if np.isnan(error) else error
 

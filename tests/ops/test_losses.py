@@ -25,7 +25,7 @@ both_ops = pytest.mark.parametrize("op", [CROSS_ENTROPY, FUSED], ids=lambda op: 
 reductions = pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.full), "none"])
 
 
-def check_against_float64(op, case, rng, implementation, reduction, class_weights=True, more=None, **options):
+def check_against_float64(op, case, rng, implementation, reduction, class_weights=True, floor=0.0, **options):
     # All of one sign: a sum that cancels would have no relative error to speak of.
     cotangents = rng.uniform(0.5, 2.0, len(case.labels)) if reduction == "none" else None
     truth, truth_grads = op.oracle(case, cotangents, class_weights=class_weights, reduction=reduction, **options)
@@ -42,7 +42,6 @@ def check_against_float64(op, case, rng, implementation, reduction, class_weight
                 reduction=reduction,
                 implementation=implementation,
                 **options,
-                **(more or {}),
             )
             return loss if cotangents is None else jnp.sum(loss * jnp.asarray(cotangents, jnp.float32))
 
@@ -50,10 +49,10 @@ def check_against_float64(op, case, rng, implementation, reduction, class_weight
 
     inputs = arrays(op.inputs(case))
     value, (grads, weight_grads) = value_and_grads(inputs, jnp.asarray(case.token_weights, jnp.float32))
-    assert relative_error(value, truth) < TOLERANCE
+    assert relative_error(value, truth, floor) < TOLERANCE
     for grad, truth_grad in zip([*grads, weight_grads], truth_grads, strict=True):
         assert grad.dtype == jnp.float32
-        assert relative_error(grad, truth_grad) < TOLERANCE
+        assert relative_error(grad, truth_grad, floor) < TOLERANCE
 
 
 @both_ops
@@ -80,9 +79,9 @@ def test_each_option_alone_matches_float64(op, reduction, options, class_weights
 @both_ops
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_matches_float64(op, shape, implementation, rng):
-    # Logits of order 1: one confident token would leave no loss to have a relative error of.
+    # Logits of order 1, and for few tokens errors beside 1: one gradient alone may happen to be near 0.
     case = make_case(rng, *shape, scale=shape[1] ** -0.5, ignored=0.1)
-    check_against_float64(op, case, rng, implementation, "mean", label_smoothing=0.1)
+    check_against_float64(op, case, rng, implementation, "mean", label_smoothing=0.1, floor=float(shape[0] < 10))
 
 
 @both_ops
