@@ -4,6 +4,7 @@ Each op hands over its kernel modules by name. A module says in `unsupported(...
 returns `None`; the same sentence serves the error, the warning and the tests.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -19,6 +20,7 @@ Implementation = str | tuple[str, ...] | None
 
 _PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
 _GPU_NAMES = ("gpu", "cuda", "rocm")
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 # Triton's matrix instructions need sm_80; these begin the product names of what came before it. Not "RTX 20": the
 # RTX 2000 Ada is newer.
 _BEFORE_AMPERE = (
@@ -141,6 +143,11 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
     kernel = getattr(kernels[name], function)
     if name == "xla":
         return kernel
+    if name == "mosaic_gpu":
+        # Its kernels have no batching rule: under vmap one runs after the other.
+        return lambda x, *arrays, **options: jax.custom_batching.sequential_vmap(functools.partial(kernel, **options))(
+            forbid_partitioning(x, op), *arrays
+        )
     return lambda x, *arrays, **options: kernel(
         forbid_partitioning(x, op), *arrays, **options, interpret=bool(interpret)
     )
@@ -163,7 +170,16 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
             f"Pallas-Triton needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; "
             "use 'xla'."
         )
+    if kernel == "mosaic_gpu" and not is_hopper(device.device_kind):
+        return (
+            f"its products are Hopper's (compute capability 9.0), and this is a {device.device_kind}; "
+            "use 'triton' or 'xla'."
+        )
     return None
+
+
+def is_hopper(device_kind: str) -> bool:
+    return any(f" {name}" in f" {device_kind.replace('-', ' ')} " for name in _HOPPER)
 
 
 def is_before_ampere(device_kind: str) -> bool:

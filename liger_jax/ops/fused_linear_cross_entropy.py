@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 from liger_jax.ops import _checks, _dispatch, _loss, _mesh, _vocab_shards
 from liger_jax.pallas_kernels.cross_entropy import xla as rows_xla
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu, triton, xla
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 
 _OP = "fused_linear_cross_entropy"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_KERNELS = {"xla": xla, "mosaic_gpu": mosaic_gpu, "triton": triton, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS: dict[str, tuple[str, ...]] = {}
 _MODES = ("auto", "fast", "lean")
 _LAYOUTS = ("vd", "dv")
@@ -28,10 +28,10 @@ class _Options:
     linear: LinearOptions
     choice: str
 
-    def run(self, function: str, hidden, *arrays, **static):
-        kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
+    def run(self, function: str, inputs: Inputs, *arrays, **static):
         # XLA's scan over chunks is partitioned no better than a Pallas call.
-        return kernel(_mesh.forbid_partitioning(hidden, _OP), *arrays, options=self.linear, **static)
+        kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
+        return kernel(_mesh.forbid_partitioning(inputs, _OP), *arrays, options=self.linear, **static)
 
 
 def _needs(hidden, weight, bias) -> Needs:
@@ -64,20 +64,24 @@ def _values(*primals):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _statistics_vjp(hidden, weight, bias, class_weights, labels, options) -> Statistics:
-    return options.run("statistics", hidden, weight, labels, bias, class_weights)
+    return options.run("statistics", Inputs(hidden, weight, labels, bias, class_weights))
 
 
 def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, options):
     needs = _as_shapes(_needs(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
-    statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
+    statistics = options.run("statistics", Inputs(hidden, weight, labels, bias, class_weights))
     return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
 
 
 def _statistics_backward_rule(options, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, lse = residuals
     g = Cotangents(*(_instantiated(x) for x in cotangents[:3]))
-    grads = options.run("gradients", hidden, weight, labels, bias, class_weights, lse, g, needs=_from_shapes(needs))
+    # 0 · NaN is NaN: a token on whose loss nothing depends must not reach the products.
+    live = (g.log_normalizer != 0) | (g.target_logit != 0)
+    hidden, lse = jnp.where(live[:, None], hidden, jnp.zeros((), hidden.dtype)), jnp.where(live, lse, 0.0)
+    inputs = Inputs(hidden, weight, labels, bias, class_weights)
+    grads = options.run("gradients", inputs, lse, g, needs=_from_shapes(needs))
     return *grads, None, None
 
 
@@ -93,7 +97,8 @@ _statistics = jax.jit(_statistics_vjp, static_argnums=5, inline=True)
 def _summed_loss_vjp(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options
 ) -> tuple[jax.Array, Statistics]:
-    statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
+    statistics = options.run("statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    statistics = rows_xla.where(labels != rows_xla.NO_LABEL, statistics)
     return jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum)), statistics
 
 
@@ -102,20 +107,13 @@ def _summed_loss_forward_rule(hidden, weight, bias, coefficients, class_weights,
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
     )
+    inputs = Inputs(hidden, weight, labels, bias, class_weights)
     if any(needs):
         statistics, grads = options.run(
-            "gradients_in_forward",
-            hidden,
-            weight,
-            labels,
-            bias,
-            class_weights,
-            coefficients,
-            class_weight_sum,
-            needs=needs,
+            "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs
         )
     else:  # only the token weights are differentiated
-        statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
+        statistics = rows_xla.where(labels != rows_xla.NO_LABEL, options.run("statistics", inputs))
         grads = config.Gradients(None, None, None)
     grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
     loss = jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum))
@@ -300,13 +298,11 @@ def fused_linear_cross_entropy(
         rows, kernel_labels = _vocab_shards.sharded_rows(
             labels, where, token_weights, class_weights, loss_options, vocab_size, vocab_axis
         )
-    # 0 · NaN is NaN: a token that does not count must not reach the products.
-    hidden = jnp.where(rows.counts[:, None], hidden, jnp.zeros((), hidden.dtype))
     if linear.mode == "fast":
         loss, statistics = _fast_loss(hidden, weight, bias, class_weights, kernel_labels, rows, options)
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
-        statistics = _statistics(h, w, b, c, y, options)
+        statistics = rows_xla.where(rows.counts, _statistics(h, w, b, c, y, options))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         losses = rows_xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)

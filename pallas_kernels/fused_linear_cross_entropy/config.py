@@ -6,12 +6,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels._hopper import Tiles
 from liger_jax.pallas_kernels._tiles import next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
 LEAST_TOKEN_CHUNK = 128
 LEAST_VOCAB_SLICE = 512
 TPU_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel may use unless it asks for more; v4 has no more
+
+
+class Inputs(NamedTuple):
+    """The arrays of the loss, flat over tokens."""
+
+    hidden: jax.Array  # (N, D)
+    weight: jax.Array  # (V, D) or (D, V)
+    labels: jax.Array  # (N,) int32
+    bias: jax.Array | None  # (V,)
+    class_weights: jax.Array | None  # (V,) float32
 
 
 class Needs(NamedTuple):
@@ -159,6 +170,11 @@ def triton_config(n: int, v: int, d: int, dtype: jax.typing.DTypeLike) -> Triton
 def triton_vocab_splits(n_tiles: int, v_tiles: int) -> int:
     """Parts of the vocabulary that run side by side: about 1,056 programs, eight for each multiprocessor."""
     return max(1, min(v_tiles, 1056 // max(1, n_tiles)))
+
+
+def mosaic_gpu_tiles(depth: int) -> Tiles:
+    """Shared tiles; where the contracted axis is short, tiles in turn, to hide the epilogue."""
+    return Tiles(columns=128, in_turn=True, stages=5) if depth < 1536 else Tiles()
 
 
 @dataclasses.dataclass(frozen=True)
