@@ -423,7 +423,7 @@ def report(
     options: argparse.Namespace, results: dict[tuple[int, int, int], Results], absent: set[str], command: str
 ) -> None:
     """Writes the table and the picture of the shapes so far."""
-    heading = f"{_measure.heading(command).rstrip()}; {versions(options.peers)}"
+    heading = "; ".join(filter(None, (_measure.heading(command).rstrip(), versions(options.peers))))
     setting = f"Data: {options.data}; weight: {options.weight_dtype}; trained: {options.what}."
     methods = "JAX: summed kernel times; torch: CUDA events; wall: the host's clock around one step, for both."
     lines = [table_lines(shape, result.three_ms, result.rows) for shape, result in results.items()]
