@@ -1,20 +1,45 @@
 """Kernel times on an NVIDIA GPU, and tables of them."""
 
 import datetime
+import importlib.metadata
 import pathlib
 import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental.mosaic.gpu import profiler
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
-def kernel_ms(f, *args, iterations: int = 12) -> float:
-    """The median over runs of the summed time of all kernels that jit(f) launches, in milliseconds (CUPTI)."""
-    compiled = jax.jit(f).lower(*args).compile()
+def program_ms(compiled, *args, iterations: int = 12) -> float:
+    """The median over runs of the summed time of all kernels of a compiled program, in milliseconds (CUPTI).
+
+    Where there is no GPU: `wall_ms`.
+    """
+    if jax.default_backend() != "gpu":
+        return wall_ms(lambda: compiled(*args), jax.block_until_ready)
+    # The outputs of all runs are held until the last: no more than 32 GiB of them.
+    output_bytes = compiled.memory_analysis().output_size_in_bytes
+    iterations = max(5, min(iterations, 2**35 // max(1, output_bytes)))
     _, times = profiler.measure(compiled, iterations=iterations)(*args)
+    return statistics.median(times[2:])
+
+
+def kernel_ms(f, *args, iterations: int = 12) -> float:
+    """`program_ms` of jit(f)."""
+    return program_ms(jax.jit(f).lower(*args).compile(), *args, iterations=iterations)
+
+
+def wall_ms(run: Callable[[], Any], wait: Callable[[Any], Any], iterations: int = 10) -> float:
+    """The median host time from calling run() until wait(its result) returns, in milliseconds, after two warm runs."""
+    times = []
+    for _ in range(2 + iterations):
+        start = time.perf_counter()
+        wait(run())
+        times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[2:])
 
 
@@ -25,11 +50,8 @@ def extra_mib(f, *args) -> float:
 
 def heading(command: str) -> str:
     """Where and when: device, versions, date and the command."""
-    device = jax.devices()[0].device_kind
-    return (
-        f"{device}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, {datetime.date.today().isoformat()}, "
-        f"`{command}`\n"
-    )
+    device, jaxlib = jax.devices()[0].device_kind, importlib.metadata.version("jaxlib")
+    return f"{device}, jax {jax.__version__}, jaxlib {jaxlib}, {datetime.date.today().isoformat()}, `{command}`\n"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -38,8 +60,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def save(name: str, text: str) -> None:
-    """Prints a result and writes it to results/."""
+def save(name: str, text: str, folder: pathlib.Path = RESULTS) -> None:
+    """Prints a result and writes it to a folder."""
     print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(text, encoding="utf8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, encoding="utf8")
