@@ -11,16 +11,21 @@ from typing import Any
 import jax
 from jax.experimental.mosaic.gpu import profiler
 
+WARM_UP_SECONDS = 1.0
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def program_ms(compiled, *args, iterations: int = 12) -> float:
     """The median over runs of the summed time of all kernels of a compiled program, in milliseconds (CUPTI).
 
-    Where there is no GPU: `wall_ms`.
+    A GPU draws full power after a while and then slows down, a matrix product by a sixth: every program runs for a
+    second before its figures are taken. Where there is no GPU: `wall_ms`.
     """
     if jax.default_backend() != "gpu":
         return wall_ms(lambda: compiled(*args), jax.block_until_ready)
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP_SECONDS:
+        jax.block_until_ready(compiled(*args))
     # The outputs of all runs are held until the last: no more than 32 GiB of them.
     output_bytes = compiled.memory_analysis().output_size_in_bytes
     iterations = max(5, min(iterations, 2**35 // max(1, output_bytes)))

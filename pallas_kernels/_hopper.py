@@ -135,9 +135,7 @@ def store_rows(tile: Tile, vectors: Sequence[Any], stages: Sequence[Any], out_re
         stage[tile.warpgroup] = vector
     plgpu.commit_smem()
     for stage, out_ref in zip(stages, out_refs, strict=True):
-        plgpu.copy_smem_to_gmem(
-            stage.at[tile.warpgroup], out_ref.at[tile.column_tile, pl.ds(tile.row, stage.shape[1])]
-        )
+        plgpu.copy_smem_to_gmem(stage.at[tile.warpgroup], out_ref.at[tile.column_tile, pl.ds(tile.row, stage.shape[1])])
 
 
 def launch(body: Callable[..., None], *operands: Any, num_blocks: int, out_types: Any, scratch: Any, name: str) -> Any:
@@ -189,7 +187,7 @@ def product(
     def body(a_ref, b_ref, *refs):
         given, refs = refs[: len(vectors) + len(starts)], refs[len(vectors) + len(starts) :]
         refs, (a_ring, b_ring, filled, emptied, vectors_filled, *scratch_refs) = (
-            refs[: -num_scratch],
+            refs[:-num_scratch],
             refs[-num_scratch:],
         )
         vector_stages, scratch_refs = scratch_refs[: len(vectors)], scratch_refs[len(vectors) :]

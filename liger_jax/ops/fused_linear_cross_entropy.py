@@ -109,9 +109,7 @@ def _summed_loss_forward_rule(hidden, weight, bias, coefficients, class_weights,
     )
     inputs = Inputs(hidden, weight, labels, bias, class_weights)
     if any(needs):
-        statistics, grads = options.run(
-            "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs
-        )
+        statistics, grads = options.run("gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs)
     else:  # only the token weights are differentiated
         statistics = rows_xla.where(labels != rows_xla.NO_LABEL, options.run("statistics", inputs))
         grads = config.Gradients(None, None, None)

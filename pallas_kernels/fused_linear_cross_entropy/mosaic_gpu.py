@@ -345,7 +345,7 @@ def gradients(
 
 def _make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions):
     """du from E (N, V), in place: p = E · exp(tile's maximum − lse), and z = tile's maximum + log E for the softcap."""
-    (n, v), num_tiles = exponentials.shape, maximum.shape[0]
+    n, num_tiles = exponentials.shape[0], maximum.shape[0]
     columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1]).columns
     has_weights = inputs.class_weights is not None and options.logit.logit_sum
     row_vectors = [inputs.labels, lse, *[g for g in cotangents if g is not None]]
@@ -354,7 +354,7 @@ def _make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents
     num_blocks, num_slots = min(_hopper.NUM_CORES, cdiv(total, 3)), 2
 
     def body(*refs):
-        *vector_refs, maximum_ref, e_ref, e_stage, maximum_stage, filled, vectors_filled = refs[: -num_vectors]
+        *vector_refs, maximum_ref, e_ref, e_stage, maximum_stage, filled, vectors_filled = refs[:-num_vectors]
         vector_stages = refs[-num_vectors:]
         worker = jax.lax.axis_index("block") * 3 + jax.lax.axis_index("warpgroup")
         own = jax.lax.axis_index("warpgroup")
@@ -463,8 +463,11 @@ def gradients_in_forward(
     kinds = Statistics(jnp.float32, jnp.float32, jnp.float32, jnp.float32, jnp.int32)
     wanted = Statistics(True, True, options.logit.logit_sum, options.logit.metrics, options.logit.metrics)
     zeros = Statistics(*(empty(want, (padded,), kind) for want, kind in zip(wanted, kinds, strict=True)))
-    start_carry = zeros, Gradients(
-        empty(needs.hidden, inputs.hidden.shape, dtypes.hidden), accumulators, empty(needs.bias, (v,), jnp.float32)
+    start_carry = (
+        zeros,
+        Gradients(
+            empty(needs.hidden, inputs.hidden.shape, dtypes.hidden), accumulators, empty(needs.bias, (v,), jnp.float32)
+        ),
     )
     stats, grads = xla.over_slices(padded, chunk_size, body, start_carry)
     return jax.tree.map(lambda x: x[:n], stats), Gradients(

@@ -185,6 +185,4 @@ def gradients(
 ) -> Gradients:
     """As `xla.gradients`, with du made by this module's kernel."""
     kernel = functools.partial(logit_gradients, interpret=interpret)
-    return xla.gradients(
-        inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel
-    )
+    return xla.gradients(inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel)

@@ -20,7 +20,13 @@ from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, round_up,
 from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, TritonConfig
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
+    Gradients,
+    Inputs,
+    LinearOptions,
+    Needs,
+    TritonConfig,
+)
 
 
 def unsupported(hidden: jax.Array, weight: jax.Array, *others: jax.Array | None, options: LinearOptions) -> str | None:
@@ -194,6 +200,4 @@ def gradients(
 ) -> Gradients:
     """As `xla.gradients`, with du made by this module's kernel."""
     kernel = functools.partial(logit_gradients, interpret=interpret)
-    return xla.gradients(
-        inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel
-    )
+    return xla.gradients(inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel)
