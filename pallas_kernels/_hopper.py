@@ -23,6 +23,7 @@ LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup's registers hold a tile
 ROW_LAYOUT, COLUMN_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)  # one number a row, one a column
 ROWS = 128  # rows of a block's tile, and what the number of rows must be a multiple of
 NUM_CORES = 132
+PIECE_COLUMNS = 32
 _NUM_CONSUMERS = 2
 _SWIZZLE_BYTES = 128
 
@@ -84,9 +85,9 @@ def shared_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
 
 
-def staging(dtype: Any, slots: int = 2) -> Any:
-    """Where `store_tile` puts pieces on their way out: two of 64 rows by 64 bytes for each warpgroup."""
-    return shared_tile((_NUM_CONSUMERS, slots, 64, 64 // jnp.dtype(dtype).itemsize), dtype)
+def staging(dtype: Any) -> Any:
+    """Where `store_tile` puts pieces on their way out: two of 64 rows by 32 columns for each warpgroup."""
+    return shared_tile((_NUM_CONSUMERS, 2, 64, PIECE_COLUMNS), dtype)
 
 
 def row_staging(tiles: Tiles, dtype: Any) -> Any:
@@ -94,13 +95,12 @@ def row_staging(tiles: Tiles, dtype: Any) -> Any:
     return plgpu.SMEM((_NUM_CONSUMERS, tiles.rows), dtype)
 
 
-def pieces(shape: Sequence[int], dtype: Any) -> list[tuple[slice, slice]]:
+def pieces(shape: Sequence[int]) -> list[tuple[slice, slice]]:
     """A tile of the given shape as the pieces of `staging`."""
-    width = 64 // jnp.dtype(dtype).itemsize
     return [
-        (slice(row, row + 64), slice(column, column + width))
+        (slice(row, row + 64), slice(column, column + PIECE_COLUMNS))
         for row in range(0, shape[0], 64)
-        for column in range(0, shape[1], width)
+        for column in range(0, shape[1], PIECE_COLUMNS)
     ]
 
 
@@ -120,7 +120,7 @@ def load(ref: Any, index: tuple[Any, ...], layout: Any) -> Any:
 
 def store_tile(tile: Tile, values: Any, stage: Any, out_ref: Any, row: Any, column: Any, add: bool = False) -> None:
     """Writes a tile's values to out_ref from (row, column) on, or adds them to what is there."""
-    for i, piece in enumerate(pieces(values.shape, stage.dtype)):
+    for i, piece in enumerate(pieces(values.shape)):
         slot = stage.at[tile.warpgroup, i % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         slot[...] = values[piece].astype(stage.dtype)
@@ -138,8 +138,20 @@ def store_rows(tile: Tile, vectors: Sequence[Any], stages: Sequence[Any], out_re
         plgpu.copy_smem_to_gmem(stage.at[tile.warpgroup], out_ref.at[tile.column_tile, pl.ds(tile.row, stage.shape[1])])
 
 
-def launch(body: Callable[..., None], *operands: Any, num_blocks: int, out_types: Any, scratch: Any, name: str) -> Any:
-    """Runs body(*operand refs, *output refs, *scratch) in blocks of three warpgroups; refs in `operands` change."""
+def launch(
+    body: Callable[..., None],
+    *operands: Any,
+    num_blocks: int,
+    scratch: Any,
+    name: str,
+    out_types: Sequence[Any] = (),
+    in_place: Sequence[jax.Array] = (),
+) -> Any:
+    """Runs body(*operands', *outputs' and in_place's refs, *scratch) in blocks of three warpgroups.
+
+    Returns the outputs, or what became of `in_place`: arrays that the body changes where they are. Inside a
+    `shard_map` that checks how values vary over its mesh, JAX has no such arrays: see `can_write_in_place`.
+    """
     mesh = plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup")
 
     def run(*refs):
@@ -147,7 +159,15 @@ def launch(body: Callable[..., None], *operands: Any, num_blocks: int, out_types
 
     # approx_math: exp to 2 units in the last place. tanh's would be good to 2^-11 only: kernels spell it by exp.
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-    return pl.kernel(run, out_type=out_types, mesh=mesh, compiler_params=params, name=name)(*operands)
+    kernel = pl.kernel(run, out_type=list(out_types), mesh=mesh, compiler_params=params, name=name)
+    if not in_place:
+        return kernel(*operands)
+    return pl.run_state(lambda refs: kernel(*operands, *refs) and None)(tuple(in_place))
+
+
+def can_write_in_place(x: jax.Array) -> bool:
+    """Whether `launch` may change arrays that vary over the mesh as x does."""
+    return not jax.typeof(x).manual_axis_type.varying
 
 
 def product(
@@ -158,8 +178,9 @@ def product(
     epilogue: Callable[[Tile, list[Any], list[Any]], None],
     *,
     name: str,
+    prologue: Callable[[Tile, list[Any], list[Any]], None] | None = None,
     out_types: Sequence[Any] = (),
-    refs: Sequence[Any] = (),
+    in_place: Sequence[jax.Array] = (),
     scratch: Sequence[Any] = (),
     row_vectors: Sequence[jax.Array] = (),
     column_vectors: Sequence[jax.Array] = (),
@@ -169,10 +190,11 @@ def product(
 ) -> Any:
     """Calls `epilogue(tile, refs, scratch)` for each tile of a · b, which contracts a's and b's axes of `contract`.
 
+    `prologue(tile, refs, scratch)` comes before a tile's product, with no values yet, to fetch what the epilogue needs.
     `start` (1,) int32 is where b's columns begin (then `num_columns` of them are multiplied), or its contracted axis
     (`start_of="depth"`), or is the epilogue's alone (`start_of="output"`). What lies past an end is read as zero and
-    not written. Row vectors (rows,), column vectors (columns of b,) come to the epilogue in the tile. `refs` are
-    mutable arrays, for the epilogue to change. Rows must be a multiple of 128 where a's are the contracted axis's
+    not written. Row vectors (rows,), column vectors (columns of b,) come to the epilogue in the tile. See `launch`
+    for `out_types` and `in_place`. Rows must be a multiple of 128 where a's are the contracted axis's
     other one, and all inner axes of 64.
     """
     num_rows, num_depth = a.shape[1 - contract[0]], a.shape[contract[0]]
@@ -232,6 +254,9 @@ def product(
                 of_rows = k < len(row_vectors)
                 index = pl.ds(row, rows) if of_rows else pl.ds(b_column + column, columns)
                 plgpu.copy_gmem_to_smem(vector_ref.at[index], stage.at[warpgroup], vectors_filled.at[warpgroup])
+            tile = Tile(None, row, column, column_tile, warpgroup, [], [], start)
+            if prologue is not None:
+                prologue(tile, list(refs), scratch_refs)
             own_rows = slice(None) if tiles.in_turn else pl.ds(warpgroup * rows, rows)
 
             def multiply(accumulator):
@@ -250,13 +275,13 @@ def product(
                 plgpu.barrier_arrive(emptied.at[jax.lax.rem((i + 1) * steps - 1, stages)])
                 return accumulator[...]
 
-            values = pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
+            values = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32))
             if vectors:
                 plgpu.barrier_wait(vectors_filled.at[warpgroup])
             layouts = [ROW_LAYOUT] * len(row_vectors) + [COLUMN_LAYOUT] * len(column_vectors)
             loaded = [load(stage, (warpgroup,), layout) for stage, layout in zip(vector_stages, layouts, strict=True)]
             row_values, column_values = loaded[: len(row_vectors)], loaded[len(row_vectors) :]
-            tile = Tile(values, row, column, column_tile, warpgroup, row_values, column_values, start)
+            tile = tile._replace(values=values, row_vectors=row_values, column_vectors=column_values)
             epilogue(tile, list(refs), scratch_refs)
 
         @pl.when(warpgroup == _NUM_CONSUMERS)
@@ -288,8 +313,8 @@ def product(
     ]
     num_scratch = len(all_scratch)
     return launch(
-        body, a, b, *vectors, *starts, *refs,
-        num_blocks=num_blocks, out_types=list(out_types), scratch=all_scratch, name=name,
+        body, a, b, *vectors, *starts,
+        num_blocks=num_blocks, out_types=out_types, in_place=in_place, scratch=all_scratch, name=name,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def device_of(*inputs: jax.Array | None) -> AbstractDevice:
     arrays = [x for x in inputs if x is not None]
     for x in arrays:
         if not isinstance(x, Tracer) and isinstance(x, jax.Array):
-            return _described(next(iter(x.devices())))
+            return described(next(iter(x.devices())))
     meshes = [jax.typeof(x).sharding.mesh for x in arrays] + [jax.sharding.get_abstract_mesh()]
     for mesh in meshes:
         if mesh.abstract_device is not None:
@@ -53,13 +53,24 @@ def device_of(*inputs: jax.Array | None) -> AbstractDevice:
             return AbstractDevice(device.device_kind, device.num_cores, _platform_name(device.platform))
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     if isinstance(default, jax.Device):
-        return _described(default)
+        return described(default)
     platform = default if isinstance(default, str) else jax.default_backend()
-    return _described(jax.local_devices(backend=platform)[0])
+    return described(jax.local_devices(backend=platform)[0])
 
 
-def _described(device: Any) -> AbstractDevice:
+def described(device: Any) -> AbstractDevice:
+    """What programs can know of a device: its kind and platform."""
     return AbstractDevice(device.device_kind, None, _platform_name(device.platform))
+
+
+def memory_of_device(*inputs: jax.Array | None) -> int | None:
+    """The memory in bytes of the device that `device_of` names, where it is there and tells."""
+    kind = device_of(*inputs).device_kind
+    try:
+        device = next(device for device in jax.local_devices() if device.device_kind == kind)
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (RuntimeError, StopIteration):
+        return None
 
 
 def _platform_name(platform: str) -> str:
@@ -71,7 +82,8 @@ def choose(
     kernels: Mapping[str, ModuleType],
     defaults: Mapping[str, tuple[str, ...]],
     implementation: Implementation,
-    *inputs: jax.Array | None,
+    *inputs: jax.Array | jax.ShapeDtypeStruct | None,
+    device: AbstractDevice | None = None,
     **case: Any,
 ) -> str:
     """Chooses the kernel that runs `op` on `inputs`.
@@ -82,7 +94,8 @@ def choose(
         defaults: for a platform, the names to try in order when `implementation` is `None`; `"xla"` follows.
         implementation: `None`, one name, or several names to try in order. `":interpret"` behind a Pallas
             kernel's name runs it in the Pallas interpreter, on any platform.
-        *inputs: the op's array arguments.
+        *inputs: the op's array arguments, or their types.
+        device: the device to choose for; `None` for `device_of(*inputs)`.
         **case: its static options, as `unsupported` takes them.
 
     Returns:
@@ -92,7 +105,7 @@ def choose(
         ValueError: a name is unknown, or no named kernel can run this case; the message says why for each.
         TypeError: `implementation` is neither a string, a tuple of strings nor `None`.
     """
-    device = device_of(*inputs)
+    device = device or device_of(*inputs)
     if implementation is None:
         candidates = (*defaults.get(device.platform, ()), "xla")
     elif isinstance(implementation, str):
@@ -117,7 +130,7 @@ def choose(
         kernel, _, interpret = name.partition(":")
         reason = None if interpret else _wrong_device(kernel, device)
         if kernel != "xla":
-            reason = reason or needs_shard_map(*inputs)
+            reason = reason or needs_shard_map(*(x for x in inputs if isinstance(x, jax.Array)))
         reason = reason or kernels[kernel].unsupported(*inputs, **case)
         if reason is None:
             return name

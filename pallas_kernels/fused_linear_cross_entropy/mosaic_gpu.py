@@ -10,7 +10,7 @@ Rounding: statistics and losses come from the float32 accumulators. E is relativ
 rounding it costs 2^-9 of a probability, where a rounded logit z costs |z| · 2^-9; du is rounded once more.
 """
 
-import functools
+import dataclasses
 import math
 from typing import Any
 
@@ -26,7 +26,7 @@ from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.xla import Coefficients, Cotangents, OnlineState, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 _LOG2_E = math.log2(math.e)
 _NO_COLUMN = 2**30
@@ -34,21 +34,21 @@ _SMALLEST = 2.0**-126  # normal number in bfloat16
 _WIDEST_SOFTCAP = 40.0  # |z| up to it: exp(z − max) stays a normal number, from which z can be had back
 
 
-def unsupported(hidden: jax.Array, weight: jax.Array, *others: jax.Array | None, options: LinearOptions) -> str | None:
+def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
     """16-bit operands, in sizes that the copy engine moves in tiles."""
     d, v = hidden.shape[-1], weight.shape[options.vocab_dim]
     if hidden.dtype not in (jnp.bfloat16, jnp.float16):
         return f"Hopper's matrix units take bfloat16 and float16, and hidden is {hidden.dtype}; use 'xla'."
     if d % 64:
         return f"the copy engine moves rows of 64, and D={d} is no multiple of it; use 'xla' or 'triton'."
-    multiple = 64 if options.mode == "fast" or options.vocab_dim == 1 else 8
+    multiple = 64 if options.mode != "lean" or options.vocab_dim == 1 else 8
     if v % multiple:
         return (
             f"V={v} must be a multiple of {multiple} with mode={options.mode!r} and "
             f"weight_layout={options.weight_layout!r}; pad the vocabulary, or use 'xla'."
         )
     softcap = (options.logit.softcap or 0.0) * abs(options.logit.scale)
-    if options.mode == "fast" and softcap > _WIDEST_SOFTCAP:
+    if options.mode != "lean" and softcap > _WIDEST_SOFTCAP:
         return (
             f"logit_scale · logit_softcap = {softcap} is above {_WIDEST_SOFTCAP}, where capped logits cannot be had "
             "back from what mode='fast' keeps; use mode='lean', or 'xla'."
@@ -76,7 +76,7 @@ def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
     return u if options.scale == 1.0 else options.scale * u
 
 
-def _slope(z: jax.Array, options: LogitOptions) -> jax.Array | float:
+def _slope(z: jax.Array | None, options: LogitOptions) -> jax.Array | float:
     """dz/du = scale · (1 − (z / (scale · softcap))²), from the capped logit."""
     if options.softcap is None:
         return options.scale
@@ -218,20 +218,19 @@ def _add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Arr
     def epilogue(tile: Tile, refs, scratch):
         _hopper.store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, add=True)
 
-    ref = jax.new_ref(total)
-    _hopper.product(
+    (total,) = _hopper.product(
         du,
         inputs.weight,
         (1, options.vocab_dim),
         config.mosaic_gpu_tiles(du.shape[1]),
         epilogue,
         name="fused_linear_cross_entropy_hidden_gradient",
-        refs=[ref],
+        in_place=[total],
         scratch=[_hopper.staging(jnp.float32)],
         start=start,
         start_of="depth",
     )
-    return jax.freeze(ref)
+    return total
 
 
 def _put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.Array, options: LinearOptions):
@@ -242,20 +241,19 @@ def _put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.
         row, column = (row + tile.start, column) if options.vocab_dim == 0 else (row, column + tile.start)
         _hopper.store_tile(tile, tile.values, scratch[0], refs[0], row, column)
 
-    ref = jax.new_ref(whole)
     operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
-    _hopper.product(
+    (whole,) = _hopper.product(
         *operands,
         (0, 0),
         config.mosaic_gpu_tiles(du.shape[0]),
         epilogue,
         name="fused_linear_cross_entropy_weight_gradient",
-        refs=[ref],
+        in_place=[whole],
         scratch=[_hopper.staging(whole.dtype)],
         start=start,
         start_of="output",
     )
-    return jax.freeze(ref)
+    return whole
 
 
 def _add_to_halves(high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, options: LinearOptions):
@@ -264,47 +262,51 @@ def _add_to_halves(high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.A
     high is the sum as the weight's dtype holds it, low what that leaves out: together 2^-17 of the sum.
     """
     dtype = high.dtype
+    piece_of = lambda ref, tile, piece: _hopper.at(ref, tile.row, tile.column, piece)
+
+    def fetch(tile: Tile, refs, scratch, i):
+        fetched, arrived = scratch[0], scratch[2].at[tile.warpgroup * 2 + i % 2]
+        piece = _hopper.pieces((tiles.rows, tiles.columns))[i]
+        for half, ref in enumerate(refs):
+            plgpu.copy_gmem_to_smem(piece_of(ref, tile, piece), fetched.at[tile.warpgroup, i % 2, half], arrived)
+
+    def prologue(tile: Tile, refs, scratch):
+        for i in (0, 1):  # they arrive during the product
+            fetch(tile, refs, scratch, i)
 
     def epilogue(tile: Tile, refs, scratch):
-        stage, fetched = scratch
-        todo = _hopper.pieces(tile.values.shape, dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def fetch(i):
-            barrier = fetched.at[tile.warpgroup * 2 + i % 2]
-            for half, ref in enumerate(refs):
-                source = _hopper.at(ref, tile.row, tile.column, todo[i])
-                plgpu.copy_gmem_to_smem(source, stage.at[tile.warpgroup, i % 2, half], barrier)
-
-        fetch(0)
+        fetched, stage, arrived = scratch
+        todo = _hopper.pieces(tile.values.shape)
         for i, piece in enumerate(todo):
-            if i + 1 < len(todo):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                fetch(i + 1)
             slot = (tile.warpgroup, i % 2)
-            plgpu.barrier_wait(fetched.at[tile.warpgroup * 2 + i % 2])
-            old = [_hopper.load(stage, (*slot, half), _hopper.LAYOUT).astype(jnp.float32) for half in (0, 1)]
+            plgpu.barrier_wait(arrived.at[tile.warpgroup * 2 + i % 2])
+            old = [_hopper.load(fetched, (*slot, half), _hopper.LAYOUT).astype(jnp.float32) for half in (0, 1)]
             total = tile.values[piece] + (old[0] + old[1])
             new_high = total.astype(dtype)
+            plgpu.wait_smem_to_gmem(2, wait_read_only=True)
             stage[(*slot, 0)] = new_high
             stage[(*slot, 1)] = (total - new_high.astype(jnp.float32)).astype(dtype)
             plgpu.commit_smem()
             for half, ref in enumerate(refs):
-                plgpu.copy_smem_to_gmem(stage.at[(*slot, half)], _hopper.at(ref, tile.row, tile.column, piece))
+                plgpu.copy_smem_to_gmem(stage.at[(*slot, half)], piece_of(ref, tile, piece))
+            if i + 2 < len(todo):
+                fetch(tile, refs, scratch, i + 2)
 
-    refs = [jax.new_ref(high), jax.new_ref(low)]
+    tiles = dataclasses.replace(config.mosaic_gpu_tiles(du.shape[0]), stages=3)
+    halves = _hopper.shared_tile((2, 2, 2, 64, _hopper.PIECE_COLUMNS), dtype)
     operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
-    stage = _hopper.shared_tile((2, 2, 2, 64, 32), dtype)
-    _hopper.product(
-        *operands,
-        (0, 0),
-        config.mosaic_gpu_tiles(du.shape[0]),
-        epilogue,
-        name="fused_linear_cross_entropy_weight_gradient",
-        refs=refs,
-        scratch=[stage, plgpu.Barrier(num_arrivals=2, num_barriers=4)],
+    return tuple(
+        _hopper.product(
+            *operands,
+            (0, 0),
+            tiles,
+            epilogue,
+            prologue=prologue,
+            name="fused_linear_cross_entropy_weight_gradient",
+            in_place=[high, low],
+            scratch=[halves, halves, plgpu.Barrier(num_arrivals=2, num_barriers=4)],
+        )
     )
-    return tuple(jax.freeze(ref) for ref in refs)
 
 
 # --- lean -------------------------------------------------------------------------------------------------------------
@@ -314,6 +316,7 @@ def gradients(
     inputs: Inputs, log_normalizer: jax.Array, cotangents: Cotangents, *, options: LinearOptions, needs: Needs
 ) -> Gradients:
     """Slice by slice of the vocabulary, du, then dX += du · W and dW = duᵀ · X."""
+    in_place = _hopper.can_write_in_place(inputs.hidden)
     n, v = inputs.hidden.shape[0], inputs.weight.shape[options.vocab_dim]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
     inputs, lse, cotangents = _padded(inputs, log_normalizer, cotangents)
@@ -322,10 +325,18 @@ def gradients(
         dhidden, dweight, dbias = grads
         start = jnp.asarray(start, jnp.int32)[None]
         du = _logit_gradients(inputs, lse, cotangents, start, size, options)
-        if needs.hidden:
+        if not in_place:
+            du = du[:, :size]
+        if needs.hidden and in_place:
             dhidden = _add_product(dhidden, du, inputs, start, options)
-        if needs.weight:
+        elif needs.hidden:
+            part = xla.take(inputs.weight, start[0], size, options.vocab_dim)
+            dhidden += xla.product(du, part, 1, options.vocab_dim, options)
+        if needs.weight and in_place:
             dweight = _put_product(dweight, du, inputs.hidden, start, options)
+        elif needs.weight:
+            part = xla.weight_gradient(du, inputs.hidden, options)
+            dweight = xla.put(dweight, part, start[0], options.vocab_dim)
         if needs.bias:
             dbias = xla.put(dbias, jnp.sum(du[:, :size].astype(jnp.float32), axis=0), start[0])
         return Gradients(dhidden, dweight, dbias)
@@ -344,18 +355,25 @@ def gradients(
 
 
 def _make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions):
-    """du from E (N, V), in place: p = E · exp(tile's maximum − lse), and z = tile's maximum + log E for the softcap."""
+    """du from E (N, V), in its place: p = E · exp(maximum − lse), and for the softcap z = maximum + log E.
+
+    The maximum is that of a row's part in a tile of the vocabulary, (tiles, N).
+    """
     n, num_tiles = exponentials.shape[0], maximum.shape[0]
     columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1]).columns
     has_weights = inputs.class_weights is not None and options.logit.logit_sum
     row_vectors = [inputs.labels, lse, *[g for g in cotangents if g is not None]]
     column_vectors = [inputs.class_weights] if has_weights else []
+    # Where E cannot be written to in place, du is an array of its own.
+    in_place = _hopper.can_write_in_place(exponentials)
+    source = () if in_place else (exponentials,)
     total = (n // 64) * num_tiles
     num_blocks, num_slots = min(_hopper.NUM_CORES, cdiv(total, 3)), 2
 
     def body(*refs):
-        *vector_refs, maximum_ref, e_ref, e_stage, maximum_stage, filled, vectors_filled = refs[:-num_vectors]
-        vector_stages = refs[-num_vectors:]
+        vector_refs, vector_stages = refs[:num_vectors], refs[-num_vectors:]
+        maximum_ref, *e_refs, e_stage, maximum_stage, filled, vectors_filled = refs[num_vectors:-num_vectors]
+        e_ref, du_ref = e_refs[0], e_refs[-1]
         worker = jax.lax.axis_index("block") * 3 + jax.lax.axis_index("warpgroup")
         own = jax.lax.axis_index("warpgroup")
         count = jax.lax.div(total - 1 - worker, 3 * num_blocks) + 1
@@ -396,7 +414,7 @@ def _make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents
             du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
             e_stage[own, slot] = du.astype(e_ref.dtype)
             plgpu.commit_smem()
-            destination = e_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]
+            destination = du_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]
             plgpu.copy_smem_to_gmem(e_stage.at[own, slot], destination)
 
         pl.when(count > 0)(lambda: fetch(0))
@@ -404,11 +422,11 @@ def _make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents
         plgpu.wait_smem_to_gmem(0)
 
     num_vectors = len(row_vectors) + len(column_vectors)
-    ref = jax.new_ref(exponentials)
-    _hopper.launch(
-        body, *row_vectors, *column_vectors, maximum, ref,
+    (du,) = _hopper.launch(
+        body, *row_vectors, *column_vectors, maximum, *source,
         num_blocks=num_blocks,
-        out_types=(),
+        in_place=[exponentials] if in_place else (),
+        out_types=() if in_place else [out_like(exponentials, exponentials.shape, exponentials.dtype)],
         scratch=[
             _hopper.shared_tile((3, num_slots, 64, columns), exponentials.dtype),
             plgpu.SMEM((3, num_slots, 64), jnp.float32),
@@ -419,7 +437,7 @@ def _make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents
         ],
         name="fused_linear_cross_entropy_logit_gradients",
     )  # fmt: skip
-    return jax.freeze(ref)
+    return du
 
 
 def gradients_in_forward(
@@ -431,7 +449,10 @@ def gradients_in_forward(
     inputs, coefficients = _padded(inputs, coefficients)
     padded = inputs.hidden.shape[0]
     chunk_size = min(round_up(options.chunk_size, ROWS), padded)
-    in_halves = needs.weight and chunk_size < padded and dtypes.weight.itemsize == 2
+    one_chunk = chunk_size == padded
+    in_halves = (
+        needs.weight and not one_chunk and dtypes.weight.itemsize == 2 and _hopper.can_write_in_place(inputs.hidden)
+    )
 
     def body(carry, start, size):
         stats, (dhidden, dweight, dbias) = carry
@@ -447,7 +468,7 @@ def gradients_in_forward(
             dhidden = xla.put(dhidden, xla.product(du, inputs.weight, 1, options.vocab_dim, options), start)
         if needs.weight and in_halves:
             dweight = _add_to_halves(*dweight, du, part.hidden, options)
-        elif needs.weight and size == padded:
+        elif needs.weight and one_chunk:
             dweight = xla.weight_gradient(du, part.hidden, options).astype(dtypes.weight)
         elif needs.weight:
             dweight += xla.weight_gradient(du, part.hidden, options)
@@ -457,9 +478,10 @@ def gradients_in_forward(
         return stats, Gradients(dhidden, dweight, dbias)
 
     empty = lambda need, shape, dtype: full_like(inputs.hidden, shape, 0, dtype) if need else None
-    accumulators = empty(needs.weight, inputs.weight.shape, dtypes.weight)
+    accumulator = dtypes.weight if one_chunk or in_halves else jnp.float32
+    accumulators = empty(needs.weight, inputs.weight.shape, accumulator)
     if in_halves:
-        accumulators = (accumulators, empty(True, inputs.weight.shape, dtypes.weight))
+        accumulators = (accumulators, empty(True, inputs.weight.shape, accumulator))
     kinds = Statistics(jnp.float32, jnp.float32, jnp.float32, jnp.float32, jnp.int32)
     wanted = Statistics(True, True, options.logit.logit_sum, options.logit.metrics, options.logit.metrics)
     zeros = Statistics(*(empty(want, (padded,), kind) for want, kind in zip(wanted, kinds, strict=True)))
@@ -472,6 +494,6 @@ def gradients_in_forward(
     stats, grads = xla.over_slices(padded, chunk_size, body, start_carry)
     return jax.tree.map(lambda x: x[:n], stats), Gradients(
         grads.hidden[:n] if needs.hidden else None,
-        grads.weight[0] if in_halves else grads.weight,
+        grads.weight[0] if in_halves else grads.weight.astype(dtypes.weight) if needs.weight else None,
         grads.bias.astype(dtypes.bias) if needs.bias else None,
     )

@@ -19,10 +19,10 @@ from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_inter
 from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 
-def unsupported(hidden: jax.Array, weight: jax.Array, *others: jax.Array | None, options: LinearOptions) -> str | None:
+def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
     """Lean mode, float32 and bfloat16, a precision that Mosaic has."""
     if options.mode == "fast":
         return "it has no mode 'fast' (a chunk's logits would have to exist); use mode='lean', or 'xla'."

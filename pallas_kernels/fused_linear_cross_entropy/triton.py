@@ -26,10 +26,11 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     LinearOptions,
     Needs,
     TritonConfig,
+    Typed,
 )
 
 
-def unsupported(hidden: jax.Array, weight: jax.Array, *others: jax.Array | None, options: LinearOptions) -> str | None:
+def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
     """Lean mode, float32 and narrower, a precision that Triton has."""
     if options.mode == "fast":
         return "it has no mode 'fast' (a chunk's logits would have to exist); use mode='lean', or 'xla'."
