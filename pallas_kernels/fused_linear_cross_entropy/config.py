@@ -103,6 +103,11 @@ def mosaic_gpu_tiles(depth: int) -> Tiles:
     return Tiles(columns=128, in_turn=True, stages=5) if depth < 1536 else Tiles()
 
 
+def mosaic_gpu_sum_tiles() -> Tiles:
+    """Of a product that is added to what is in memory: in turn, so that one tile moves while another is multiplied."""
+    return Tiles(columns=128, in_turn=True, stages=5)
+
+
 @dataclasses.dataclass(frozen=True)
 class TpuConfig:
     """Tile of hidden (n, d) and of the weight (v, d)."""

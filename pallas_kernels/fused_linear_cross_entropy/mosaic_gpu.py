@@ -10,7 +10,6 @@ Rounding: statistics and losses come from the float32 accumulators. E is relativ
 rounding it costs 2^-9 of a probability, where a rounded logit z costs |z| · 2^-9; du is rounded once more.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -256,44 +255,55 @@ def _put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.
     return whole
 
 
-def _add_to_halves(high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, options: LinearOptions):
+def _add_to_halves(high, low, du: jax.Array, hidden: jax.Array, is_first: jax.Array, options: LinearOptions):
     """high + low += duᵀ · X, in place: two 16-bit numbers hold as many digits as float32 is asked for here.
 
-    high is the sum as the weight's dtype holds it, low what that leaves out: together 2^-17 of the sum.
+    high is the sum as the weight's dtype holds it, low what that leaves out: together 2^-17 of the sum. The first
+    time (is_first (1,) int32 is not 0) both count as zeros, and are not read.
     """
-    dtype = high.dtype
-    piece_of = lambda ref, tile, piece: _hopper.at(ref, tile.row, tile.column, piece)
+    dtype, num_slots = high.dtype, 4
+    tiles = config.mosaic_gpu_sum_tiles()
+    todo = _hopper.pieces((tiles.rows, tiles.columns))
 
-    def fetch(tile: Tile, refs, scratch, i):
-        fetched, arrived = scratch[0], scratch[2].at[tile.warpgroup * 2 + i % 2]
-        piece = _hopper.pieces((tiles.rows, tiles.columns))[i]
+    def copy(tile: Tile, refs, scratch, i, *, out: bool):
+        stage, arrived = scratch
+        slot = (tile.warpgroup, i % num_slots)
         for half, ref in enumerate(refs):
-            plgpu.copy_gmem_to_smem(piece_of(ref, tile, piece), fetched.at[tile.warpgroup, i % 2, half], arrived)
+            there, here = _hopper.at(ref, tile.row, tile.column, todo[i]), stage.at[(*slot, half)]
+            if out:
+                plgpu.copy_smem_to_gmem(here, there)
+            else:
+                plgpu.copy_gmem_to_smem(there, here, arrived.at[tile.warpgroup * num_slots + i % num_slots])
 
     def prologue(tile: Tile, refs, scratch):
-        for i in (0, 1):  # they arrive during the product
-            fetch(tile, refs, scratch, i)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(tile.start == 0)
+        def _():
+            for i in range(num_slots):  # they arrive during the product
+                copy(tile, refs, scratch, i, out=False)
 
     def epilogue(tile: Tile, refs, scratch):
-        fetched, stage, arrived = scratch
-        todo = _hopper.pieces(tile.values.shape)
+        stage, arrived = scratch
+        is_first = tile.start != 0
         for i, piece in enumerate(todo):
-            slot = (tile.warpgroup, i % 2)
-            plgpu.barrier_wait(arrived.at[tile.warpgroup * 2 + i % 2])
-            old = [_hopper.load(fetched, (*slot, half), _hopper.LAYOUT).astype(jnp.float32) for half in (0, 1)]
-            total = tile.values[piece] + (old[0] + old[1])
+            slot = (tile.warpgroup, i % num_slots)
+            barrier = arrived.at[tile.warpgroup * num_slots + i % num_slots]
+            pl.when(~is_first)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
+            old = [_hopper.load(stage, (*slot, half), _hopper.LAYOUT).astype(jnp.float32) for half in (0, 1)]
+            zeros = jnp.zeros_like(old[0])
+            total = tile.values[piece] + jax.lax.select(
+                jax.lax.broadcast(is_first, zeros.shape), zeros, old[0] + old[1]
+            )
             new_high = total.astype(dtype)
-            plgpu.wait_smem_to_gmem(2, wait_read_only=True)
             stage[(*slot, 0)] = new_high
             stage[(*slot, 1)] = (total - new_high.astype(jnp.float32)).astype(dtype)
             plgpu.commit_smem()
-            for half, ref in enumerate(refs):
-                plgpu.copy_smem_to_gmem(stage.at[(*slot, half)], piece_of(ref, tile, piece))
-            if i + 2 < len(todo):
-                fetch(tile, refs, scratch, i + 2)
+            copy(tile, refs, scratch, i, out=True)
+            if 0 < i <= len(todo) - num_slots:  # the last piece's slot, once it has left
+                plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+                pl.when(~is_first)(lambda i=i: copy(tile, refs, scratch, i - 1 + num_slots, out=False))
 
-    tiles = dataclasses.replace(config.mosaic_gpu_tiles(du.shape[0]), stages=3)
-    halves = _hopper.shared_tile((2, 2, 2, 64, _hopper.PIECE_COLUMNS), dtype)
     operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
     return tuple(
         _hopper.product(
@@ -304,7 +314,12 @@ def _add_to_halves(high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.A
             prologue=prologue,
             name="fused_linear_cross_entropy_weight_gradient",
             in_place=[high, low],
-            scratch=[halves, halves, plgpu.Barrier(num_arrivals=2, num_barriers=4)],
+            scratch=[
+                _hopper.shared_tile((2, num_slots, 2, 64, _hopper.PIECE_COLUMNS), dtype),
+                plgpu.Barrier(num_arrivals=2, num_barriers=2 * num_slots),
+            ],
+            start=is_first,
+            start_of="flag",
         )
     )
 
@@ -454,22 +469,21 @@ def gradients_in_forward(
         needs.weight and not one_chunk and dtypes.weight.itemsize == 2 and _hopper.can_write_in_place(inputs.hidden)
     )
 
-    def body(carry, start, size):
+    def body(carry, start, own):
         stats, (dhidden, dweight, dbias) = carry
-        x, y = xla.take_tokens(inputs.hidden, inputs.labels, start, size)
-        part = inputs._replace(hidden=x, labels=y)
+        part, chunk_coefficients = xla.take_tokens(inputs, coefficients, start, chunk_size, own)
         parts, exponentials = _partial_statistics(part, options, keep=True)
         chunk_stats = rows.online_merge(parts, options.logit)
-        chunk_coefficients = jax.tree.map(lambda c: xla.take(c, start, size), coefficients)
         lse = chunk_stats.log_normalizer
         cotangents = rows.row_cotangents(lse, chunk_coefficients, class_weight_sum)
         du = _make_logit_gradients(exponentials, parts.maximum, part, lse, cotangents, options)
         if needs.hidden:
-            dhidden = xla.put(dhidden, xla.product(du, inputs.weight, 1, options.vocab_dim, options), start)
+            part_gradient = xla.product(du, inputs.weight, 1, options.vocab_dim, options, dtypes.hidden)
+            dhidden = xla.put(dhidden, part_gradient, start)
         if needs.weight and in_halves:
-            dweight = _add_to_halves(*dweight, du, part.hidden, options)
+            dweight = _add_to_halves(*dweight, du, part.hidden, jnp.asarray(start == 0, jnp.int32)[None], options)
         elif needs.weight and one_chunk:
-            dweight = xla.weight_gradient(du, part.hidden, options).astype(dtypes.weight)
+            dweight = xla.weight_gradient(du, part.hidden, options, dtypes.weight)
         elif needs.weight:
             dweight += xla.weight_gradient(du, part.hidden, options)
         if needs.bias:
@@ -491,7 +505,7 @@ def gradients_in_forward(
             empty(needs.hidden, inputs.hidden.shape, dtypes.hidden), accumulators, empty(needs.bias, (v,), jnp.float32)
         ),
     )
-    stats, grads = xla.over_slices(padded, chunk_size, body, start_carry)
+    stats, grads = xla.over_tokens(padded, chunk_size, body, start_carry)
     return jax.tree.map(lambda x: x[:n], stats), Gradients(
         grads.hidden[:n] if needs.hidden else None,
         grads.weight[0] if in_halves else grads.weight.astype(dtypes.weight) if needs.weight else None,

@@ -39,10 +39,34 @@ def take(x: jax.Array | None, start: Any, size: int, axis: int = 0) -> jax.Array
     return None if x is None else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def take_tokens(hidden: jax.Array, labels: jax.Array, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
-    """Some rows of hidden and their labels; zeros where a row does not count, since 0 · NaN is NaN in a product."""
-    x, y = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, labels))
-    return jnp.where(y[:, None] == rows.NO_LABEL, jnp.zeros((), x.dtype), x), y
+def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+    """carry = body(carry, start, own) for chunks of `size` tokens, of which the first `own` are this chunk's.
+
+    All chunks are of one size, so that one loop body serves all: the first chunk overlaps with the second, which
+    writes over what both hold.
+    """
+    parts = max(1, -(-n // size))
+    if parts == 1:
+        return body(carry, 0, size)
+    own_of_first = n - (parts - 1) * size
+
+    def step(i, carry):
+        start = jnp.maximum(own_of_first + (i - 1) * size, 0)
+        return body(carry, start, jnp.where(i == 0, own_of_first, size))
+
+    return jax.lax.fori_loop(0, parts, step, carry)
+
+
+def take_tokens(
+    inputs: Inputs, coefficients: Coefficients, start: Any, size: int, own: Any
+) -> tuple[Inputs, Coefficients]:
+    """A chunk of tokens; those that are not its own, or do not count, are zeros without a label: 0 · NaN is NaN."""
+    is_own = jnp.arange(size) < own
+    y = jnp.where(is_own, take(inputs.labels, start, size), rows.NO_LABEL)
+    x = take(inputs.hidden, start, size)
+    x = jnp.where(y[:, None] == rows.NO_LABEL, jnp.zeros((), x.dtype), x)
+    masked = jax.tree.map(lambda c: jnp.where(is_own, take(c, start, size), 0.0), coefficients)
+    return inputs._replace(hidden=x, labels=y), masked
 
 
 def put(x: jax.Array, part: jax.Array, start: Any, axis: int = 0) -> jax.Array:
@@ -50,10 +74,12 @@ def put(x: jax.Array, part: jax.Array, start: Any, axis: int = 0) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis)
 
 
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: LinearOptions) -> jax.Array:
-    """Contracts a's axis with b's, in their dtype, accumulated and returned in float32."""
+def product(
+    a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: LinearOptions, dtype: Any = jnp.float32
+) -> jax.Array:
+    """Contracts a's axis with b's, in their dtype, accumulated in float32, and returned in `dtype`."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=dtype)
 
 
 def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: LinearOptions) -> jax.Array:
@@ -147,9 +173,10 @@ def gradients(
     return grads._replace(hidden=grads.hidden.astype(hidden.dtype) if needs.hidden else None)
 
 
-def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions) -> jax.Array:
-    """duᵀ · X in the weight's layout, float32."""
-    return product(du, hidden, 0, 0, options) if options.vocab_dim == 0 else product(hidden, du, 0, 0, options)
+def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dtype: Any = jnp.float32) -> jax.Array:
+    """duᵀ · X in the weight's layout."""
+    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    return product(*operands, 0, 0, options, dtype)
 
 
 def gradients_in_forward(
@@ -161,12 +188,13 @@ def gradients_in_forward(
     products_weight = weight.astype(hidden.dtype)
     empty = jax.eval_shape(lambda: rows.statistics(jnp.zeros((n, v)), labels, class_weights, options=options.logit))
 
-    def body(carry, start, size):
+    size = min(options.chunk_size, max(n, 1))
+
+    def body(carry, start, own):
         stats, (dhidden, dweight, dbias) = carry
-        x, y = take_tokens(hidden, labels, start, size)
+        (x, _, y, _, _), chunk_coefficients = take_tokens(inputs, coefficients, start, size, own)
         u = raw_logits(x, products_weight, bias, options)
         chunk_stats = rows.statistics(u, y, class_weights, options=options.logit)
-        chunk_coefficients = jax.tree.map(lambda c: take(c, start, size), coefficients)
         lse = chunk_stats.log_normalizer
         du = rows.logit_gradient(
             u,
@@ -195,7 +223,7 @@ def gradients_in_forward(
             full_like(hidden, (v,), 0, jnp.float32) if needs.bias else None,
         ),
     )
-    stats, grads = over_slices(n, min(options.chunk_size, max(n, 1)), body, start_carry)
+    stats, grads = over_tokens(n, size, body, start_carry)
     return stats, Gradients(
         grads.hidden,
         grads.weight.astype(weight.dtype) if needs.weight else None,
