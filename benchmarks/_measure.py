@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import math
 import pathlib
 import statistics
 import time
@@ -11,21 +12,16 @@ from typing import Any
 import jax
 from jax.experimental.mosaic.gpu import profiler
 
-WARM_UP_SECONDS = 1.0
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def program_ms(compiled, *args, iterations: int = 12) -> float:
     """The median over runs of the summed time of all kernels of a compiled program, in milliseconds (CUPTI).
 
-    A GPU draws full power after a while and then slows down, a matrix product by a sixth: every program runs for a
-    second before its figures are taken. Where there is no GPU: `wall_ms`.
+    Where there is no GPU: `wall_ms`.
     """
     if jax.default_backend() != "gpu":
         return wall_ms(lambda: compiled(*args), jax.block_until_ready)
-    start = time.perf_counter()
-    while time.perf_counter() - start < WARM_UP_SECONDS:
-        jax.block_until_ready(compiled(*args))
     # The outputs of all runs are held until the last: no more than 32 GiB of them.
     output_bytes = compiled.memory_analysis().output_size_in_bytes
     iterations = max(5, min(iterations, 2**35 // max(1, output_bytes)))
@@ -33,11 +29,28 @@ def program_ms(compiled, *args, iterations: int = 12) -> float:
     return statistics.median(times[2:])
 
 
-def heat(compiled, *args, seconds: float = 8.0) -> None:
-    """Runs a program for a while, so that what is timed first meets the same clocks as what is timed last."""
-    start = time.perf_counter()
-    while jax.default_backend() == "gpu" and time.perf_counter() - start < seconds:
-        jax.block_until_ready(compiled(*args))
+def in_rounds(programs: dict[str, Callable[[], Any]], rounds: int = 5, seconds: float = 0.4) -> dict[str, float]:
+    """Milliseconds a run of each program, the median over rounds in which every program has its turn.
+
+    A GPU under full load slows down, by a sixth and more, as power and temperature have it: only programs that run
+    in turn, as long and as densely as each other, can be compared. In its turn a program is queued `seconds` long,
+    each run's outputs freed as the next is queued; the first fifth of them is not timed.
+    """
+    times = {name: [] for name in programs}
+    estimates = {name: wall_ms(run, jax.block_until_ready, iterations=2) for name, run in programs.items()}
+    for _ in range(rounds):
+        for name, run in programs.items():
+            count = max(3, math.ceil(1e3 * seconds / estimates[name]))
+            for _ in range(max(1, count // 5)):
+                result = run()
+            jax.block_until_ready(result)
+            start = time.perf_counter()
+            for _ in range(count):
+                result = run()
+            jax.block_until_ready(result)
+            times[name].append(1e3 * (time.perf_counter() - start) / count)
+            del result
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def kernel_ms(f, *args, iterations: int = 12) -> float:

@@ -251,7 +251,6 @@ def shape_results(shape: tuple[int, int, int], options: argparse.Namespace, abse
     data = make_data(shape, options.data, options.weight_dtype)
     matmul_arguments = data.hidden, data.weight.astype(jnp.bfloat16)
     matmul = jax.jit(lambda x, w: x @ w.T).lower(*matmul_arguments).compile()
-    _measure.heat(matmul, *matmul_arguments)
     matmul_ms = _measure.program_ms(matmul, *matmul_arguments)
     print(f"{shape}: one matmul {matmul_ms:.2f} ms, loss {data.loss:.4f}", flush=True)
     measured = JaxRows(data, options.what)

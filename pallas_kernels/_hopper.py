@@ -22,7 +22,8 @@ from liger_jax.pallas_kernels._tiles import cdiv
 
 LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup's registers hold a tile
 ROW_LAYOUT, COLUMN_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)  # one number a row, one a column
-ROWS = 128  # rows of a block's tile, and what the number of rows must be a multiple of
+ROWS = 128  # of a block's tile
+ROW_MULTIPLE = 2 * ROWS  # of a pair's: what vectors of rows are padded to, since their ends are not masked
 NUM_CORES = 132
 PIECE_COLUMNS = 32
 _NUM_CONSUMERS = 2

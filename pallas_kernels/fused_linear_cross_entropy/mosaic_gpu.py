@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._hopper import ROWS, Tile
+from liger_jax.pallas_kernels._hopper import ROW_MULTIPLE, Tile
 from liger_jax.pallas_kernels._tiles import cdiv, full_like, out_like, round_up
 from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
@@ -58,7 +58,7 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
 def _padded(inputs: Inputs, *vectors: Any) -> Any:
     """Whole tiles of rows: what is added has no label, and zeros everywhere else."""
     n = inputs.hidden.shape[0]
-    extra = round_up(n, ROWS) - n
+    extra = round_up(n, ROW_MULTIPLE) - n
     inputs = inputs._replace(weight=inputs.weight.astype(inputs.hidden.dtype))
     if extra:
         hidden = jnp.pad(inputs.hidden, ((0, extra), (0, 0)))
@@ -362,7 +362,8 @@ def gradients(
         empty(needs.weight, inputs.weight.shape, dtypes.weight),
         empty(needs.bias, (v,), dtypes.bias),
     )
-    grads = xla.over_slices(v, min(options.chunk_size, v), body, zeros)
+    # Slices begin at whole tiles.
+    grads = xla.over_slices(v, min(round_up(options.chunk_size, ROW_MULTIPLE), v), body, zeros)
     return grads._replace(hidden=grads.hidden[:n].astype(dtypes.hidden) if needs.hidden else None)
 
 
@@ -463,7 +464,7 @@ def gradients_in_forward(
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
     inputs, coefficients = _padded(inputs, coefficients)
     padded = inputs.hidden.shape[0]
-    chunk_size = min(round_up(options.chunk_size, ROWS), padded)
+    chunk_size = min(round_up(options.chunk_size, ROW_MULTIPLE), padded)
     one_chunk = chunk_size == padded
     in_halves = (
         needs.weight and not one_chunk and dtypes.weight.itemsize == 2 and _hopper.can_write_in_place(inputs.hidden)
