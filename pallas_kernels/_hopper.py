@@ -2,9 +2,9 @@
 
 Persistent and warp-specialised: in each block one warpgroup copies tiles of both operands into a ring of shared
 memory, two multiply them and run the epilogue. They either share a tile, 64 rows each, or take whole tiles in turn, so
-that one multiplies while the other is in its epilogue: better where the contracted axis is short. Blocks come in pairs
-that share b's tiles: each copies a half for both. They walk the output along a snake, so that the tiles in flight at
-a time share their operands in L2.
+that one multiplies while the other is in its epilogue: better where the contracted axis is short. Blocks walk the
+output along a snake, so that the tiles in flight at a time share their operands in L2. (Pairs of blocks that share
+b's tiles by multicast were within 1 % of single ones on an H200, with either kind of tile, and are left out.)
 """
 
 import dataclasses
@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from liger_jax.pallas_kernels._tiles import cdiv
+from liger_jax.pallas_kernels._tiles import cdiv, out_like
 
 LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup's registers hold a tile
 ROW_LAYOUT, COLUMN_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)  # one number a row, one a column
-ROWS = 128  # of a block's tile
-ROW_MULTIPLE = 2 * ROWS  # of a pair's: what vectors of rows are padded to, since their ends are not masked
+ROWS = 128  # of a block's tile, and what vectors of rows are padded to: their ends are not masked
 NUM_CORES = 132
 PIECE_COLUMNS = 32
 _NUM_CONSUMERS = 2
@@ -43,8 +42,7 @@ class Tiles:
     in_turn: bool = False  # each warpgroup takes tiles of its own
     depth: int = 64
     stages: int = 4
-    snake_width: int = 8
-    pair: bool = True  # two blocks, one above the other, copy each half of b's tile and share it
+    snake_width: int = 16
 
     def __post_init__(self) -> None:
         accumulator = self.rows * self.columns // 128
@@ -149,21 +147,13 @@ def launch(
     name: str,
     out_types: Sequence[Any] = (),
     in_place: Sequence[jax.Array] = (),
-    in_pairs: bool = False,
 ) -> Any:
-    """Runs body(*operands', *outputs' and in_place's refs, *scratch) in blocks, or pairs, of three warpgroups.
+    """Runs body(*operands', *outputs' and in_place's refs, *scratch) in blocks of three warpgroups.
 
     Returns the outputs, or what became of `in_place`: arrays that the body changes where they are. Inside a
     `shard_map` that checks how values vary over its mesh, JAX has no such arrays: see `can_write_in_place`.
     """
-    mesh = plgpu.Mesh(
-        grid=(num_blocks,),
-        grid_names=("block",),
-        cluster=(2,) if in_pairs else (),
-        cluster_names=("pair",) if in_pairs else (),
-        num_threads=3,
-        thread_name="warpgroup",
-    )
+    mesh = plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup")
 
     def run(*refs):
         pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="warpgroup")
@@ -174,6 +164,15 @@ def launch(
     if not in_place:
         return kernel(*operands)
     return pl.run_state(lambda refs: kernel(*operands, *refs) and None)(tuple(in_place))
+
+
+def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array of anything, for kernels to fill: zeros cost a pass over memory."""
+    no_scratch = [plgpu.SMEM((8,), jnp.float32)]
+    (array,) = launch(
+        lambda *_: None, num_blocks=1, scratch=no_scratch, name="empty", out_types=[out_like(like, shape, dtype)]
+    )
+    return array
 
 
 def can_write_in_place(x: jax.Array) -> bool:
@@ -210,10 +209,8 @@ def product(
     num_rows, num_depth = a.shape[1 - contract[0]], a.shape[contract[0]]
     columns = tiles.columns
     row_tiles, column_tiles = cdiv(num_rows, ROWS), cdiv(num_columns or b.shape[1 - contract[1]], columns)
-    blocks = 2 if tiles.pair else 1
-    row_tiles = cdiv(row_tiles, blocks)
     steps, total = cdiv(num_depth, tiles.depth), row_tiles * column_tiles
-    num_blocks = min(NUM_CORES // blocks, total)
+    num_blocks = min(NUM_CORES, total)
     stages, rows = tiles.stages, tiles.rows
     vectors = (*row_vectors, *column_vectors)
     starts = () if start is None else (start,)
@@ -221,7 +218,7 @@ def product(
     def body(a_ref, b_ref, *refs):
         given, refs = refs[: len(vectors) + len(starts)], refs[len(vectors) + len(starts) :]
         refs, all_scratch = refs[:-num_scratch], refs[-num_scratch:]
-        a_ring, b_ring, filled, emptied, vectors_filled, done, *scratch_refs = all_scratch
+        a_ring, b_ring, filled, emptied, vectors_filled, *scratch_refs = all_scratch
         vector_stages, scratch_refs = scratch_refs[: len(vectors)], scratch_refs[len(vectors) :]
         warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
         start = given[-1][0] if starts else 0
@@ -235,8 +232,7 @@ def product(
 
         def place(i):
             tile = block + i * num_blocks
-            row, column = plgpu.planar_snake(tile, (row_tiles, column_tiles), minor_dim=0, tile_width=tiles.snake_width)
-            return (2 * row + jax.lax.axis_index("pair") if tiles.pair else row), column
+            return plgpu.planar_snake(tile, (row_tiles, column_tiles), minor_dim=0, tile_width=tiles.snake_width)
 
         def copy_tile(i, _):
             row_tile, column_tile = place(i)
@@ -250,12 +246,12 @@ def product(
                     pl.ds(b_column + column_tile * columns, columns),
                     pl.ds(b_depth + step * tiles.depth, tiles.depth),
                 )
-                for ref, ring, index, axis, shared_by in (
-                    (a_ref, a_ring, a_index, contract[0], None),
-                    (b_ref, b_ring, b_index, contract[1], "pair" if tiles.pair else None),
+                for ref, ring, index, axis in (
+                    (a_ref, a_ring, a_index, contract[0]),
+                    (b_ref, b_ring, b_index, contract[1]),
                 ):
                     source = ref.at[index if axis == 1 else index[::-1]]
-                    plgpu.copy_gmem_to_smem(source, ring.at[slot], filled_at(i, slot), collective_axes=shared_by)
+                    plgpu.copy_gmem_to_smem(source, ring.at[slot], filled_at(i, slot))
 
             jax.lax.fori_loop(0, steps, copy_step, None)
 
@@ -311,21 +307,16 @@ def product(
             else:
                 jax.lax.fori_loop(0, num_tiles, multiply_tile, None)
             plgpu.wait_smem_to_gmem(0)
-            if tiles.pair:  # neither block may leave while the other still writes to its shared memory
-                plgpu.barrier_arrive(done)
-                plgpu.barrier_wait(done)
 
     block_shape = lambda size, axis: (size, tiles.depth) if axis == 1 else (tiles.depth, size)
     turns = _NUM_CONSUMERS if tiles.in_turn else 1
     vector_size = lambda k: rows if k < len(row_vectors) else columns
-    across = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if tiles.pair else plgpu.Barrier
     all_scratch = [
         shared_tile((stages, *block_shape(ROWS, contract[0])), a.dtype),
         shared_tile((stages, *block_shape(columns, contract[1])), b.dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages * turns),
-        across(num_arrivals=_NUM_CONSUMERS // turns, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=_NUM_CONSUMERS // turns, num_barriers=stages),
         plgpu.Barrier(num_arrivals=max(1, len(vectors)), num_barriers=_NUM_CONSUMERS),
-        across(num_arrivals=_NUM_CONSUMERS),
         *[plgpu.SMEM((_NUM_CONSUMERS, vector_size(k)), vector.dtype) for k, vector in enumerate(vectors)],
         *scratch,
     ]
@@ -333,7 +324,6 @@ def product(
     return launch(
         body, a, b, *vectors, *starts,
         num_blocks=num_blocks, out_types=out_types, in_place=in_place, scratch=all_scratch, name=name,
-        in_pairs=tiles.pair,
     )  # fmt: skip
 
 

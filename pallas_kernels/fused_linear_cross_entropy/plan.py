@@ -12,7 +12,7 @@ from liger_jax.pallas_kernels._tiles import cdiv, round_up
 
 LEAST_TOKENS, LEAST_FAST_TOKENS, LEAST_ENTRIES = 256, 1024, 512
 _WORKSPACE_BYTES = 32 * 2**20  # of cuBLAS on Hopper, for the products that are XLA's
-_TILE = 256
+_TILE = 128
 
 
 @dataclasses.dataclass(frozen=True)
