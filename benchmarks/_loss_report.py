@@ -14,7 +14,6 @@ HEADER = [
     "fwd ms",
     "fwd+bwd ms",
     "× three matmuls",
-    "wall ms",
     "extra MiB",
     "dW error, × unfused bf16",
 ]
@@ -29,11 +28,11 @@ class Row:
     family: str  # a key of COLOURS
     forward_ms: float | None = None
     both_ms: float | None = None
-    wall_ms: float | None = None
     extra_mib: float | None = None
     weight_error: float | None = None  # RMS, absolute
     loss: float | None = None
     failure: str | None = None
+    key: str = ""  # of its programs, while they wait to be timed
 
 
 class Results(NamedTuple):
@@ -52,13 +51,13 @@ def table_lines(shape: tuple[int, int, int], three_ms: float, rows: list[Row]) -
     unit = next((row.weight_error for row in rows if row.who == REFERENCE), None)
     size = ", ".join(map(str, shape))
     show = lambda x, digits: "–" if x is None else f"{x:,.{digits}f}"
-    lines = [[f"**{size}**", "*three matmuls*", "", show(three_ms, 2), "1.00", "", "", ""]]
+    lines = [[f"**{size}**", "*three matmuls*", "", show(three_ms, 2), "1.00", "", ""]]
     for row in sorted(rows, key=step_ms):
         if row.family == "liger-jax" and row.failure is not None:
             continue  # told by `notes` alone
         times_three = None if row.both_ms is None else row.both_ms / three_ms
         error = None if not unit or row.weight_error is None else row.weight_error / unit
-        figures = [(row.forward_ms, 2), (row.both_ms, 2), (times_three, 2), (row.wall_ms, 2), (row.extra_mib, 0)]
+        figures = [(row.forward_ms, 2), (row.both_ms, 2), (times_three, 2), (row.extra_mib, 0)]
         who = row.who if row.failure is None else f"{row.who}: failed"
         lines.append([size, who, *(show(*figure) for figure in figures), show(error, 2)])
     return lines

@@ -29,7 +29,12 @@ def program_ms(compiled, *args, iterations: int = 12) -> float:
     return statistics.median(times[2:])
 
 
-def in_rounds(programs: dict[str, Callable[[], Any]], rounds: int = 5, seconds: float = 0.4) -> dict[str, float]:
+def in_rounds(
+    programs: dict[str, Callable[[], Any]],
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    rounds: int = 5,
+    seconds: float = 0.4,
+) -> dict[str, float]:
     """Milliseconds a run of each program, the median over rounds in which every program has its turn.
 
     A GPU under full load slows down, by a sixth and more, as power and temperature have it: only programs that run
@@ -37,17 +42,17 @@ def in_rounds(programs: dict[str, Callable[[], Any]], rounds: int = 5, seconds: 
     each run's outputs freed as the next is queued; the first fifth of them is not timed.
     """
     times = {name: [] for name in programs}
-    estimates = {name: wall_ms(run, jax.block_until_ready, iterations=2) for name, run in programs.items()}
+    estimates = {name: wall_ms(run, wait, iterations=2) for name, run in programs.items()}
     for _ in range(rounds):
         for name, run in programs.items():
             count = max(3, math.ceil(1e3 * seconds / estimates[name]))
             for _ in range(max(1, count // 5)):
                 result = run()
-            jax.block_until_ready(result)
+            wait(result)
             start = time.perf_counter()
             for _ in range(count):
                 result = run()
-            jax.block_until_ready(result)
+            wait(result)
             times[name].append(1e3 * (time.perf_counter() - start) / count)
             del result
     return {name: statistics.median(values) for name, values in times.items()}

@@ -9,7 +9,6 @@ import functools
 import gc
 import importlib
 import inspect
-import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -139,22 +138,6 @@ class TorchStep:
             loss = self.loss(*self.inputs)
         loss.backward()
         return loss.detach()
-
-    def milliseconds(self, run: Callable[[], Any], iterations: int = 10) -> float | None:
-        """The median of a run between two CUDA events, runs queued one behind the other, after three warm runs."""
-        if not self.on_gpu:
-            return None
-        cuda = self.torch.cuda
-        for _ in range(3):
-            run()
-        events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(iterations)]
-        cuda.synchronize()
-        for start, end in events:
-            start.record()
-            run()
-            end.record()
-        cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events)
 
     def wait(self, _=None) -> None:
         if self.on_gpu:

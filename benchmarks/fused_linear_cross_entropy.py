@@ -3,12 +3,11 @@
     python -m benchmarks.fused_linear_cross_entropy [--shapes A B C D small 256,512,1024] [--peers …]
 
 Each row is a whole training step of the mean loss: the loss, and its gradients by hidden and by the weight, as
-`jax.jit(jax.value_and_grad(loss, (0, 1)))` and as torch's `loss.backward()`. "ms" is the median of about 10 runs after
-warm ones: for JAX the summed time of all kernels of a run (CUPTI), for torch the time between two CUDA events, runs
-queued one behind the other. "wall ms" is measured alike for both: the host's clock around one step and the wait for it.
+`jax.jit(jax.value_and_grad(loss, (0, 1)))` and as torch's `loss.backward()`. Times are the host's around runs queued
+one behind the other, medians over rounds in which all programs of a shape have their turn (`_measure.in_rounds`).
 "Extra" memory is beside inputs and gradients: for JAX the compiler's figure, for torch the peak of its allocator. Three
 matmuls are three times the faster of JAX's and torch's `x @ w.T` in bf16, on the same data in the same run. Torch runs
-in a process of its own: CUPTI takes one subscriber a process, and a peer's illegal access ends only its own.
+in a process of its own: a peer's illegal access ends only its own.
 
 dW's error is the RMS of (dW − truth) over 512 random rows of the vocabulary, divided by that of the unfused bf16 step
 ("XLA full logits, bf16"). The truth is computed in float64 from the same bf16 values.
@@ -122,12 +121,15 @@ def full_logits(hidden, weight, labels, *, accumulate=None):
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - target)
 
 
-class JaxRows:
-    """Measures JAX losses on one shape; one whose program was measured under another name is not run again."""
+class JaxPrograms:
+    """JAX losses on one shape, compiled and checked, then timed together; one program may serve several names."""
 
     def __init__(self, data: Data, what: str):
         self.data, self.what = data, what
-        self.measured: dict[str, Row] = {}
+        self.checked: dict[str, Row] = {}
+        matmul_arguments = data.hidden, data.weight.astype(jnp.bfloat16)
+        matmul = jax.jit(lambda x, w: x @ w.T).lower(*matmul_arguments).compile()
+        self.programs: dict[str, Callable[[], Any]] = {"matmul": lambda: matmul(*matmul_arguments)}
 
     def row(self, who: str, family: str, loss: Callable[..., jax.Array], weight_layout: str = "vd") -> Row:
         data = self.data
@@ -135,19 +137,20 @@ class JaxRows:
         args = data.hidden, weight, data.labels
         forward = jax.jit(loss).lower(*args)
         step = jax.jit(jax.value_and_grad(loss, TRAINED[self.what])).lower(*args) if TRAINED[self.what] else forward
-        if (program := step.as_text()) not in self.measured:
-            self.measured[program] = self._measure(forward, step, args, weight_layout)
-        return dataclasses.replace(self.measured[program], who=who, family=family)
+        if (program := step.as_text()) not in self.checked:
+            self.checked[program] = self._check(forward, step, args, weight_layout)
+        return dataclasses.replace(self.checked[program], who=who, family=family)
 
-    def _measure(self, forward, step, args, weight_layout: str) -> Row:
-        forward, row = forward.compile(), Row("", "")
-        row.forward_ms, row.loss = _measure.program_ms(forward, *args), float(forward(*args))
+    def _check(self, forward, step, args, weight_layout: str) -> Row:
+        """All but the times; the programs wait for `times`."""
+        forward, row = forward.compile(), Row("", "", key=f"{len(self.programs)}")
+        row.loss = float(forward(*args))
+        self.programs[f"forward {row.key}"] = lambda: forward(*args)
         step = step.compile() if TRAINED[self.what] else forward
         row.extra_mib = step.memory_analysis().temp_size_in_bytes / 2**20
-        row.wall_ms = _measure.wall_ms(lambda: step(*args), jax.block_until_ready)
         if not TRAINED[self.what]:
             return row
-        row.both_ms = _measure.program_ms(step, *args)
+        self.programs[f"both {row.key}"] = lambda: step(*args)
         row.loss, gradients = step(*args)
         row.loss = float(row.loss)
         if 1 in TRAINED[self.what]:
@@ -156,18 +159,25 @@ class JaxRows:
             row.weight_error = rms(dw - self.data.weight_gradient)
         return row
 
+    def times(self, rows: list[Row]) -> float:
+        """Measures all programs and writes their times into the rows; returns one matmul's."""
+        times = _measure.in_rounds(self.programs)
+        for row in rows:
+            row.forward_ms, row.both_ms = times.get(f"forward {row.key}"), times.get(f"both {row.key}")
+        return times["matmul"]
+
 
 def torch_row(who: str, loss: Callable[..., Any], inputs: _peers.TorchInputs, data: Data, what: str) -> Row:
-    """Measures a torch loss; without a GPU by the host's clock, and no memory."""
+    """Measures a torch loss; without a GPU no memory."""
     step, row = _peers.TorchStep(loss, inputs), Row(who, "torch")
     try:
-        milliseconds = lambda run: step.milliseconds(run) or _measure.wall_ms(run, step.wait)
-        row.forward_ms, row.loss = milliseconds(step.forward), float(step.forward())
+        row.loss = float(step.forward())
         run = step.both if TRAINED[what] else step.forward
-        row.wall_ms = _measure.wall_ms(run, step.wait)
         row.extra_mib = step.extra_mib(run)
+        times = _measure.in_rounds({"forward": step.forward, "both": run}, step.wait, rounds=3)
+        row.forward_ms = times["forward"]
         if TRAINED[what]:
-            row.both_ms = milliseconds(step.both)
+            row.both_ms = times["both"]
             row.loss = float(step.both())
         if 1 in TRAINED[what]:
             row.weight_error = rms(step.weight_gradient(data.rows) - data.weight_gradient)
@@ -183,14 +193,14 @@ def attempt(who: str, family: str, measure: Callable[[], Row]) -> Row:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         row = Row(who, family, failure=reason if len(reason) <= 300 else reason[:300] + " …")
-    print(f"  {who}: {row.failure or f'{row.forward_ms:.2f} / {row.both_ms or 0:.2f} ms'}", flush=True)
+    print(f"  {who}: {row.failure or f'loss {row.loss:.4f}, {row.extra_mib or 0:.0f} MiB'}", flush=True)
     return row
 
 
 # --- all rows of a shape ----------------------------------------------------------------------------------------------
 
 
-def our_rows(shape: tuple[int, int, int], options: argparse.Namespace, rows: JaxRows) -> Iterator[Row]:
+def our_rows(shape: tuple[int, int, int], options: argparse.Namespace, programs: JaxPrograms) -> Iterator[Row]:
     """bounded: the fast mode beside 16-bit halves of dW and 2,048 tokens' logits, 2·V·D + 4,096·V bytes."""
     for mode, implementation in itertools.product(options.modes, options.implementations):
         _, d, v = shape
@@ -202,16 +212,16 @@ def our_rows(shape: tuple[int, int, int], options: argparse.Namespace, rows: Jax
             chunk_size=options.chunk_size,
         )
         who = f"liger-jax {mode}, {implementation}"
-        yield attempt(who, "liger-jax", functools.partial(rows.row, who, "liger-jax", loss))
+        yield attempt(who, "liger-jax", functools.partial(programs.row, who, "liger-jax", loss))
 
 
-def jax_rows(options: argparse.Namespace, rows: JaxRows, absent: set[str]) -> Iterator[Row]:
+def jax_rows(options: argparse.Namespace, programs: JaxPrograms, absent: set[str]) -> Iterator[Row]:
     plain = {REFERENCE: full_logits}
     plain["XLA full logits, float32"] = functools.partial(full_logits, accumulate=jnp.float32)
     for who, loss in plain.items():
-        yield attempt(who, "jax", functools.partial(rows.row, who, "jax", loss))
+        yield attempt(who, "jax", functools.partial(programs.row, who, "jax", loss))
     for who, loss in peer_losses(options.peers, _peers.JAX_PEERS, absent):
-        yield attempt(who, "jax", functools.partial(rows.row, who, "jax", loss, "dv"))
+        yield attempt(who, "jax", functools.partial(programs.row, who, "jax", loss, "dv"))
 
 
 def torch_results(shape: tuple[int, int, int], options: argparse.Namespace) -> tuple[float | None, list[Row], set[str]]:
@@ -220,7 +230,7 @@ def torch_results(shape: tuple[int, int, int], options: argparse.Namespace) -> t
     inputs = _peers.torch_inputs(data.hidden, data.weight, data.labels, options.what)
     weight = inputs.weight.detach().to(inputs.hidden.dtype)
     matmul = _peers.TorchStep(lambda hidden, _weight, _labels: hidden @ weight.T, inputs)
-    matmul_ms = matmul.milliseconds(matmul.forward)
+    matmul_ms = _measure.in_rounds({"matmul": matmul.forward}, matmul.wait)["matmul"]
     matmul.free()
     del weight, matmul
     rows = [
@@ -249,15 +259,11 @@ def peer_losses(
 
 def shape_results(shape: tuple[int, int, int], options: argparse.Namespace, absent: set[str]) -> Results:
     data = make_data(shape, options.data, options.weight_dtype)
-    matmul_arguments = data.hidden, data.weight.astype(jnp.bfloat16)
-    matmul = jax.jit(lambda x, w: x @ w.T).lower(*matmul_arguments).compile()
-    matmul_ms = _measure.program_ms(matmul, *matmul_arguments)
-    print(f"{shape}: one matmul {matmul_ms:.2f} ms, loss {data.loss:.4f}", flush=True)
-    measured = JaxRows(data, options.what)
-    rows = [*our_rows(shape, options, measured), *jax_rows(options, measured, absent)]
-    again_ms = _measure.program_ms(matmul, *matmul_arguments)
-    print(f"{shape}: one matmul {again_ms:.2f} ms again", flush=True)
-    matmul_ms = min(matmul_ms, again_ms)
+    print(f"{shape}: loss {data.loss:.4f}", flush=True)
+    programs = JaxPrograms(data, options.what)
+    rows = [*our_rows(shape, options, programs), *jax_rows(options, programs, absent)]
+    matmul_ms = programs.times(rows)
+    print(f"{shape}: one matmul {matmul_ms:.3f} ms", flush=True)
     if importlib.util.find_spec("torch") is None:
         absent.update(f"{name} (no torch)" for name in options.peers if name in _peers.TORCH_PEERS)
         return Results(3 * matmul_ms, rows, data.loss)
@@ -319,7 +325,7 @@ def report(
     """Writes the table and the picture of the shapes so far."""
     heading = "; ".join(filter(None, (_measure.heading(command).rstrip(), versions(options.peers))))
     setting = f"Data: {options.data}; weight: {options.weight_dtype}; trained: {options.what}."
-    methods = "JAX: summed kernel times; torch: CUDA events; wall: the host's clock around one step, for both."
+    methods = "Times: medians over rounds in which every program has its turn."
     lines = [table_lines(shape, result.three_ms, result.rows) for shape, result in results.items()]
     text = f"{heading}\n\n{setting} {methods}\n\n{_measure.table(HEADER, list(itertools.chain(*lines)))}\n"
     for shape, result in results.items():
