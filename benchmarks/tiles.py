@@ -25,7 +25,7 @@ TILES = {
     "shared 128×256": SHARED,
     "shared 128×256, snake 8": dataclasses.replace(SHARED, snake_width=8),
     "shared 128×256, snake 32": dataclasses.replace(SHARED, snake_width=32),
-    "shared 128×192": dataclasses.replace(SHARED, columns=192, stages=5),
+    "shared 128×192": dataclasses.replace(SHARED, columns=192),
     "in turn 128×128": IN_TURN,
     "in turn 128×128, snake 8": dataclasses.replace(IN_TURN, snake_width=8),
 }

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._hopper import Tiles
-from liger_jax.pallas_kernels._tiles import next_power_of_2, round_up
+from liger_jax.pallas_kernels._hopper import NUM_CORES, ROWS, Tiles
+from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
 TPU_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel may use unless it asks for more; v4 has no more
@@ -98,9 +98,39 @@ def triton_vocab_splits(n_tiles: int, v_tiles: int) -> int:
     return max(1, min(v_tiles, 1056 // max(1, n_tiles)))
 
 
-def mosaic_gpu_tiles(depth: int) -> Tiles:
-    """Shared tiles; where the contracted axis is short, tiles in turn, to hide the epilogue."""
-    return Tiles(columns=128, in_turn=True, stages=5) if depth < 1536 else Tiles()
+def mosaic_gpu_tiles(depth: int, rows: int, columns: int) -> Tiles:
+    """Shared tiles as wide as leaves the fewest cores idle in the last round; in turn where the depth is short.
+
+    Tiles in turn hide the epilogue behind the other's product, and read twice as much of b: on an H200 they win below
+    a depth of about 1,500 (benchmarks/results/tiles.md).
+    """
+    if depth < 1536:
+        return Tiles(columns=128, in_turn=True, stages=5)
+    return min((Tiles(columns=256), Tiles(columns=192)), key=lambda tiles: mosaic_gpu_rounds(tiles, rows, columns))
+
+
+def mosaic_gpu_rounds(tiles: Tiles, rows: int, columns: int) -> float:
+    """Columns of b that each core goes through, one tile after the other, for a product of this size.
+
+    A column costs 3 % more in tiles of 192, which use a's part of the copies less often.
+    """
+    cost = 1.0 if tiles.columns == 256 else 1.03
+    return cost * cdiv(cdiv(rows, ROWS) * cdiv(columns, tiles.columns), NUM_CORES) * tiles.columns
+
+
+def mosaic_gpu_vocab_slice(n: int, d: int, itemsize: int) -> int:
+    """Vocabulary entries in a slice of the lean mode: up to 72 MiB of du, and few cores idle in its products.
+
+    A core's rounds for du, of depth D, and for dW, of depth N, for each entry of the slice.
+    """
+
+    def rounds(size: int) -> float:
+        du = mosaic_gpu_rounds(mosaic_gpu_tiles(d, n, size), n, size) * d
+        dw = mosaic_gpu_rounds(mosaic_gpu_tiles(n, size, d), size, d) * n
+        return (du + dw) / size
+
+    most = max(4096, 72 * 2**20 // (itemsize * max(n, 1)) // 256 * 256)
+    return min(range(4096, min(most, 16384) + 1, 256), key=lambda size: (rounds(size), size))
 
 
 def mosaic_gpu_sum_tiles() -> Tiles:

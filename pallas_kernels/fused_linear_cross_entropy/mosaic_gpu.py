@@ -108,7 +108,7 @@ def _partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> t
     Where nobody asks for the maximum, a tile's log-sum-exp stands for both maximum and sum: two float32 a row and tile.
     """
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
-    tiles = config.mosaic_gpu_tiles(d)
+    tiles = config.mosaic_gpu_tiles(d, n, v)
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
     wants_maximum = keep or options.logit.metrics
     dtypes = [jnp.float32] * (2 + wants_maximum + options.logit.logit_sum) + [jnp.int32] * options.logit.metrics
@@ -199,7 +199,7 @@ def _logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: i
         inputs.hidden,
         inputs.weight,
         (1, 1 - options.vocab_dim),
-        config.mosaic_gpu_tiles(d),
+        config.mosaic_gpu_tiles(d, n, size),
         epilogue,
         name="fused_linear_cross_entropy_logit_gradients",
         out_types=[out_like(inputs.hidden, (n, round_up(size, 64)), inputs.hidden.dtype)],
@@ -222,7 +222,7 @@ def _add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Arr
         du,
         inputs.weight,
         (1, options.vocab_dim),
-        config.mosaic_gpu_tiles(du.shape[1]),
+        config.mosaic_gpu_tiles(du.shape[1], *total.shape),
         epilogue,
         name="fused_linear_cross_entropy_hidden_gradient",
         in_place=[total],
@@ -245,7 +245,7 @@ def _put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.
     (whole,) = _hopper.product(
         *operands,
         (0, 0),
-        config.mosaic_gpu_tiles(du.shape[0]),
+        config.mosaic_gpu_tiles(du.shape[0], *(x.shape[1] for x in operands)),
         epilogue,
         name="fused_linear_cross_entropy_weight_gradient",
         in_place=[whole],
@@ -378,8 +378,8 @@ def _make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents
 
     The maximum is that of a row's part in a tile of the vocabulary, (tiles, N).
     """
-    n, num_tiles = exponentials.shape[0], maximum.shape[0]
-    columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1]).columns
+    (n, v), num_tiles = exponentials.shape, maximum.shape[0]
+    columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1], n, v).columns
     has_weights = inputs.class_weights is not None and options.logit.logit_sum
     row_vectors = [inputs.labels, lse, *[g for g in cotangents if g is not None]]
     column_vectors = [inputs.class_weights] if has_weights else []

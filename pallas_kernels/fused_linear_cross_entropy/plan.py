@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import mosaic_gpu_vocab_slice
 
 LEAST_TOKENS, LEAST_FAST_TOKENS, LEAST_ENTRIES = 256, 1024, 512
 _WORKSPACE_BYTES = 32 * 2**20  # of cuBLAS on Hopper, for the products that are XLA's
@@ -78,9 +79,9 @@ class Problem:
 
     @property
     def lean_entries(self) -> int:
-        """Vocabulary entries in a slice where memory is no matter: 64 MiB of du, 128 MiB with float32 logits."""
+        """Vocabulary entries in a slice where memory is no matter: 128 MiB of logits and du."""
         if self.implementation == "mosaic_gpu":
-            return max(4096, 2**26 // (self.itemsize * max(self.n, 1)) // 256 * 256)
+            return mosaic_gpu_vocab_slice(self.n, self.d, self.itemsize)
         return max(LEAST_ENTRIES, 2**27 // ((4 + self.itemsize) * max(self.n, 1)) // 256 * 256)
 
 
