@@ -159,9 +159,9 @@ class JaxPrograms:
             row.weight_error = rms(dw - self.data.weight_gradient)
         return row
 
-    def times(self, rows: list[Row]) -> float:
+    def times(self, rows: list[Row], rounds: int) -> float:
         """Measures all programs and writes their times into the rows; returns one matmul's."""
-        times = _measure.in_rounds(self.programs)
+        times = _measure.in_rounds(self.programs, rounds=rounds)
         for row in rows:
             row.forward_ms, row.both_ms = times.get(f"forward {row.key}"), times.get(f"both {row.key}")
         return times["matmul"]
@@ -217,7 +217,8 @@ def our_rows(shape: tuple[int, int, int], options: argparse.Namespace, programs:
 
 def jax_rows(options: argparse.Namespace, programs: JaxPrograms, absent: set[str]) -> Iterator[Row]:
     plain = {REFERENCE: full_logits}
-    plain["XLA full logits, float32"] = functools.partial(full_logits, accumulate=jnp.float32)
+    if options.peers:
+        plain["XLA full logits, float32"] = functools.partial(full_logits, accumulate=jnp.float32)
     for who, loss in plain.items():
         yield attempt(who, "jax", functools.partial(programs.row, who, "jax", loss))
     for who, loss in peer_losses(options.peers, _peers.JAX_PEERS, absent):
@@ -262,7 +263,7 @@ def shape_results(shape: tuple[int, int, int], options: argparse.Namespace, abse
     print(f"{shape}: loss {data.loss:.4f}", flush=True)
     programs = JaxPrograms(data, options.what)
     rows = [*our_rows(shape, options, programs), *jax_rows(options, programs, absent)]
-    matmul_ms = programs.times(rows)
+    matmul_ms = programs.times(rows, options.rounds)
     print(f"{shape}: one matmul {matmul_ms:.3f} ms", flush=True)
     if importlib.util.find_spec("torch") is None:
         absent.update(f"{name} (no torch)" for name in options.peers if name in _peers.TORCH_PEERS)
@@ -313,6 +314,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", choices=("random", "confident"), default="random")
     parser.add_argument("--weight-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--chunk-size", type=int, help="of our rows alone")
+    parser.add_argument("--rounds", type=int, default=5, help="of the timing")
     parser.add_argument("--what", choices=list(TRAINED), default="both", help="what is trained")
     parser.add_argument("--name", default="fused_linear_cross_entropy", help="of the files, without their endings")
     parser.add_argument("--folder", type=pathlib.Path, default=_measure.RESULTS)

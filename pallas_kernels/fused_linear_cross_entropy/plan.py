@@ -6,6 +6,7 @@ The byte counts are those of the compiled programs (tests/aot compares them), wi
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
@@ -42,15 +43,15 @@ class Problem:
         if self.implementation == "mosaic_gpu":
             partials = 3 * 4 * tokens * cdiv(self.v, 256)
             one_chunk = tokens >= self.n
-            accumulator = (
-                0 if one_chunk or not float32_weight else float32_weight // 2
-            )  # the lower half; dW is the upper
-            return du + partials + accumulator + self.weight_copy_bytes + _WORKSPACE_BYTES
+            accumulator = 0 if one_chunk else float32_weight // 2  # the lower half; dW is the upper
+            # dW is written last: until then the weight's copy lies in its place.
+            copy = 0 if one_chunk and self.weight_gradient else self.weight_copy_bytes
+            return du + partials + accumulator + copy + _WORKSPACE_BYTES
         logits = 4 * tokens * self.v
-        # dW is written last, from its accumulator: until then float32 logits lie in its place, if they fit.
-        if float32_weight and logits <= self.v * self.d * self.weight_itemsize:
-            logits = 0
-        return du + logits + float32_weight + self.weight_copy_bytes
+        # dW is written last, from its accumulator: until then the largest buffer that fits lies in its place.
+        room = self.v * self.d * self.weight_itemsize if float32_weight else 0
+        reused = max((size for size in (logits, du) if size <= room), default=0)
+        return du + logits - reused + float32_weight + self.weight_copy_bytes
 
     def lean_bytes(self, entries: int) -> int:
         """Beside inputs and gradients, with slices of so many vocabulary entries."""
@@ -116,7 +117,10 @@ def plan(problem: Problem, mode: str, chunk_size: int | None = None, budget_byte
         total, preferred, least, bytes_of = kinds[kind]
         if kind == "fast" and mode == "auto" and problem.platform != "cpu":
             least = LEAST_FAST_TOKENS  # below that, lean is as fast
-        for size in [min(chunk_size, max(total, 1))] if chunk_size else _sizes(total, preferred, least):
+        sizes = _sizes(total, preferred, least)
+        if kind == "lean":  # a shorter last slice has kernels of its own: the preferred size need not divide
+            sizes = itertools.chain([min(preferred, total)], sizes)
+        for size in [min(chunk_size, max(total, 1))] if chunk_size else sizes:
             extra = bytes_of(size)
             if budget_bytes is None or extra <= budget_bytes:
                 return Plan(problem.implementation, kind, size, extra)

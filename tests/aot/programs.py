@@ -106,3 +106,35 @@ GPU_ONLY = [
     Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ("rope_forward", "rope_backward")),
     Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ("rope_forward", "rope_backward")),
 ]
+
+HOPPER_KERNELS = (*FLCE, "fused_linear_cross_entropy_hidden_gradient", "fused_linear_cross_entropy_weight_gradient")
+LLAMA_8B_MIXED_HEAD = (((8192, 4096), BF16), ((128256, 4096), F32), ((8192,), INT))
+# The bytes that 16-bit halves of dW and the logits of 2,048 tokens take.
+BOUND = 2 * 128256 * 4096 + 4096 * 128256
+HOPPER_ONLY = [
+    Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE),
+    Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS),
+    Case(
+        "hopper_bounded",
+        with_gradient(head(mode="fast", memory_budget_bytes=BOUND), (0, 1)),
+        LLAMA_8B_HEAD,
+        (*FLCE, HOPPER_KERNELS[-1]),
+    ),
+    Case(
+        "hopper_mixed", with_gradient(head(mode="fast", chunk_size=2048), (0, 1)), LLAMA_8B_MIXED_HEAD, FLCE, full=True
+    ),
+    Case(
+        "hopper_dv",
+        with_gradient(head(weight_layout="dv"), (0, 1)),
+        (((4096, 896), BF16), ((896, 151936), BF16), ((4096,), INT)),
+        FLCE,
+        full=True,
+    ),
+    Case(
+        "hopper_all_options",
+        with_gradient(head_with_everything, (0, 1, 2)),
+        (((4096, 896), BF16), ((32008, 896), BF16), ((32008,), BF16), ((32008,), F32), ((4096,), INT)),
+        HOPPER_KERNELS,
+        full=True,
+    ),
+]

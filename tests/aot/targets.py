@@ -77,8 +77,12 @@ def tpu_devices(name: str):
 
 def context(device, platform: str):
     """A mesh context by which ops know for which device they are traced."""
-    described = AbstractDevice(device.device_kind, None, platform)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=described))
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=described(device, platform))
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def described(device, platform: str) -> AbstractDevice:
+    return AbstractDevice(device.device_kind, None, platform)
 
 
 def compile_for(function, arguments, device, platform: str):
@@ -91,15 +95,17 @@ def compile_for(function, arguments, device, platform: str):
 
 
 def main(kind: str, extent: str) -> None:
-    from tests.aot.programs import BOTH, GPU_ONLY
+    from tests.aot.programs import BOTH, GPU_ONLY, HOPPER_ONLY
 
     names = [name for name in GPUS if name != "Tesla T4"] if kind == "gpu" else list(TPUS)
     cases = [case for case in (BOTH + GPU_ONLY if kind == "gpu" else BOTH) if extent == "full" or not case.full]
     for name in names:
         device = (gpu_devices(name) if kind == "gpu" else tpu_devices(name))[0]
-        for case in cases:
+        hopper = [case for case in HOPPER_ONLY if name == "NVIDIA H200" and (extent == "full" or not case.full)]
+        for case in cases + hopper:
             try:
-                function = case.function("triton" if kind == "gpu" else "mosaic_tpu")
+                kernel = "mosaic_gpu" if case in hopper else "triton" if kind == "gpu" else "mosaic_tpu"
+                function = case.function(kernel)
                 text = compile_for(function, case.arguments, device, kind).as_text() or ""
                 missing = [kernel for kernel in case.kernels if kernel not in text]
                 error = f"the compiled program lacks {missing}" if missing else None

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.aot.programs import BOTH, GPU_ONLY
+from tests.aot.programs import BOTH, GPU_ONLY, HOPPER_ONLY
 from tests.aot.targets import ENVIRONMENT, GPUS, TPUS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,7 +19,7 @@ CASES = [
     pytest.param(kind, target, case.name, marks=[pytest.mark.full] if case.full else [])
     for kind, cases in (("gpu", BOTH + GPU_ONLY), ("tpu", BOTH))
     for target in TARGETS[kind]
-    for case in cases
+    for case in cases + (HOPPER_ONLY if target == "NVIDIA H200" else [])
 ]
 pytestmark = pytest.mark.aot
 
@@ -94,7 +94,36 @@ print("done")
     assert "done" in run("-c", script)
 
 
-def test_triton_kernels_compile_inside_shard_map_with_check_vma():
+def test_plan_predicts_the_memory_of_the_compiled_loss():
+    """Within 10 % of what the compiler allocates, for every mode and kernel that a GPU has."""
+    need_compiler("gpu")
+    script = """
+import jax, jax.numpy as jnp
+from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
+from tests.aot.targets import compile_for, described, gpu_devices
+device = gpu_devices("NVIDIA H200")[0]
+n, d, v = 4096, 2048, 64000
+for kernel, mode, weight_dtype, budget in (
+    ("mosaic_gpu", "fast", "bfloat16", None), ("mosaic_gpu", "fast", "bfloat16", 2 * v * d + 4096 * v),
+    ("mosaic_gpu", "fast", "float32", None), ("mosaic_gpu", "lean", "bfloat16", None),
+    ("xla", "fast", "bfloat16", None), ("xla", "fast", "float32", None), ("xla", "lean", "bfloat16", None),
+    ("triton", "lean", "bfloat16", None),
+):
+    options = dict(mode=mode, implementation=kernel, memory_budget_bytes=budget)
+    plan = plan_fused_linear_cross_entropy(
+        n, d, v, weight_dtype=weight_dtype, device=described(device, "gpu"), **options
+    )
+    step = jax.value_and_grad(lambda h, w, y: fused_linear_cross_entropy(h, w, y, **options), (0, 1))
+    shapes = ((n, d), jnp.bfloat16), ((v, d), jnp.dtype(weight_dtype)), ((n,), jnp.int32)
+    extra = compile_for(step, shapes, device, "gpu").memory_analysis().temp_size_in_bytes
+    print(kernel, mode, weight_dtype, plan, f"{extra / plan.extra_bytes:.3f}")
+    assert 0.9 < extra / plan.extra_bytes < 1.1
+print("done")
+"""
+    assert "done" in run("-c", script)
+
+
+def test_gpu_kernels_compile_inside_shard_map_with_check_vma():
     """Their interpreter cannot run there, so this is where the types of their outputs are proved."""
     need_compiler("gpu")
     script = """
@@ -109,6 +138,8 @@ def local(h, scale, w, y):
     h = rms_norm(h, scale, implementation="triton")
     h = geglu(h, h, implementation="triton")
     loss = fused_linear_cross_entropy(h, w, y, reduction="sum", implementation="triton")
+    for mode in ("fast", "lean"):
+        loss += fused_linear_cross_entropy(h, w, y, reduction="sum", mode=mode, implementation="mosaic_gpu")
     loss += cross_entropy(h, y % 8, reduction="sum", implementation="triton")
     return jax.lax.psum(loss, "data")
 

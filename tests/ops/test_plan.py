@@ -1,0 +1,89 @@
+"""The plan of the fused loss: what it chooses, and that the op follows it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice
+
+from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
+
+H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+A100 = AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")
+V6E = AbstractDevice("TPU v6 lite", 1, "tpu")
+LLAMA = (8192, 4096, 128256)
+GIB = 2**30
+
+
+def test_hopper_gets_its_own_kernels_and_others_xla():
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=H200).implementation == "mosaic_gpu"
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=A100).implementation == "xla"
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=V6E).implementation == "xla"
+    assert plan_fused_linear_cross_entropy(*LLAMA, dtype=jnp.float32, device=H200).implementation == "xla"
+    assert plan_fused_linear_cross_entropy(8192, 4096, 50257, device=H200).implementation == "xla"
+
+
+def test_fast_where_it_fits_and_lean_where_it_does_not():
+    plan = lambda gib: plan_fused_linear_cross_entropy(*LLAMA, device=H200, memory_budget_bytes=int(gib * GIB))
+    assert (plan(4).mode, plan(4).chunk_size) == ("fast", 8192)
+    assert plan(1.5).mode == "fast" and plan(1.5).chunk_size < 8192
+    assert plan(0.5).mode == "lean"
+    for gib in (4, 1.5, 0.5, 0.2):
+        assert plan(gib).extra_bytes <= gib * GIB
+
+
+def test_a_small_device_takes_no_more_than_its_share():
+    plan = plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=16 * GIB)
+    assert plan.mode == "lean"
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=80 * GIB).mode == "fast"
+
+
+def test_cotangents_unknown_in_the_forward_mean_lean():
+    assert plan_fused_linear_cross_entropy(*LLAMA, reduction="none", device=H200).mode == "lean"
+    with pytest.raises(ValueError, match="the cotangent of each token's loss is unknown"):
+        plan_fused_linear_cross_entropy(*LLAMA, reduction="none", mode="fast", device=H200)
+
+
+def test_a_frozen_head_needs_no_accumulator():
+    both = plan_fused_linear_cross_entropy(65536, 4096, 128256, device=H200)
+    frozen = plan_fused_linear_cross_entropy(65536, 4096, 128256, differentiated=("hidden",), device=H200)
+    assert frozen.extra_bytes < both.extra_bytes - 2 * 128256 * 4096
+
+
+def test_memory_is_flat_in_tokens():
+    extra = [plan_fused_linear_cross_entropy(n, 4096, 128256, device=H200).extra_bytes for n in (16384, 65536, 2**20)]
+    assert max(extra) == min(extra)
+
+
+@pytest.mark.parametrize("n", [1, 100, 8191, 8193, 100_000])
+def test_chunks_are_even(n):
+    plan = plan_fused_linear_cross_entropy(n, 4096, 128256, device=H200)
+    chunks = -(-n // plan.chunk_size)
+    assert chunks * plan.chunk_size - n < 128 * chunks
+
+
+def test_wrong_arguments_are_refused(unchecked_types):
+    with pytest.raises(ValueError, match="n=0 must be at least 1"):
+        plan_fused_linear_cross_entropy(0, 4096, 128256)
+    with pytest.raises(ValueError, match="differentiated='bias' is unknown"):
+        plan_fused_linear_cross_entropy(*LLAMA, differentiated=("bias",))
+    with pytest.raises(ValueError, match="memory_budget_bytes=1000 is too small"):
+        plan_fused_linear_cross_entropy(*LLAMA, memory_budget_bytes=1000)
+    with pytest.raises(ValueError, match="D=4100 is no multiple"):
+        plan_fused_linear_cross_entropy(8192, 4100, 128256, implementation="mosaic_gpu", device=H200)
+    with pytest.raises(ValueError, match="pad the vocabulary"):
+        plan_fused_linear_cross_entropy(8192, 4096, 50257, implementation="mosaic_gpu", device=H200)
+    with pytest.raises(ValueError, match=r"its products are Hopper's"):
+        plan_fused_linear_cross_entropy(*LLAMA, implementation="mosaic_gpu", device=A100)
+    with pytest.raises(ValueError, match="where capped logits cannot be had"):
+        plan_fused_linear_cross_entropy(
+            *LLAMA, mode="fast", logit_softcap=50.0, implementation="mosaic_gpu", device=H200
+        )
+
+
+def test_the_op_follows_the_plan(platform):
+    """As many chunks as planned: the products of one chunk in a loop's body."""
+    n, d, v = 1000, 64, 512
+    plan = plan_fused_linear_cross_entropy(n, d, v, dtype=jnp.float32, mode="fast", implementation="xla")
+    loss = lambda h, w: fused_linear_cross_entropy(h, w, jnp.zeros(n, jnp.int32), mode="fast", implementation="xla")
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(jnp.zeros((n, d)), jnp.zeros((v, d))).as_text()
+    assert f"{plan.chunk_size}x{v}xf32" in text
