@@ -76,7 +76,9 @@ class Problem:
         """
         if self.platform == "cpu":
             return 256
-        return 8192 if self.implementation == "mosaic_gpu" and self.weight_gradient else 2048
+        if self.implementation != "mosaic_gpu" or not self.weight_gradient:
+            return 2048
+        return self.n if self.fast_bytes(self.n) <= 1.1 * self.fast_bytes(8192) else 8192
 
     @property
     def lean_entries(self) -> int:
