@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import mosaic_gpu_vocab_slice
 
-LEAST_TOKENS, LEAST_FAST_TOKENS, LEAST_ENTRIES = 256, 1024, 512
+LEAST_TOKENS, LEAST_FAST_TOKENS, LEAST_ENTRIES = 128, 1024, 512
 _WORKSPACE_BYTES = 32 * 2**20  # of cuBLAS on Hopper, for the products that are XLA's
 _TILE = 128
 
