@@ -1,20 +1,70 @@
 """Kernel times on an NVIDIA GPU, and tables of them."""
 
 import datetime
+import importlib.metadata
+import math
 import pathlib
 import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental.mosaic.gpu import profiler
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
-def kernel_ms(f, *args, iterations: int = 12) -> float:
-    """The median over runs of the summed time of all kernels that jit(f) launches, in milliseconds (CUPTI)."""
-    compiled = jax.jit(f).lower(*args).compile()
+def program_ms(compiled, *args, iterations: int = 12) -> float:
+    """The median over runs of the summed time of all kernels of a compiled program, in milliseconds (CUPTI).
+
+    Where there is no GPU: `wall_ms`.
+    """
+    if jax.default_backend() != "gpu":
+        return wall_ms(lambda: compiled(*args), jax.block_until_ready)
+    # The outputs of all runs are held until the last: no more than 32 GiB of them.
+    output_bytes = compiled.memory_analysis().output_size_in_bytes
+    iterations = max(5, min(iterations, 2**35 // max(1, output_bytes)))
     _, times = profiler.measure(compiled, iterations=iterations)(*args)
+    return statistics.median(times[2:])
+
+
+def in_rounds(programs: dict[str, Callable[[], Any]], rounds: int = 5, seconds: float = 0.4) -> dict[str, float]:
+    """Milliseconds a run of each program, the median over rounds in which every program has its turn.
+
+    A GPU under full load slows down, by a sixth and more, as power and temperature have it: only programs that run
+    in turn, as long and as densely as each other, can be compared. In its turn a program is queued `seconds` long,
+    each run's outputs freed as the next is queued; the first fifth of them is not timed.
+    """
+    times = {name: [] for name in programs}
+    estimates = {name: wall_ms(run, jax.block_until_ready, iterations=2) for name, run in programs.items()}
+    for _ in range(rounds):
+        for name, run in programs.items():
+            count = max(3, math.ceil(1e3 * seconds / estimates[name]))
+            for _ in range(max(1, count // 5)):
+                result = run()
+            jax.block_until_ready(result)
+            start = time.perf_counter()
+            for _ in range(count):
+                result = run()
+            jax.block_until_ready(result)
+            times[name].append(1e3 * (time.perf_counter() - start) / count)
+            del result
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kernel_ms(f, *args, iterations: int = 12) -> float:
+    """`program_ms` of jit(f)."""
+    return program_ms(jax.jit(f).lower(*args).compile(), *args, iterations=iterations)
+
+
+def wall_ms(run: Callable[[], Any], wait: Callable[[Any], Any], iterations: int = 10) -> float:
+    """The median host time from calling run() until wait(its result) returns, in milliseconds, after two warm runs."""
+    times = []
+    for _ in range(2 + iterations):
+        start = time.perf_counter()
+        wait(run())
+        times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[2:])
 
 
@@ -25,11 +75,8 @@ def extra_mib(f, *args) -> float:
 
 def heading(command: str) -> str:
     """Where and when: device, versions, date and the command."""
-    device = jax.devices()[0].device_kind
-    return (
-        f"{device}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, {datetime.date.today().isoformat()}, "
-        f"`{command}`\n"
-    )
+    device, jaxlib = jax.devices()[0].device_kind, importlib.metadata.version("jaxlib")
+    return f"{device}, jax {jax.__version__}, jaxlib {jaxlib}, {datetime.date.today().isoformat()}, `{command}`\n"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -38,8 +85,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def save(name: str, text: str) -> None:
-    """Prints a result and writes it to results/."""
+def save(name: str, text: str, folder: pathlib.Path = RESULTS) -> None:
+    """Prints a result and writes it to a folder."""
     print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(text, encoding="utf8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, encoding="utf8")

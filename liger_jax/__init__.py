@@ -6,5 +6,6 @@ from liger_jax.ops import apply_rope as apply_rope
 from liger_jax.ops import cross_entropy as cross_entropy
 from liger_jax.ops import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops import geglu as geglu
+from liger_jax.ops import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops import rms_norm as rms_norm
 from liger_jax.ops import swiglu as swiglu

@@ -1,5 +1,6 @@
 """Differentiable ops: each a public function with a `custom_vjp` and a kernel chosen by platform."""
 
+from liger_jax.ops._linear_plan import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops._loss import LossMetrics as LossMetrics
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy

@@ -4,6 +4,7 @@ Each op hands over its kernel modules by name. A module says in `unsupported(...
 returns `None`; the same sentence serves the error, the warning and the tests.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -19,6 +20,7 @@ Implementation = str | tuple[str, ...] | None
 
 _PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
 _GPU_NAMES = ("gpu", "cuda", "rocm")
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 # Triton's matrix instructions need sm_80; these begin the product names of what came before it. Not "RTX 20": the
 # RTX 2000 Ada is newer.
 _BEFORE_AMPERE = (
@@ -43,7 +45,7 @@ def device_of(*inputs: jax.Array | None) -> AbstractDevice:
     arrays = [x for x in inputs if x is not None]
     for x in arrays:
         if not isinstance(x, Tracer) and isinstance(x, jax.Array):
-            return _described(next(iter(x.devices())))
+            return described(next(iter(x.devices())))
     meshes = [jax.typeof(x).sharding.mesh for x in arrays] + [jax.sharding.get_abstract_mesh()]
     for mesh in meshes:
         if mesh.abstract_device is not None:
@@ -51,13 +53,24 @@ def device_of(*inputs: jax.Array | None) -> AbstractDevice:
             return AbstractDevice(device.device_kind, device.num_cores, _platform_name(device.platform))
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     if isinstance(default, jax.Device):
-        return _described(default)
+        return described(default)
     platform = default if isinstance(default, str) else jax.default_backend()
-    return _described(jax.local_devices(backend=platform)[0])
+    return described(jax.local_devices(backend=platform)[0])
 
 
-def _described(device: Any) -> AbstractDevice:
+def described(device: Any) -> AbstractDevice:
+    """What programs can know of a device: its kind and platform."""
     return AbstractDevice(device.device_kind, None, _platform_name(device.platform))
+
+
+def memory_of_device(*inputs: jax.Array | None) -> int | None:
+    """The memory in bytes of the device that `device_of` names, where it is there and tells."""
+    kind = device_of(*inputs).device_kind
+    try:
+        device = next(device for device in jax.local_devices() if device.device_kind == kind)
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (RuntimeError, StopIteration):
+        return None
 
 
 def _platform_name(platform: str) -> str:
@@ -69,7 +82,8 @@ def choose(
     kernels: Mapping[str, ModuleType],
     defaults: Mapping[str, tuple[str, ...]],
     implementation: Implementation,
-    *inputs: jax.Array | None,
+    *inputs: jax.Array | jax.ShapeDtypeStruct | None,
+    device: AbstractDevice | None = None,
     **case: Any,
 ) -> str:
     """Chooses the kernel that runs `op` on `inputs`.
@@ -80,7 +94,8 @@ def choose(
         defaults: for a platform, the names to try in order when `implementation` is `None`; `"xla"` follows.
         implementation: `None`, one name, or several names to try in order. `":interpret"` behind a Pallas
             kernel's name runs it in the Pallas interpreter, on any platform.
-        *inputs: the op's array arguments.
+        *inputs: the op's array arguments, or their types.
+        device: the device to choose for; `None` for `device_of(*inputs)`.
         **case: its static options, as `unsupported` takes them.
 
     Returns:
@@ -90,7 +105,7 @@ def choose(
         ValueError: a name is unknown, or no named kernel can run this case; the message says why for each.
         TypeError: `implementation` is neither a string, a tuple of strings nor `None`.
     """
-    device = device_of(*inputs)
+    device = device or device_of(*inputs)
     if implementation is None:
         candidates = (*defaults.get(device.platform, ()), "xla")
     elif isinstance(implementation, str):
@@ -115,7 +130,7 @@ def choose(
         kernel, _, interpret = name.partition(":")
         reason = None if interpret else _wrong_device(kernel, device)
         if kernel != "xla":
-            reason = reason or needs_shard_map(*inputs)
+            reason = reason or needs_shard_map(*(x for x in inputs if isinstance(x, jax.Array)))
         reason = reason or kernels[kernel].unsupported(*inputs, **case)
         if reason is None:
             return name
@@ -141,6 +156,11 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
     kernel = getattr(kernels[name], function)
     if name == "xla":
         return kernel
+    if name == "mosaic_gpu":
+        # Its kernels have no batching rule: under vmap one runs after the other.
+        return lambda x, *arrays, **options: jax.custom_batching.sequential_vmap(functools.partial(kernel, **options))(
+            forbid_partitioning(x, op), *arrays
+        )
     return lambda x, *arrays, **options: kernel(
         forbid_partitioning(x, op), *arrays, **options, interpret=bool(interpret)
     )
@@ -163,7 +183,16 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
             f"Pallas-Triton needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; "
             "use 'xla'."
         )
+    if kernel == "mosaic_gpu" and not is_hopper(device.device_kind):
+        return (
+            f"its products are Hopper's (compute capability 9.0), and this is a {device.device_kind}; "
+            "use 'triton' or 'xla'."
+        )
     return None
+
+
+def is_hopper(device_kind: str) -> bool:
+    return any(f" {name}" in f" {device_kind.replace('-', ' ')} " for name in _HOPPER)
 
 
 def is_before_ampere(device_kind: str) -> bool:

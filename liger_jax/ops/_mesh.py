@@ -58,7 +58,7 @@ def needs_shard_map(*inputs: jax.Array | None) -> str | None:
     return None
 
 
-def forbid_partitioning(x: jax.Array, op: str) -> jax.Array:
+def forbid_partitioning(x: Any, op: str) -> Any:
     """Returns `x`, and makes the compilation fail where the compiler would partition `op` by itself.
 
     Neither a Triton call nor a scan over token chunks has a good partitioning: XLA would gather the tokens on
@@ -66,7 +66,7 @@ def forbid_partitioning(x: jax.Array, op: str) -> jax.Array:
     check is a primitive that lowers to nothing.
 
     Args:
-        x: an input of the op.
+        x: an input of the op, or a tree of them.
         op: the op's public name, for the message.
 
     Returns:
@@ -75,7 +75,8 @@ def forbid_partitioning(x: jax.Array, op: str) -> jax.Array:
     Raises:
         ValueError: when the program is lowered for several devices outside of `jax.shard_map`.
     """
-    return _unpartitioned.bind(x, op=op)
+    (first, *others), tree = jax.tree.flatten(x)
+    return jax.tree.unflatten(tree, [_unpartitioned.bind(first, op=op), *others])
 
 
 _unpartitioned = Primitive("unpartitioned")

@@ -1,6 +1,5 @@
 """Softmax cross-entropy of a linear layer's output, without ever holding the logits."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -9,29 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from liger_jax.ops import _checks, _dispatch, _loss, _mesh, _vocab_shards
+from liger_jax.ops._linear_plan import KERNELS, OP, Decision, check_choices, decide, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import xla as rows_xla
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu, triton, xla
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
-
-_OP = "fused_linear_cross_entropy"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
-_DEFAULTS: dict[str, tuple[str, ...]] = {}
-_MODES = ("auto", "fast", "lean")
-_LAYOUTS = ("vd", "dv")
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What the kernels are compiled for."""
-
-    linear: LinearOptions
-    choice: str
-
-    def run(self, function: str, hidden, *arrays, **static):
-        kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
-        # XLA's scan over chunks is partitioned no better than a Pallas call.
-        return kernel(_mesh.forbid_partitioning(hidden, _OP), *arrays, options=self.linear, **static)
+def _run(decision: Decision, function: str, inputs: Inputs, *arrays, needs: Needs | None = None):
+    """Calls a function of the chosen kernels; `needs` only for those that make gradients."""
+    static = {} if needs is None else {"needs": needs}
+    kernel = _dispatch.bind(OP, KERNELS, decision.choice, function)
+    # XLA's scan over chunks is partitioned no better than a Pallas call.
+    inputs = _mesh.forbid_partitioning(inputs, OP)
+    return kernel(inputs, *arrays, options=decision.linear_options(needs), **static)
 
 
 def _needs(hidden, weight, bias) -> Needs:
@@ -63,21 +53,25 @@ def _values(*primals):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _statistics_vjp(hidden, weight, bias, class_weights, labels, options) -> Statistics:
-    return options.run("statistics", hidden, weight, labels, bias, class_weights)
+def _statistics_vjp(hidden, weight, bias, class_weights, labels, decision) -> Statistics:
+    return _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
 
 
-def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, options):
+def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, decision):
     needs = _as_shapes(_needs(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
-    statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
+    statistics = _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
     return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
 
 
-def _statistics_backward_rule(options, residuals, cotangents):
+def _statistics_backward_rule(decision, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, lse = residuals
     g = Cotangents(*(_instantiated(x) for x in cotangents[:3]))
-    grads = options.run("gradients", hidden, weight, labels, bias, class_weights, lse, g, needs=_from_shapes(needs))
+    # 0 · NaN is NaN: a token on whose loss nothing depends must not reach the products.
+    live = (g.log_normalizer != 0) | (g.target_logit != 0)
+    hidden, lse = jnp.where(live[:, None], hidden, jnp.zeros((), hidden.dtype)), jnp.where(live, lse, 0.0)
+    inputs = Inputs(hidden, weight, labels, bias, class_weights)
+    grads = _run(decision, "gradients", inputs, lse, g, needs=_from_shapes(needs))
     return *grads, None, None
 
 
@@ -91,38 +85,30 @@ _statistics = jax.jit(_statistics_vjp, static_argnums=5, inline=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _summed_loss_vjp(
-    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options
+    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, decision
 ) -> tuple[jax.Array, Statistics]:
-    statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
+    statistics = _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    statistics = rows_xla.where(labels != rows_xla.NO_LABEL, statistics)
     return jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum)), statistics
 
 
-def _summed_loss_forward_rule(hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, options):
+def _summed_loss_forward_rule(hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, decision):
     needs = _needs(hidden, weight, bias)
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
     )
+    inputs = Inputs(hidden, weight, labels, bias, class_weights)
     if any(needs):
-        statistics, grads = options.run(
-            "gradients_in_forward",
-            hidden,
-            weight,
-            labels,
-            bias,
-            class_weights,
-            coefficients,
-            class_weight_sum,
-            needs=needs,
-        )
+        statistics, grads = _run(decision, "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs)
     else:  # only the token weights are differentiated
-        statistics = options.run("statistics", hidden, weight, labels, bias, class_weights)
+        statistics = rows_xla.where(labels != rows_xla.NO_LABEL, _run(decision, "statistics", inputs))
         grads = config.Gradients(None, None, None)
     grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
     loss = jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum))
     return (loss, statistics), (grads, statistics, coefficients, class_weight_sum)
 
 
-def _summed_loss_backward_rule(options, residuals, cotangents):
+def _summed_loss_backward_rule(decision, residuals, cotangents):
     # A residual that is a constant of the trace comes as a literal.
     grads, statistics, coefficients, class_weight_sum = jax.tree.map(jnp.asarray, residuals)
     g = _instantiated(cotangents[0])
@@ -140,31 +126,15 @@ _summed_loss = jax.jit(_summed_loss_vjp, static_argnums=7, inline=True)
 # --- checks and choices -----------------------------------------------------------------------------------------------
 
 
-def _check_sizes(hidden, weight, weight_layout, chunk_size):
+def _check_sizes(hidden, weight, weight_layout):
     if hidden.ndim == 0:
-        raise ValueError(f"{_OP}: hidden has shape (), but must be (..., D).")
+        raise ValueError(f"{OP}: hidden has shape (), but must be (..., D).")
     if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
         raise ValueError(
-            f"{_OP}: weight has shape {weight.shape}, but with weight_layout={weight_layout!r} and hidden of width "
+            f"{OP}: weight has shape {weight.shape}, but with weight_layout={weight_layout!r} and hidden of width "
             f"D={hidden.shape[-1]} it must be {'(V, D)' if weight_layout == 'vd' else '(D, V)'}; "
             "the other layout is the other value of weight_layout."
         )
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"{_OP}: chunk_size={chunk_size!r} must be a Python int of at least 1; None chooses one.")
-
-
-def _possible_mode(mode, reduction, vocab_axis, implementation):
-    """ "lean" where the gradients cannot be made in the forward, else `mode`."""
-    reason = None
-    if reduction == "none":
-        reason = "the cotangent of each token's loss is unknown in the forward; use mode='lean' or reduction='sum'"
-    elif vocab_axis is not None:
-        reason = "the log-normaliser of all shards is unknown while one is computed; use mode='lean'"
-    if mode == "fast" and reason is not None:
-        raise ValueError(f"{_OP}: mode='fast' makes gradients in the forward, and here {reason}.")
-    first = implementation[0] if isinstance(implementation, tuple) and implementation else implementation
-    only_lean = isinstance(first, str) and not first.startswith("xla")
-    return "lean" if mode == "auto" and (reason is not None or only_lean) else mode
 
 
 def _precision(precision):
@@ -259,54 +229,48 @@ def fused_linear_cross_entropy(
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the
         blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
     """
-    _checks.check_floating(_OP, hidden=hidden, weight=weight, bias=bias)
-    _checks.check_choice(_OP, "weight_layout", weight_layout, _LAYOUTS)
-    _checks.check_choice(_OP, "mode", mode, _MODES)
-    _check_sizes(hidden, weight, weight_layout, chunk_size)
+    _checks.check_floating(OP, hidden=hidden, weight=weight, bias=bias)
+    check_choices(OP, weight_layout, mode, chunk_size)
+    _check_sizes(hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
-    loss_options = _loss.LossOptions(_OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
+    loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     tokens_shape = labels.shape
-    _loss.check_tokens(_OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
-    _checks.check_shape(_OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
+    _loss.check_tokens(OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
+    _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
 
     flat = lambda x: None if x is None else x.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, where, token_weights = labels.reshape(-1), flat(where), flat(token_weights)
-    class_weights = _loss.constant_class_weights(_OP, class_weights)
-    plan = config.plan(
-        *hidden.shape,
-        vocab_size,
-        itemsize=hidden.dtype.itemsize,
-        weight_itemsize=weight.dtype.itemsize,
-        platform=_dispatch.device_of(hidden, weight).platform,
-        mode=_possible_mode(mode, reduction, vocab_axis, implementation),
+    class_weights = _loss.constant_class_weights(OP, class_weights)
+    logit = loss_options.logit_options(return_metrics)
+    decision = decide(
+        hidden,
+        weight,
+        bias,
+        class_weights,
+        options=LinearOptions(logit, weight_layout, _precision(precision), mode, chunk_size=0),
+        fast_is_impossible=why_not_fast(reduction, vocab_axis),
+        implementation=implementation,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
-    )
-    logit = loss_options.logit_options(return_metrics)
-    linear = LinearOptions(logit, weight_layout, _precision(precision), plan.mode, plan.chunk_size)
-    choice = _dispatch.choose(
-        _OP, _KERNELS, _DEFAULTS, implementation, hidden, weight, bias, class_weights, options=linear
+        device_memory_bytes=_dispatch.memory_of_device(hidden, weight),
     )
     if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
-        raise ValueError(f"{_OP}: {reason}")
-    options = _Options(linear, choice)
+        raise ValueError(f"{OP}: {reason}")
 
     if vocab_axis is None:
-        _loss.check_label_range(_OP, labels, where, ignore_index, vocab_size)
+        _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
         rows = _loss.token_rows(labels, where, token_weights, class_weights, loss_options, vocab_size)
         kernel_labels = rows.labels
     else:
         rows, kernel_labels = _vocab_shards.sharded_rows(
             labels, where, token_weights, class_weights, loss_options, vocab_size, vocab_axis
         )
-    # 0 · NaN is NaN: a token that does not count must not reach the products.
-    hidden = jnp.where(rows.counts[:, None], hidden, jnp.zeros((), hidden.dtype))
-    if linear.mode == "fast":
-        loss, statistics = _fast_loss(hidden, weight, bias, class_weights, kernel_labels, rows, options)
+    if decision.options.mode == "fast":
+        loss, statistics = _fast_loss(hidden, weight, bias, class_weights, kernel_labels, rows, decision)
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
-        statistics = _statistics(h, w, b, c, y, options)
+        statistics = rows_xla.where(rows.counts, _statistics(h, w, b, c, y, decision))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         losses = rows_xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
@@ -314,8 +278,8 @@ def fused_linear_cross_entropy(
     return (loss, _loss.metrics(statistics, rows, loss_options, tokens_shape)) if return_metrics else loss
 
 
-def _fast_loss(hidden, weight, bias, class_weights, labels, rows, options):
+def _fast_loss(hidden, weight, bias, class_weights, labels, rows, decision):
     h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
         hidden, weight, bias, class_weights, rows.class_weight_sum, labels, *rows.coefficients
     )
-    return _summed_loss(h, w, b, rows_xla.Coefficients(*coefficients), c, c_sum, y, options)
+    return _summed_loss(h, w, b, rows_xla.Coefficients(*coefficients), c, c_sum, y, decision)

@@ -63,6 +63,11 @@ def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | Non
     return None
 
 
+def where(counts: jax.Array, statistics: Statistics) -> Statistics:
+    """The statistics of rows that count, and zeros for the others, whatever they hold."""
+    return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros((), x.dtype)), statistics)
+
+
 def row_losses(statistics: Statistics, coefficients: Coefficients, class_weight_sum: jax.Array) -> jax.Array:
     """The loss of each row (N,), from its statistics and coefficients; class_weight_sum is Σ_v c_v."""
     lse = statistics.log_normalizer

@@ -19,10 +19,10 @@ from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_inter
 from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions, Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 
-def unsupported(hidden: jax.Array, weight: jax.Array, *others: jax.Array | None, options: LinearOptions) -> str | None:
+def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
     """Lean mode, float32 and bfloat16, a precision that Mosaic has."""
     if options.mode == "fast":
         return "it has no mode 'fast' (a chunk's logits would have to exist); use mode='lean', or 'xla'."
@@ -101,17 +101,9 @@ def _specs(tiles: config.TpuConfig, options: LinearOptions, num_rows: int, num_v
     return [hidden_spec, weight_spec, *[row_spec] * num_rows, *[vector_spec] * num_vectors]
 
 
-def statistics(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    class_weights: jax.Array | None,
-    *,
-    options: LinearOptions,
-    interpret: bool,
-) -> Statistics:
-    """hidden (N, D), weight (V, D) or (D, V), labels (N,) int32, bias and class_weights (V,) → Statistics."""
+def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> Statistics:
+    """See `Inputs` → Statistics of (N,)."""
+    hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize)
     vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
@@ -156,18 +148,10 @@ def _logit_gradients_kernel(hidden_ref, weight_ref, labels_ref, *refs, d, option
 
 
 def logit_gradients(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    class_weights: jax.Array | None,
-    log_normalizer: jax.Array,
-    cotangents: Cotangents,
-    *,
-    options: LinearOptions,
-    interpret: bool,
+    inputs: Inputs, log_normalizer: jax.Array, cotangents: Cotangents, *, options: LinearOptions, interpret: bool
 ) -> jax.Array:
     """du (N, v) in hidden's dtype for the vocabulary entries in `weight`; labels count from its first entry."""
+    hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize)
     optional = (log_normalizer, *cotangents, bias, class_weights)
@@ -191,8 +175,14 @@ def logit_gradients(
 
 
 def gradients(
-    *arrays: jax.Array | Cotangents | None, options: LinearOptions, needs: Needs, interpret: bool
+    inputs: Inputs,
+    log_normalizer: jax.Array,
+    cotangents: Cotangents,
+    *,
+    options: LinearOptions,
+    needs: Needs,
+    interpret: bool,
 ) -> Gradients:
     """As `xla.gradients`, with du made by this module's kernel."""
     kernel = functools.partial(logit_gradients, interpret=interpret)
-    return xla.gradients(*arrays, options=options, needs=needs, logit_gradients=kernel)
+    return xla.gradients(inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel)

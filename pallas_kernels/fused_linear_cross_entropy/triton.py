@@ -20,10 +20,17 @@ from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, round_up,
 from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions, Needs, TritonConfig
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
+    Gradients,
+    Inputs,
+    LinearOptions,
+    Needs,
+    TritonConfig,
+    Typed,
+)
 
 
-def unsupported(hidden: jax.Array, weight: jax.Array, *others: jax.Array | None, options: LinearOptions) -> str | None:
+def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
     """Lean mode, float32 and narrower, a precision that Triton has."""
     if options.mode == "fast":
         return "it has no mode 'fast' (a chunk's logits would have to exist); use mode='lean', or 'xla'."
@@ -93,17 +100,9 @@ def _statistics_kernel(hidden_ref, labels_ref, weight_ref, *refs, n, v, d, tiles
         ref[...] = field[None]
 
 
-def statistics(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    class_weights: jax.Array | None,
-    *,
-    options: LinearOptions,
-    interpret: bool,
-) -> Statistics:
-    """hidden (N, D), weight (V, D) or (D, V), labels (N,) int32, bias and class_weights (V,) → Statistics."""
+def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> Statistics:
+    """See `Inputs` → Statistics of (N,)."""
+    hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     tiles = config.triton_config(n, v, d, hidden.dtype)
     n_tiles, v_tiles = cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size)
@@ -162,18 +161,10 @@ def _logit_gradients_kernel(hidden_ref, labels_ref, *refs, n, v, d, tiles, optio
 
 
 def logit_gradients(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    class_weights: jax.Array | None,
-    log_normalizer: jax.Array,
-    cotangents: Cotangents,
-    *,
-    options: LinearOptions,
-    interpret: bool,
+    inputs: Inputs, log_normalizer: jax.Array, cotangents: Cotangents, *, options: LinearOptions, interpret: bool
 ) -> jax.Array:
     """du (N, v) in hidden's dtype for the vocabulary entries in `weight`; labels count from its first entry."""
+    hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     tiles = config.triton_config(n, v, d, hidden.dtype)
     n_tiles, v_tiles = cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size)
@@ -200,8 +191,14 @@ def logit_gradients(
 
 
 def gradients(
-    *arrays: jax.Array | Cotangents | None, options: LinearOptions, needs: Needs, interpret: bool
+    inputs: Inputs,
+    log_normalizer: jax.Array,
+    cotangents: Cotangents,
+    *,
+    options: LinearOptions,
+    needs: Needs,
+    interpret: bool,
 ) -> Gradients:
     """As `xla.gradients`, with du made by this module's kernel."""
     kernel = functools.partial(logit_gradients, interpret=interpret)
-    return xla.gradients(*arrays, options=options, needs=needs, logit_gradients=kernel)
+    return xla.gradients(inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel)

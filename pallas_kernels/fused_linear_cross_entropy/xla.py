@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.xla import Coefficients, Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions, Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 
-def unsupported(hidden: jax.Array, weight: jax.Array, *others: jax.Array | None, options: LinearOptions) -> str | None:
+def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
     """XLA runs every case."""
     return None
 
@@ -39,15 +39,47 @@ def take(x: jax.Array | None, start: Any, size: int, axis: int = 0) -> jax.Array
     return None if x is None else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
+def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+    """carry = body(carry, start, own) for chunks of `size` tokens, of which the first `own` are this chunk's.
+
+    All chunks are of one size, so that one loop body serves all: the first chunk overlaps with the second, which
+    writes over what both hold.
+    """
+    parts = max(1, -(-n // size))
+    if parts == 1:
+        return body(carry, 0, size)
+    own_of_first = n - (parts - 1) * size
+
+    def step(i, carry):
+        start = jnp.maximum(own_of_first + (i - 1) * size, 0)
+        return body(carry, start, jnp.where(i == 0, own_of_first, size))
+
+    return jax.lax.fori_loop(0, parts, step, carry)
+
+
+def take_tokens(
+    inputs: Inputs, coefficients: Coefficients, start: Any, size: int, own: Any
+) -> tuple[Inputs, Coefficients]:
+    """A chunk of tokens; those that are not its own, or do not count, are zeros without a label: 0 · NaN is NaN."""
+    is_own = jnp.arange(size) < own
+    y = jnp.where(is_own, take(inputs.labels, start, size), rows.NO_LABEL)
+    x = take(inputs.hidden, start, size)
+    x = jnp.where(y[:, None] == rows.NO_LABEL, jnp.zeros((), x.dtype), x)
+    masked = jax.tree.map(lambda c: jnp.where(is_own, take(c, start, size), 0.0), coefficients)
+    return inputs._replace(hidden=x, labels=y), masked
+
+
 def put(x: jax.Array, part: jax.Array, start: Any, axis: int = 0) -> jax.Array:
     """Writes `part` at `start` along `axis`, in place inside a loop."""
     return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis)
 
 
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: LinearOptions) -> jax.Array:
-    """Contracts a's axis with b's, in their dtype, accumulated and returned in float32."""
+def product(
+    a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: LinearOptions, dtype: Any = jnp.float32
+) -> jax.Array:
+    """Contracts a's axis with b's, in their dtype, accumulated in float32, and returned in `dtype`."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=dtype)
 
 
 def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: LinearOptions) -> jax.Array:
@@ -56,16 +88,9 @@ def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, opt
     return u if bias is None else u + bias[None, :].astype(jnp.float32)
 
 
-def statistics(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    class_weights: jax.Array | None,
-    *,
-    options: LinearOptions,
-) -> Statistics:
-    """hidden (N, D), weight (V, D) or (D, V), labels (N,) int32, bias and class_weights (V,) → Statistics."""
+def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
+    """See `Inputs` → Statistics of (N,)."""
+    hidden, weight, labels, bias, class_weights = inputs
     n, v = hidden.shape[0], weight.shape[options.vocab_dim]
     start_state = jax.tree.map(
         lambda field: full_like(hidden, field.shape, 0, field.dtype) + field, rows.online_start(n, options.logit)
@@ -92,17 +117,10 @@ def statistics(
 
 
 def logit_gradients(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    class_weights: jax.Array | None,
-    log_normalizer: jax.Array,
-    cotangents: Cotangents,
-    *,
-    options: LinearOptions,
+    inputs: Inputs, log_normalizer: jax.Array, cotangents: Cotangents, *, options: LinearOptions
 ) -> jax.Array:
     """du (N, v) in hidden's dtype for the vocabulary entries in `weight`; labels count from its first entry."""
+    hidden, weight, labels, bias, class_weights = inputs
     u = raw_logits(hidden, weight, bias, options)
     return rows.logit_gradient(
         u,
@@ -116,11 +134,7 @@ def logit_gradients(
 
 
 def gradients(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    class_weights: jax.Array | None,
+    inputs: Inputs,
     log_normalizer: jax.Array,
     cotangents: Cotangents,
     *,
@@ -129,26 +143,19 @@ def gradients(
     logit_gradients: Callable[..., jax.Array] = logit_gradients,
 ) -> Gradients:
     """The lean backward: slice by slice of the vocabulary, du, then dX += du · W and dW = duᵀ · X."""
+    hidden, weight, labels, bias, class_weights = inputs
     vocab_dim = options.vocab_dim
     v = weight.shape[vocab_dim]
 
     def body(grads, start, size):
         weight_slice = take(weight, start, size, vocab_dim).astype(hidden.dtype)
-        du = logit_gradients(
-            hidden,
-            weight_slice,
-            labels - start,
-            take(bias, start, size),
-            take(class_weights, start, size),
-            log_normalizer,
-            cotangents,
-            options=options,
-        )
+        part = Inputs(hidden, weight_slice, labels - start, take(bias, start, size), take(class_weights, start, size))
+        du = logit_gradients(part, log_normalizer, cotangents, options=options)
         dhidden, dweight, dbias = grads
         if needs.hidden:
             dhidden += product(du, weight_slice, 1, vocab_dim, options)
         if needs.weight:
-            dweight = put(dweight, _weight_gradient(du, hidden, options), start, vocab_dim)
+            dweight = put(dweight, weight_gradient(du, hidden, options), start, vocab_dim)
         if needs.bias:
             dbias = put(dbias, jnp.sum(du.astype(jnp.float32), axis=0), start)
         return Gradients(dhidden, dweight, dbias)
@@ -166,34 +173,28 @@ def gradients(
     return grads._replace(hidden=grads.hidden.astype(hidden.dtype) if needs.hidden else None)
 
 
-def _weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions) -> jax.Array:
-    """duᵀ · X in the weight's layout, float32."""
-    return product(du, hidden, 0, 0, options) if options.vocab_dim == 0 else product(hidden, du, 0, 0, options)
+def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dtype: Any = jnp.float32) -> jax.Array:
+    """duᵀ · X in the weight's layout."""
+    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    return product(*operands, 0, 0, options, dtype)
 
 
 def gradients_in_forward(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    class_weights: jax.Array | None,
-    coefficients: Coefficients,
-    class_weight_sum: jax.Array,
-    *,
-    options: LinearOptions,
-    needs: Needs,
+    inputs: Inputs, coefficients: Coefficients, class_weight_sum: jax.Array, *, options: LinearOptions, needs: Needs
 ) -> tuple[Statistics, Gradients]:
     """The fast mode: chunk by chunk of tokens, logits, statistics, du, dX = du · W and dW += duᵀ · X."""
+    hidden, weight, labels, bias, class_weights = inputs
     n, v = hidden.shape[0], weight.shape[options.vocab_dim]
     products_weight = weight.astype(hidden.dtype)
     empty = jax.eval_shape(lambda: rows.statistics(jnp.zeros((n, v)), labels, class_weights, options=options.logit))
 
-    def body(carry, start, size):
+    size = min(options.chunk_size, max(n, 1))
+
+    def body(carry, start, own):
         stats, (dhidden, dweight, dbias) = carry
-        x, y = take(hidden, start, size), take(labels, start, size)
+        (x, _, y, _, _), chunk_coefficients = take_tokens(inputs, coefficients, start, size, own)
         u = raw_logits(x, products_weight, bias, options)
         chunk_stats = rows.statistics(u, y, class_weights, options=options.logit)
-        chunk_coefficients = jax.tree.map(lambda c: take(c, start, size), coefficients)
         lse = chunk_stats.log_normalizer
         du = rows.logit_gradient(
             u,
@@ -210,7 +211,7 @@ def gradients_in_forward(
         if needs.hidden:
             dhidden = put(dhidden, product(du, products_weight, 1, options.vocab_dim, options), start)
         if needs.weight:
-            dweight += _weight_gradient(du, x, options)
+            dweight += weight_gradient(du, x, options)
         stats = jax.tree.map(lambda whole, part: put(whole, part, start), stats, chunk_stats)
         return stats, Gradients(dhidden, dweight, dbias)
 
@@ -222,7 +223,7 @@ def gradients_in_forward(
             full_like(hidden, (v,), 0, jnp.float32) if needs.bias else None,
         ),
     )
-    stats, grads = over_slices(n, min(options.chunk_size, max(n, 1)), body, start_carry)
+    stats, grads = over_tokens(n, size, body, start_carry)
     return stats, Gradients(
         grads.hidden,
         grads.weight.astype(weight.dtype) if needs.weight else None,

@@ -1,0 +1,345 @@
+"""The fused loss against its peers on one GPU: time, memory and the rounding of dW.
+
+    python -m benchmarks.fused_linear_cross_entropy [--shapes A B C D small 256,512,1024] [--peers …]
+
+Each row is a whole training step of the mean loss: the loss, and its gradients by hidden and by the weight, as
+`jax.jit(jax.value_and_grad(loss, (0, 1)))` and as torch's `loss.backward()`. "ms" is the median of about 10 runs after
+warm ones: for JAX the summed time of all kernels of a run (CUPTI), for torch the time between two CUDA events, runs
+queued one behind the other. "wall ms" is measured alike for both: the host's clock around one step and the wait for it.
+"Extra" memory is beside inputs and gradients: for JAX the compiler's figure, for torch the peak of its allocator. Three
+matmuls are three times the faster of JAX's and torch's `x @ w.T` in bf16, on the same data in the same run. Torch runs
+in a process of its own: CUPTI takes one subscriber a process, and a peer's illegal access ends only its own.
+
+dW's error is the RMS of (dW − truth) over 512 random rows of the vocabulary, divided by that of the unfused bf16 step
+("XLA full logits, bf16"). The truth is computed in float64 from the same bf16 values.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import math
+import multiprocessing
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import _measure, _peers
+from benchmarks._loss_report import HEADER, REFERENCE, Results, Row, draw, notes, table_lines
+from liger_jax import fused_linear_cross_entropy
+
+SHAPES = {
+    "A": (8192, 4096, 128256),  # Llama-3-8B
+    "B": (8192, 2304, 256000),  # Gemma-2-2B
+    "C": (4096, 896, 151936),  # Qwen2-0.5B
+    "D": (16384, 8192, 128256),  # Llama-3-70B
+    "small": (2048, 2048, 32000),
+    "tiny": (128, 64, 1024),  # for trying this program without a GPU
+}
+DEFAULT_SHAPES = ["A", "B", "C", "D", "small"]
+MODES = ("fast", "bounded", "lean", "auto")
+TRAINED = {"both": (0, 1), "frozen_head": (0,), "frozen_trunk": (1,), "forward": ()}
+
+
+class Data(NamedTuple):
+    """A shape's inputs, and the truth: the loss, and some rows of dW."""
+
+    hidden: jax.Array
+    weight: jax.Array
+    labels: jax.Array
+    rows: np.ndarray
+    loss: float
+    weight_gradient: np.ndarray
+
+
+# --- data and truth ---------------------------------------------------------------------------------------------------
+
+
+def make_inputs(shape: tuple[int, int, int], data: str, weight_dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Hidden, weight and labels. A float32 weight has the bf16 one's values: products take them in bf16 anyway."""
+    n, d, v = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (n, d), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (v, d), jnp.bfloat16) * d**-0.5
+    labels = jax.random.randint(keys[2], (n,), 0, v)
+    if data == "confident":
+        hidden = (hidden + confident_lift(d, v) * weight[labels].astype(jnp.float32)).astype(jnp.bfloat16)
+    return hidden, weight.astype(weight_dtype), labels
+
+
+def confident_lift(d: int, v: int) -> float:
+    """What multiple of its label's weight row makes a token's mean loss about 2.4, as of a trained model.
+
+    Logits are normal of variance 1, and the label's is higher by lift·|w|² ≈ lift. The others' log-sum-exp is
+    ln V + ½ + lift²/2D, and softplus of a normal of mean 2.25 and variance 1 has the mean 2.4.
+    """
+    lift = math.log(v) + 0.5 - 2.25
+    return max(0.0, lift + lift**2 / (2 * d))
+
+
+def make_data(shape: tuple[int, int, int], data: str, weight_dtype: str) -> Data:
+    hidden, weight, labels = make_inputs(shape, data, weight_dtype)
+    rows = np.sort(np.random.default_rng(0).choice(shape[2], min(512, shape[2]), replace=False))
+    return Data(hidden, weight, labels, rows, *truth(hidden, weight, labels, rows))
+
+
+def truth(hidden: jax.Array, weight: jax.Array, labels: jax.Array, rows: np.ndarray) -> tuple[float, np.ndarray]:
+    """The mean loss and dW[rows] in float64, from slices of the vocabulary whose logits take 256 MiB."""
+    n, slice_size = len(hidden), max(1, 2**25 // len(hidden))
+    with jax.enable_x64(True):
+        h, w = hidden.astype(jnp.float64), lambda index: weight[index].astype(jnp.float64)
+        part = jax.jit(lambda h, w: jax.nn.logsumexp(h @ w.T, axis=1))
+        lse = jnp.full((n,), -jnp.inf)
+        for start in range(0, len(weight), slice_size):
+            lse = jnp.logaddexp(lse, part(h, w(slice(start, start + slice_size))))
+        loss = jnp.mean(lse - jnp.einsum("nd,nd->n", h, w(labels)))
+        softmax = jnp.exp(h @ w(rows).T - lse[:, None])
+        gradient = (softmax - (labels[:, None] == rows)).T @ h / n
+        return float(loss), np.asarray(gradient)
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+# --- one row ----------------------------------------------------------------------------------------------------------
+
+
+def full_logits(hidden, weight, labels, *, accumulate=None):
+    """Plain JAX, unfused: logits rounded to bf16, or with `accumulate=float32` kept as the matmul sums them."""
+    weight = weight.astype(hidden.dtype)
+    logits = jnp.matmul(hidden, weight.T, preferred_element_type=accumulate).astype(jnp.float32)
+    target = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=1) - target)
+
+
+class JaxRows:
+    """Measures JAX losses on one shape; one whose program was measured under another name is not run again."""
+
+    def __init__(self, data: Data, what: str):
+        self.data, self.what = data, what
+        self.measured: dict[str, Row] = {}
+
+    def row(self, who: str, family: str, loss: Callable[..., jax.Array], weight_layout: str = "vd") -> Row:
+        data = self.data
+        weight = data.weight if weight_layout == "vd" else jnp.array(data.weight.T)
+        args = data.hidden, weight, data.labels
+        forward = jax.jit(loss).lower(*args)
+        step = jax.jit(jax.value_and_grad(loss, TRAINED[self.what])).lower(*args) if TRAINED[self.what] else forward
+        if (program := step.as_text()) not in self.measured:
+            self.measured[program] = self._measure(forward, step, args, weight_layout)
+        return dataclasses.replace(self.measured[program], who=who, family=family)
+
+    def _measure(self, forward, step, args, weight_layout: str) -> Row:
+        forward, row = forward.compile(), Row("", "")
+        row.forward_ms, row.loss = _measure.program_ms(forward, *args), float(forward(*args))
+        step = step.compile() if TRAINED[self.what] else forward
+        row.extra_mib = step.memory_analysis().temp_size_in_bytes / 2**20
+        row.wall_ms = _measure.wall_ms(lambda: step(*args), jax.block_until_ready)
+        if not TRAINED[self.what]:
+            return row
+        row.both_ms = _measure.program_ms(step, *args)
+        row.loss, gradients = step(*args)
+        row.loss = float(row.loss)
+        if 1 in TRAINED[self.what]:
+            dw = gradients[-1] if weight_layout == "vd" else gradients[-1].T
+            dw = np.asarray(dw[self.data.rows].astype(jnp.float32), np.float64)
+            row.weight_error = rms(dw - self.data.weight_gradient)
+        return row
+
+
+def torch_row(who: str, loss: Callable[..., Any], inputs: _peers.TorchInputs, data: Data, what: str) -> Row:
+    """Measures a torch loss; without a GPU by the host's clock, and no memory."""
+    step, row = _peers.TorchStep(loss, inputs), Row(who, "torch")
+    try:
+        milliseconds = lambda run: step.milliseconds(run) or _measure.wall_ms(run, step.wait)
+        row.forward_ms, row.loss = milliseconds(step.forward), float(step.forward())
+        run = step.both if TRAINED[what] else step.forward
+        row.wall_ms = _measure.wall_ms(run, step.wait)
+        row.extra_mib = step.extra_mib(run)
+        if TRAINED[what]:
+            row.both_ms = milliseconds(step.both)
+            row.loss = float(step.both())
+        if 1 in TRAINED[what]:
+            row.weight_error = rms(step.weight_gradient(data.rows) - data.weight_gradient)
+    finally:
+        step.free()
+    return row
+
+
+def attempt(who: str, family: str, measure: Callable[[], Row]) -> Row:
+    """A row in any case: what cannot run here is a result too."""
+    try:
+        row = measure()
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        row = Row(who, family, failure=reason if len(reason) <= 300 else reason[:300] + " …")
+    print(f"  {who}: {row.failure or f'{row.forward_ms:.2f} / {row.both_ms or 0:.2f} ms'}", flush=True)
+    return row
+
+
+# --- all rows of a shape ----------------------------------------------------------------------------------------------
+
+
+def our_rows(shape: tuple[int, int, int], options: argparse.Namespace, rows: JaxRows) -> Iterator[Row]:
+    """bounded: the fast mode beside 16-bit halves of dW and 2,048 tokens' logits, 2·V·D + 4,096·V bytes."""
+    for mode, implementation in itertools.product(options.modes, options.implementations):
+        _, d, v = shape
+        loss = functools.partial(
+            fused_linear_cross_entropy,
+            mode="fast" if mode == "bounded" else mode,
+            memory_budget_bytes=2 * v * d + 4096 * v if mode == "bounded" else None,
+            implementation=None if implementation == "auto" else implementation,
+            chunk_size=options.chunk_size,
+        )
+        who = f"liger-jax {mode}, {implementation}"
+        yield attempt(who, "liger-jax", functools.partial(rows.row, who, "liger-jax", loss))
+
+
+def jax_rows(options: argparse.Namespace, rows: JaxRows, absent: set[str]) -> Iterator[Row]:
+    plain = {REFERENCE: full_logits}
+    plain["XLA full logits, float32"] = functools.partial(full_logits, accumulate=jnp.float32)
+    for who, loss in plain.items():
+        yield attempt(who, "jax", functools.partial(rows.row, who, "jax", loss))
+    for who, loss in peer_losses(options.peers, _peers.JAX_PEERS, absent):
+        yield attempt(who, "jax", functools.partial(rows.row, who, "jax", loss, "dv"))
+
+
+def torch_results(shape: tuple[int, int, int], options: argparse.Namespace) -> tuple[float | None, list[Row], set[str]]:
+    """One matmul in ms where torch has the GPU, the rows, and the peers that cannot be imported."""
+    data, absent = make_data(shape, options.data, options.weight_dtype), set()
+    inputs = _peers.torch_inputs(data.hidden, data.weight, data.labels, options.what)
+    weight = inputs.weight.detach().to(inputs.hidden.dtype)
+    matmul = _peers.TorchStep(lambda hidden, _weight, _labels: hidden @ weight.T, inputs)
+    matmul_ms = matmul.milliseconds(matmul.forward)
+    matmul.free()
+    del weight, matmul
+    rows = [
+        attempt(who, "torch", functools.partial(torch_row, who, loss, inputs, data, options.what))
+        for who, loss in peer_losses(options.peers, _peers.TORCH_PEERS, absent)
+    ]
+    return matmul_ms, rows, absent
+
+
+def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def peer_losses(
+    names: list[str], peers: dict[str, Callable[[], _peers.Losses]], absent: set[str]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Names and losses of the peers that can be imported; the others go to `absent`."""
+    for name in names:
+        if name in peers:
+            try:
+                yield from peers[name]().items()
+            except Exception as error:  # some packages raise more than ImportError when a GPU or a version is wrong
+                absent.add(f"{name} ({type(error).__name__}: {error})")
+
+
+def shape_results(shape: tuple[int, int, int], options: argparse.Namespace, absent: set[str]) -> Results:
+    data = make_data(shape, options.data, options.weight_dtype)
+    matmul_arguments = data.hidden, data.weight.astype(jnp.bfloat16)
+    matmul = jax.jit(lambda x, w: x @ w.T).lower(*matmul_arguments).compile()
+    matmul_ms = _measure.program_ms(matmul, *matmul_arguments)
+    print(f"{shape}: one matmul {matmul_ms:.2f} ms, loss {data.loss:.4f}", flush=True)
+    measured = JaxRows(data, options.what)
+    rows = [*our_rows(shape, options, measured), *jax_rows(options, measured, absent)]
+    again_ms = _measure.program_ms(matmul, *matmul_arguments)
+    print(f"{shape}: one matmul {again_ms:.2f} ms again", flush=True)
+    matmul_ms = min(matmul_ms, again_ms)
+    if importlib.util.find_spec("torch") is None:
+        absent.update(f"{name} (no torch)" for name in options.peers if name in _peers.TORCH_PEERS)
+        return Results(3 * matmul_ms, rows, data.loss)
+    try:
+        torch_ms, torch_rows, torch_absent = in_own_process(torch_results, shape, options)
+    except Exception as error:
+        rows.append(Row("torch's process", "torch", failure=f"{type(error).__name__}: {error}"))
+        return Results(3 * matmul_ms, rows, data.loss)
+    absent.update(torch_absent)
+    return Results(3 * min(matmul_ms, torch_ms or math.inf), rows + torch_rows, data.loss)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def versions(peers: list[str]) -> str:
+    packages = [package for peer in peers for package in _peers.PACKAGES.get(peer, (peer,))]
+    if any(peer in _peers.TORCH_PEERS for peer in peers):
+        packages += ["torch", "triton"]
+    found = []
+    for package in dict.fromkeys(packages):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def parse_shape(name: str) -> tuple[int, int, int]:
+    if name in SHAPES:
+        return SHAPES[name]
+    try:
+        n, d, v = map(int, name.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{name!r} is neither one of {list(SHAPES)} nor N,D,V") from None
+    return n, d, v
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fused_linear_cross_entropy")
+    defaults = [SHAPES[name] for name in DEFAULT_SHAPES]
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=defaults, help=f"of {list(SHAPES)}, or N,D,V")
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--implementations", nargs="*", default=["xla", "triton", "mosaic_gpu", "auto"])
+    peers = [*_peers.JAX_PEERS, *_peers.TORCH_PEERS]
+    parser.add_argument("--peers", nargs="*", choices=peers, default=peers)
+    parser.add_argument("--data", choices=("random", "confident"), default="random")
+    parser.add_argument("--weight-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--chunk-size", type=int, help="of our rows alone")
+    parser.add_argument("--what", choices=list(TRAINED), default="both", help="what is trained")
+    parser.add_argument("--name", default="fused_linear_cross_entropy", help="of the files, without their endings")
+    parser.add_argument("--folder", type=pathlib.Path, default=_measure.RESULTS)
+    return parser.parse_args(arguments)
+
+
+def report(
+    options: argparse.Namespace, results: dict[tuple[int, int, int], Results], absent: set[str], command: str
+) -> None:
+    """Writes the table and the picture of the shapes so far."""
+    heading = "; ".join(filter(None, (_measure.heading(command).rstrip(), versions(options.peers))))
+    setting = f"Data: {options.data}; weight: {options.weight_dtype}; trained: {options.what}."
+    methods = "JAX: summed kernel times; torch: CUDA events; wall: the host's clock around one step, for both."
+    lines = [table_lines(shape, result.three_ms, result.rows) for shape, result in results.items()]
+    text = f"{heading}\n\n{setting} {methods}\n\n{_measure.table(HEADER, list(itertools.chain(*lines)))}\n"
+    for shape, result in results.items():
+        text += "".join(f"- {shape}: {note}\n" for note in notes(result.rows, result.loss))
+    text += "".join(f"- not importable: {peer}\n" for peer in sorted(absent))
+    _measure.save(options.name, text, options.folder)
+    title = f"{heading.split(', `')[0]}. {setting}"
+    draw(results, options.folder / f"{options.name}.png", title)
+
+
+def main() -> None:
+    # Read when JAX's GPU client is made: torch shares the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    options = parse_options(sys.argv[1:])
+    command = " ".join(["python -m benchmarks.fused_linear_cross_entropy", *sys.argv[1:]])
+    results, absent = {}, set()
+    for shape in options.shapes:
+        results[shape] = shape_results(shape, options, absent)
+        report(options, results, absent, command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Mode and chunk from shapes and memory: what each way of computing the loss needs beside inputs and gradients.
+
+"fast" makes the gradients in the forward from chunks of tokens, with 3 products of 2·N·D·V operations. "lean" makes
+statistics first, then recomputes slices of the vocabulary: 4 products, and no buffer as large as the weight.
+The byte counts are those of the compiled programs (tests/aot compares them), with one term for each live buffer.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from liger_jax.pallas_kernels._tiles import cdiv, round_up
+
+LEAST_TOKENS, LEAST_FAST_TOKENS, LEAST_ENTRIES = 256, 1024, 512
+_WORKSPACE_BYTES = 32 * 2**20  # of cuBLAS on Hopper, for the products that are XLA's
+_TILE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes of the loss, bytes an element, which gradients are asked for, and whose kernels run."""
+
+    n: int
+    d: int
+    v: int
+    itemsize: int
+    weight_itemsize: int
+    platform: str
+    implementation: str = "xla"
+    hidden_gradient: bool = True
+    weight_gradient: bool = True
+
+    @property
+    def weight_copy_bytes(self) -> int:
+        """The weight in hidden's dtype, in which products are taken."""
+        return 0 if self.weight_itemsize == self.itemsize else self.v * self.d * self.itemsize
+
+    def fast_bytes(self, tokens: int) -> int:
+        """Beside inputs and gradients, with chunks of so many tokens."""
+        du = tokens * self.v * self.itemsize
+        float32_weight = 4 * self.v * self.d if self.weight_gradient and self.weight_itemsize < 4 else 0
+        if self.implementation == "mosaic_gpu":
+            partials = 3 * 4 * tokens * cdiv(self.v, 256)
+            one_chunk = tokens >= self.n
+            accumulator = (
+                0 if one_chunk or not float32_weight else float32_weight // 2
+            )  # the lower half; dW is the upper
+            return du + partials + accumulator + self.weight_copy_bytes + _WORKSPACE_BYTES
+        logits = 4 * tokens * self.v
+        # dW is written last, from its accumulator: until then float32 logits lie in its place, if they fit.
+        if float32_weight and logits <= self.v * self.d * self.weight_itemsize:
+            logits = 0
+        return du + logits + float32_weight + self.weight_copy_bytes
+
+    def lean_bytes(self, entries: int) -> int:
+        """Beside inputs and gradients, with slices of so many vocabulary entries."""
+        du = self.n * entries * self.itemsize
+        float32_hidden = 4 * self.n * self.d if self.hidden_gradient and self.itemsize < 4 else 0
+        if self.implementation == "mosaic_gpu":
+            partials = 2 * 4 * self.n * cdiv(self.v, 256)
+            return self.weight_copy_bytes + max(du + float32_hidden, partials)
+        logits = 4 * self.n * entries if self.implementation == "xla" else 0
+        masked = self.n * self.d * self.itemsize
+        parts = entries * self.d * (4 + self.itemsize)  # of the weight and of dW
+        copy = 0 if self.implementation == "xla" else self.weight_copy_bytes
+        return du + logits + float32_hidden + masked + parts + copy
+
+    @property
+    def fast_tokens(self) -> int:
+        """Tokens in a chunk where memory is no matter.
+
+        dW's accumulator is read and written once a chunk: on an H200 2,048 tokens come within 3 % of the whole batch
+        at a width of 4,096 in XLA, where 512 cost 30 % more (benchmarks/results/token_chunks.md). Hopper's kernels
+        need no accumulator where one chunk holds all tokens. A CPU is slow enough for 256.
+        """
+        if self.platform == "cpu":
+            return 256
+        return 8192 if self.implementation == "mosaic_gpu" and self.weight_gradient else 2048
+
+    @property
+    def lean_entries(self) -> int:
+        """Vocabulary entries in a slice where memory is no matter: 64 MiB of du, 128 MiB with float32 logits."""
+        if self.implementation == "mosaic_gpu":
+            return max(4096, 2**26 // (self.itemsize * max(self.n, 1)) // 256 * 256)
+        return max(LEAST_ENTRIES, 2**27 // ((4 + self.itemsize) * max(self.n, 1)) // 256 * 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the fused loss is computed.
+
+    Attributes:
+        implementation: "xla", "triton", "mosaic_gpu" or "mosaic_tpu".
+        mode: "fast" or "lean".
+        chunk_size: tokens in a chunk ("fast"), vocabulary entries in a slice ("lean").
+        extra_bytes: what the compiled loss and its gradients need beside inputs and gradients.
+    """
+
+    implementation: str
+    mode: str
+    chunk_size: int
+    extra_bytes: int
+
+
+def plan(problem: Problem, mode: str, chunk_size: int | None = None, budget_bytes: int | None = None) -> Plan:
+    """The first that fits: "fast" in ever smaller chunks of 1,024 tokens or more, then "lean" ("auto"), or one mode.
+
+    What is named outright is kept: a mode with its chunk size, whatever it needs. Nothing that fits is a ValueError.
+    """
+    kinds = {
+        "fast": (problem.n, problem.fast_tokens, LEAST_TOKENS, problem.fast_bytes),
+        "lean": (problem.v, problem.lean_entries, LEAST_ENTRIES, problem.lean_bytes),
+    }
+    kind, size, extra = mode, 0, 0
+    for kind in ("fast", "lean") if mode == "auto" else (mode,):
+        total, preferred, least, bytes_of = kinds[kind]
+        if kind == "fast" and mode == "auto" and problem.platform != "cpu":
+            least = LEAST_FAST_TOKENS  # below that, lean is as fast
+        for size in [min(chunk_size, max(total, 1))] if chunk_size else _sizes(total, preferred, least):
+            extra = bytes_of(size)
+            if budget_bytes is None or extra <= budget_bytes:
+                return Plan(problem.implementation, kind, size, extra)
+    raise ValueError(
+        f"fused_linear_cross_entropy: memory_budget_bytes={budget_bytes} is too small: mode={kind!r} needs {extra} "
+        f"bytes beside inputs and gradients with chunk_size={size}. "
+        "Raise the budget, or split the tokens over several calls."
+    )
+
+
+def _sizes(total: int, preferred: int, least: int) -> Iterator[int]:
+    """Equal parts of `total`, in whole tiles, from the preferred size down to the least."""
+    least = max(1, min(least, total))
+    parts = cdiv(max(total, 1), preferred)
+    while True:
+        size = max(least, min(total, round_up(cdiv(total, parts), min(_TILE, least))))
+        yield size
+        if size == least:
+            return
+        parts += 1

@@ -1,0 +1,235 @@
+"""The fused loss on Hopper's matrix units, in bfloat16, against float64 and the unfused step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax import fused_linear_cross_entropy
+from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error
+
+BF16 = jnp.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def hopper(platform):
+    if platform != "gpu" or not any(name in jax.devices()[0].device_kind for name in ("H100", "H200", "GH200")):
+        pytest.skip("runs on a Hopper GPU only; elsewhere tests/aot compiles its kernels")
+
+
+@pytest.fixture(params=["fast", "lean"])
+def mode(request):
+    return request.param
+
+
+def rounded_case(rng, weight_dtype=BF16, **sizes):
+    """A case whose float64 values are those of bfloat16 arrays, and these arrays."""
+    case = make_case(rng, **sizes)
+    case.weight *= case.weight.shape[1] ** -0.5
+    hidden, weight, bias = (jnp.asarray(x, BF16) for x in (case.hidden, case.weight, case.bias))
+    case.hidden, case.weight, case.bias = (np.asarray(x, np.float64) for x in (hidden, weight, bias))
+    return case, [hidden, weight.astype(weight_dtype), bias.astype(weight_dtype)]
+
+
+def plain(case, inputs, t, *, softcap=None, smoothing=0.0, z_loss=0.0):
+    """The unfused step as a user would write it: logits in bfloat16, the loss in float32."""
+    hidden, weight, bias = (x.astype(BF16) for x in inputs)
+    logits = (hidden @ weight.T + bias[None, :]).astype(jnp.float32)
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    counts = jnp.asarray(case.counts)
+    t = jnp.where(counts, t, 0.0)
+    lse = jax.nn.logsumexp(logits, axis=1)
+    target = jnp.take_along_axis(logits, jnp.where(counts, jnp.asarray(case.labels), 0)[:, None], axis=1)[:, 0]
+    ce = (1 - smoothing) * (lse - target) + smoothing * jnp.mean(lse[:, None] - logits, axis=1)
+    return (jnp.sum(t * ce) + z_loss * jnp.sum(t * lse**2)) / jnp.sum(t)
+
+
+EVERYTHING = dict(label_smoothing=0.1, z_loss=1e-2, logit_softcap=8.0)
+
+
+@pytest.mark.parametrize("sizes", [(300, 192, 1088), (1, 64, 64), (129, 1600, 320), (777, 2048, 4160)], ids=str)
+@pytest.mark.parametrize("weight_dtype", [BF16, jnp.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("chunk_size", [None, 128])
+def test_values_and_gradients(mode, sizes, weight_dtype, options, chunk_size, rng):
+    n, d, v = sizes
+    case, inputs = rounded_case(rng, weight_dtype, n=n, d=d, v=v, ignored=0.2 if n > 1 else 0.0)
+    truth, truth_grads = FUSED.oracle(case, **options)
+    (t,) = arrays([case.token_weights])
+    labels = jnp.asarray(case.labels)
+
+    def fused(inputs, t):
+        return FUSED(
+            inputs, labels, token_weights=t, mode=mode, chunk_size=chunk_size, implementation="mosaic_gpu", **options
+        )
+
+    names = dict(softcap="logit_softcap", smoothing="label_smoothing", z_loss="z_loss")
+    unfused = {short: options[name] for short, name in names.items() if name in options}
+    loss, grads = jax.jit(jax.value_and_grad(fused, (0, 1)))(inputs, t)
+    _, plain_grads = jax.jit(jax.value_and_grad(lambda i, t: plain(case, i, t, **unfused), (0, 1)))(inputs, t)
+    assert relative_error(loss, truth) < 2e-5
+    for grad, plain_grad, truth_grad in zip(
+        (*grads[0], grads[1]), (*plain_grads[0], plain_grads[1]), truth_grads, strict=True
+    ):
+        assert grad.dtype == plain_grad.dtype
+        assert rms_error(grad, truth_grad) <= 1.5 * rms_error(plain_grad, truth_grad) + 1e-6
+
+
+def test_weight_layouts_agree(mode, rng):
+    case, (hidden, weight, _) = rounded_case(rng, n=200, d=128, v=704)
+    loss = lambda layout: (
+        lambda h, w: fused_linear_cross_entropy(
+            h, w, jnp.asarray(case.labels), weight_layout=layout, mode=mode, chunk_size=128, implementation="mosaic_gpu"
+        )
+    )
+    vd, (vd_hidden, vd_weight) = jax.value_and_grad(loss("vd"), (0, 1))(hidden, weight)
+    dv, (dv_hidden, dv_weight) = jax.value_and_grad(loss("dv"), (0, 1))(hidden, weight.T)
+    assert relative_error(dv, vd) < 1e-6
+    assert relative_error(dv_hidden, vd_hidden) < 1e-2 and relative_error(dv_weight.T, vd_weight) < 1e-2
+
+
+def test_lean_mode_takes_vocabularies_that_are_no_multiple_of_64(rng):
+    case, inputs = rounded_case(rng, n=200, d=128, v=1000)
+    truth, truth_grads = FUSED.oracle(case, token_weights=False)
+    loss = lambda i: FUSED(i, jnp.asarray(case.labels), mode="lean", chunk_size=384, implementation="mosaic_gpu")
+    value, grads = jax.value_and_grad(loss)(inputs)
+    assert relative_error(value, truth) < 2e-5
+    for grad, truth_grad in zip(grads, truth_grads[:3], strict=True):
+        assert relative_error(grad, truth_grad) < 1e-2
+
+
+def test_tokens_that_do_not_count_may_hold_anything(mode, rng):
+    case, (hidden, weight, _) = rounded_case(rng, n=200, d=128, v=704, ignored=0.5)
+    dirty = hidden.at[jnp.asarray(~case.counts)].set(jnp.nan)
+    loss = lambda h, w: fused_linear_cross_entropy(
+        h, w, jnp.asarray(case.labels), mode=mode, return_metrics=True, implementation="mosaic_gpu"
+    )
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (clean_loss, clean_metrics), clean = run(hidden, weight)
+    (dirty_loss, dirty_metrics), grads = run(dirty, weight)
+    assert clean_loss == dirty_loss
+    jax.tree.map(np.testing.assert_array_equal, clean_metrics, dirty_metrics)
+    jax.tree.map(np.testing.assert_array_equal, clean, grads)
+    assert not np.any(np.asarray(grads[0], np.float32)[~case.counts])
+    _, metrics = jax.jit(loss)(dirty, weight)
+    jax.tree.map(np.testing.assert_array_equal, clean_metrics.predicted_tokens, metrics.predicted_tokens)
+
+
+def test_metrics_are_those_of_the_float32_logits(mode, rng):
+    case, (hidden, weight, _) = rounded_case(rng, n=300, d=128, v=1088)
+    weight = weight.at[700].set(weight[3])  # equal logits: the first counts
+    loss = lambda h: fused_linear_cross_entropy(
+        h, weight, jnp.asarray(case.labels), mode=mode, return_metrics=True, implementation="mosaic_gpu"
+    )
+    logits = jnp.dot(hidden, weight.T, preferred_element_type=jnp.float32)
+    for _, metrics in (jax.jit(loss)(hidden), jax.jit(jax.value_and_grad(loss, has_aux=True))(hidden)[0]):
+        found = np.asarray(metrics.predicted_tokens)[case.counts]
+        assert not np.any(found == 700)
+        best = np.asarray(jnp.max(logits, axis=1))[case.counts]
+        chosen = np.asarray(logits)[case.counts, found]
+        np.testing.assert_allclose(chosen, best, rtol=1e-5)  # sums in another order
+        np.testing.assert_allclose(np.asarray(metrics.max_logit)[case.counts], best, rtol=1e-5)
+        lse = np.asarray(jax.nn.logsumexp(logits, axis=1))[case.counts]
+        np.testing.assert_allclose(np.asarray(metrics.log_normalizer)[case.counts], lse, rtol=1e-5)
+
+
+def test_every_token_has_its_own_cotangent(rng):
+    case, inputs = rounded_case(rng, n=300, d=128, v=704)
+    cotangents = rng.uniform(0.5, 2.0, 300)
+    _, truth_grads = FUSED.oracle(case, cotangents, token_weights=False, reduction="none")
+    (g,) = arrays([cotangents])
+    loss = lambda i: FUSED(i, jnp.asarray(case.labels), reduction="none", implementation="mosaic_gpu")
+    for grad, truth_grad in zip(jax.grad(lambda i: jnp.sum(loss(i) * g))(inputs), truth_grads[:3], strict=True):
+        assert relative_error(grad, truth_grad) < 1e-2
+
+
+def test_large_and_equal_logits_neither_overflow_nor_vanish(mode):
+    hidden = jnp.full((128, 64), 100.0, BF16)
+    weight = jnp.zeros((640, 64), BF16).at[5].set(100.0).at[600].set(-100.0)  # logits of 0 and ±640,000
+    labels = jnp.where(jnp.arange(128) % 2 == 0, 5, 7)
+    loss = lambda h: fused_linear_cross_entropy(
+        h, weight, labels, mode=mode, reduction="sum", implementation="mosaic_gpu"
+    )
+    value, grad = jax.value_and_grad(loss)(hidden)
+    assert relative_error(value, 64 * 640_000.0) < 1e-6
+    assert np.all(np.isfinite(np.asarray(grad, np.float32)))
+
+
+def test_vmap_equals_a_loop(mode, rng):
+    case, (hidden, weight, _) = rounded_case(rng, n=384, d=64, v=320)
+    labels = jnp.asarray(case.labels).reshape(3, 128)
+    hidden = hidden.reshape(3, 128, 64)
+    step = jax.value_and_grad(
+        lambda h, y: fused_linear_cross_entropy(h, weight, y, mode=mode, implementation="mosaic_gpu")
+    )
+    mapped, looped = jax.vmap(step)(hidden, labels), [step(h, y) for h, y in zip(hidden, labels, strict=True)]
+    for i, (loss, grad) in enumerate(looped):  # XLA sums the losses in another order
+        assert relative_error(mapped[0][i], loss) < 1e-6 and relative_error(mapped[1][i], grad) < 1e-2
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_runs_inside_shard_map(mode, check_vma, rng):
+    case, (hidden, weight, _) = rounded_case(rng, n=256, d=64, v=320)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    local = lambda h, w, y: jax.lax.psum(
+        fused_linear_cross_entropy(h, w, y, mode=mode, reduction="sum", implementation="mosaic_gpu"), "data"
+    )
+    loss = jax.shard_map(
+        local, mesh=mesh, in_specs=(jax.P("data"), jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=check_vma
+    )
+    one = lambda h, w, y: fused_linear_cross_entropy(h, w, y, mode=mode, reduction="sum", implementation="mosaic_gpu")
+    arguments = hidden, weight, jnp.asarray(case.labels)
+    (found, grads), (expected, expected_grads) = (
+        jax.jit(jax.value_and_grad(f, (0, 1)))(*arguments) for f in (loss, one)
+    )
+    assert relative_error(found, expected) < 1e-6
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert relative_error(grad, expected_grad) < 1e-2
+
+
+def test_runs_are_repeatable_to_the_bit(mode, rng):
+    case, inputs = rounded_case(rng, n=1000, d=1600, v=6400)
+    loss = lambda i: FUSED(i, jnp.asarray(case.labels), mode=mode, chunk_size=512, implementation="mosaic_gpu")
+    run = jax.jit(jax.value_and_grad(loss))
+    first = run(inputs)
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, run(inputs), first)
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, jnp.float32], ids=["bf16", "f32"])
+def test_weight_gradient_is_as_exact_at_64_chunks_as_unfused(mode, weight_dtype, rng):
+    case, inputs = rounded_case(rng, weight_dtype, n=8192, d=64, v=8192, ignored=0.0)
+    _, truth = FUSED.oracle(case)
+    (t,) = arrays([case.token_weights])
+    loss = lambda w: FUSED(
+        [inputs[0], w, inputs[2]],
+        jnp.asarray(case.labels),
+        token_weights=t,
+        mode=mode,
+        chunk_size=128 if mode == "fast" else 256,
+        implementation="mosaic_gpu",
+    )
+    grad = jax.jit(jax.grad(loss))(inputs[1])
+    unfused = jax.jit(jax.grad(lambda w: plain(case, [inputs[0], w, inputs[2]], t)))(inputs[1])
+    assert rms_error(grad, truth[1]) <= 1.1 * rms_error(unfused, truth[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(20_096, 256, 128_256), (256, 4096, 600_064)], ids=["N×V", "V×D"])
+def test_more_than_2_to_the_31_elements(mode, sizes):
+    n, d, v = sizes
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (n, d), BF16)
+    weight = jax.random.normal(keys[1], (v, d), BF16) * d**-0.5
+    labels = jnp.where(jnp.arange(n) % 2 == 0, jax.random.randint(keys[2], (n,), 0, v), v - 1 - jnp.arange(n) % 50)
+    options = dict(mode=mode, chunk_size=n if mode == "fast" else None)
+    loss = lambda implementation, **options: (
+        lambda h, w: fused_linear_cross_entropy(h, w, labels, reduction="sum", implementation=implementation, **options)
+    )
+    with jax.default_matmul_precision("default"):
+        value, grads = jax.jit(jax.value_and_grad(loss("mosaic_gpu", **options), (0, 1)))(hidden, weight)
+        expected, expected_grads = jax.jit(jax.value_and_grad(loss("xla", mode="lean"), (0, 1)))(hidden, weight)
+    assert relative_error(value, expected) < 1e-5
+    for grad, truth in zip(grads, expected_grads, strict=True):
+        for part in (slice(0, 200), slice(-200, None)):
+            assert relative_error(grad[part], truth[part]) < 2e-2
