@@ -108,10 +108,14 @@ def read_schedule(bundles_path: pathlib.Path, slots_path: pathlib.Path, tiles: i
         for i in range(loop.first, loop.last + 1):
             weights[i] *= loop.trips
     has = lambda unit, first, last: any(row[units.index(unit)] for row in slots[first:last])
-    for first, last in _guarded(bundles):
-        if not has("MXU", first, last):
-            for i in range(first, min(last, len(bundles))):
-                weights[i], other[i] = min(weights[i], tiles) if has("EUP", first, last) else 0, True
+    guarded = [(first, last) for first, last in _guarded(bundles) if not has("MXU", first, last)]
+    for first, last in guarded:
+        for i in range(first, min(last, len(bundles))):
+            weights[i], other[i] = 0, True
+    # The longest is every tile's epilogue; one for the vocabulary's last tile, or a row tile's end, runs rarely.
+    epilogues = [(last - first, first, last) for first, last in guarded if has("EUP", first, last)]
+    for _, first, last in sorted(epilogues)[-1:]:
+        weights[first:last] = [tiles] * (last - first)
     cycles = sum(weights)
     total = lambda unit: sum(w * row[units.index(unit)] for w, row in zip(weights, slots, strict=False))
     use = {unit: total(unit) / cycles / capacities[units.index(unit)] for unit in units if ":" not in unit}
@@ -175,7 +179,7 @@ def rows(generation: str, shape: str):
         if temporary is None:
             yield [*label, "does not compile", *["–"] * 7]
             return
-        for kernel, columns in zip(KERNELS, (v, config.vocab_slice(n, 2)), strict=True):
+        for kernel, columns in zip(KERNELS, (v, 2560), strict=True):
             tile = config.tpu_config(n, columns, d, 2)
             n_tiles, v_tiles = math.ceil(n / tile.n_block_size), math.ceil(columns / tile.v_block_size)
             schedule = largest(pathlib.Path(directory), kernel, n_tiles * v_tiles)
