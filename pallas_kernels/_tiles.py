@@ -57,9 +57,7 @@ def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
-def tpu_params(
-    interpret: bool, *dimension_semantics: str, vmem_limit_bytes: int | None = None
-) -> pltpu.CompilerParams:
+def tpu_params(interpret: bool, *dimension_semantics: str, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
     """What `pallas_call(compiler_params=...)` takes; JAX's interpreter fails where vmap adds an axis to named ones."""
     return pltpu.CompilerParams(
         dimension_semantics=None if interpret else dimension_semantics, vmem_limit_bytes=vmem_limit_bytes

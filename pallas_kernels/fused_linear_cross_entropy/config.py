@@ -115,20 +115,26 @@ class TpuConfig:
 
 
 def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int) -> TpuConfig:
-    """Square tiles of 1,024, or of what fits, with the widest d up to 4,096 that divides evenly.
+    """Square tiles of 1,024, or of what fits, with all of d up to 4,096, or the widest part up to 2,048.
+
+    Half of the columns where the last tile would be mostly empty.
 
     FLOP for each byte read are a row tile's rows (bf16), and half of that where hidden is read again for each weight
     tile: v6e's HBM asks for 561, which 1,024 rows give. 512 is what fits in 16 MiB.
-    Live in VMEM: the float32 product n·v, which the epilogue holds about 4 times over (product, logits,
-    exponentials, masks), and double-buffered tiles of hidden, weight and (gradient only) the written n·v. A quarter
-    of it is left to the compiler.
+    Live in VMEM: the float32 product n·v, three times as much for what the compiler spills, and double-buffered
+    tiles of hidden, weight and (gradient only) the written n·v. An eighth, at least 4 MiB, is left over.
     """
-    sizes = [size for size in range(128, min(d, 4096) + 1, 128) if d % size == 0] if d % 128 == 0 else [d]
-    for block in (1024, 512, 256, 128):
-        n_block_size, v_block_size = min(block, round_up(n, 16)), min(block, round_up(v, 128))
+    room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
+    sizes = [size for size in range(128, min(d, 2048) + 1, 128) if d % size == 0]
+    if d <= 4096 or d % 128:
+        sizes.append(d)
+    # Float32 at precision 'highest' spills 10 times the product: 40 MiB with 1,024.
+    for block in (1024, 512, 256, 128) if itemsize <= 2 else (512, 256, 128):
+        v_block = block if round_up(v, block) - v <= v // 16 else block // 2
+        n_block_size, v_block_size = min(block, round_up(n, 16)), min(max(v_block, 128), round_up(v, 128))
         fixed_bytes = n_block_size * v_block_size * (4 * 4 + 2 * itemsize)
         tile_bytes = lambda size, rows=n_block_size + v_block_size: 2 * rows * size * itemsize
-        fitting = [size for size in sizes if fixed_bytes + tile_bytes(size) <= vmem_bytes * 3 // 4]
+        fitting = [size for size in sizes if fixed_bytes + tile_bytes(size) <= room]
         if fitting:
             return TpuConfig(n_block_size, v_block_size, max(fitting))
     return TpuConfig(min(128, round_up(n, 16)), 128, min(sizes))
