@@ -1,9 +1,10 @@
 """Fused linear cross-entropy in Pallas for TPU.
 
 Statistics: the float32 tile of logits is the accumulator of its product over d and stays in VMEM; an online
-log-sum-exp folds it into one number for each row and lane; lanes are summed once, at a row tile's end. Gradients: the same product for a slice of the vocabulary, with the
-softmax's gradient as its epilogue, so only du (N, slice) is written; the two products with du are XLA's, which
-schedules them better than a kernel that would keep rewriting dX and dW. Lean mode only.
+log-sum-exp folds it into one number for each row and lane, and lanes are summed once, at a row tile's end. Gradients:
+the same product for a slice of the vocabulary, with the softmax's gradient as its epilogue, so only du (N, slice) is
+written; the two products with du are XLA's, which schedules them better than a kernel that would keep rewriting dX
+and dW. Lean mode only.
 Rounding: logits and statistics float32 (see cross_entropy/xla.py, whose row formulas run here). Not measured on a
 TPU: no speed is claimed.
 """
@@ -29,7 +30,6 @@ from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
-
 
 LANES = 128
 ROW_GROUP = 32  # rows whose state is kept in registers while the epilogue goes through their columns
