@@ -126,7 +126,7 @@ def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int) -> TpuCon
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
     # Float32 at precision 'highest' spills 10 times the product, 40 MiB with 1,024, and compiles for 90 s with d 4,096.
-    blocks, part, whole = ((1024, 512, 256, 128), 2048, 4096) if itemsize <= 2 else ((512, 256, 128), 512, 512)
+    blocks, part, whole = ((1024, 512, 256, 128), 2048, 4096) if itemsize <= 2 else ((512, 256, 128), 512, 1024)
     sizes = [size for size in range(128, min(d, part) + 1, 128) if d % size == 0]
     if d <= whole or d % 128:
         sizes.append(d)
