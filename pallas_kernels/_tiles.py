@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+TPU_LEAST_VMEM_BYTES = 16 * 2**20
+
 
 def cdiv(a: int, b: int) -> int:
     """Divides and rounds up."""
@@ -55,9 +57,21 @@ def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
-def tpu_params(interpret: bool, *dimension_semantics: str) -> pltpu.CompilerParams:
+def tpu_params(interpret: bool, *dimension_semantics: str, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
     """What `pallas_call(compiler_params=...)` takes; JAX's interpreter fails where vmap adds an axis to named ones."""
-    return pltpu.CompilerParams(dimension_semantics=None if interpret else dimension_semantics)
+    return pltpu.CompilerParams(
+        dimension_semantics=None if interpret else dimension_semantics, vmem_limit_bytes=vmem_limit_bytes
+    )
+
+
+def vmem_bytes() -> int:
+    """VMEM of a core that is computed for: 16 MiB (v4) to 128 (v5e, v6e); 16 where it is no TPU (the interpreter)."""
+    return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else TPU_LEAST_VMEM_BYTES
+
+
+def vmem_limit(capacity: int) -> int:
+    """What a kernel may use: the default of 16 MiB, or an eighth less than there is."""
+    return max(TPU_LEAST_VMEM_BYTES, capacity * 7 // 8)
 
 
 def with_absent(refs: Iterable[Any], present: Iterable[bool]) -> list[Any]:

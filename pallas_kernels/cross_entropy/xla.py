@@ -121,27 +121,54 @@ def online_update(
     state: OnlineState,
     z: jax.Array,
     columns: jax.Array,
-    in_vocab: jax.Array,
+    in_vocab: jax.Array | None,
     labels: jax.Array,
     class_weights: jax.Array | None,
+    axis: int = 1,
 ) -> OnlineState:
-    """Adds a tile of logits z (N, v); columns and in_vocab (1, v), labels (N, 1), class_weights (1, v)."""
-    masked = jnp.where(in_vocab, z, -jnp.inf)
-    tile_maximum = jnp.max(masked, axis=1, keepdims=True)
+    """Adds a tile of logits z (N, v); columns and in_vocab (1, v), labels (N, 1), class_weights (1, v).
+
+    in_vocab None: all are. With axis 0 the tile is (pieces, N, lanes), reduced to a state (1, N, lanes).
+    """
+    masked = z if in_vocab is None else jnp.where(in_vocab, z, -jnp.inf)
+    tile_maximum = jnp.max(masked, axis, keepdims=True)
     maximum = jnp.maximum(state.maximum, tile_maximum)
     shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)  # exp(−inf − (−inf)) would be NaN
     exp_sum = state.exp_sum * jnp.exp(state.maximum - shift)
-    exp_sum += jnp.sum(jnp.exp(masked - shift), axis=1, keepdims=True)
-    target_logit = state.target_logit + jnp.sum(jnp.where(columns == labels, z, 0.0), axis=1, keepdims=True)
+    exp_sum += jnp.sum(jnp.exp(masked - shift), axis, keepdims=True)
+    if axis == 0:
+        target_logit = state.target_logit  # one column of a row is its label's at most: two operations, not three
+        for piece_columns, piece in zip(columns, z, strict=True):
+            target_logit = jnp.where(piece_columns == labels, piece, target_logit)
+    else:
+        target_logit = state.target_logit + jnp.sum(jnp.where(columns == labels, z, 0.0), axis, keepdims=True)
     logit_sum = state.logit_sum
     if logit_sum is not None:
         weighted = z if class_weights is None else z * class_weights
-        logit_sum += jnp.sum(jnp.where(in_vocab, weighted, 0.0), axis=1, keepdims=True)
+        logit_sum += jnp.sum(weighted if in_vocab is None else jnp.where(in_vocab, weighted, 0.0), axis, keepdims=True)
     predicted_token = state.predicted_token
     if predicted_token is not None:
-        first = jnp.min(jnp.where(masked == tile_maximum, columns, _NO_INDEX), axis=1, keepdims=True)
+        first = jnp.min(jnp.where(masked == tile_maximum, columns, _NO_INDEX), axis, keepdims=True)
         predicted_token = jnp.where(tile_maximum > state.maximum, first, predicted_token)
     return OnlineState(maximum, exp_sum, target_logit, logit_sum, predicted_token)
+
+
+def over_lanes(lanes: OnlineState) -> OnlineState:
+    """The state (N, 1) of rows whose columns were dealt out to the lanes of `lanes` (N, lanes)."""
+    maximum = jnp.max(lanes.maximum, axis=1, keepdims=True)
+    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    total = lambda x: jnp.sum(x, axis=1, keepdims=True)
+    predicted_token = lanes.predicted_token
+    if predicted_token is not None:
+        first = jnp.where(lanes.maximum == maximum, predicted_token, _NO_INDEX)
+        predicted_token = jnp.min(first, axis=1, keepdims=True)
+    return OnlineState(
+        maximum=maximum,
+        exp_sum=total(lanes.exp_sum * jnp.exp(lanes.maximum - shift)),
+        target_logit=total(lanes.target_logit),
+        logit_sum=None if lanes.logit_sum is None else total(lanes.logit_sum),
+        predicted_token=predicted_token,
+    )
 
 
 def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:

@@ -10,9 +10,6 @@ from liger_jax.pallas_kernels._hopper import NUM_CORES, ROWS, Tiles
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
-TPU_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel may use unless it asks for more; v4 has no more
-
-
 Typed = jax.Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
 
 
@@ -147,19 +144,28 @@ class TpuConfig:
     d_block_size: int
 
 
-def tpu_config(n: int, v: int, d: int, itemsize: int) -> TpuConfig:
-    """512 × 512 tiles with the widest d that divides evenly and fits.
+def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int) -> TpuConfig:
+    """Square tiles of 1,024, or of what fits, with all of d up to 4,096, or the widest part up to 2,048.
 
-    Live in VMEM: the float32 product n·v, which the epilogue holds about 4 times over (product, logits,
-    exponentials, masks), and double-buffered tiles of hidden, weight and (gradient only) the written n·v.
+    Half of the columns where the last tile would be mostly empty.
+
+    FLOP for each byte read are a row tile's rows (bf16), and half of that where hidden is read again for each weight
+    tile: v6e's HBM asks for 561, which 1,024 rows give. 512 is what fits in 16 MiB.
+    Live in VMEM: the float32 product n·v, three times as much for what the compiler spills, and double-buffered
+    tiles of hidden, weight and (gradient only) the written n·v. An eighth, at least 4 MiB, is left over.
     """
-    n_block_size = min(512, round_up(n, 16))
-    v_block_size = min(512, round_up(v, 128))
-    fixed_bytes = n_block_size * v_block_size * (4 * 4 + 2 * itemsize)
-    d_block_size = d
-    if d % 128 == 0:
-        candidates = [size for size in range(128, min(d, 2048) + 1, 128) if d % size == 0]
-        tile_bytes = lambda size: 2 * (n_block_size + v_block_size) * size * itemsize
-        fitting = [size for size in candidates if fixed_bytes + tile_bytes(size) <= TPU_VMEM_BYTES]
-        d_block_size = max(fitting, default=128)
-    return TpuConfig(n_block_size, v_block_size, d_block_size)
+    room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
+    # Float32 at precision 'highest' spills 10 times the product, 40 MiB with 1,024, and compiles for 90 s with d 4,096.
+    blocks, part, whole = ((1024, 512, 256, 128), 2048, 4096) if itemsize <= 2 else ((512, 256, 128), 512, 1024)
+    sizes = [size for size in range(128, min(d, part) + 1, 128) if d % size == 0]
+    if d <= whole or d % 128:
+        sizes.append(d)
+    for block in blocks:
+        v_block = block if round_up(v, block) - v <= v // 16 else block // 2
+        n_block_size, v_block_size = min(block, round_up(n, 16)), min(max(v_block, 128), round_up(v, 128))
+        fixed_bytes = n_block_size * v_block_size * (4 * 4 + 2 * itemsize)
+        tile_bytes = lambda size, rows=n_block_size + v_block_size: 2 * rows * size * itemsize
+        fitting = [size for size in sizes if fixed_bytes + tile_bytes(size) <= room]
+        if fitting:
+            return TpuConfig(n_block_size, v_block_size, max(fitting))
+    return TpuConfig(min(128, round_up(n, 16)), 128, min(sizes))
