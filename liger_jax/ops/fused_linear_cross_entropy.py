@@ -179,10 +179,12 @@ def fused_linear_cross_entropy(
     The loss is `liger_jax.ops.cross_entropy`'s, on z = logit_scale · softcap(hidden · weightᵀ + bias), from float32
     accumulators. Gradient work is done only for what is differentiated: none for a frozen head or trunk.
 
-    Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens (3 products of 2·N·D·V
-    operations; a float32 accumulator for the weight's gradient); it needs a scalar loss. Mode "lean" makes
-    statistics first and recomputes slices of the vocabulary for the gradients (4 products; the weight's gradient is
-    written once). The weight's gradient is never summed in less than float32. Products take hidden's dtype.
+    Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens, with 3 products of 2·N·D·V
+    operations; it needs a scalar loss. Mode "lean" makes statistics first and recomputes slices of the vocabulary for
+    the gradients: 4 products, and the weight's gradient is written once. "auto" is fast where the device's memory or
+    `memory_budget_bytes` allows it; `plan_fused_linear_cross_entropy` says what it comes to. The weight's gradient is
+    never summed in less than float32, or two 16-bit halves of it. Products take hidden's dtype. On one device, the
+    same program gives the same bits every time.
 
     Args:
         hidden: (..., D), any float dtype.
@@ -207,8 +209,8 @@ def fused_linear_cross_entropy(
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
         precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
-            forms, or a tuple of these to try in order.
+        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "triton", "mosaic_tpu",
+            the last two's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         The loss, float32: () for "mean" and "sum", (...) for "none". With `return_metrics`: (loss, metrics).
