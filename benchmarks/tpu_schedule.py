@@ -123,7 +123,7 @@ def read_schedule(bundles_path: pathlib.Path, slots_path: pathlib.Path, tiles: i
             weights[first:last] = [tiles] * (last - first)
     cycles = sum(weights)
     total = lambda unit: sum(w * row[units.index(unit)] for w, row in zip(weights, slots, strict=False))
-    use = {unit: total(unit) / cycles / capacities[units.index(unit)] for unit in units if ":" not in unit}
+    use = {unit: total(unit) / max(cycles, 1) / capacities[units.index(unit)] for unit in units if ":" not in unit}
     other_cycles = sum(w for w, is_other in zip(weights, other, strict=True) if is_other)
     return Schedule(cycles - other_cycles, other_cycles, total("VSTORE:SPILL"), total("VLOAD:FILL"), use)
 
