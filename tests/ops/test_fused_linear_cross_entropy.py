@@ -53,6 +53,21 @@ def test_chunk_size_does_not_change_the_result(chunk_size, kernel_mode, rng):
         assert relative_error(grad, truth_grad) < 2e-5
 
 
+def test_width_that_takes_several_steps(kernel_mode, rng):
+    """A tile's product in parts: D = 1,280 float32 is more than any kernel multiplies at a time."""
+    implementation, mode = kernel_mode
+    case = make_case(rng, n=20, d=1280, v=300)
+    case.weight *= 1280**-0.5
+    truth, truth_grads = FUSED.oracle(case, token_weights=False, label_smoothing=0.1)
+    value = lambda inputs: FUSED(
+        inputs, jnp.asarray(case.labels), label_smoothing=0.1, mode=mode, implementation=implementation
+    )
+    loss, grads = jax.value_and_grad(value)(arrays(FUSED.inputs(case)))
+    assert relative_error(loss, truth) < 2e-5
+    for grad, truth_grad in zip(grads, truth_grads[:3], strict=True):
+        assert relative_error(grad, truth_grad) < 2e-5
+
+
 def test_weight_layouts_agree(kernel_mode, rng):
     implementation, mode = kernel_mode
     case = make_case(rng, n=33, d=130, v=257)
