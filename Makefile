@@ -106,7 +106,7 @@ train: $(TRAIN_ENV)/.installed
 
 # ALLOW_MULTIPLE_LIBTPU_LOAD: libtpu compiles in several workers at once, and no TPU is there to fight for.
 CPU_ONLY := JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1
-PYTEST = $(if $(filter cpu,$(PLATFORM)),$(CPU_ONLY)) $(TEST_ENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup \
+PYTEST = $(if $(filter cpu,$(PLATFORM)),$(CPU_ONLY)) $(TEST_ENV)/bin/python -m pytest -n $(JOBS) \
   $(if $(filter-out cpu,$(PLATFORM)),--platform=$(PLATFORM))
 
 test: $(TEST_ENV)/.installed

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -24,13 +25,16 @@ CASES = [
 pytestmark = pytest.mark.aot
 
 
+def has_compiler(kind):
+    try:
+        return importlib.util.find_spec(COMPILERS[kind]) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def need_compiler(kind):
     """Without the compiler: a visible skip, and a failure where continuous integration runs."""
-    try:
-        found = importlib.util.find_spec(COMPILERS[kind]) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
+    if not has_compiler(kind):
         message = f"the compiler for {kind} targets, {COMPILERS[kind]}, is not installed: pip install 'liger-jax[aot]'"
         if os.environ.get("CI"):
             pytest.fail(message)
@@ -48,23 +52,45 @@ def run(*command):
 
 
 @pytest.fixture(scope="session")
-def results(request):
-    """(target, case) → the error or None; each kind's targets are compiled once, when first asked for."""
+def results(request, tmp_path_factory):
+    """(target, case) → the error or None; each kind's targets are compiled once, by whichever worker comes first."""
     extent = "full" if any("full" in item.keywords for item in request.session.items) else "default"
-    compiled = {}
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # the workers' common one
 
-    def of(kind):
-        if kind not in compiled:
-            need_compiler(kind)
+    def compile_unless_begun(kind):
+        try:
+            (folder / f"{kind}.begun").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        rows = [{"failure": f"the compilation for {kind} targets was interrupted"}]
+        try:
             lines = run("-m", "tests.aot.targets", kind, extent).splitlines()
             rows = [json.loads(line) for line in lines if line.startswith("{")]
-            compiled[kind] = {(row["target"], row["case"]): row["error"] for row in rows}
-        return compiled[kind]
+        except BaseException as error:
+            rows = [{"failure": f"{error}"}]
+            raise
+        finally:
+            written = folder / f"{kind}.part"
+            written.write_text(json.dumps(rows))
+            written.rename(folder / f"{kind}.json")
+
+    def of(kind):
+        need_compiler(kind)
+        done = folder / f"{kind}.json"
+        # Who finds a kind begun by another worker does the other kind rather than wait.
+        for each in (kind, *(other for other in COMPILERS if other != kind)):
+            if not done.exists() and (each == kind or has_compiler(each)):
+                compile_unless_begun(each)
+        while not done.exists():
+            time.sleep(0.5)
+        rows = json.loads(done.read_text())
+        assert "failure" not in rows[0], rows[0]["failure"]
+        return {(row["target"], row["case"]): row["error"] for row in rows}
 
     return of
 
 
-@pytest.mark.xdist_group("aot")
 @pytest.mark.parametrize("kind, target, case", CASES)
 def test_kernel_compiles(kind, target, case, results):
     error = results(kind)[target, case]
