@@ -45,9 +45,9 @@ def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: 
     All chunks are of one size, so that one loop body serves all: the first chunk overlaps with the second, which
     writes over what both hold.
     """
-    parts = max(1, -(-n // size))
-    if parts == 1:
-        return body(carry, 0, size)
+    parts = -(-n // size)
+    if parts <= 1:
+        return carry if n == 0 else body(carry, 0, size)
     own_of_first = n - (parts - 1) * size
 
     def step(i, carry):
