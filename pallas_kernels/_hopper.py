@@ -7,10 +7,12 @@ output along a snake, so that the tiles in flight at a time share their operands
 b's tiles by multicast were within 1 % of single ones on an H200, with either kind of tile, and are left out.)
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +29,7 @@ NUM_CORES = 132
 PIECE_COLUMNS = 32
 _NUM_CONSUMERS = 2
 _SWIZZLE_BYTES = 128
+_is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +181,29 @@ def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def can_write_in_place(x: jax.Array) -> bool:
     """Whether `launch` may change arrays that vary over the mesh as x does."""
     return not jax.typeof(x).manual_axis_type.varying
+
+
+def can_add_in_place(x: jax.Array) -> bool:
+    """Whether `store_tile` may add: JAX's interpreter has no copies that do."""
+    return can_write_in_place(x) and not _is_interpreted.get()
+
+
+@contextlib.contextmanager
+def interpreter(interpret: bool) -> Iterator[None]:
+    """Within it `launch` simulates blocks on the CPU (JAX ≥ 0.12): warpgroups, barriers, copies, matrix units.
+
+    Memory begins as NaN, and a data race is an error.
+    """
+    if not interpret:
+        yield
+        return
+    token = _is_interpreted.set(True)
+    try:
+        gpu: Any = plgpu  # JAX 0.10's types do not know what follows
+        with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(detect_races=True)):
+            yield
+    finally:
+        _is_interpreted.reset(token)
 
 
 def product(

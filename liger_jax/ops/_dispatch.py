@@ -4,7 +4,6 @@ Each op hands over its kernel modules by name. A module says in `unsupported(...
 returns `None`; the same sentence serves the error, the warning and the tests.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -15,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractDevice
 
 from liger_jax.ops._mesh import forbid_partitioning, needs_shard_map
+from liger_jax.pallas_kernels import _hopper
 
 Implementation = str | tuple[str, ...] | None
 
@@ -128,7 +128,7 @@ def choose(
     reasons = []
     for name in candidates:
         kernel, _, interpret = name.partition(":")
-        reason = None if interpret else _wrong_device(kernel, device)
+        reason = _no_interpreter(kernel) if interpret else _wrong_device(kernel, device)
         if kernel != "xla":
             reason = reason or needs_shard_map(*(x for x in inputs if isinstance(x, jax.Array)))
         reason = reason or kernels[kernel].unsupported(*inputs, **case)
@@ -157,17 +157,29 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
     if name == "xla":
         return kernel
     if name == "mosaic_gpu":
-        # Its kernels have no batching rule: under vmap one runs after the other.
-        return lambda x, *arrays, **options: jax.custom_batching.sequential_vmap(functools.partial(kernel, **options))(
-            forbid_partitioning(x, op), *arrays
-        )
+
+        def run(x, *arrays, **options):
+            @jax.custom_batching.sequential_vmap  # these kernels have no batching rule
+            def one(*arrays):
+                with _hopper.interpreter(bool(interpret)):
+                    return kernel(*arrays, **options)
+
+            return one(forbid_partitioning(x, op), *arrays)
+
+        return run
     return lambda x, *arrays, **options: kernel(
         forbid_partitioning(x, op), *arrays, **options, interpret=bool(interpret)
     )
 
 
 def _names(kernels: Mapping[str, ModuleType]) -> tuple[str, ...]:
-    return tuple(kernels) + tuple(f"{name}:interpret" for name in kernels if name in ("triton", "mosaic_tpu"))
+    return tuple(kernels) + tuple(f"{name}:interpret" for name in kernels if name != "xla")
+
+
+def _no_interpreter(kernel: str) -> str | None:
+    if kernel == "mosaic_gpu" and jax.__version_info__ < (0, 12):
+        return f"JAX interprets Mosaic GPU kernels since 0.12, and this is {jax.__version__}; use a newer JAX."
+    return None
 
 
 def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:

@@ -210,7 +210,7 @@ def fused_linear_cross_entropy(
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
         precision: of the products; None for `jax.default_matmul_precision`.
         implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "triton", "mosaic_tpu",
-            the last two's ":interpret" forms, or a tuple of these to try in order.
+            the last three's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         The loss, float32: () for "mean" and "sum", (...) for "none". With `return_metrics`: (loss, metrics).

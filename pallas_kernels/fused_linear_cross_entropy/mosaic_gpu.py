@@ -343,11 +343,11 @@ def gradients(
         du = _logit_gradients(inputs, lse, cotangents, start, size, options)
         if not in_place:
             du = du[:, :size]
-        if needs.hidden and in_place:
+        if needs.hidden and _hopper.can_add_in_place(inputs.hidden):
             dhidden = _add_product(dhidden, du, inputs, start, options)
         elif needs.hidden:
             part = xla.take(inputs.weight, start[0], size, options.vocab_dim)
-            dhidden += xla.product(du, part, 1, options.vocab_dim, options)
+            dhidden += xla.product(du[:, :size], part, 1, options.vocab_dim, options)
         if needs.weight and in_place:
             dweight = _put_product(dweight, du, inputs.hidden, start, options)
         elif needs.weight:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from liger_jax import geglu, rms_norm
+from liger_jax import fused_linear_cross_entropy, geglu, rms_norm
 from liger_jax.ops import _dispatch, _mesh
 from tests.ops import _oracle
 
@@ -152,6 +152,14 @@ def test_kernel_for_another_platform_is_refused_with_the_cure(name, platform):
     message = f"^op cannot run here with implementation='{name}'.*compiled for {platform} only, and this computation is"
     with pytest.raises(ValueError, match=f"{message} for cpu; use 'xla', or '{name}:interpret' to debug"):
         chosen(name)
+
+
+def test_interpreter_that_this_jax_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    types = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    loss = functools.partial(fused_linear_cross_entropy, labels=jnp.zeros(128, jnp.int32))
+    with pytest.raises(ValueError, match="JAX interprets Mosaic GPU kernels since 0.12, and this is .*; use a newer"):
+        jax.eval_shape(functools.partial(loss, implementation="mosaic_gpu:interpret"), *types)
 
 
 def test_tuple_takes_the_first_that_runs_without_a_word():
