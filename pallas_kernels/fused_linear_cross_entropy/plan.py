@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import mosaic_gpu_vocab_slice
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import mosaic_gpu_chunk_cost, mosaic_gpu_vocab_slice
 
 LEAST_TOKENS, LEAST_FAST_TOKENS, LEAST_ENTRIES = 128, 1024, 512
 _WORKSPACE_BYTES = 32 * 2**20  # of cuBLAS on Hopper, for the products that are XLA's
@@ -43,10 +43,11 @@ class Problem:
         if self.implementation == "mosaic_gpu":
             partials = 3 * 4 * tokens * cdiv(self.v, 256)
             one_chunk = tokens >= self.n
-            accumulator = 0 if one_chunk else float32_weight // 2  # the lower half; dW is the upper
+            accumulator = 0 if one_chunk else float32_weight // 4  # the lowest byte of a sum; dW holds the upper two
             # dW is written last: until then the weight's copy lies in its place.
             copy = 0 if one_chunk and self.weight_gradient else self.weight_copy_bytes
-            return du + partials + accumulator + copy + _WORKSPACE_BYTES
+            hidden = 0 if one_chunk else 2 * tokens * self.d * self.itemsize  # the chunk's, and its gradient
+            return du + partials + accumulator + copy + hidden + _WORKSPACE_BYTES
         logits = 4 * tokens * self.v
         # dW is written last, from its accumulator: until then the largest buffer that fits lies in its place.
         room = self.v * self.d * self.weight_itemsize if float32_weight else 0
@@ -72,13 +73,14 @@ class Problem:
 
         dW's accumulator is read and written once a chunk: on an H200 2,048 tokens come within 3 % of the whole batch
         at a width of 4,096 in XLA, where 512 cost 30 % more (benchmarks/results/token_chunks.md). Hopper's kernels
-        need no accumulator where one chunk holds all tokens. A CPU is slow enough for 256.
+        need no accumulator where one chunk holds all tokens: half as much more memory goes into that. A CPU is slow
+        enough for 256.
         """
         if self.platform == "cpu":
             return 256
         if self.implementation != "mosaic_gpu" or not self.weight_gradient:
             return 2048
-        return self.n if self.fast_bytes(self.n) <= 1.1 * self.fast_bytes(8192) else 8192
+        return self.n if self.fast_bytes(self.n) <= 1.5 * self.fast_bytes(8192) else 8192
 
     @property
     def lean_entries(self) -> int:
@@ -120,6 +122,8 @@ def plan(problem: Problem, mode: str, chunk_size: int | None = None, budget_byte
         if kind == "fast" and mode == "auto" and problem.platform != "cpu":
             least = LEAST_FAST_TOKENS  # below that, lean is as fast
         sizes = _sizes(total, preferred, least)
+        if kind == "fast" and problem.implementation == "mosaic_gpu":  # has kernels for a shorter last chunk, too
+            sizes = _cheapest(problem, min(preferred, total), min(least, total))
         if kind == "lean":  # a shorter last slice has kernels of its own: the preferred size need not divide
             sizes = itertools.chain([min(preferred, total)], sizes)
         for size in [min(chunk_size, max(total, 1))] if chunk_size else sizes:
@@ -131,6 +135,12 @@ def plan(problem: Problem, mode: str, chunk_size: int | None = None, budget_byte
         f"bytes beside inputs and gradients with chunk_size={size}. "
         "Raise the budget, or split the tokens over several calls."
     )
+
+
+def _cheapest(problem: Problem, most: int, least: int) -> list[int]:
+    """Chunks in whole tiles, or all tokens in one, by what they cost."""
+    sizes = {most, *range(round_up(least, _TILE), most, _TILE)}
+    return sorted(sizes, key=lambda tokens: (mosaic_gpu_chunk_cost(problem.n, problem.d, tokens), tokens))
 
 
 def _sizes(total: int, preferred: int, least: int) -> Iterator[int]:

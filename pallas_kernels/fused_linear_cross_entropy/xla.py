@@ -58,10 +58,10 @@ def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: 
 
 
 def take_tokens(
-    inputs: Inputs, coefficients: Coefficients, start: Any, size: int, own: Any
+    inputs: Inputs, coefficients: Coefficients, start: Any, size: int, own: Any = None
 ) -> tuple[Inputs, Coefficients]:
-    """A chunk of tokens; those that are not its own, or do not count, are zeros without a label: 0 · NaN is NaN."""
-    is_own = jnp.arange(size) < own
+    """A chunk of tokens; those that do not count, or are not its own, are zeros without a label: 0 · NaN is NaN."""
+    is_own = jnp.arange(size) < (size if own is None else own)
     y = jnp.where(is_own, take(inputs.labels, start, size), rows.NO_LABEL)
     x = take(inputs.hidden, start, size)
     x = jnp.where(y[:, None] == rows.NO_LABEL, jnp.zeros((), x.dtype), x)

@@ -61,14 +61,14 @@ def plain(case, inputs, t, *, softcap=None, smoothing=0.0, z_loss=0.0):
 EVERYTHING = dict(label_smoothing=0.1, z_loss=1e-2, logit_softcap=8.0)
 
 
-SMALL = (200, 64, 320)
+SMALL = (300, 64, 320)
 LARGER = [(1, 64, 64), (300, 192, 1088), (129, 1600, 320), (777, 2048, 4160)]
 
 
 @pytest.mark.parametrize("sizes", [SMALL, *(pytest.param(s, marks=pytest.mark.full) for s in LARGER)], ids=str)
 @pytest.mark.parametrize("weight_dtype", [BF16, jnp.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("chunk_size", [128, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("chunk_size", [128, 256, pytest.param(None, marks=pytest.mark.full)])
 def test_values_and_gradients(hopper, mode, sizes, weight_dtype, options, chunk_size, rng):
     n, d, v = sizes
     if d > 1000 and hopper != "mosaic_gpu":

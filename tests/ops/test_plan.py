@@ -51,12 +51,22 @@ def test_a_frozen_head_needs_no_accumulator():
 
 def test_memory_is_flat_in_tokens():
     extra = [plan_fused_linear_cross_entropy(n, 4096, 128256, device=H200).extra_bytes for n in (16384, 65536, 2**20)]
-    assert max(extra) == min(extra)
+    assert max(extra) < 1.1 * min(extra)
+
+
+@pytest.mark.parametrize("budget", [None, 2 * GIB, 3 * GIB // 2])
+def test_chunks_leave_few_of_hoppers_cores_idle(budget):
+    """dX of a chunk takes whole rounds of its 128 × 256 tiles over 132 cores."""
+    plan = plan_fused_linear_cross_entropy(*LLAMA, mode="fast", device=H200, memory_budget_bytes=budget)
+    whole, rest = divmod(8192, plan.chunk_size)
+    tiles = lambda tokens: -(-tokens // 128) * 4096 // 256
+    rounds = sum(-(-tiles(tokens) // 132) for tokens in [plan.chunk_size] * whole + [rest])
+    assert tiles(8192) / 132 / rounds > 0.9
 
 
 @pytest.mark.parametrize("n", [1, 100, 8191, 8193, 100_000])
 def test_chunks_are_even(n):
-    plan = plan_fused_linear_cross_entropy(n, 4096, 128256, device=H200)
+    plan = plan_fused_linear_cross_entropy(n, 4096, 128256, device=A100)
     chunks = -(-n // plan.chunk_size)
     assert chunks * plan.chunk_size - n < 128 * chunks
 

@@ -1,0 +1,360 @@
+"""The kernels of `mosaic_gpu`: Hopper's product with the loss's epilogues, and the pass that makes du of E."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels._hopper import Tile
+from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
+from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, OnlineState
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
+
+_LOG2_E = math.log2(math.e)
+_NO_COLUMN = 2**30
+FIRST_PART, LAST_PART = 1, 2  # of a sum over chunks
+_SMALLEST = 2.0**-126  # normal number in bfloat16
+
+
+def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
+    """`rows.transform`, with a tanh that is exact here."""
+    if options.softcap is not None:
+        u = options.softcap * _hopper.tanh(u / options.softcap)
+    return u if options.scale == 1.0 else options.scale * u
+
+
+def _slope(z: jax.Array | None, options: LogitOptions) -> jax.Array | float:
+    """dz/du = scale · (1 − (z / (scale · softcap))²), from the capped logit."""
+    if options.softcap is None:
+        return options.scale
+    return options.scale * (1.0 - jnp.square(z / (options.scale * options.softcap)))
+
+
+def _logits(tile: Tile, has_bias: bool, options: LogitOptions) -> jax.Array:
+    u = tile.values
+    return _transform(u + tile.over_columns(tile.column_vectors[0]) if has_bias else u, options)
+
+
+def _logit_gradient(tile: Tile, z, probability, cotangents, class_weights, options: LogitOptions):
+    """du = (g_lse · p + g_target · 1[v = y] + g_sum · c_v) · dz/du"""
+    labels, g_lse, g_target, *g_sum = cotangents
+    du = tile.over_rows(g_lse) * probability
+    du += jnp.where(tile.column_indices() == tile.over_rows(labels - tile.column), tile.over_rows(g_target), 0.0)
+    if g_sum:
+        g_sum = tile.over_rows(g_sum[0])
+        du += g_sum if class_weights is None else g_sum * tile.over_columns(class_weights)
+    slope = _slope(z, options)
+    return du if isinstance(slope, float) and slope == 1.0 else du * slope
+
+
+def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tuple[OnlineState, jax.Array | None]:
+    """Of each tile of the vocabulary, (tiles, N); with `keep` also E (N, V), relative to its tile's maximum.
+
+    Where nobody asks for the maximum, a tile's log-sum-exp stands for both maximum and sum: two float32 a row and tile.
+    """
+    (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
+    tiles = config.mosaic_gpu_tiles(d, n, v)
+    has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
+    wants_maximum = keep or options.logit.metrics
+    dtypes = [jnp.float32] * (2 + wants_maximum + options.logit.logit_sum) + [jnp.int32] * options.logit.metrics
+
+    def epilogue(tile: Tile, refs, scratch):
+        (labels,) = tile.row_vectors
+        z = _logits(tile, has_bias, options.logit)
+        columns = tile.column_indices()
+        in_vocab = columns < v - tile.column
+        masked = jnp.where(in_vocab, z, -jnp.inf) if v % tiles.columns else z
+        maximum = jnp.max(masked, axis=1)
+        # exp(−inf − (−inf)) would be NaN; with log2 e multiplied in, z costs one fused operation.
+        shift = tile.over_rows(jnp.where(maximum == -jnp.inf, 0.0, maximum * _LOG2_E))
+        exponentials = jnp.exp2(masked * _LOG2_E - shift)
+        exp_sum = jnp.sum(exponentials, axis=1)
+        is_target = columns == tile.over_rows(labels - tile.column)
+        fields = [maximum, exp_sum] if wants_maximum else [maximum + jnp.log(exp_sum)]
+        fields.append(jnp.sum(jnp.where(is_target, z, 0.0), axis=1))
+        if options.logit.logit_sum:
+            weighted = z * tile.over_columns(tile.column_vectors[-1]) if has_weights else z
+            fields.append(jnp.sum(jnp.where(in_vocab, weighted, 0.0), axis=1))
+        if options.logit.metrics:
+            at_maximum = jnp.where(masked == tile.over_rows(maximum), columns, _NO_COLUMN)
+            fields.append(jnp.min(at_maximum, axis=1) + tile.column)
+        _hopper.store_rows(tile, fields, scratch[: len(fields)], refs[: len(fields)])
+        if keep:
+            _hopper.store_tile(tile, exponentials, scratch[-1], refs[-1], tile.row, tile.column)
+
+    out_types = [out_like(inputs.hidden, (cdiv(v, tiles.columns), n), dtype) for dtype in dtypes]
+    scratch = [_hopper.row_staging(tiles, dtype) for dtype in dtypes]
+    if keep:
+        out_types.append(out_like(inputs.hidden, (n, v), inputs.hidden.dtype))
+        scratch.append(_hopper.staging(inputs.hidden.dtype))
+    fields = _hopper.product(
+        inputs.hidden,
+        inputs.weight,
+        (1, 1 - options.vocab_dim),
+        tiles,
+        epilogue,
+        name="fused_linear_cross_entropy_statistics",
+        out_types=out_types,
+        scratch=scratch,
+        row_vectors=[inputs.labels],
+        column_vectors=_column_vectors(inputs, has_weights),
+    )
+    exponentials = fields.pop() if keep else None
+    maximum = fields.pop(0)
+    exp_sum = fields.pop(0) if wants_maximum else jnp.ones_like(maximum)
+    target = fields.pop(0)
+    logit_sum = fields.pop(0) if options.logit.logit_sum else None
+    predicted = fields.pop(0) if options.logit.metrics else None
+    return OnlineState(maximum, exp_sum, target, logit_sum, predicted), exponentials
+
+
+def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:
+    vectors = [inputs.bias] + [inputs.class_weights] * with_class_weights
+    return [x.astype(jnp.float32) for x in vectors if x is not None]
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: int, options: LinearOptions):
+    """du (N, size) for the vocabulary from `start` on; the columns are rounded up to whole pieces."""
+    (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
+    has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
+
+    def epilogue(tile: Tile, refs, scratch):
+        labels, lse, *g = tile.row_vectors
+        tile = tile._replace(column=tile.column + tile.start)
+        z = _logits(tile, has_bias, options.logit)
+        probability = jnp.exp2(z * _LOG2_E - tile.over_rows(lse * _LOG2_E))
+        weights = tile.column_vectors[-1] if has_weights else None
+        du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
+        if v % 64:  # the last piece reaches past the vocabulary, where weights are zeros, and probabilities are not
+            du = jnp.where(tile.column_indices() < v - tile.column, du, 0.0)
+        _hopper.store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.start)
+
+    (du,) = _hopper.product(
+        inputs.hidden,
+        inputs.weight,
+        (1, 1 - options.vocab_dim),
+        config.mosaic_gpu_tiles(d, n, size),
+        epilogue,
+        name="fused_linear_cross_entropy_logit_gradients",
+        out_types=[out_like(inputs.hidden, (n, round_up(size, 64)), inputs.hidden.dtype)],
+        scratch=[_hopper.staging(inputs.hidden.dtype)],
+        row_vectors=[inputs.labels, lse, *[g for g in cotangents if g is not None]],
+        column_vectors=_column_vectors(inputs, has_weights),
+        start=start,
+        num_columns=size,
+    )
+    return du
+
+
+def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Array, options: LinearOptions):
+    """total (N, D) + du · (the weight from `start` on), float32, in place."""
+
+    def epilogue(tile: Tile, refs, scratch):
+        _hopper.store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, add=True)
+
+    (total,) = _hopper.product(
+        du,
+        inputs.weight,
+        (1, options.vocab_dim),
+        config.mosaic_gpu_tiles(du.shape[1], *total.shape),
+        epilogue,
+        name="fused_linear_cross_entropy_hidden_gradient",
+        in_place=[total],
+        scratch=[_hopper.staging(jnp.float32)],
+        start=start,
+        start_of="depth",
+    )
+    return total
+
+
+def put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.Array, options: LinearOptions):
+    """Writes duᵀ · X to its place in dW, from the vocabulary's `start` on, in place."""
+
+    def epilogue(tile: Tile, refs, scratch):
+        row, column = tile.row, tile.column
+        row, column = (row + tile.start, column) if options.vocab_dim == 0 else (row, column + tile.start)
+        _hopper.store_tile(tile, tile.values, scratch[0], refs[0], row, column)
+
+    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    (whole,) = _hopper.product(
+        *operands,
+        (0, 0),
+        config.mosaic_gpu_tiles(du.shape[0], *(x.shape[1] for x in operands)),
+        epilogue,
+        name="fused_linear_cross_entropy_weight_gradient",
+        in_place=[whole],
+        scratch=[_hopper.staging(whole.dtype)],
+        start=start,
+        start_of="output",
+    )
+    return whole
+
+
+def add_to_sum(
+    high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, part: jax.Array, options: LinearOptions
+) -> tuple[jax.Array, jax.Array]:
+    """A sum of duᵀ · X over parts, in place, as three bytes an entry.
+
+    high is the sum as the weight's dtype holds it, and low (uint8) says in 254 steps what that rounds away: together
+    2^-16 of the sum in bfloat16. `part` (1,) int32 is `FIRST_PART`, where nothing is read, `LAST_PART`, where low is
+    left alone, or neither.
+    """
+    num_slots, dtypes = 4, (high.dtype, low.dtype)
+    tiles = config.mosaic_gpu_sum_tiles()
+    todo = _hopper.pieces((tiles.rows, tiles.columns))
+    steps = 127 * 2 / float(jnp.finfo(high.dtype).eps)  # |rounded away| ≤ |high| · eps / 2
+
+    def fetch(tile: Tile, refs, scratch, i):
+        arrived, slot = scratch[-1].at[tile.warpgroup * num_slots + i % num_slots], (tile.warpgroup, i % num_slots)
+        for ref, stage in zip(refs, scratch, strict=False):
+            plgpu.copy_gmem_to_smem(_hopper.at(ref, tile.row, tile.column, todo[i]), stage.at[slot], arrived)
+
+    def prologue(tile: Tile, refs, scratch):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(tile.start != FIRST_PART)
+        def _():
+            for i in range(num_slots):  # they arrive during the product
+                fetch(tile, refs, scratch, i)
+
+    def epilogue(tile: Tile, refs, scratch):
+        (high_ref, low_ref), (high_stage, low_stage, arrived) = refs, scratch
+        is_first, is_last = tile.start == FIRST_PART, tile.start == LAST_PART
+        for i, piece in enumerate(todo):
+            slot = (tile.warpgroup, i % num_slots)
+            barrier = arrived.at[tile.warpgroup * num_slots + i % num_slots]
+            pl.when(~is_first)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
+            old_high = _hopper.load(high_stage, slot, _hopper.LAYOUT).astype(jnp.float32)
+            old_low = _hopper.load(low_stage, slot, _hopper.LAYOUT).astype(jnp.int32).astype(jnp.float32)
+            old = old_high * (1.0 + (old_low - 128.0) * (1.0 / steps))
+            zeros = jnp.zeros_like(old)
+            total = tile.values[piece] + jax.lax.select(jax.lax.broadcast(is_first, zeros.shape), zeros, old)
+            new_high = total.astype(high.dtype)
+            rounded = new_high.astype(jnp.float32)
+            share = (total - rounded) / jnp.where(rounded == 0.0, 1.0, rounded)
+            new_low = jnp.minimum(jnp.maximum(share * steps, -127.0), 127.0) + 128.5
+            high_stage[slot] = new_high
+            low_stage[slot] = new_low.astype(jnp.int32).astype(low.dtype)
+            plgpu.commit_smem()
+            low_there = _hopper.at(low_ref, tile.row, tile.column, piece)
+            store_low = lambda slot=slot, there=low_there: plgpu.copy_smem_to_gmem(
+                low_stage.at[slot], there, commit_group=False
+            )
+            pl.when(~is_last)(store_low)
+            plgpu.copy_smem_to_gmem(high_stage.at[slot], _hopper.at(high_ref, tile.row, tile.column, piece))
+            if 0 < i <= len(todo) - num_slots:  # the last piece's slot, once it has left
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                pl.when(~is_first)(lambda i=i: fetch(tile, refs, scratch, i - 1 + num_slots))
+
+    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    return tuple(
+        _hopper.product(
+            *operands,
+            (0, 0),
+            tiles,
+            epilogue,
+            prologue=prologue,
+            name="fused_linear_cross_entropy_weight_gradient",
+            in_place=[high, low],
+            scratch=[
+                *[_hopper.shared_tile((2, num_slots, 64, _hopper.PIECE_COLUMNS), dtype) for dtype in dtypes],
+                plgpu.Barrier(num_arrivals=2, num_barriers=2 * num_slots),
+            ],
+            start=part,
+            start_of="flag",
+        )
+    )
+
+
+def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions):
+    """du from E (N, V), in its place: p = E · exp(maximum − lse), and for the softcap z = maximum + log E.
+
+    The maximum is that of a row's part in a tile of the vocabulary, (tiles, N).
+    """
+    (n, v), num_tiles = exponentials.shape, maximum.shape[0]
+    columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1], n, v).columns
+    has_weights = inputs.class_weights is not None and options.logit.logit_sum
+    row_vectors = [inputs.labels, lse, *[g for g in cotangents if g is not None]]
+    column_vectors = [inputs.class_weights] if has_weights else []
+    # Where E cannot be written to in place, du is an array of its own.
+    in_place = _hopper.can_write_in_place(exponentials)
+    source = () if in_place else (exponentials,)
+    total = (n // 64) * num_tiles
+    num_blocks, num_slots = min(_hopper.NUM_CORES, cdiv(total, 3)), 2
+
+    def body(*refs):
+        vector_refs, vector_stages = refs[:num_vectors], refs[-num_vectors:]
+        maximum_ref, *e_refs, e_stage, maximum_stage, filled, vectors_filled = refs[num_vectors:-num_vectors]
+        e_ref, du_ref = e_refs[0], e_refs[-1]
+        worker = jax.lax.axis_index("block") * 3 + jax.lax.axis_index("warpgroup")
+        own = jax.lax.axis_index("warpgroup")
+        count = jax.lax.div(total - 1 - worker, 3 * num_blocks) + 1
+
+        def place(i):
+            index = worker + i * 3 * num_blocks
+            return jax.lax.rem(index, num_tiles), jax.lax.div(index, num_tiles) * 64
+
+        def fetch(i):
+            column_tile, row = place(i)
+            slot = jax.lax.rem(i, num_slots)
+            barrier = filled.at[own * num_slots + slot]
+            source = e_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]
+            plgpu.copy_gmem_to_smem(source, e_stage.at[own, slot], barrier)
+            plgpu.copy_gmem_to_smem(maximum_ref.at[column_tile, pl.ds(row, 64)], maximum_stage.at[own, slot], barrier)
+
+        def step(i, _):
+            column_tile, row = place(i)
+            slot = jax.lax.rem(i, num_slots)
+            for k, (ref, stage) in enumerate(zip(vector_refs, vector_stages, strict=True)):
+                index = pl.ds(row, 64) if k < len(row_vectors) else pl.ds(column_tile * columns, columns)
+                plgpu.copy_gmem_to_smem(ref.at[index], stage.at[own], vectors_filled.at[own])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(i + 1 < count)(lambda: fetch(i + 1))
+            plgpu.barrier_wait(filled.at[own * num_slots + slot])
+            plgpu.barrier_wait(vectors_filled.at[own])
+            e = _hopper.load(e_stage, (own, slot), _hopper.LAYOUT).astype(jnp.float32)
+            maximum = _hopper.load(maximum_stage, (own, slot), _hopper.ROW_LAYOUT)
+            layouts = [_hopper.ROW_LAYOUT] * len(row_vectors) + [_hopper.COLUMN_LAYOUT] * len(column_vectors)
+            vectors = [_hopper.load(s, (own,), layout) for s, layout in zip(vector_stages, layouts, strict=True)]
+            labels, lse, *g = vectors[: len(row_vectors)]
+            weights = vectors[-1] if has_weights else None
+            tile = Tile(e, row, column_tile * columns, column_tile, own, [], [], 0)
+            probability = e * tile.over_rows(jnp.exp2((maximum - lse) * _LOG2_E))
+            z = None
+            if options.logit.softcap is not None:
+                z = tile.over_rows(maximum) + jnp.log(jnp.maximum(e, _SMALLEST))
+            du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
+            e_stage[own, slot] = du.astype(e_ref.dtype)
+            plgpu.commit_smem()
+            destination = du_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]
+            plgpu.copy_smem_to_gmem(e_stage.at[own, slot], destination)
+
+        pl.when(count > 0)(lambda: fetch(0))
+        jax.lax.fori_loop(0, count, step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    num_vectors = len(row_vectors) + len(column_vectors)
+    (du,) = _hopper.launch(
+        body, *row_vectors, *column_vectors, maximum, *source,
+        num_blocks=num_blocks,
+        in_place=[exponentials] if in_place else (),
+        out_types=() if in_place else [out_like(exponentials, exponentials.shape, exponentials.dtype)],
+        scratch=[
+            _hopper.shared_tile((3, num_slots, 64, columns), exponentials.dtype),
+            plgpu.SMEM((3, num_slots, 64), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=3 * num_slots),
+            plgpu.Barrier(num_arrivals=num_vectors, num_barriers=3),
+            *[plgpu.SMEM((3, 64), x.dtype) for x in row_vectors],
+            *[plgpu.SMEM((3, columns), x.dtype) for x in column_vectors],
+        ],
+        name="fused_linear_cross_entropy_logit_gradients",
+    )  # fmt: skip
+    return du
