@@ -201,7 +201,7 @@ def attempt(who: str, family: str, measure: Callable[[], Row]) -> Row:
 
 
 def our_rows(shape: tuple[int, int, int], options: argparse.Namespace, programs: JaxPrograms) -> Iterator[Row]:
-    """bounded: the fast mode beside 16-bit halves of dW and 2,048 tokens' logits, 2·V·D + 4,096·V bytes."""
+    """bounded: the fast mode within 2·V·D + 4,096·V bytes, a 16-bit dW and 2,048 tokens' logits."""
     for mode, implementation in itertools.product(options.modes, options.implementations):
         _, d, v = shape
         loss = functools.partial(
