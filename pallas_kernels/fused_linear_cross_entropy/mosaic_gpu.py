@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._hopper import ROWS
+from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import full_like, round_up
 from liger_jax.pallas_kernels.cross_entropy import xla as rows
 from liger_jax.pallas_kernels.cross_entropy.xla import Coefficients, Cotangents, Statistics

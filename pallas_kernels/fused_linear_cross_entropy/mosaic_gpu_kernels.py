@@ -8,7 +8,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._hopper import Tile
+from liger_jax.pallas_kernels._hopper_product import (
+    PIECE_COLUMNS,
+    Tile,
+    pieces,
+    product,
+    row_staging,
+    staging,
+    store_rows,
+    store_tile,
+)
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, OnlineState
@@ -83,16 +92,16 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
         if options.logit.metrics:
             at_maximum = jnp.where(masked == tile.over_rows(maximum), columns, _NO_COLUMN)
             fields.append(jnp.min(at_maximum, axis=1) + tile.column)
-        _hopper.store_rows(tile, fields, scratch[: len(fields)], refs[: len(fields)])
+        store_rows(tile, fields, scratch[: len(fields)], refs[: len(fields)])
         if keep:
-            _hopper.store_tile(tile, exponentials, scratch[-1], refs[-1], tile.row, tile.column)
+            store_tile(tile, exponentials, scratch[-1], refs[-1], tile.row, tile.column)
 
     out_types = [out_like(inputs.hidden, (cdiv(v, tiles.columns), n), dtype) for dtype in dtypes]
-    scratch = [_hopper.row_staging(tiles, dtype) for dtype in dtypes]
+    scratch = [row_staging(tiles, dtype) for dtype in dtypes]
     if keep:
         out_types.append(out_like(inputs.hidden, (n, v), inputs.hidden.dtype))
-        scratch.append(_hopper.staging(inputs.hidden.dtype))
-    fields = _hopper.product(
+        scratch.append(staging(inputs.hidden.dtype))
+    fields = product(
         inputs.hidden,
         inputs.weight,
         (1, 1 - options.vocab_dim),
@@ -135,9 +144,9 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
         du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
         if v % 64:  # the last piece reaches past the vocabulary, where weights are zeros, and probabilities are not
             du = jnp.where(tile.column_indices() < v - tile.column, du, 0.0)
-        _hopper.store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.start)
+        store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.start)
 
-    (du,) = _hopper.product(
+    (du,) = product(
         inputs.hidden,
         inputs.weight,
         (1, 1 - options.vocab_dim),
@@ -145,7 +154,7 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
         epilogue,
         name="fused_linear_cross_entropy_logit_gradients",
         out_types=[out_like(inputs.hidden, (n, round_up(size, 64)), inputs.hidden.dtype)],
-        scratch=[_hopper.staging(inputs.hidden.dtype)],
+        scratch=[staging(inputs.hidden.dtype)],
         row_vectors=[inputs.labels, lse, *[g for g in cotangents if g is not None]],
         column_vectors=_column_vectors(inputs, has_weights),
         start=start,
@@ -158,9 +167,9 @@ def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Arra
     """total (N, D) + du · (the weight from `start` on), float32, in place."""
 
     def epilogue(tile: Tile, refs, scratch):
-        _hopper.store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, add=True)
+        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, add=True)
 
-    (total,) = _hopper.product(
+    (total,) = product(
         du,
         inputs.weight,
         (1, options.vocab_dim),
@@ -168,7 +177,7 @@ def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Arra
         epilogue,
         name="fused_linear_cross_entropy_hidden_gradient",
         in_place=[total],
-        scratch=[_hopper.staging(jnp.float32)],
+        scratch=[staging(jnp.float32)],
         start=start,
         start_of="depth",
     )
@@ -181,17 +190,17 @@ def put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.A
     def epilogue(tile: Tile, refs, scratch):
         row, column = tile.row, tile.column
         row, column = (row + tile.start, column) if options.vocab_dim == 0 else (row, column + tile.start)
-        _hopper.store_tile(tile, tile.values, scratch[0], refs[0], row, column)
+        store_tile(tile, tile.values, scratch[0], refs[0], row, column)
 
     operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
-    (whole,) = _hopper.product(
+    (whole,) = product(
         *operands,
         (0, 0),
         config.mosaic_gpu_tiles(du.shape[0], *(x.shape[1] for x in operands)),
         epilogue,
         name="fused_linear_cross_entropy_weight_gradient",
         in_place=[whole],
-        scratch=[_hopper.staging(whole.dtype)],
+        scratch=[staging(whole.dtype)],
         start=start,
         start_of="output",
     )
@@ -209,7 +218,7 @@ def add_to_sum(
     """
     num_slots, dtypes = 4, (high.dtype, low.dtype)
     tiles = config.mosaic_gpu_sum_tiles()
-    todo = _hopper.pieces((tiles.rows, tiles.columns))
+    todo = pieces((tiles.rows, tiles.columns))
     steps = 127 * 2 / float(jnp.finfo(high.dtype).eps)  # |rounded away| ≤ |high| · eps / 2
 
     def fetch(tile: Tile, refs, scratch, i):
@@ -256,7 +265,7 @@ def add_to_sum(
 
     operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
     return tuple(
-        _hopper.product(
+        product(
             *operands,
             (0, 0),
             tiles,
@@ -265,7 +274,7 @@ def add_to_sum(
             name="fused_linear_cross_entropy_weight_gradient",
             in_place=[high, low],
             scratch=[
-                *[_hopper.shared_tile((2, num_slots, 64, _hopper.PIECE_COLUMNS), dtype) for dtype in dtypes],
+                *[_hopper.shared_tile((2, num_slots, 64, PIECE_COLUMNS), dtype) for dtype in dtypes],
                 plgpu.Barrier(num_arrivals=2, num_barriers=2 * num_slots),
             ],
             start=part,
