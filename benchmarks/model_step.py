@@ -1,0 +1,134 @@
+"""Training steps of whole models with each kernel on alone, all on and all off: what a kernel costs where XLA fuses.
+
+    python -m benchmarks.model_step [--models llama-3.2-1b qwen2-0.5b] [--batch 8] [--seq 2048] [--implementation triton]
+
+A step is loss, gradients and AdamW on random tokens, all in bfloat16, layers scanned, its state updated in place. Times
+are medians over rounds in which every program has its turn. Memory is what the compiled step needs. A second table
+counts what one layer keeps for its backward.
+"""
+
+import argparse
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from benchmarks._measure import heading, in_rounds, save, table
+from liger_jax.models import KernelOptions
+from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
+
+SIZES = {
+    "llama-3.2-1b": LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0, tie_word_embeddings=True,
+    ),
+    # Without its biases of queries, keys and values.
+    "qwen2-0.5b": LlamaConfig(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32768, rope_theta=1000000.0, tie_word_embeddings=True,
+    ),
+    "tiny": LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ),
+}  # fmt: skip
+KERNELS = ("rope", "rms_norm", "glu", "fused_linear_cross_entropy")
+
+
+def options(names: tuple[str, ...], implementation: str | None) -> KernelOptions:
+    """Only these kernels on; the fused loss keeps the platform's choice."""
+    only_loss = "fused_linear_cross_entropy" in names and len(names) == 1
+    return KernelOptions(
+        **{name: name in names for name in KERNELS}, implementation=None if only_loss else implementation
+    )
+
+
+def make_model(config: LlamaConfig, kernels: KernelOptions, **others) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        config, kernels=kernels, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **others
+    )
+
+
+def training_step(config: LlamaConfig, kernels: KernelOptions, tokens: jax.Array):
+    """A run of one step, and the bytes that the compiled step needs."""
+    optimizer = optax.adamw(1e-4)
+    graphdef, params = nnx.split(jax.eval_shape(lambda: make_model(config, kernels)))
+
+    @jax.jit
+    def start():
+        params = nnx.split(make_model(config, kernels))[1]
+        return params, optimizer.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, tokens):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: nnx.merge(graphdef, p)(tokens, labels=tokens).loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    state = start()
+    compiled = step.lower(state, tokens).compile()
+    memory = compiled.memory_analysis()
+
+    def run():
+        nonlocal state
+        state, loss = compiled(state, tokens)
+        return loss
+
+    return run, memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
+def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq: int) -> dict[str, int]:
+    """Shape and dtype → how many such activations a layer's forward hands to its backward."""
+    config = LlamaConfig(**{**vars(config), "num_hidden_layers": 1})
+    model = jax.eval_shape(lambda: make_model(config, kernels, scan_layers=False))
+    graphdef, params = nnx.split(model.model.layers.layers[0])
+    x = jax.ShapeDtypeStruct((batch, seq, config.hidden_size), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((1, seq, config.head_dim), jnp.float32)
+    # What jax.vjp returns is a tree whose leaves are the residuals.
+    backward = jax.eval_shape(
+        lambda x, params, cos, sin: jax.vjp(lambda x, p: nnx.merge(graphdef, p)(x, cos, sin, None), x, params)[1],
+        x, params, table, table,
+    )  # fmt: skip
+    activations = [r for r in jax.tree.leaves(backward) if r.size >= batch * seq and r.shape[:1] == (batch,)]
+    return collections.Counter(f"{a.dtype} {a.shape}" for a in activations), sum(
+        a.size * a.dtype.itemsize for a in activations
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=["llama-3.2-1b", "qwen2-0.5b"])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--implementation", help="of rope, rms_norm and glu; the platform's default if none")
+    arguments = parser.parse_args()
+    choices = {"all off": (), **{f"{name} alone": (name,) for name in KERNELS}, "all on": KERNELS}
+    steps, kept = [], []
+    for name in arguments.models:
+        config = SIZES[name]
+        tokens = jax.random.randint(jax.random.key(1), (arguments.batch, arguments.seq), 0, config.vocab_size)
+        kernels = {who: options(names, arguments.implementation) for who, names in choices.items()}
+        programs = {who: training_step(config, k, tokens) for who, k in kernels.items()}
+        times = in_rounds({who: run for who, (run, _) in programs.items()})
+        for who, (_, needed) in programs.items():
+            speed = tokens.size / times[who] * 1e3
+            versus = times["all off"] / times[who]
+            steps.append([name, who, f"{times[who]:.1f}", f"{speed:,.0f}", f"{versus:.3f}", f"{needed / 2**30:.2f}"])
+        for who, k in kernels.items():
+            shapes, size = kept_by_a_layer(config, k, arguments.batch, arguments.seq)
+            listed = ", ".join(f"{count} × {shape}" for shape, count in sorted(shapes.items()))
+            kept.append([name, who, f"{size / 2**20:.0f}", listed])
+    command = f"python -m benchmarks.model_step --batch {arguments.batch} --seq {arguments.seq}"
+    command += f" --models {' '.join(arguments.models)}"
+    command += f" --implementation {arguments.implementation}" if arguments.implementation else ""
+    text = heading(command) + "\n"
+    text += table(["model", "kernels", "ms a step", "tokens/s", "× all off", "GiB"], steps) + "\n"
+    text += table(["model", "kernels", "MiB kept by a layer", "what"], kept)
+    save("model_step" + (f"_{arguments.implementation}" if arguments.implementation else ""), text)
+
+
+if __name__ == "__main__":
+    main()
