@@ -1,6 +1,6 @@
 """Training steps of whole models with each kernel on alone, all on and all off: what a kernel costs where XLA fuses.
 
-    python -m benchmarks.model_step [--models llama-3.2-1b qwen2-0.5b] [--batch 8] [--seq 2048] [--implementation triton]
+    python -m benchmarks.model_step [--models qwen2-0.5b] [--batch 8] [--seq 2048] [--implementation triton]
 
 A step is loss, gradients and AdamW on random tokens, all in bfloat16, layers scanned, its state updated in place. Times
 are medians over rounds in which every program has its turn. Memory is what the compiled step needs. A second table
@@ -80,8 +80,8 @@ def training_step(config: LlamaConfig, kernels: KernelOptions, tokens: jax.Array
     return run, memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 
-def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq: int) -> dict[str, int]:
-    """Shape and dtype → how many such activations a layer's forward hands to its backward."""
+def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq: int):
+    """How often each dtype and shape is among the activations that a layer hands to its backward, and their bytes."""
     config = LlamaConfig(**{**vars(config), "num_hidden_layers": 1})
     model = jax.eval_shape(lambda: make_model(config, kernels, scan_layers=False))
     graphdef, params = nnx.split(model.model.layers.layers[0])
