@@ -1,12 +1,15 @@
 """Which attention runs where, and that what we put around it is right."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from liger_jax.models.attention import causal_attention, splash_attention
+from liger_jax.models.attention import causal_attention, chunked_attention, splash_attention
 
 LENGTH = 256
 SEGMENTS = jnp.repeat(jnp.array([[0, 1, 2, 2], [0, 0, 0, 1]]), LENGTH // 4, axis=1)
@@ -17,40 +20,85 @@ def inputs(rng, dtype=jnp.float32, length=LENGTH, width=64):
     return make(4), make(2), make(2)
 
 
-def true_attention(q, k, v, segment_ids):
-    """In float64, head by head."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    length = q.shape[1]
-    visible = np.tril(np.ones((length, length), bool))[None]
+def true_attention(q, k, v, segment_ids=None, *, window=None, softcap=None, scale=None):
+    """In float64, all scores at once."""
+    q, k, v = (jnp.asarray(x, jnp.float64) for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    distance = np.subtract.outer(np.arange(q.shape[1]), np.arange(q.shape[1]))[None, None]
+    visible = (distance >= 0) & (distance < (window or q.shape[1]))
     if segment_ids is not None:
-        visible = visible & (np.asarray(segment_ids)[:, :, None] == np.asarray(segment_ids)[:, None, :])
-    out = np.empty_like(q)
-    for head in range(q.shape[2]):
-        shared = head // (q.shape[2] // k.shape[2])
-        scores = np.where(
-            visible, np.einsum("bth,bsh->bts", q[:, :, head], k[:, :, shared]) / q.shape[3] ** 0.5, -np.inf
-        )
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out[:, :, head] = weights / weights.sum(-1, keepdims=True) @ v[:, :, shared]
-    return out
+        visible = visible & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1), v)
 
 
-@pytest.mark.parametrize("segment_ids", [None, SEGMENTS], ids=["one segment", "segments"])
+OPTIONS = {
+    "plain": {},
+    "window": dict(window=50),
+    "window of one": dict(window=1),
+    "softcap": dict(softcap=2.0),
+    "scale": dict(scale=0.3),
+    "segments": dict(segment_ids=SEGMENTS),
+    "all": dict(window=100, softcap=3.0, scale=0.2, segment_ids=SEGMENTS),
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def errors(attention, q, k, v, options, **own):
+    """Of the value and of the gradients by q, k and v, each against its own largest entry in float64."""
+    cotangent = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+    def run(function, *inputs, **all_options):
+        loss = lambda *x: jnp.sum(function(*x, **all_options) * cotangent.astype(x[0].dtype))
+        return [function(*inputs, **all_options), *jax.grad(loss, (0, 1, 2))(*inputs)]
+
+    found = run(attention, q, k, v, **options, **own)
+    with jax.enable_x64(True):
+        truth = run(true_attention, *(jnp.asarray(x, jnp.float64) for x in (q, k, v)), **options)
+    found, truth = ([np.asarray(x, np.float64) for x in xs] for xs in (found, truth))
+    size = lambda t: np.abs(t).max() or 1.0  # where one key is seen, its score has no gradient
+    return [np.abs(f - t).max() / size(t) for f, t in zip(found, truth, strict=True)]
+
+
+@each_option
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_attention_of_this_platform_is_causal_within_segments(rng, dtype, segment_ids):
+def test_attention_of_this_platform_and_its_gradients(rng, dtype, options):
     q, k, v = inputs(rng, dtype)
     with jax.default_matmul_precision("highest"):
-        out = causal_attention(q, k, v, segment_ids)
-    assert out.dtype == dtype
-    error = np.abs(np.asarray(out, np.float64) - true_attention(q, k, v, segment_ids)).max()
-    assert error <= (2e-5 if dtype == jnp.float32 else 3e-2)
+        assert max(errors(causal_attention, q, k, v, options)) <= (2e-5 if dtype == jnp.float32 else 3e-2)
+    assert causal_attention(q, k, v).dtype == dtype
 
 
-@pytest.mark.parametrize("segment_ids", [None, SEGMENTS], ids=["one segment", "segments"])
-def test_splash_attention_is_called_rightly(rng, segment_ids):
+@pytest.mark.parametrize("length", [1, 257, 700, *(pytest.param(n, marks=pytest.mark.full) for n in (255, 256, 2500))])
+@pytest.mark.parametrize("window", [None, 300])
+def test_chunks_of_queries_make_no_difference(rng, length, window):
+    q, k, v = inputs(rng, length=length, width=8)
+    assert max(errors(chunked_attention, q, k, v, dict(window=window))) < 2e-5
+
+
+@pytest.mark.parametrize("options", [{}, dict(window=100), dict(segment_ids=jnp.zeros((1, 2048), jnp.int32))], ids=str)
+def test_nothing_as_large_as_all_scores_exists(options):
+    length = 2048
+    q, k = (jax.ShapeDtypeStruct((1, length, heads, 8), jnp.bfloat16) for heads in (4, 2))
+    loss = lambda q, k, v: jnp.sum(chunked_attention(q, k, v, **options).astype(jnp.float32))
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
+    shapes = re.findall(r"[a-z]+[0-9]*\[([0-9,]+)\]", compiled.as_text())
+    assert max(math.prod(map(int, shape.split(","))) for shape in shapes) < length * length
+
+
+@each_option
+def test_splash_attention_is_called_rightly(rng, options):
     q, k, v = inputs(rng)
-    out = splash_attention(q, k, v, segment_ids, interpret=True)
-    np.testing.assert_allclose(out, true_attention(q, k, v, segment_ids), rtol=0, atol=2e-5)
+    out = splash_attention(q, k, v, **options, interpret=True)
+    with jax.enable_x64(True):
+        truth = true_attention(q, k, v, **options)
+    np.testing.assert_allclose(out, truth, rtol=0, atol=2e-5)
+
+
+def test_a_window_that_holds_nothing_is_refused(rng):
+    with pytest.raises(ValueError, match="window=0 must be at least 1, since a position sees itself"):
+        causal_attention(*inputs(rng), window=0)
 
 
 @pytest.mark.parametrize(
