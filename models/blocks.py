@@ -161,26 +161,3 @@ class LayerStack(nnx.Module):
         graphdef, stacked = nnx.split(self.layers)
         call = layer_call(graphdef)
         return jax.lax.scan(lambda x, state: (call(x, state), None), x, stacked)[0]
-
-
-def rope_table(
-    positions: Int[Array, "#B T"], head_width: int, theta: float
-) -> tuple[Float[Array, "#B T H"], Float[Array, "#B T H"]]:
-    """Cosines and sines of position·theta^(−2i/H) for i < H/2, the second half repeating the first.
-
-    Args:
-        positions: integer positions.
-        head_width: H, even.
-        theta: the base.
-
-    Returns:
-        Two float32 tables.
-
-    Example:
-        >>> cos, sin = rope_table(jnp.arange(3)[None], 4, 10000.0)
-        >>> cos.shape, float(cos[0, 0, 3]), float(sin[0, 0, 3])
-        ((1, 3, 4), 1.0, 0.0)
-    """
-    frequencies = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
-    angles = positions[..., None].astype(jnp.float32) * jnp.concatenate([frequencies, frequencies])
-    return jnp.cos(angles), jnp.sin(angles)
