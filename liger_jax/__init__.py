@@ -13,6 +13,9 @@ from liger_jax.ops import cross_entropy as cross_entropy
 from liger_jax.ops import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops import geglu as geglu
 from liger_jax.ops import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
+from liger_jax.ops import relu_squared as relu_squared
 from liger_jax.ops import rms_norm as rms_norm
 from liger_jax.ops import rope_table as rope_table
+from liger_jax.ops import softmax as softmax
+from liger_jax.ops import sparsemax as sparsemax
 from liger_jax.ops import swiglu as swiglu

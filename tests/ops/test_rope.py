@@ -216,14 +216,15 @@ def test_shard_map(table_batch, check_vma, implementation, rng):
 @layouts
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
 def test_xla_is_partitioned_without_communication(axis_type, layout, rng):
-    op = make("xla", layout)
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
-    split, replicated = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["data"], []))
-    q, k, cos, sin = make_arrays(rng, Shape(4, 9, 4, 2, 16, 16, 1))
-    arrays = [*jax.device_put((q, k), split), *jax.device_put((cos, sin), replicated)]
-    run = jax.jit(lambda arrays: _oracle.value_and_gradients(op, arrays, tuple(arrays[:2]), BY_HEADS))
-    assert all(x.sharding.is_equivalent_to(split, 4) for x in run(arrays))
-    assert not _oracle.collectives(run.lower(arrays))
+    arrays = make_arrays(rng, Shape(4, 9, 4, 2, 16, 16, 1))
+    _oracle.check_partitioned(make("xla", layout), arrays, rng, axis_type, wrt=BY_HEADS, split=BY_HEADS)
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_mrope_in_xla_is_partitioned_without_communication(axis_type, rng):
+    arrays = make_mrope_arrays(rng, Shape(4, 9, 4, 2, 16, 16, 1))
+    op = make("xla", op=apply_mrope, sections=(2, 3, 3))
+    _oracle.check_partitioned(op, arrays, rng, axis_type, wrt=BY_HEADS, split=BY_HEADS)
 
 
 def test_heads_too_many_for_one_program_are_refused_by_triton():
