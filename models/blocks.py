@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from liger_jax import ops
+from liger_jax.layers import SwiGLUMLP
 from liger_jax.models import plain
 from liger_jax.models.attention import causal_attention
 from liger_jax.models.common import KernelOptions
@@ -39,7 +40,7 @@ class RMSNorm(nnx.Module):
         return plain.rms_norm(x, self.scale[...], self.eps)
 
 
-class SwiGLU(nnx.Module):
+class SwiGLU(SwiGLUMLP):
     """down(silu(gate(x))·up(x)).
 
     Args:
@@ -52,16 +53,20 @@ class SwiGLU(nnx.Module):
     def __init__(
         self, width: int, inner_width: int, *, linear: Callable[[int, int], nnx.Module], kernels: KernelOptions
     ):
-        self.gate_proj = linear(width, inner_width)
-        self.up_proj = linear(width, inner_width)
-        self.down_proj = linear(inner_width, width)
+        super().__init__(width, inner_width, linear=linear, implementation=kernels.implementation)
         self.kernels = kernels
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if self.kernels.glu:
-            return self.down_proj(ops.swiglu(gate, up, implementation=self.kernels.implementation))
-        return self.down_proj(plain.swiglu(gate, up))
+    def gated(self, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+        """silu(gate)·up, by the kernel or without.
+
+        Args:
+            gate: (B, T, F), any float dtype.
+            up: (B, T, F), any float dtype.
+
+        Returns:
+            (B, T, F) in up.dtype.
+        """
+        return super().gated(gate, up) if self.kernels.glu else plain.swiglu(gate, up)
 
 
 class Attention(nnx.Module):
