@@ -59,6 +59,7 @@ class Case:
     peers: dict[str, Callable[[], Op]]
     num_differentiated: int
     saved: tuple[int, ...]
+    unread_bytes: int = 0  # of the arrays that `saved` numbers, in either direction
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -217,7 +218,9 @@ def make_sets(case: Case) -> list[tuple[Any, ...]]:
 def bytes_moved(case: Case, dy: Any, arrays: Sequence[jax.Array]) -> tuple[int, int]:
     """The least that forward and backward read and write."""
     gradients = arrays[: case.num_differentiated]
-    return size(arrays) + size(dy), size(dy) + size([arrays[i] for i in case.saved]) + size(gradients)
+    forward = size(arrays) + size(dy)
+    backward = size(dy) + size([arrays[i] for i in case.saved]) + size(gradients)
+    return forward - case.unread_bytes, backward - case.unread_bytes
 
 
 def measured(case: Case, peers: Sequence[str], rounds: int) -> Result:
