@@ -19,6 +19,7 @@ import itertools
 import math
 import os
 import pathlib
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -297,7 +298,7 @@ def main(name: str, make_cases: Callable[[], list[Case]]) -> None:
             f"benchmarks.{name} times kernels on an NVIDIA GPU by CUPTI, and JAX finds only a {jax.default_backend()} "
             "here. Run it where there is one, with pip install 'liger-jax[cuda]'."
         )
-    command = " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
     heading = "; ".join(filter(None, (_measure.heading(command).rstrip(), ", ".join(versions()))))
     results = []
     for case in cases:
