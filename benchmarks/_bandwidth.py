@@ -39,6 +39,7 @@ ROTATED_BYTES = 4 * 128 * 2**20  # four times the largest L2 so far, of a B200; 
 HELD_BYTES = 8 * 2**30  # of the outputs of a turn, but for its least number of runs
 COPY_WIDTH = 1024  # float32 elements of a row of the copied array
 COPY_TILES = ((1, 4), (2, 4), (4, 4), (4, 8), (8, 8))  # rows of a program, and its warps
+PICTURES = pathlib.Path(__file__).parents[1] / "docs"
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels")
 
 Op = Callable[..., Any]
@@ -98,20 +99,22 @@ def size(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def pullback(function: Op, num_differentiated: int, dy: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The gradients alone, from the outputs' cotangents."""
+def pullback(function: Op, num_differentiated: int, *arrays: jax.Array) -> Callable[..., tuple[jax.Array, ...]]:
+    """From the outputs' cotangents to the gradients; what it holds is what the forward saves."""
     constants = arrays[num_differentiated:]
-    return jax.vjp(lambda *xs: function(*xs, *constants), *arrays[:num_differentiated])[1](dy)
+    return jax.vjp(lambda *xs: function(*xs, *constants), *arrays[:num_differentiated])[1]
 
 
 def jax_programs(function: Op, case: Case, sets: list[tuple[Any, ...]]) -> tuple[Rotation, Rotation]:
     """Forward and backward; a set is the outputs' cotangents and the arrays."""
     forward = jax.jit(lambda dy, *arrays: function(*arrays)).lower(*sets[0]).compile()
-    backward = jax.jit(functools.partial(pullback, function, case.num_differentiated)).lower(*sets[0]).compile()
+    save = jax.jit(functools.partial(pullback, function, case.num_differentiated))
+    saved = [(save(*arrays), dy) for dy, *arrays in sets]
+    backward = jax.jit(lambda pull, dy: pull(dy)).lower(*saved[0]).compile()
     dy, *arrays = sets[0]
     return (
         Rotation(forward, sets, size(dy)),
-        Rotation(backward, sets, size(arrays[: case.num_differentiated])),
+        Rotation(backward, saved, size(arrays[: case.num_differentiated])),
     )
 
 
@@ -291,7 +294,8 @@ def main(name: str, make_cases: Callable[[], list[Case]]) -> None:
     parser.add_argument("--peers", nargs="*", choices=peers, default=peers)
     parser.add_argument("--rounds", type=int, default=5, help="of the timing")
     parser.add_argument("--name", default=name, help="of the files, without their endings")
-    parser.add_argument("--folder", type=pathlib.Path, default=_measure.RESULTS)
+    parser.add_argument("--folder", type=pathlib.Path, default=_measure.RESULTS, help="of the table")
+    parser.add_argument("--pictures", type=pathlib.Path, default=PICTURES, help="folder of the picture")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit(
@@ -305,4 +309,4 @@ def main(name: str, make_cases: Callable[[], list[Case]]) -> None:
         if case.op in options.ops and any(part in case.shape for part in options.shapes):
             results.append(measured(case, options.peers, options.rounds))
             _measure.save(options.name, text_of(results, heading), options.folder)
-            draw(results, options.folder / f"{options.name}.png", heading.split(", `")[0])
+            draw(results, options.pictures / f"{options.name}.png", heading.split(", `")[0])

@@ -29,7 +29,7 @@ def shifted_rows(x: jax.Array) -> jax.Array:
 def sparsemax_rows(x: jax.Array) -> jax.Array:
     """max(x − τ, 0) over the last axis, float32 or wider; τ = (Σ x_j − 1)/k over the k largest, by sorting."""
     x = shifted_rows(x)
-    descending = jnp.sort(x, axis=-1, descending=True)
+    descending = jnp.sort(x, axis=-1, stable=False, descending=True)
     ranks = jax.lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1) + 1.0
     # Σ_{j ≤ k} (x₍ⱼ₎ − x₍ₖ₎) < 1 for those in the support; where x₍ₖ₎ = −1 the sum is 1 or more, whatever its rounding.
     inside = (1.0 + ranks * descending > jnp.cumsum(descending, axis=-1)) & (descending > -1.0)
@@ -41,8 +41,8 @@ def sparsemax_rows(x: jax.Array) -> jax.Array:
 def row_gradients(dy: jax.Array, y: jax.Array, *, kind: str) -> jax.Array:
     """dx from dy and the output y, over the last axis, float32 or wider."""
     if kind == "softmax":
-        # dx = y·(dy − Σ y·dy)
-        return y * (dy - jnp.sum(y * dy, axis=-1, keepdims=True))
+        # dx = y·(dy − Σ y·dy / Σ y); rounded, y no longer sums to 1
+        return y * (dy - jnp.sum(y * dy, axis=-1, keepdims=True) / jnp.sum(y, axis=-1, keepdims=True))
     # dx = dy − mean(dy) over the support, 0 elsewhere
     support = (y > 0.0).astype(y.dtype)
     mean = jnp.sum(support * dy, axis=-1, keepdims=True) / jnp.sum(support, axis=-1, keepdims=True)

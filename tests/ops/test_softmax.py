@@ -28,8 +28,10 @@ def make(kind, implementation, **options):
 
 
 def plain(x, *, kind):
-    """The expression that a model would have instead, in float32, rounded once."""
-    return (jax.nn.softmax if kind == "softmax" else reference.sparsemax)(x.astype(jnp.float32)).astype(x.dtype)
+    """The expression that a model would have instead. In float32 it would keep float32 probabilities."""
+    if kind == "softmax":
+        return jax.nn.softmax(x)
+    return reference.sparsemax(x.astype(jnp.float32)).astype(x.dtype)
 
 
 @kinds
@@ -58,6 +60,23 @@ def test_half_precision_is_no_worse_than_the_plain_expression(dtype, kind, imple
     op, oracle = make(kind, implementation)
     arrays = normal(rng, (150, 130), dtype=dtype)
     _oracle.check_half(op, functools.partial(plain, kind=kind), oracle, arrays, rng)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_value_is_rounded_once(dtype, kind, implementation, rng):
+    (x,) = normal(rng, (150, 130), dtype=dtype)
+    once = plain(x.astype(jnp.float32), kind=kind).astype(dtype)
+    # The float32 values may differ in their last bit, and so here and there in the rounded ones.
+    assert jnp.mean(make(kind, implementation)[0](x) == once) > 0.99
+
+
+@kinds
+def test_a_constant_cotangent_has_no_gradient(kind, implementation, rng):
+    """The sum is 1 whatever x is, and although rounded probabilities do not quite add up to it."""
+    arrays = normal(rng, (50, 130), dtype=jnp.bfloat16)
+    y, dx = _oracle.value_and_gradients(make(kind, implementation)[0], arrays, jnp.full((50, 130), 100.0))
+    assert jnp.max(jnp.abs(dx.astype(jnp.float32))) < 1e-4
 
 
 @kinds
