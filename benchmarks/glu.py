@@ -2,7 +2,7 @@
 
     python -m benchmarks.glu [--ops swiglu geglu] [--shapes 8192 …] [--peers Liger torch.compile]
 
-How it is measured: `benchmarks/_bandwidth.py`. Widths are the feed-forward widths of Qwen2-0.5B, Llama-3.2-1B,
+How it is measured: `benchmarks/_copy_speed.py`. Widths are the feed-forward widths of Qwen2-0.5B, Llama-3.2-1B,
 Llama-3-8B and Qwen2.5-7B; "side by side" has gate and up in one array of twice the width.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks._bandwidth import Case, main
+from benchmarks._copy_speed import Case, main
 from liger_jax import geglu, swiglu
 
 WIDTHS = (4864, 8192, 14336, 18944)

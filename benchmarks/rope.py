@@ -2,7 +2,7 @@
 
     python -m benchmarks.rope [--shapes 32/8 …] [--peers Liger torch.compile]
 
-How it is measured: `benchmarks/_bandwidth.py`. A shape is query heads / key heads × width, at 8 sequences of 2,048:
+How it is measured: `benchmarks/_copy_speed.py`. A shape is query heads / key heads × width, at 8 sequences of 2,048:
 14/2 × 64 is Qwen2-0.5B's, 32/8 × 64 Llama-3.2-1B's, 32/8 × 128 Llama-3-8B's, 64/8 × 128 Llama-3-70B's. All sequences
 share one table. The last two rows are GLM's pairs, and Qwen2-VL's three tables for each sequence.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks._bandwidth import Case, main
+from benchmarks._copy_speed import Case, main
 from liger_jax import apply_mrope, apply_rope, rope_table
 
 BATCH, LENGTH = 8, 2048

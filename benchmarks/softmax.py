@@ -2,7 +2,7 @@
 
     python -m benchmarks.softmax [--ops softmax sparsemax] [--shapes 4096 …] [--peers Liger torch.compile]
 
-How it is measured: `benchmarks/_bandwidth.py`.
+How it is measured: `benchmarks/_copy_speed.py`.
 """
 
 import functools
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks._bandwidth import Case, main
+from benchmarks._copy_speed import Case, main
 from liger_jax import softmax, sparsemax
 
 ROWS = 16384

@@ -53,7 +53,7 @@ class DynamicRope:
     """A base that grows with the sequence once it is longer than in training ("dynamic NTK").
 
     theta' = theta·(factor·length/original − factor + 1)^(R/(R−2)), with length the largest position plus one, of all
-    positions in the call, or original if that is more.
+    positions in the call (inside shard_map, of the shard's), or original if that is more.
 
     Args:
         factor: at least 1.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from liger_jax import DynamicRope, LinearRope, Llama3Rope, YarnRope, rope_table
+from tests.ops._oracle import collectives
 
 # The angle is a float32 product of a float32 frequency: two roundings. The rest is cosine's, sine's and a scale's.
 ANGLE_ERROR, TABLE_ERROR = 1.1 * 2**-23, 3e-7
@@ -124,6 +125,17 @@ def test_jit_gives_the_same_tables(scaling, rng):
     for x, y in zip(make(positions), jax.jit(make)(positions), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-3)  # the last bit of an angle of 2,000
     assert [x.shape for x in make(positions[:, :0])] == [(2, 0, 16)] * 2
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("scaling", [None, SCALINGS[6]], ids=by_name)
+def test_tables_are_sharded_as_their_positions(scaling, axis_type):
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
+    over_data = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    positions = jax.device_put(jnp.arange(40).reshape(8, 5), over_data)
+    run = jax.jit(lambda positions: rope_table(positions, 16, scaling=scaling))
+    assert all(table.sharding.is_equivalent_to(over_data, 3) for table in run(positions))
+    assert not collectives(run.lower(positions))
 
 
 @pytest.mark.parametrize(

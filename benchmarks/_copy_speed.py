@@ -32,7 +32,7 @@ from jax.experimental.mosaic.gpu import profiler
 from jax.experimental.pallas import triton as pltriton
 
 from benchmarks import _measure
-from benchmarks._bandwidth_report import Result, Row, draw, text_of
+from benchmarks._copy_speed_report import Result, Row, draw, text_of
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 
 ROTATED_BYTES = 4 * 128 * 2**20  # four times the largest L2 so far, of a B200; an H200's is 50 MiB
