@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from liger_jax import ops
+from liger_jax.layers import SwiGLUMLP
 from liger_jax.models import plain
 from liger_jax.models.attention import causal_attention
 from liger_jax.models.common import KernelOptions
@@ -39,7 +40,7 @@ class RMSNorm(nnx.Module):
         return plain.rms_norm(x, self.scale[...], self.eps)
 
 
-class SwiGLU(nnx.Module):
+class SwiGLU(SwiGLUMLP):
     """down(silu(gate(x))·up(x)).
 
     Args:
@@ -52,16 +53,20 @@ class SwiGLU(nnx.Module):
     def __init__(
         self, width: int, inner_width: int, *, linear: Callable[[int, int], nnx.Module], kernels: KernelOptions
     ):
-        self.gate_proj = linear(width, inner_width)
-        self.up_proj = linear(width, inner_width)
-        self.down_proj = linear(inner_width, width)
+        super().__init__(width, inner_width, linear=linear, implementation=kernels.implementation)
         self.kernels = kernels
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if self.kernels.glu:
-            return self.down_proj(ops.swiglu(gate, up, implementation=self.kernels.implementation))
-        return self.down_proj(plain.swiglu(gate, up))
+    def gated(self, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+        """silu(gate)·up, by the kernel or without.
+
+        Args:
+            gate: (B, T, F), any float dtype.
+            up: (B, T, F), any float dtype.
+
+        Returns:
+            (B, T, F) in up.dtype.
+        """
+        return super().gated(gate, up) if self.kernels.glu else plain.swiglu(gate, up)
 
 
 class Attention(nnx.Module):
@@ -161,26 +166,3 @@ class LayerStack(nnx.Module):
         graphdef, stacked = nnx.split(self.layers)
         call = layer_call(graphdef)
         return jax.lax.scan(lambda x, state: (call(x, state), None), x, stacked)[0]
-
-
-def rope_table(
-    positions: Int[Array, "#B T"], head_width: int, theta: float
-) -> tuple[Float[Array, "#B T H"], Float[Array, "#B T H"]]:
-    """Cosines and sines of position·theta^(−2i/H) for i < H/2, the second half repeating the first.
-
-    Args:
-        positions: integer positions.
-        head_width: H, even.
-        theta: the base.
-
-    Returns:
-        Two float32 tables.
-
-    Example:
-        >>> cos, sin = rope_table(jnp.arange(3)[None], 4, 10000.0)
-        >>> cos.shape, float(cos[0, 0, 3]), float(sin[0, 0, 3])
-        ((1, 3, 4), 1.0, 0.0)
-    """
-    frequencies = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
-    angles = positions[..., None].astype(jnp.float32) * jnp.concatenate([frequencies, frequencies])
-    return jnp.cos(angles), jnp.sin(angles)

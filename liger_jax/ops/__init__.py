@@ -6,5 +6,15 @@ from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu
+from liger_jax.ops.relu_squared import relu_squared as relu_squared
 from liger_jax.ops.rms_norm import rms_norm as rms_norm
+from liger_jax.ops.rope import apply_mrope as apply_mrope
 from liger_jax.ops.rope import apply_rope as apply_rope
+from liger_jax.ops.rope_table import DynamicRope as DynamicRope
+from liger_jax.ops.rope_table import LinearRope as LinearRope
+from liger_jax.ops.rope_table import Llama3Rope as Llama3Rope
+from liger_jax.ops.rope_table import RopeScaling as RopeScaling
+from liger_jax.ops.rope_table import YarnRope as YarnRope
+from liger_jax.ops.rope_table import rope_table as rope_table
+from liger_jax.ops.softmax import softmax as softmax
+from liger_jax.ops.softmax import sparsemax as sparsemax

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -25,7 +26,7 @@ class _Options:
     activation: str
     choice: str
 
-    def run(self, function: str, *arrays: jax.Array):
+    def run(self, function: str, *arrays: jax.Array | None) -> Any:
         return _dispatch.bind(self.op, _KERNELS, self.choice, function)(*arrays, activation=self.activation)
 
 
@@ -46,8 +47,8 @@ _gated.defvjp(_forward_rule, _backward_rule)
 
 
 def swiglu(
-    gate: Float[Array, "*batch F"],
-    up: Float[Array, "*batch F"],
+    gate: Float[Array, "*batch gates"],
+    up: Float[Array, "*batch F"] | None = None,
     *,
     implementation: _dispatch.Implementation = None,
 ) -> Float[Array, "*batch F"]:
@@ -55,11 +56,11 @@ def swiglu(
 
     silu is computed in float32 and rounded to up.dtype before the product. Only `gate` and `up` are kept
     for the backward pass, whose arithmetic is float32. The default is XLA: it fuses into its
-    neighbours on TPUs, and on an H200 the Triton kernel is no faster.
+    neighbours on TPUs, and on an H200 the Triton kernel is no faster (measured with two arrays).
 
     Args:
-        gate: (..., F), any float dtype.
-        up: (..., F), any float dtype.
+        gate: (..., F), any float dtype; or (..., 2F), gate and up side by side, as one projection makes both (Phi-3).
+        up: (..., F), any float dtype; None where `gate` holds it.
         implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
             these to try in order.
 
@@ -68,11 +69,14 @@ def swiglu(
 
     Raises:
         TypeError: `gate` or `up` is not floating point.
-        ValueError: their shapes differ, `implementation` is unknown, or the named one cannot run here.
+        ValueError: their shapes differ, the width of both side by side is odd, `implementation` is unknown, or the
+            named one cannot run here.
 
     Example:
         >>> import jax.numpy as jnp
         >>> swiglu(jnp.array([0.0, 1.0]), jnp.array([3.0, 2.0])).tolist()
+        [0.0, 1.4621]
+        >>> swiglu(jnp.array([0.0, 1.0, 3.0, 2.0])).tolist()
         [0.0, 1.4621]
 
     References:
@@ -82,8 +86,8 @@ def swiglu(
 
 
 def geglu(
-    gate: Float[Array, "*batch F"],
-    up: Float[Array, "*batch F"],
+    gate: Float[Array, "*batch gates"],
+    up: Float[Array, "*batch F"] | None = None,
     *,
     approximate: bool = True,
     implementation: _dispatch.Implementation = None,
@@ -91,12 +95,12 @@ def geglu(
     """The gated linear unit of Gemma's feed-forward layer: y = gelu(gate) · up.
 
     gelu is computed in float32 and rounded to up.dtype before the product. Only `gate` and `up` are kept
-    for the backward pass, whose arithmetic is float32. The default is Triton on NVIDIA GPUs and
-    XLA elsewhere, where it fuses into its neighbours.
+    for the backward pass, whose arithmetic is float32. The default is Triton on NVIDIA GPUs, for two arrays in the
+    tanh form, and XLA elsewhere, where it fuses into its neighbours.
 
     Args:
-        gate: (..., F), any float dtype.
-        up: (..., F), any float dtype.
+        gate: (..., F), any float dtype; or (..., 2F), gate and up side by side, as one projection makes both.
+        up: (..., F), any float dtype; None where `gate` holds it.
         approximate: a Python bool. True: gelu(x) = x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2, as in Gemma; False:
             x·Φ(x), which Triton has no function for, so XLA runs it.
         implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
@@ -107,11 +111,14 @@ def geglu(
 
     Raises:
         TypeError: `gate` or `up` is not floating point, or `approximate` is no Python bool.
-        ValueError: their shapes differ, `implementation` is unknown, or the named one cannot run here.
+        ValueError: their shapes differ, the width of both side by side is odd, `implementation` is unknown, or the
+            named one cannot run here.
 
     Example:
         >>> import jax.numpy as jnp
         >>> geglu(jnp.array([0.0, 1.0]), jnp.array([3.0, 2.0])).tolist()
+        [0.0, 1.6824]
+        >>> geglu(jnp.array([0.0, 1.0, 3.0, 2.0])).tolist()
         [0.0, 1.6824]
 
     References:
@@ -126,10 +133,16 @@ def geglu(
 
 
 def _glu(
-    op: str, gate: jax.Array, up: jax.Array, activation: str, implementation: _dispatch.Implementation
+    op: str, gate: jax.Array, up: jax.Array | None, activation: str, implementation: _dispatch.Implementation
 ) -> jax.Array:
     _checks.check_floating(op, gate=gate, up=up)
     _checks.check_shape(op, "up", up, gate.shape, "gate and up are multiplied element by element")
-    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS[op], implementation, gate, up, activation=activation)
+    if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
+        raise ValueError(
+            f"{op}: gate has shape {gate.shape}, but without `up` it must hold gate and up side by side, an even "
+            "number of columns; pass up if it comes as an array of its own."
+        )
+    defaults = {} if up is None else _DEFAULTS[op]  # one array of both: not measured
+    choice = _dispatch.choose(op, _KERNELS, defaults, implementation, gate, up, activation=activation)
     gate, up = _mesh.align_varying(gate, up)
     return _gated(gate, up, _Options(op, activation, choice))

@@ -2,30 +2,36 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _mesh
 from liger_jax.pallas_kernels.rope import triton, xla
 
-_OP = "apply_rope"
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
 # can only lose.
 _KERNELS = {"xla": xla, "triton": triton}
 # Forward and backward at 8 × 2048 × 32/8 × 64 in bf16 on an H200: 89 µs in XLA and 90 in Triton
 # (benchmarks/results/implementations.md).
 _DEFAULTS: dict[str, tuple[str, ...]] = {}
+_LAYOUTS = ("half", "interleaved")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
     """What the kernel is compiled for."""
 
+    op: str
+    layout: str
     choice: str
 
     def run(self, *arrays: jax.Array, inverse: bool):
-        return _dispatch.bind(_OP, _KERNELS, self.choice, "rotate")(*arrays, inverse=inverse)
+        rotate = _dispatch.bind(self.op, _KERNELS, self.choice, "rotate")
+        return rotate(*arrays, inverse=inverse, layout=self.layout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -50,20 +56,24 @@ def apply_rope(
     cos: Float[Array, "_ T R"],
     sin: Float[Array, "_ T R"],
     *,
+    layout: str = "half",
     implementation: _dispatch.Implementation = None,
 ) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
-    """Rotates queries and keys by their positions: (x₁, x₂)·cos + (−x₂, x₁)·sin, in Hugging Face's half layout.
+    """Rotates queries and keys by their positions: (x₁, x₂)·cos + (−x₂, x₁)·sin.
 
-    x₁ and x₂ are the halves of the first R columns of each head; the columns from R on pass through. The rotation
-    is computed in float32 and rounded once. Only `cos` and `sin` are kept for the backward pass, and they are
-    constants. The default is XLA: it fuses into its neighbours on TPUs, and on an H200 the Triton kernel is no faster.
+    x₁ and x₂ are the halves of the first R columns of each head, or their even and odd columns; the columns from R on
+    pass through. The rotation is computed in float32 and rounded once. The backward is the inverse rotation: only
+    `cos` and `sin` are kept for it, and they are constants. The default is XLA: it fuses into its neighbours on TPUs,
+    and on an H200 the Triton kernel is no faster.
 
     Args:
         q: (B, T, Q, H), any float dtype.
         k: (B, T, K, H), any float dtype; K may differ from Q.
-        cos: (B, T, R) or (1, T, R), any float dtype; R is even and at most H. In Hugging Face's tables the second
-            half repeats the first.
+        cos: (B, T, R) or (1, T, R), any float dtype, as `rope_table` makes it; R is even and at most H. Columns i and
+            i + R/2 belong to the pair i, in either layout.
         sin: as `cos`.
+        layout: "half": the pair i is columns i and i + R/2, as in Hugging Face's LLaMA, Qwen and Gemma;
+            "interleaved": columns 2i and 2i + 1, as in Meta's LLaMA checkpoints and in GLM, by XLA alone.
         implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
             these to try in order.
 
@@ -72,7 +82,7 @@ def apply_rope(
 
     Raises:
         TypeError: an argument is not floating point, or `cos` or `sin` is differentiated.
-        ValueError: a shape does not fit, `implementation` is unknown, or the named one cannot run here.
+        ValueError: a shape does not fit, `layout` or `implementation` is unknown, or the named one cannot run here.
 
     Example:
         >>> import jax.numpy as jnp
@@ -84,28 +94,101 @@ def apply_rope(
     References:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864).
     """
-    _checks.check_floating(_OP, q=q, k=k, cos=cos, sin=sin)
-    _check_shapes(q, k, cos, sin)
-    cos, sin = _checks.constant(cos, _OP, "cos"), _checks.constant(sin, _OP, "sin")
-    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, q, k, cos, sin)
-    return _rotate(*_mesh.align_varying(q, k, cos, sin), _Options(choice))
+    return _rope("apply_rope", q, k, cos, sin, layout, implementation)
 
 
-def _check_shapes(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
+def apply_mrope(
+    q: Float[Array, "B T Q H"],
+    k: Float[Array, "B T K H"],
+    cos: Float[Array, "3 _ T R"],
+    sin: Float[Array, "3 _ T R"],
+    *,
+    sections: Sequence[int],
+    layout: str = "half",
+    implementation: _dispatch.Implementation = None,
+) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
+    """Rotates queries and keys by three positions each, of time, height and width: Qwen2-VL's multimodal RoPE.
+
+    The first sections[0] pairs of a head turn by the first table, the next sections[1] by the second, the others by
+    the third. One table (1|B, T, R) is put together from the three, and then this is `apply_rope`: that table is all
+    that is kept for the backward.
+
+    Args:
+        q: (B, T, Q, H), any float dtype.
+        k: (B, T, K, H), any float dtype; K may differ from Q.
+        cos: (3, B, T, R) or (3, 1, T, R), any float dtype, as `rope_table` makes it of positions (3, B, T).
+        sin: as `cos`.
+        sections: three Python ints, R/2 in sum: a config's `mrope_section`.
+        layout: as `apply_rope`'s.
+        implementation: as `apply_rope`'s.
+
+    Returns:
+        q and k, rotated, each in its own shape and dtype.
+
+    Raises:
+        TypeError: an argument is not floating point, or `cos` or `sin` is differentiated.
+        ValueError: a shape or `sections` does not fit, `layout` or `implementation` is unknown, or the named one
+            cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> q = k = jnp.ones((1, 1, 1, 4))
+        >>> cos, sin = jnp.zeros((3, 1, 1, 4)), jnp.array([1.0, 2.0, 3.0]).reshape(3, 1, 1, 1) * jnp.ones(4)
+        >>> apply_mrope(q, k, cos, sin, sections=(1, 0, 1))[0].squeeze().tolist()
+        [-1.0, -3.0, 1.0, 3.0]
+
+    References:
+        Wang et al., "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at Any Resolution", 2024
+        (arXiv:2409.12191), section 2.1.
+    """
+    op, half = "apply_mrope", cos.shape[-1] // 2 if cos.ndim else 0
+    _checks.check_floating(op, cos=cos, sin=sin)
+    if cos.ndim != 4 or cos.shape[0] != 3:
+        raise ValueError(
+            f"{op}: cos has shape {cos.shape}, but must be (3, 1, T, R) or (3, B, T, R): a table each for time, height "
+            "and width; make them by rope_table from positions (3, B, T)."
+        )
+    _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != half:
+        raise ValueError(
+            f"{op}: sections={tuple(sections)} must be three numbers of pairs, R/2={half} in sum; pass the config's "
+            "mrope_section."
+        )
+    cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
+    return _rope(op, q, k, _merged(cos, sections), _merged(sin, sections), layout, implementation)
+
+
+def _merged(table: jax.Array, sections: Sequence[int]) -> jax.Array:
+    """(3, 1|B, T, R) → (1|B, T, R), of each section's columns those of its own table."""
+    *edges, _ = itertools.accumulate((*sections, *sections))
+    parts = jnp.split(table, edges, axis=-1)
+    return jnp.concatenate([part[i % 3] for i, part in enumerate(parts)], axis=-1)
+
+
+def _rope(op, q, k, cos, sin, layout, implementation) -> tuple[jax.Array, jax.Array]:
+    _checks.check_floating(op, q=q, k=k, cos=cos, sin=sin)
+    _checks.check_choice(op, "layout", layout, _LAYOUTS)
+    _check_shapes(op, q, k, cos, sin)
+    cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
+    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, q, k, cos, sin, layout=layout)
+    return _rotate(*_mesh.align_varying(q, k, cos, sin), _Options(op, layout, choice))
+
+
+def _check_shapes(op: str, q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"{_OP}: q has shape {q.shape} and k {k.shape}, but they must be (B, T, Q, H) and (B, T, K, H) with "
+            f"{op}: q has shape {q.shape} and k {k.shape}, but they must be (B, T, Q, H) and (B, T, K, H) with "
             "the same B, T and H; transpose heads and positions if they come as (B, Q, T, H)."
         )
     batch, length, _, width = q.shape
     if cos.ndim != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != length:
         raise ValueError(
-            f"{_OP}: cos has shape {cos.shape}, but must be (1, {length}, R) or ({batch}, {length}, R): one row for "
+            f"{op}: cos has shape {cos.shape}, but must be (1, {length}, R) or ({batch}, {length}, R): one row for "
             "each position; index the table by position first."
         )
     if cos.shape[2] % 2 or cos.shape[2] > width:
         raise ValueError(
-            f"{_OP}: cos has width R={cos.shape[2]}, but R must be even and at most H={width}, the head's; a table "
+            f"{op}: cos has width R={cos.shape[2]}, but R must be even and at most H={width}, the head's; a table "
             "of one half is to be concatenated with itself."
         )
-    _checks.check_shape(_OP, "sin", sin, cos.shape, "that of cos")
+    _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")

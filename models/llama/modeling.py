@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from liger_jax.models.blocks import Attention, LayerStack, Remat, RMSNorm, SwiGLU, rope_table
+from liger_jax.models.blocks import Attention, LayerStack, Remat, RMSNorm, SwiGLU
 from liger_jax.models.causal_lm import CausalLM, attention_segments
 from liger_jax.models.common import KernelOptions
+from liger_jax.ops import rope_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +163,7 @@ class LlamaModel(nnx.Module):
                 "model takes. Shorten the sequence, or raise the config's field."
             )
         positions = jnp.arange(length)[None] if positions is None else positions
-        cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        cos, sin = rope_table(positions, self.config.head_dim, theta=self.config.rope_theta)
         x = self.embed_tokens[...].at[input_ids].get(mode="fill", fill_value=jnp.nan).astype(self.dtype)
         x = self.layers(x, cos, sin, attention_segments(segment_ids, attention_mask))
         return self.norm(x)

@@ -4,8 +4,13 @@ import jax
 import jax.numpy as jnp
 
 
-def gated(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:
-    """act(gate) · up; act is x·σ(x), x·Φ(x), or the latter with Φ(x) ≈ (1 + tanh(√(2/π)·(x + 0.044715·x³)))/2."""
+def gated(gate: jax.Array, up: jax.Array | None = None, *, activation: str) -> jax.Array:
+    """act(gate) · up; act is x·σ(x), x·Φ(x), or the latter with Φ(x) ≈ (1 + tanh(√(2/π)·(x + 0.044715·x³)))/2.
+
+    Without `up`, gate holds both side by side.
+    """
+    if up is None:
+        gate, up = jnp.split(gate, 2, axis=-1)
     if activation == "silu":
         return gate / (1 + jnp.exp(-gate)) * up
     if activation == "gelu":

@@ -2,7 +2,8 @@
 
 Memory passes, as XLA's: forward one read of gate and up and one write; backward one read of both and of dy and one
 write of both gradients. What the backward saves over XLA is that one launch writes both gradients wherever it
-stands. Rounding: see xla.py, whose formulas run here.
+stands. Gate and up side by side in one array (N, 2F) are read and written where they lie, as (N, 2, F). Rounding: see
+xla.py, whose formulas run here.
 """
 
 import functools
@@ -16,56 +17,76 @@ from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like
 from liger_jax.pallas_kernels.glu import config, xla
 
 
-def unsupported(gate: jax.Array, up: jax.Array, *, activation: str) -> str | None:
+def unsupported(gate: jax.Array, up: jax.Array | None, *, activation: str) -> str | None:
     """Float32 arithmetic, and no error function."""
-    if jnp.float64 in (gate.dtype, up.dtype):
+    if jnp.float64 in (x.dtype for x in (gate, up) if x is not None):
         return "the kernel computes in float32; use 'xla' for float64."
     if activation == "gelu":
         return "Pallas-Triton has no error function, which the exact GELU needs; use 'xla', or approximate=True."
     return None
 
 
+def _tiles_of(refs):
+    """References to one tile each; a ref (N, 2, F) holds two."""
+    parts = lambda ref: [ref] if ref.ndim == 2 else [ref.at[:, pl.ds(i, 1)] for i in range(ref.shape[1])]
+    return [tile for ref in refs for tile in parts(ref)]
+
+
 def _kernel(*refs, n, f, formula, num_inputs):
-    n_block_size, f_block_size = refs[0].shape
-    rows = in_bounds(pl.program_id(0) * n_block_size, n_block_size, n, axis=0)
-    mask = rows & in_bounds(pl.program_id(1) * f_block_size, f_block_size, f, axis=1)
-    outputs = formula(*(pltriton.load(ref, mask=mask, other=0.0) for ref in refs[:num_inputs]))
-    for ref, value in zip(refs[num_inputs:], jax.tree.leaves(outputs), strict=True):
-        pltriton.store(ref, value, mask=mask)
+    n_block_size, *_, f_block_size = refs[0].shape
+    rank = refs[0].ndim
+    rows = in_bounds(pl.program_id(0) * n_block_size, n_block_size, n, axis=0, rank=rank)
+    mask = rows & in_bounds(pl.program_id(1) * f_block_size, f_block_size, f, axis=rank - 1, rank=rank)
+    outputs = formula(*(pltriton.load(tile, mask=mask, other=0.0) for tile in _tiles_of(refs[:num_inputs])))
+    for tile, value in zip(_tiles_of(refs[num_inputs:]), jax.tree.leaves(outputs), strict=True):
+        pltriton.store(tile, value, mask=mask)
 
 
-def _elementwise(name, formula, inputs, out_dtypes, interpret):
-    """Runs an elementwise formula over arrays of one shape in tiles of (N, F)."""
-    shape = inputs[0].shape
-    f = shape[-1] if shape else 1
-    rows = [x.reshape(-1, f) for x in inputs]  # not flat: offsets within an axis are 32-bit
-    n = rows[0].shape[0]
+def _elementwise(name, formula, inputs, out_types, interpret):
+    """Runs an elementwise formula of arrays (N, F); or of (N, 1, F), of which one of (N, 2, F) holds two."""
+    n, *_, f = inputs[0].shape
     tiles = config.triton_config(n, f)
-    spec = pl.BlockSpec((tiles.n_block_size, tiles.f_block_size), lambda row_tile, f_tile: (row_tile, f_tile))
-    outputs = pl.pallas_call(
+
+    def spec_of(x):
+        between = x.shape[1:-1]
+        index_map = lambda row_tile, f_tile: (row_tile, *(0 for _ in between), f_tile)
+        return pl.BlockSpec((tiles.n_block_size, *between, tiles.f_block_size), index_map)
+
+    return pl.pallas_call(
         functools.partial(_kernel, n=n, f=f, formula=formula, num_inputs=len(inputs)),
         grid=(cdiv(n, tiles.n_block_size), cdiv(f, tiles.f_block_size)),
-        in_specs=[spec] * len(inputs),
-        out_specs=[spec] * len(out_dtypes),
-        out_shape=[out_like(rows[0], (n, f), dtype) for dtype in out_dtypes],
+        in_specs=[spec_of(x) for x in inputs],
+        out_specs=[spec_of(y) for y in out_types],
+        out_shape=out_types,
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*rows)
-    return [y.reshape(shape) for y in outputs]
+    )(*inputs)
 
 
-def forward(gate: jax.Array, up: jax.Array, *, activation: str, interpret: bool) -> jax.Array:
-    """gate, up (..., F) → act(gate) · up in up's dtype."""
-    formula = functools.partial(xla.forward, activation=activation)
-    (y,) = _elementwise("glu_forward", formula, (gate, up), (up.dtype,), interpret)
-    return y
+def _as_rows(gate, up):
+    """Two arrays (N, F), or one (N, 2, F), and the shape of their product; not flat: offsets in an axis are 32-bit."""
+    if up is None:
+        rows = [gate.reshape(-1, 2, gate.shape[-1] // 2)]
+        return rows, (rows[0].shape[0], 1, rows[0].shape[2])
+    rows = [x.reshape(-1, *x.shape[-1:] or (1,)) for x in (gate, up)]
+    return rows, rows[0].shape
+
+
+def forward(gate: jax.Array, up: jax.Array | None, *, activation: str, interpret: bool) -> jax.Array:
+    """gate, up (..., F), or both side by side in gate (..., 2F) → act(gate) · up in up's dtype."""
+    formula = functools.partial(xla.product, activation=activation)
+    rows, shape = _as_rows(gate, up)
+    (y,) = _elementwise("glu_forward", formula, rows, [out_like(rows[0], shape, rows[-1].dtype)], interpret)
+    return y.reshape((*gate.shape[:-1], shape[-1]) if gate.shape else ())
 
 
 def backward(
-    dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """dy, gate, up (..., F) → dgate, dup in their primals' dtypes."""
-    formula = functools.partial(xla.backward, activation=activation)
-    dgate, dup = _elementwise("glu_backward", formula, (dy, gate, up), (gate.dtype, up.dtype), interpret)
-    return dgate, dup
+    dy: jax.Array, gate: jax.Array, up: jax.Array | None, *, activation: str, interpret: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """dy, gate, up (..., F) → dgate, dup in their primals' dtypes; side by side and None as `forward`'s inputs."""
+    formula = functools.partial(xla.gradients, activation=activation)
+    rows, shape = _as_rows(gate, up)
+    out_types = [out_like(x, x.shape, x.dtype) for x in rows]
+    dgate, *dup = _elementwise("glu_backward", formula, [dy.reshape(shape), *rows], out_types, interpret)
+    return dgate.reshape(gate.shape), dup[0].reshape(gate.shape) if dup else None

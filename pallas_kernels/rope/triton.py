@@ -15,8 +15,10 @@ from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, next_power_of_2, ou
 from liger_jax.pallas_kernels.rope import config, xla
 
 
-def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> str | None:
-    """All heads of one token must fit the registers of one program."""
+def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> str | None:
+    """Halves, and all heads of one token in the registers of one program."""
+    if layout != "half":
+        return f"the kernel reads a head by halves, and layout={layout!r} has neighbours for pairs; use 'xla'."
     token_size = next_power_of_2(max(q.shape[2], k.shape[2])) * next_power_of_2(q.shape[3])
     if token_size > config.TRITON_MAX_TOKEN_SIZE:
         return (
@@ -51,9 +53,10 @@ def _kernel(q_ref, k_ref, cos_ref, sin_ref, q_out_ref, k_out_ref, *, t, num_head
 
 
 def rotate(
-    q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, interpret: bool
+    q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, layout: str, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """q (B, T, Q, H), k (B, T, K, H), cos and sin (1|B, T, R) → q and k, rotated; inverse for the gradient."""
+    del layout  # "half", as `unsupported` says
     batch, t, _, head_width = q.shape
     num_heads, rotary_width, table_batch = (q.shape[2], k.shape[2]), cos.shape[2], cos.shape[0]
     tiles = config.triton_config(t, max(num_heads), head_width, rotary_width)

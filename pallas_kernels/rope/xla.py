@@ -4,35 +4,45 @@ The formula here is also the body of the Triton kernel: float32 throughout, roun
 backward is the same pass with the transposed rotation, and reads cos and sin only.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import promoted
 
-Halves = tuple[jax.Array, jax.Array]
+Halves = Sequence[jax.Array]
 
 
-def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> str | None:
+def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> str | None:
     """XLA runs every case."""
     return None
 
 
-def rotated_halves(x: Halves, cos: Halves, sin: Halves, *, inverse: bool) -> Halves:
-    """The halves of the rotary columns, rotated or rotated back, in their dtype; cos and sin float32 or wider."""
+def rotated_halves(x: Halves, cos: Halves, sin: Halves, *, inverse: bool) -> tuple[jax.Array, jax.Array]:
+    """The two columns of all pairs, rotated or rotated back, in their dtype; cos and sin float32 or wider."""
     x1, x2 = (half.astype(cos[0].dtype) for half in x)
     s1, s2 = (-sin[1], -sin[0]) if inverse else sin  # the transpose; where both halves are equal, the inverse
     # y₁ = x₁·cos₁ − x₂·sin₁      y₂ = x₂·cos₂ + x₁·sin₂
     return (x1 * cos[0] - x2 * s1).astype(x[0].dtype), (x2 * cos[1] + x1 * s2).astype(x[1].dtype)
 
 
-def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool) -> jax.Array:
-    rotary_width = cos.shape[-1]
-    first, second, rest = jnp.split(x, [rotary_width // 2, rotary_width], axis=-1)
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, layout: str) -> jax.Array:
+    rotary, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
     dtype = promoted(x.dtype, jnp.float32)
-    cos_halves, sin_halves = (tuple(jnp.split(table.astype(dtype)[:, :, None, :], 2, axis=-1)) for table in (cos, sin))
-    return jnp.concatenate([*rotated_halves((first, second), cos_halves, sin_halves, inverse=inverse), rest], axis=-1)
+    halves = functools.partial(jnp.split, indices_or_sections=2, axis=-1)
+    pairs = halves(rotary) if layout == "half" else (rotary[..., 0::2], rotary[..., 1::2])
+    cos_halves, sin_halves = (halves(table.astype(dtype)[:, :, None, :]) for table in (cos, sin))
+    rotated = rotated_halves(pairs, cos_halves, sin_halves, inverse=inverse)
+    if layout == "interleaved":
+        rotated = (jnp.stack(rotated, axis=-1).reshape(rotary.shape),)
+    return jnp.concatenate([*rotated, rest], axis=-1)
 
 
-def rotate(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool) -> tuple[jax.Array, jax.Array]:
+def rotate(
+    q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, layout: str
+) -> tuple[jax.Array, jax.Array]:
     """q (B, T, Q, H), k (B, T, K, H), cos and sin (1|B, T, R) → q and k, rotated; inverse for the gradient."""
-    return _rotated(q, cos, sin, inverse=inverse), _rotated(k, cos, sin, inverse=inverse)
+    q, k = (_rotated(x, cos, sin, inverse=inverse, layout=layout) for x in (q, k))
+    return q, k

@@ -10,7 +10,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from liger_jax import apply_rope, cross_entropy, fused_linear_cross_entropy, geglu, rms_norm, swiglu
+from liger_jax import (
+    apply_rope,
+    cross_entropy,
+    fused_linear_cross_entropy,
+    geglu,
+    rms_norm,
+    softmax,
+    sparsemax,
+    swiglu,
+)
 
 BF16, F32, INT = jnp.bfloat16, jnp.float32, jnp.int32
 FLCE = ("fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients")
@@ -100,9 +109,16 @@ HEADS = (((8, 2048, 32, 64), BF16), ((8, 2048, 8, 64), BF16), ((1, 2048, 64), F3
 RAGGED_HEADS = (((3, 4095, 14, 80), BF16), ((3, 4095, 2, 80), BF16), ((3, 4095, 20), F32), ((3, 4095, 20), F32))
 GATES = (((16384, 14336), BF16), ((16384, 14336), BF16))
 
+GLU, SPARSEMAX = ("glu_forward", "glu_backward"), ("sparsemax_forward", "sparsemax_backward")
+
 GPU_ONLY = [
-    Case("swiglu", with_gradient(swiglu, (0, 1)), GATES, ("glu_forward", "glu_backward")),
-    Case("geglu", with_gradient(geglu, (0, 1)), GATES, ("glu_forward", "glu_backward")),
+    Case("swiglu", with_gradient(swiglu, (0, 1)), GATES, GLU),
+    Case("geglu", with_gradient(geglu, (0, 1)), GATES, GLU),
+    Case("swiglu_side_by_side", with_gradient(swiglu, (0,)), (((16384, 2 * 14336), BF16),), GLU),
+    Case("geglu_side_by_side_odd", with_gradient(geglu, (0,)), (((4095, 2 * 333), F32),), GLU, full=True),
+    Case("softmax", with_gradient(softmax, (0,)), (((16384, 4096), BF16),), ("softmax_forward", "softmax_backward")),
+    Case("sparsemax", with_gradient(sparsemax, (0,)), (((4095, 1000), BF16),), SPARSEMAX),
+    Case("sparsemax_wide", with_gradient(sparsemax, (0,)), (((512, 32768), F32),), SPARSEMAX, full=True),
     Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ("rope_forward", "rope_backward")),
     Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ("rope_forward", "rope_backward")),
 ]

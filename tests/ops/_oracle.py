@@ -148,6 +148,17 @@ def check_shard_map(op, arrays, rng, implementation, check_vma, wrt=None, split=
     assert_same(run(sharded, placed), run(op, arrays))
 
 
+def check_partitioned(op, arrays, rng, axis_type, wrt=None, split=(0,)):
+    """Split along their first axis over a mesh, outside of shard_map: results stay so, and nothing is communicated."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
+    over_data, replicated = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    cotangents = jax.device_put(random_cotangents(op, arrays, rng), over_data)
+    placed = [jax.device_put(x, over_data if i in split else replicated) for i, x in enumerate(arrays)]
+    run = jax.jit(lambda arrays, cotangents: value_and_gradients(op, arrays, cotangents, wrt))
+    assert all(x.sharding.is_equivalent_to(over_data, x.ndim) for x in run(placed, cotangents))
+    assert not collectives(run.lower(placed, cotangents))
+
+
 def check_residuals(op, arrays, kept: Sequence[jax.Array], wrt=None):
     """Between forward and backward nothing lives but the arrays `kept`."""
     wrt = range(len(arrays)) if wrt is None else wrt

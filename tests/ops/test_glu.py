@@ -16,6 +16,7 @@ KERNELS = ("xla", "triton")
 SHAPES = [(37, 1030), (1, 3000), (1300, 1), (70,), (3, 5, 129)]
 OPS = {"silu": swiglu, "gelu_tanh": geglu, "gelu": functools.partial(geglu, approximate=False)}
 
+packings = pytest.mark.parametrize("packed", [False, True], ids=["two arrays", "side by side"])
 activations = pytest.mark.parametrize("activation", OPS)
 
 
@@ -27,8 +28,15 @@ def make(activation, implementation):
     return op, functools.partial(reference.gated, activation=activation)
 
 
-def plain(gate, up, *, activation):
+def gates(rng, *shape, packed=False, dtype=jnp.float32):
+    """Gate and up, or one array of both side by side."""
+    return normal(rng, (*shape[:-1], 2 * shape[-1]), dtype=dtype) if packed else normal(rng, shape, shape, dtype=dtype)
+
+
+def plain(gate, up=None, *, activation):
     """The expression that a model would have instead: the activation in float32, rounded before the product."""
+    if up is None:
+        gate, up = jnp.split(gate, 2, axis=-1)
     function = {
         "silu": jax.nn.silu,
         "gelu_tanh": jax.nn.gelu,
@@ -37,23 +45,49 @@ def plain(gate, up, *, activation):
     return function(gate.astype(jnp.float32)).astype(up.dtype) * up
 
 
+@packings
 @activations
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_shape_matches_float64(shape, activation, implementation, rng):
-    _oracle.check_float32(*make(activation, implementation), normal(rng, shape, shape), rng)
+def test_every_shape_matches_float64(shape, activation, packed, implementation, rng):
+    _oracle.check_float32(*make(activation, implementation), gates(rng, *shape, packed=packed), rng)
 
 
 @activations
 def test_large_gates_match_float64(activation, implementation, rng):
-    gate, up = normal(rng, (20, 70), (20, 70))
+    gate, up = gates(rng, 20, 70)
     _oracle.check_float32(*make(activation, implementation), [30.0 * gate, up], rng)
 
 
 @activations
+def test_zeros_give_zeros_and_gradients_of_the_formula(activation, implementation, rng):
+    gate, up = gates(rng, 5, 70)
+    arrays = [gate.at[2].set(0.0), up.at[3].set(0.0)]
+    _oracle.check_float32(*make(activation, implementation), arrays, rng)
+    y, *_ = _oracle.value_and_gradients(make(activation, implementation)[0], arrays, jnp.ones((5, 70)))
+    assert not y[2:4].any()
+
+
+@activations
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gates_up_to_the_limit_of_the_dtype_have_finite_gradients(dtype, activation, implementation):
+    """A cube, a square or an exponential of them overflows; activation and slope do not."""
+    largest = float(jnp.finfo(dtype).max)
+    gate = jnp.asarray([sign * largest**power for power in (1.0, 0.9, 0.6, 0.4) for sign in (1, -1)], dtype)
+    op, _ = make(activation, implementation)
+    arrays = [gate, jnp.full((8,), 0.25, dtype)]
+    results = _oracle.value_and_gradients(op, arrays, jnp.full((8,), 0.5))
+    expected = _oracle.truth(lambda gate, up: jnp.maximum(gate, 0.0) * up, arrays, jnp.full((8,), 0.5))
+    assert all(jnp.isfinite(x.astype(jnp.float32)).all() for x in results)
+    for x, y in zip(results, expected, strict=True):
+        assert _oracle.largest_error(x, y) <= 2.0**-7
+
+
+@packings
+@activations
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_no_worse_than_the_plain_expression(dtype, activation, implementation, rng):
+def test_half_precision_is_no_worse_than_the_plain_expression(dtype, activation, packed, implementation, rng):
     op, oracle = make(activation, implementation)
-    arrays = normal(rng, (150, 130), (150, 130), dtype=dtype)
+    arrays = gates(rng, 150, 130, packed=packed, dtype=dtype)
     _oracle.check_half(op, functools.partial(plain, activation=activation), oracle, arrays, rng)
 
 
@@ -75,21 +109,38 @@ def test_mixed_dtypes_give_the_dtype_of_up_and_gradients_those_of_their_primals(
         assert (y.dtype, dgate.dtype, dup.dtype) == (up.dtype, gate.dtype, up.dtype)
 
 
+@packings
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0)], ids=str)
-def test_nothing_gives_nothing(shape, implementation, rng):
+def test_nothing_gives_nothing(shape, packed, implementation, rng):
     op, _ = make("silu", implementation)
-    results = _oracle.value_and_gradients(op, normal(rng, shape, shape), jnp.zeros(shape))
-    assert [x.shape for x in results] == [shape] * 3
+    arrays = gates(rng, *shape, packed=packed)
+    results = _oracle.value_and_gradients(op, arrays, jnp.zeros(shape))
+    assert [x.shape for x in results] == [shape, *(x.shape for x in arrays)]
 
 
-def test_only_the_inputs_are_kept_for_the_backward(implementation, rng):
-    arrays = normal(rng, (37, 70), (37, 70))
+@activations
+def test_side_by_side_gives_the_same_values_and_gradients(activation, implementation, rng):
+    op, _ = make(activation, implementation)
+    arrays, cotangents = gates(rng, 7, 70, dtype=jnp.bfloat16), normal(rng, (7, 70))[0]
+    y, *gradients = _oracle.value_and_gradients(op, arrays, cotangents)
+    packed = _oracle.value_and_gradients(op, [jnp.concatenate(arrays, axis=-1)], cotangents)
+    assert jnp.array_equal(packed[0], y)
+    assert jnp.array_equal(packed[1], jnp.concatenate(gradients, axis=-1))
+
+
+@packings
+def test_only_the_inputs_are_kept_for_the_backward(packed, implementation, rng):
+    arrays = gates(rng, 37, 70, packed=packed)
     _oracle.check_residuals(make("silu", implementation)[0], arrays, kept=arrays)
 
 
 @pytest.mark.parametrize("shared", [(), (1,)], ids=["all mapped", "up shared"])
 def test_vmap(shared, implementation, rng):
     _oracle.check_vmap(make("silu", implementation)[0], normal(rng, (5, 70), (5, 70)), rng, shared=shared)
+
+
+def test_vmap_side_by_side(implementation, rng):
+    _oracle.check_vmap(make("silu", implementation)[0], gates(rng, 5, 70, packed=True), rng)
 
 
 def test_checkpoint(implementation, rng):
@@ -100,22 +151,20 @@ def test_scan(implementation, rng):
     _oracle.check_scan(make("silu", implementation)[0], normal(rng, (37, 70), (37, 70)), rng)
 
 
+@packings
 @activations
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(check_vma, activation, implementation, rng):
+def test_shard_map(check_vma, activation, packed, implementation, rng):
     op, _ = make(activation, implementation)
-    arrays = normal(rng, (8, 5, 70), (8, 5, 70))
-    _oracle.check_shard_map(op, arrays, rng, implementation, check_vma, split=(0, 1))
+    arrays = gates(rng, 8, 5, 70, packed=packed)
+    _oracle.check_shard_map(op, arrays, rng, implementation, check_vma, split=range(len(arrays)))
 
 
+@packings
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
-def test_xla_is_partitioned_without_communication(axis_type, rng):
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    arrays = [jax.device_put(x, sharding) for x in normal(rng, (8, 5, 70), (8, 5, 70))]
-    run = jax.jit(lambda arrays: _oracle.value_and_gradients(swiglu, arrays, arrays[0]))
-    assert all(x.sharding.is_equivalent_to(sharding, 3) for x in run(arrays))
-    assert not _oracle.collectives(run.lower(arrays))
+def test_xla_is_partitioned_without_communication(axis_type, packed, rng):
+    arrays = gates(rng, 8, 5, 70, packed=packed)
+    _oracle.check_partitioned(swiglu, arrays, rng, axis_type, split=range(len(arrays)))
 
 
 def test_exact_gelu_is_refused_by_triton():
@@ -129,6 +178,12 @@ def test_exact_gelu_is_refused_by_triton():
     [
         ((jnp.ones((2, 3), int), jnp.ones((2, 3))), TypeError, r"gate has dtype int32, but must be floating point; "),
         ((jnp.ones((2, 3)), jnp.ones((2, 3), int)), TypeError, r"up has dtype int32, but must be floating point; "),
+        (
+            (jnp.ones((2, 3)),),
+            ValueError,
+            r"gate has shape \(2, 3\), but without `up` it must hold gate and up side by",
+        ),
+        ((jnp.ones(()),), ValueError, r"gate has shape \(\), but without `up`"),
         ((jnp.ones((2, 3)), jnp.ones((1, 3))), ValueError, r"up has shape \(1, 3\), but must have shape \(2, 3\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What apply_rope promises."""
+"""What apply_rope and apply_mrope promise."""
 
 import functools
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax import apply_rope
+from liger_jax import apply_mrope, apply_rope, rope_table
 from liger_jax.pallas_kernels.rope import reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
@@ -34,10 +34,12 @@ SHAPES = [
     Shape(3, 7, 6, 1, 10, 10, 3),  # nothing a power of two, a table for each sequence
     Shape(2, 5, 3, 3, 20, 12, 1),  # partial
     Shape(2, 5, 2, 5, 7, 2, 2),  # partial, an odd head width, more keys than queries
-    Shape(1, 1, 1, 1, 2, 2, 1),
+    Shape(1, 1, 1, 1, 2, 2, 1),  # one row
+    Shape(1, 3, 2, 1, 1, 0, 1),  # width 1
     Shape(2, 3, 1, 1, 5, 0, 1),  # nothing rotated
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+layouts = pytest.mark.parametrize("layout", ["half", "interleaved"])
 
 
 def make_arrays(rng, shape, dtype=jnp.float32):
@@ -48,32 +50,71 @@ def make_arrays(rng, shape, dtype=jnp.float32):
 
 
 def rotary_tables(shape):
-    """cos and sin as models have them: the second half repeats the first."""
-    frequencies = 10000.0 ** (-np.arange(0, shape.R, 2) / shape.R)
-    angles = np.arange(shape.T)[None, :, None] * np.concatenate([frequencies, frequencies])
-    return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    return rope_table(jnp.arange(shape.T)[None], shape.R)
 
 
-def make(implementation):
-    return functools.partial(apply_rope, implementation=implementation)
+def make(implementation, layout="half", op=apply_rope, **options):
+    if layout == "interleaved" and implementation.startswith("triton"):
+        pytest.skip("no Triton kernel; test_interleaved_pairs_are_refused_by_triton")
+    return functools.partial(op, layout=layout, implementation=implementation, **options)
 
 
-def plain(q, k, cos, sin):
+def oracle(layout):
+    return functools.partial(reference.apply_rope, layout=layout)
+
+
+def plain(q, k, cos, sin, layout="half"):
     """The expression that a model would have instead, in float32, rounded once."""
     widen = lambda x: x.astype(jnp.float32)
-    rotated = reference.apply_rope(widen(q), widen(k), widen(cos), widen(sin))
+    rotated = reference.apply_rope(widen(q), widen(k), widen(cos), widen(sin), layout)
     return rotated[0].astype(q.dtype), rotated[1].astype(k.dtype)
 
 
+@layouts
 @shapes
-def test_every_shape_matches_float64(shape, implementation, rng):
-    _oracle.check_float32(make(implementation), reference.apply_rope, make_arrays(rng, shape), rng, wrt=BY_HEADS)
+def test_every_shape_matches_float64(shape, layout, implementation, rng):
+    _oracle.check_float32(make(implementation, layout), oracle(layout), make_arrays(rng, shape), rng, wrt=BY_HEADS)
+
+
+@layouts
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_no_worse_than_the_plain_expression(dtype, layout, implementation, rng):
+    arrays = make_arrays(rng, Shape(2, 65, 4, 2, 24, 16, 1), dtype)
+    theirs = functools.partial(plain, layout=layout)
+    _oracle.check_half(make(implementation, layout), theirs, oracle(layout), arrays, rng, wrt=BY_HEADS)
+
+
+def test_interleaved_pairs_are_halves_of_sorted_columns(rng):
+    """Meta's checkpoints become Hugging Face's so."""
+    shape = Shape(2, 9, 3, 1, 16, 16, 1)
+    q, k, *_ = make_arrays(rng, shape)
+    order = jnp.concatenate([jnp.arange(0, 16, 2), jnp.arange(1, 16, 2)])
+    interleaved = apply_rope(q, k, *rotary_tables(shape), layout="interleaved")
+    halves = apply_rope(q[..., order], k[..., order], *rotary_tables(shape))
+    assert all(jnp.array_equal(x[..., order], y) for x, y in zip(interleaved, halves, strict=True))
+
+
+@layouts
+def test_rotation_multiplies_complex_pairs_by_the_phase(layout, implementation, rng):
+    q, k, *_ = make_arrays(rng, shape := Shape(1, 5, 2, 1, 6, 6, 1))
+    phases = np.exp(1j * np.arange(5)[:, None] * 10000.0 ** (-np.arange(3) / 3))[None, :, None, :]
+    rotated = make(implementation, layout)(q, k, *rotary_tables(shape))
+    first, second = (slice(0, 3), slice(3, 6)) if layout == "half" else (slice(0, 6, 2), slice(1, 6, 2))
+    for x, y in zip((q, k), rotated, strict=True):
+        turned = (np.float64(x[..., first]) + 1j * np.float64(x[..., second])) * phases
+        assert _oracle.largest_error(y[..., first], turned.real) < 1e-6
+        assert _oracle.largest_error(y[..., second], turned.imag) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_no_worse_than_the_plain_expression(dtype, implementation, rng):
-    arrays = make_arrays(rng, Shape(2, 65, 4, 2, 24, 16, 1), dtype)
-    _oracle.check_half(make(implementation), plain, reference.apply_rope, arrays, rng, wrt=BY_HEADS)
+def test_values_near_the_limit_of_the_dtype_stay_finite(dtype, implementation, rng):
+    """A rotation by 45° of two largest values' halves is 0.71 of the largest, and no product overflows before."""
+    largest = jnp.finfo(dtype).max / 2
+    q = jnp.full((1, 3, 2, 8), largest, dtype)
+    tables = [jnp.full((1, 3, 8), 0.5**0.5)] * 2
+    results = _oracle.value_and_gradients(make(implementation), [q, q, *tables], (q, q), BY_HEADS)
+    assert all(jnp.isfinite(x.astype(jnp.float32)).all() for x in results)
+    assert _oracle.largest_error(results[0][..., 4:], np.full((1, 3, 2, 4), float(largest) * 2**0.5)) < 0.01
 
 
 def test_half_precision_tables_are_taken_as_they_are(implementation, rng):
@@ -91,10 +132,11 @@ def test_queries_and_keys_keep_their_own_dtypes(implementation, rng):
     assert [x.dtype for x in (q_out, k_out, dq, dk)] == [jnp.bfloat16, jnp.float32] * 2
 
 
-def test_gradient_is_the_inverse_rotation(implementation, rng):
+@layouts
+def test_gradient_is_the_inverse_rotation(layout, implementation, rng):
     shape = Shape(2, 33, 4, 2, 16, 16, 1)
     q, k, *_ = make_arrays(rng, shape)
-    op = make(implementation)
+    op = make(implementation, layout)
     _, pullback = jax.vjp(lambda q, k: op(q, k, *rotary_tables(shape)), q, k)
     back = pullback(op(q, k, *rotary_tables(shape)))
     assert _oracle.largest_error(back[0], q) < 1e-6
@@ -122,9 +164,10 @@ def test_columns_behind_the_rotary_ones_pass_through(shape, implementation, rng)
         assert jnp.array_equal(result[..., shape.R :].astype(jnp.float32), source[..., shape.R :].astype(jnp.float32))
 
 
-def test_only_the_tables_are_kept_for_the_backward(implementation, rng):
+@layouts
+def test_only_the_tables_are_kept_for_the_backward(layout, implementation, rng):
     arrays = make_arrays(rng, SHAPES[0])
-    _oracle.check_residuals(make(implementation), arrays, kept=arrays[2:], wrt=BY_HEADS)
+    _oracle.check_residuals(make(implementation, layout), arrays, kept=arrays[2:], wrt=BY_HEADS)
 
 
 def test_an_output_that_nothing_depends_on_gives_zero_gradient(implementation, rng):
@@ -148,9 +191,10 @@ def test_no_tokens_give_no_tokens(implementation, rng):
     assert [x.shape for x in results] == [x.shape for x in arrays[:2]] * 2
 
 
+@layouts
 @pytest.mark.parametrize("shared", [(), (2, 3)], ids=["all mapped", "tables shared"])
-def test_vmap(shared, implementation, rng):
-    _oracle.check_vmap(make(implementation), make_arrays(rng, SHAPES[1]), rng, wrt=BY_HEADS, shared=shared)
+def test_vmap(shared, layout, implementation, rng):
+    _oracle.check_vmap(make(implementation, layout), make_arrays(rng, SHAPES[1]), rng, wrt=BY_HEADS, shared=shared)
 
 
 def test_checkpoint(implementation, rng):
@@ -169,15 +213,18 @@ def test_shard_map(table_batch, check_vma, implementation, rng):
     _oracle.check_shard_map(make(implementation), arrays, rng, implementation, check_vma, wrt=BY_HEADS, split=split)
 
 
+@layouts
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
-def test_xla_is_partitioned_without_communication(axis_type, rng):
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
-    split, replicated = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["data"], []))
-    q, k, cos, sin = make_arrays(rng, Shape(4, 9, 4, 2, 16, 16, 1))
-    arrays = [*jax.device_put((q, k), split), *jax.device_put((cos, sin), replicated)]
-    run = jax.jit(lambda arrays: _oracle.value_and_gradients(apply_rope, arrays, tuple(arrays[:2]), BY_HEADS))
-    assert all(x.sharding.is_equivalent_to(split, 4) for x in run(arrays))
-    assert not _oracle.collectives(run.lower(arrays))
+def test_xla_is_partitioned_without_communication(axis_type, layout, rng):
+    arrays = make_arrays(rng, Shape(4, 9, 4, 2, 16, 16, 1))
+    _oracle.check_partitioned(make("xla", layout), arrays, rng, axis_type, wrt=BY_HEADS, split=BY_HEADS)
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_mrope_in_xla_is_partitioned_without_communication(axis_type, rng):
+    arrays = make_mrope_arrays(rng, Shape(4, 9, 4, 2, 16, 16, 1))
+    op = make("xla", op=apply_mrope, sections=(2, 3, 3))
+    _oracle.check_partitioned(op, arrays, rng, axis_type, wrt=BY_HEADS, split=BY_HEADS)
 
 
 def test_heads_too_many_for_one_program_are_refused_by_triton():
@@ -185,6 +232,93 @@ def test_heads_too_many_for_one_program_are_refused_by_triton():
     with pytest.raises(ValueError, match=r"padded to 131072 elements, exceed 65536.*use 'xla'\."):
         apply_rope(q, q, tables, tables, implementation="triton:interpret")
 
+
+def test_interleaved_pairs_are_refused_by_triton():
+    q, tables = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 4))
+    with pytest.raises(ValueError, match=r"layout='interleaved' has neighbours for pairs; use 'xla'\."):
+        apply_rope(q, q, tables, tables, layout="interleaved", implementation="triton:interpret")
+
+
+# --- apply_mrope ------------------------------------------------------------------------------------------------------
+
+
+def make_mrope_arrays(rng, shape, dtype=jnp.float32):
+    """q, k, cos and sin, three tables in each."""
+    q, k, *_ = make_arrays(rng, shape, dtype)
+    table = (3, shape.table_batch, shape.T, shape.R)
+    return [q, k, *normal(rng, table, table)]
+
+
+SECTIONS = {"qwen2-vl": (2, 3, 3), "one empty": (5, 0, 3), "one table": (8, 0, 0)}
+sections = pytest.mark.parametrize("sections", SECTIONS.values(), ids=SECTIONS)
+
+
+@sections
+@layouts
+@pytest.mark.parametrize("table_batch", [1, 2])
+def test_mrope_matches_float64(table_batch, layout, sections, implementation, rng):
+    arrays = make_mrope_arrays(rng, Shape(2, 9, 4, 2, 20, 16, table_batch))
+    op = make(implementation, layout, apply_mrope, sections=sections)
+    expected = functools.partial(reference.apply_mrope, sections=sections, layout=layout)
+    _oracle.check_float32(op, expected, arrays, rng, wrt=BY_HEADS)
+
+
+def test_mrope_of_equal_positions_is_rope(implementation, rng):
+    """A text token's three positions are equal."""
+    q, k, *_ = make_arrays(rng, shape := Shape(2, 9, 4, 2, 16, 16, 1))
+    tables = rope_table(jnp.broadcast_to(jnp.arange(9), (3, 1, 9)), shape.R)
+    threefold = apply_mrope(q, k, *tables, sections=(2, 3, 3), implementation=implementation)
+    single = apply_rope(q, k, *rotary_tables(shape), implementation=implementation)
+    assert all(jnp.array_equal(x, y) for x, y in zip(threefold, single, strict=True))
+
+
+def test_mrope_keeps_one_table_of_the_three_for_the_backward(implementation, rng):
+    arrays = make_mrope_arrays(rng, Shape(2, 9, 4, 2, 16, 16, 2))
+    op = make(implementation, op=apply_mrope, sections=(2, 3, 3))
+    _oracle.check_residuals(op, arrays, kept=[table[0] for table in arrays[2:]], wrt=BY_HEADS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_mrope_in_shard_map(check_vma, implementation, rng):
+    arrays = make_mrope_arrays(rng, Shape(4, 9, 4, 2, 16, 16, 1))
+    op = make(implementation, op=apply_mrope, sections=(2, 3, 3))
+    _oracle.check_shard_map(op, arrays, rng, implementation, check_vma, wrt=BY_HEADS, split=BY_HEADS)
+
+
+def test_mrope_under_vmap(implementation, rng):
+    op = make(implementation, op=apply_mrope, sections=(1, 2, 2))
+    _oracle.check_vmap(op, make_mrope_arrays(rng, SHAPES[1]), rng, wrt=BY_HEADS)
+
+
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_differentiating_the_tables_of_mrope_is_an_error(name, rng):
+    q, k, *tables = make_mrope_arrays(rng, Shape(2, 9, 4, 2, 16, 16, 1))
+    op = lambda cos, sin: apply_mrope(q, k, cos, sin, sections=(2, 3, 3))[1].sum()
+    with pytest.raises(TypeError, match=rf"^apply_mrope: {name} is a constant.*stop_gradient\({name}\)"):
+        jax.grad(op, ("cos", "sin").index(name))(*tables)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"cos": (1, 5, 16)}, r"cos has shape \(1, 5, 16\), but must be \(3, 1, T, R\) or \(3, B, T, R\)"),
+        ({"cos": (2, 1, 5, 16)}, r"cos has shape \(2, 1, 5, 16\), but must be \(3, 1, T, R\) or \(3, B, T, R\)"),
+        ({"sin": (3, 1, 5, 8)}, r"sin has shape \(3, 1, 5, 8\), but must have shape \(3, 1, 5, 16\): that of cos"),
+        ({"sections": (2, 3, 4)}, r"sections=\(2, 3, 4\) must be three numbers of pairs, R/2=8 in sum; pass the conf"),
+        ({"sections": (4, 4)}, r"sections=\(4, 4\) must be three numbers"),
+        ({"sections": (9, -1, 0)}, r"sections=\(9, -1, 0\) must be three numbers"),
+        ({"q": (2, 6, 4, 16)}, r"q has shape \(2, 6, 4, 16\) and k \(2, 5, 2, 16\), but they must be"),
+    ],
+)
+def test_wrong_arguments_of_mrope_say_what_to_do(wrong, message, unchecked_types):
+    good = {"q": (2, 5, 4, 16), "k": (2, 5, 2, 16), "cos": (3, 1, 5, 16), "sin": (3, 1, 5, 16), "sections": (2, 3, 3)}
+    arguments = {**good, **wrong}
+    sections = arguments.pop("sections")
+    with pytest.raises(ValueError, match=f"^apply_mrope: {message}"):
+        apply_mrope(*(jnp.ones(shape) for shape in arguments.values()), sections=sections)
+
+
+# --- wrong arguments --------------------------------------------------------------------------------------------------
 
 GOOD = {"q": (2, 5, 4, 16), "k": (2, 5, 2, 16), "cos": (1, 5, 16), "sin": (1, 5, 16)}
 
@@ -213,3 +347,11 @@ def test_integers_are_refused(name, unchecked_types):
     arrays = (jnp.ones(shape, int if argument == name else float) for argument, shape in GOOD.items())
     with pytest.raises(TypeError, match=f"^apply_rope: {name} has dtype int32, but must be floating point; cast it"):
         apply_rope(*arrays)
+
+
+def test_unknown_layouts_are_refused():
+    q, tables = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 4))
+    with pytest.raises(
+        ValueError, match=r"^apply_rope: layout='neox' is unknown; pass one of \('half', 'interleaved'\)"
+    ):
+        apply_rope(q, q, tables, tables, layout="neox")

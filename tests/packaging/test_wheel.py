@@ -104,6 +104,6 @@ def test_every_public_name_imports_beside_a_users_models_folder(installed, users
 
     printed = run(python, "-W", "error", script, cwd=users_project)
 
-    for module in ("liger_jax", "liger_jax.ops", "liger_jax.losses", "liger_jax.models"):
+    for module in ("liger_jax", "liger_jax.ops", "liger_jax.losses", "liger_jax.layers", "liger_jax.models"):
         exports = [line for line in printed.splitlines() if line.startswith(f"{module}: ")]
         assert len(exports) == 1 and exports[0] != f"{module}: ", f"{module} exports nothing:\n{printed}"

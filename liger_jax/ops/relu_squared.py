@@ -1,0 +1,58 @@
+"""Squared rectifier."""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from liger_jax.ops import _checks, _dispatch
+from liger_jax.pallas_kernels.relu_squared import xla
+
+# No kernel: XLA fuses an elementwise op of one array into its neighbours, and a kernel's own pass over memory can only
+# lose.
+_KERNELS = {"xla": xla}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _relu_squared(x, choice):
+    return _dispatch.bind("relu_squared", _KERNELS, choice, "forward")(x)
+
+
+def _forward_rule(x, choice):
+    return _relu_squared(x, choice), x
+
+
+def _backward_rule(choice, x, dy):
+    return (_dispatch.bind("relu_squared", _KERNELS, choice, "backward")(dy, x),)
+
+
+_relu_squared.defvjp(_forward_rule, _backward_rule)
+
+
+def relu_squared(x: Float[Array, "..."], *, implementation: _dispatch.Implementation = None) -> Float[Array, "..."]:
+    """The squared rectifier of Primer's and Nemotron's feed-forward layers: y = max(x, 0)².
+
+    Value and gradient are computed in float32 and rounded once. Only `x` is kept for the backward pass. There is no
+    kernel but XLA's, which fuses into its neighbours.
+
+    Args:
+        x: any shape, any float dtype.
+        implementation: None or "xla".
+
+    Returns:
+        An array like `x`.
+
+    Raises:
+        TypeError: `x` is not floating point.
+        ValueError: `implementation` is unknown.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> relu_squared(jnp.array([-1.0, 0.5, 3.0])).tolist()
+        [0.0, 0.25, 9.0]
+
+    References:
+        So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021 (arXiv:2109.08668).
+    """
+    _checks.check_floating("relu_squared", x=x)
+    return _relu_squared(x, _dispatch.choose("relu_squared", _KERNELS, {}, implementation, x))

@@ -1,0 +1,267 @@
+"""Tables of cosines and sines for the rotary embedding, with the scalings by which models reach longer contexts.
+
+Each scaling is a frozen dataclass whose fields bear Hugging Face's names, so that a checkpoint's `rope_scaling` fills
+it. Frequencies are constants, computed in float64 and rounded once; angle, cosine and sine are float32.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from liger_jax.ops import _checks
+
+_OP = "rope_table"
+
+
+def _check_at_least(scaling: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(scaling, name)
+        if not value >= least:
+            raise ValueError(f"{type(scaling).__name__}: {name}={value} must be at least {least}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by `factor`.
+
+    Args:
+        factor: how many times longer the context gets, at least 1.
+
+    Raises:
+        ValueError: `factor` is less than 1.
+
+    Example:
+        >>> LinearRope(factor=2.0)
+        LinearRope(factor=2.0)
+
+    References:
+        Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023
+        (arXiv:2306.15595).
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "factor")
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicRope:
+    """A base that grows with the sequence once it is longer than in training ("dynamic NTK").
+
+    theta' = theta·(factor·length/original − factor + 1)^(R/(R−2)), with length the largest position plus one, of all
+    positions in the call (inside shard_map, of the shard's), or original if that is more.
+
+    Args:
+        factor: at least 1.
+        original_max_position_embeddings: the length in training. Hugging Face takes its config's
+            `max_position_embeddings`.
+
+    Raises:
+        ValueError: a field is less than 1.
+
+    Example:
+        >>> DynamicRope(factor=2.0, original_max_position_embeddings=2048).factor
+        2.0
+
+    References:
+        Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023 (arXiv:2309.00071),
+        section 3.3 and appendix B.1.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "factor", "original_max_position_embeddings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """LLaMA 3.1's: low frequencies divided by `factor`, high ones kept, a linear blend between.
+
+    A frequency is kept to the share s = (original·f/2π − low_freq_factor)/(high_freq_factor − low_freq_factor), cut
+    to [0, 1], and the rest of it is divided: f' = f·(s + (1 − s)/factor).
+
+    Args:
+        factor: at least 1.
+        low_freq_factor: frequencies with fewer turns than this in the original length are divided.
+        high_freq_factor: frequencies with more turns than this are kept; more than `low_freq_factor`.
+        original_max_position_embeddings: the length in training.
+
+    Raises:
+        ValueError: a field is out of its range.
+
+    Example:
+        >>> Llama3Rope(factor=8.0).original_max_position_embeddings
+        8192
+
+    References:
+        Meta's reference code of LLaMA 3.1, `apply_scaling` in models/llama3/reference_impl/model.py of
+        github.com/meta-llama/llama-models.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "factor", "original_max_position_embeddings")
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise ValueError(
+                f"Llama3Rope: high_freq_factor={self.high_freq_factor} must be more than "
+                f"low_freq_factor={self.low_freq_factor}: between the two lies the blend."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnRope:
+    """YaRN: as LLaMA 3.1's, with the blend linear in the column, and cosines and sines scaled by `attention_factor`.
+
+    Args:
+        factor: at least 1.
+        original_max_position_embeddings: the length in training.
+        beta_fast: columns with more turns than this in the original length are kept.
+        beta_slow: columns with fewer turns than this are divided by `factor`; less than `beta_fast`.
+        attention_factor: scale of both tables; `None` for m(factor, mscale)/m(factor, mscale_all_dim) where both are
+            given, else for m(factor, 1), with m(factor, s) = s·ln(factor)/10 + 1.
+        mscale: as above; DeepSeek's. `None` or 0 where it has none.
+        mscale_all_dim: as above.
+        truncate: round the blend's ends outwards to whole columns.
+
+    Raises:
+        ValueError: a field is out of its range.
+
+    Example:
+        >>> round(YarnRope(factor=4.0, original_max_position_embeddings=4096).scale, 4)
+        1.1386
+
+    References:
+        Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023 (arXiv:2309.00071),
+        sections 3.2 and 3.4.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "factor", "original_max_position_embeddings")
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ValueError(
+                f"YarnRope: beta_fast={self.beta_fast} must be more than beta_slow={self.beta_slow}, and both more "
+                "than 0: between the two lies the blend."
+            )
+
+    @property
+    def scale(self) -> float:
+        """The scale of both tables."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        temper = lambda s: 0.1 * s * math.log(self.factor) + 1.0
+        if self.mscale and self.mscale_all_dim:
+            return temper(self.mscale) / temper(self.mscale_all_dim)
+        return temper(1.0)
+
+
+RopeScaling = LinearRope | DynamicRope | Llama3Rope | YarnRope
+
+
+def rope_table(
+    positions: Int[Array, "*batch T"],
+    width: int,
+    *,
+    theta: float = 10000.0,
+    scaling: RopeScaling | None = None,
+) -> tuple[Float[Array, "*batch T R"], Float[Array, "*batch T R"]]:
+    """Cosines and sines of position·f_i, with f_i = theta^(−2i/R) for i < R/2, the second half repeating the first.
+
+    Both layouts of `apply_rope` take these tables. With positions of shape (3, B, T) they are those of `apply_mrope`.
+
+    Args:
+        positions: (..., T) integers below 2²⁴, which float32 holds exactly.
+        width: R, how many columns of a head are rotated; a Python int, even.
+        theta: the base, a Python number above 1.
+        scaling: `LinearRope`, `DynamicRope`, `Llama3Rope` or `YarnRope` for a context longer than in training.
+
+    Returns:
+        Two float32 tables (..., T, R), for `apply_rope` with a batch axis: positions (1, T) or (B, T).
+
+    Raises:
+        TypeError: `theta` is no Python number, or `scaling` none of the four.
+        ValueError: `width` or `theta` is out of its range.
+
+    Example:
+        >>> cos, sin = rope_table(jnp.arange(3)[None], 4)
+        >>> cos.shape, float(cos[0, 0, 3]), float(sin[0, 0, 3])
+        ((1, 3, 4), 1.0, 0.0)
+
+    References:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864).
+    """
+    least = 4 if isinstance(scaling, DynamicRope) else 0  # dynamic: R − 2 is a divisor
+    if width < least or width % 2:
+        raise ValueError(f"{_OP}: width={width} must be even and at least {least}: columns are rotated in pairs.")
+    _checks.check_number(_OP, theta=theta)
+    if not theta > 1:
+        raise ValueError(f"{_OP}: theta={theta} must be more than 1; models have 10000.0 and more.")
+    column = np.arange(width // 2)
+    frequencies, scale = theta ** (-2 * column / max(width, 1)), 1.0
+    if isinstance(scaling, LinearRope):
+        frequencies = frequencies / scaling.factor
+    elif isinstance(scaling, Llama3Rope):
+        frequencies = _llama3_frequencies(frequencies, scaling)
+    elif isinstance(scaling, YarnRope):
+        kept = _yarn_kept_share(column, width, theta, scaling)
+        frequencies, scale = frequencies * (kept + (1 - kept) / scaling.factor), scaling.scale
+    elif scaling is not None and not isinstance(scaling, DynamicRope):
+        raise TypeError(
+            f"{_OP}: scaling is a {type(scaling).__name__}, but must be None, LinearRope, DynamicRope, Llama3Rope or "
+            "YarnRope, such as LinearRope(factor=2.0)."
+        )
+    frequencies = jnp.asarray(frequencies, jnp.float32)
+    if isinstance(scaling, DynamicRope):
+        frequencies *= _dynamic_ratios(positions, column, width, scaling)
+    frequencies = jnp.concatenate([frequencies, frequencies])
+    angles = positions.astype(jnp.float32)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    blend = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = np.clip((turns - scaling.low_freq_factor) / blend, 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _yarn_kept_share(column: np.ndarray, width: int, theta: float, scaling: YarnRope) -> np.ndarray:
+    def column_of(turns: float) -> float:
+        """Where a frequency makes so many turns: original·theta^(−2i/R) = 2π·turns."""
+        radians = 2 * math.pi * turns
+        return width * math.log(scaling.original_max_position_embeddings / radians) / (2 * math.log(theta))
+
+    first, last = column_of(scaling.beta_fast), column_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    # Where the ends meet, a step: 0.001 columns wide, as in the reference implementation.
+    return 1 - np.clip((column - first) / (last - first or 0.001), 0, 1)
+
+
+def _dynamic_ratios(
+    positions: Int[Array, "*batch T"], column: np.ndarray, width: int, scaling: DynamicRope
+) -> Float[Array, "half"]:
+    """(theta'/theta)^(−2i/R) = growth^(−2i/(R−2))."""
+    original = scaling.original_max_position_embeddings
+    length = jnp.maximum(jnp.max(positions, initial=0) + 1, original).astype(jnp.float32)
+    growth = scaling.factor * (length / original) - (scaling.factor - 1)
+    return jnp.exp(-jnp.log(growth) * jnp.asarray(2 * column / (width - 2), jnp.float32))

@@ -1,0 +1,119 @@
+"""Softmax and sparsemax."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from liger_jax.ops import _checks, _dispatch
+from liger_jax.pallas_kernels.softmax import triton, xla
+
+_KERNELS = {"xla": xla, "triton": triton}
+_DEFAULTS: dict[str, tuple[str, ...]] = {}  # the Triton kernels are not measured
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What the kernel is compiled for."""
+
+    kind: str
+    choice: str
+
+    def run(self, function: str, *arrays: jax.Array):
+        return _dispatch.bind(self.kind, _KERNELS, self.choice, function)(*arrays, kind=self.kind)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _probabilities(x, options):
+    return options.run("forward", x)
+
+
+def _forward_rule(x, options):
+    y = options.run("forward", x)
+    return y, y
+
+
+def _backward_rule(options, y, dy):
+    return (options.run("backward", dy, y),)
+
+
+_probabilities.defvjp(_forward_rule, _backward_rule)
+
+
+def softmax(
+    x: Float[Array, "..."], *, axis: int = -1, implementation: _dispatch.Implementation = None
+) -> Float[Array, "..."]:
+    """Makes probabilities of scores: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
+
+    Computed in float32, from differences to the largest score, and rounded once; so is the gradient. Only the output
+    is kept for the backward pass. The default is XLA; the Triton kernels are not measured.
+
+    Args:
+        x: at least one axis, any float dtype. −inf scores get probability 0, unless all are.
+        axis: the axis of the sum, a Python int.
+        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
+            these to try in order.
+
+    Returns:
+        An array like `x`.
+
+    Raises:
+        TypeError: `x` is not floating point.
+        ValueError: `axis` is not among x's, `implementation` is unknown, or the named one cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> softmax(jnp.log(jnp.array([1.0, 3.0]))).tolist()
+        [0.25, 0.75]
+
+    References:
+        Bridle, "Probabilistic Interpretation of Feedforward Classification Network Outputs", 1990.
+    """
+    return _along_axis("softmax", x, axis, implementation)
+
+
+def sparsemax(
+    x: Float[Array, "..."], *, axis: int = -1, implementation: _dispatch.Implementation = None
+) -> Float[Array, "..."]:
+    """Makes probabilities of scores, most of them 0: y_i = max(x_i − τ, 0), with τ such that Σ_j y_j = 1 along an axis.
+
+    y is the point nearest to x among all distributions. Its gradient is dy less dy's mean where y > 0, and 0
+    elsewhere. τ is exact: XLA sorts, the Triton kernel takes Newton's steps until one changes nothing. Computed in
+    float32 and rounded once; only the output is kept for the backward pass. The default is XLA; the Triton kernels
+    are not measured.
+
+    Args:
+        x: at least one axis, any float dtype.
+        axis: the axis of the sum, a Python int.
+        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
+            these to try in order.
+
+    Returns:
+        An array like `x`.
+
+    Raises:
+        TypeError: `x` is not floating point.
+        ValueError: `axis` is not among x's, `implementation` is unknown, or the named one cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> sparsemax(jnp.array([1.0, 0.5, -2.0])).tolist()
+        [0.75, 0.25, 0.0]
+
+    References:
+        Martins and Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label
+        Classification", 2016 (arXiv:1602.02068).
+    """
+    return _along_axis("sparsemax", x, axis, implementation)
+
+
+def _along_axis(op: str, x: jax.Array, axis: int, implementation: _dispatch.Implementation) -> jax.Array:
+    _checks.check_floating(op, x=x)
+    if not -x.ndim <= axis < x.ndim:
+        cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
+        raise ValueError(f"{op}: axis={axis} is no axis of x, whose shape is {x.shape}; {cure}.")
+    rows = jnp.moveaxis(x, axis, -1)
+    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, rows, kind=op)
+    return jnp.moveaxis(_probabilities(rows, _Options(op, choice)), -1, axis)

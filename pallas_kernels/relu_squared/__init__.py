@@ -1,0 +1,1 @@
+"""Squared rectifier (So et al., 2021)."""

@@ -1,0 +1,1 @@
+"""Softmax, and sparsemax (Martins and Astudillo, 2016)."""

@@ -1,0 +1,64 @@
+"""What the gated feed-forward layers promise."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from liger_jax.layers import GeGLUMLP, SwiGLUMLP
+
+GATES = {
+    "swiglu": lambda x: x / (1 + np.exp(-x)),
+    "geglu": lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "exact geglu": lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
+}
+LAYERS = {
+    "swiglu": SwiGLUMLP,
+    "geglu": GeGLUMLP,
+    "exact geglu": functools.partial(GeGLUMLP, approximate=False),
+}
+layers = pytest.mark.parametrize("name", LAYERS)
+
+
+def make(name, **options):
+    linear = functools.partial(nnx.Linear, use_bias=False, rngs=nnx.Rngs(0), **options)
+    return LAYERS[name](12, 20, linear=linear)
+
+
+@layers
+def test_value_matches_float64(name, rng):
+    layer, x = make(name), rng.standard_normal((2, 5, 12))
+    gate, up, down = (
+        np.asarray(getattr(layer, f"{which}_proj").kernel[...], np.float64) for which in ("gate", "up", "down")
+    )
+    x = np.float32(x).astype(np.float64)
+    expected = (GATES[name](x @ gate) * (x @ up)) @ down
+    np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), expected, atol=2e-5 * np.abs(expected).max())
+
+
+@layers
+def test_parameters_are_called_as_in_checkpoints(name):
+    state = nnx.to_pure_dict(nnx.state(make(name), nnx.Param))
+    shapes = {projection: leaves["kernel"].shape for projection, leaves in state.items()}
+    assert shapes == {"gate_proj": (12, 20), "up_proj": (12, 20), "down_proj": (20, 12)}
+
+
+@layers
+def test_every_parameter_has_a_gradient_in_its_own_dtype(name, rng):
+    layer = make(name, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    x = jnp.asarray(rng.standard_normal((2, 5, 12)), jnp.bfloat16)
+    assert layer(x).dtype == jnp.bfloat16
+    gradients = nnx.grad(lambda layer: layer(x).astype(jnp.float32).sum())(layer)
+    leaves = jax.tree.leaves(gradients)
+    assert len(leaves) == 3 and all(leaf.dtype == jnp.float32 and leaf.any() for leaf in leaves)
+
+
+def test_implementation_reaches_the_op():
+    linear = functools.partial(nnx.Linear, rngs=nnx.Rngs(0))
+    for layer, op in ((SwiGLUMLP, "swiglu"), (GeGLUMLP, "geglu")):
+        with pytest.raises(ValueError, match=f"^{op}: implementation='cuda' is unknown"):
+            layer(12, 20, linear=linear, implementation="cuda")(jnp.ones((2, 12)))
