@@ -75,6 +75,6 @@ def tpu_n_block_size(n: int, d: int, row_itemsizes: int, num_column_outputs: int
     """
     d = round_up(d, 128)
     row_bytes = 2 * row_itemsizes * d  # double-buffered
-    shared_bytes = 2 * 4 * 8 * d * (num_column_outputs + 2)  # column inputs fill 8 sublanes each
+    shared_bytes = 2 * 4 * d * (2 + 8 * num_column_outputs)  # scale and bias; 8 partial sums of each output
     fitting = (TPU_VMEM_BYTES - shared_bytes) // row_bytes // TPU_GROUP * TPU_GROUP
     return max(0, min(512, round_up(n, TPU_GROUP), fitting))

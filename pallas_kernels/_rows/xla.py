@@ -39,13 +39,23 @@ def unsupported(*arrays: jax.Array | None, **case: Any) -> str | None:
 
 def run(row_pass: RowPass, rows: Sequence[jax.Array], columns: Sequence[jax.Array | None]) -> tuple[Terms, Terms]:
     """rows (N, D), columns (D,) or None → row outputs (N, D), column outputs (D,)."""
-    arrays = (*rows, *(x if x is None else x[None, :] for x in columns))
+    return run_over((-1,), (0,), row_pass, rows, [x if x is None else x[None, :] for x in columns])
+
+
+def run_over(
+    row_axes: tuple[int, ...],
+    column_axes: tuple[int, ...],
+    row_pass: RowPass,
+    rows: Sequence[jax.Array],
+    columns: Sequence[jax.Array | None],
+) -> tuple[Terms, Terms]:
+    """A pass over arrays whose rows lie along `row_axes`; the columns' sums go over `column_axes`."""
     sums: Terms = ()
     for stage in row_pass.stages:
-        sums += tuple(jnp.sum(term, axis=-1, keepdims=True) for term in stage(sums, *arrays))
-    outputs, terms = row_pass.outputs(sums, *arrays)
+        sums += tuple(jnp.sum(term, axis=row_axes, keepdims=True) for term in stage(sums, *rows, *columns))
+    outputs, terms = row_pass.outputs(sums, *rows, *columns)
     outputs = tuple(y.astype(dtype) for y, dtype in zip(outputs, row_pass.dtypes, strict=True))
-    return outputs, tuple(jnp.sum(term, axis=0) for term in terms)
+    return outputs, tuple(jnp.sum(term, axis=column_axes) for term in terms)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -32,6 +32,46 @@ def _normalized(x: jax.Array, sums: Terms, *, width: int, eps: float) -> tuple[j
     return half * rstd, rstd * factor * 0.5
 
 
+def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: float) -> RowPass:
+    """Of (x, scale, bias): y in `dtype`."""
+
+    def outputs(sums, x, scale, bias):
+        xhat, _ = _normalized(x, sums, width=width, eps=eps)
+        y = scaled(xhat, scale, offset=0.0)
+        return (y if bias is None else y + bias.astype(y.dtype),), ()
+
+    stages = (
+        lambda _, x, *columns: _mean_terms(x, width),
+        lambda sums, x, *columns: squares(_half_centred(x, *sums)),
+    )
+    return RowPass(name, stages, outputs, (dtype,))
+
+
+def gradient_pass(
+    name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: float, has_scale: bool, has_bias: bool
+) -> RowPass:
+    """Of (dy, x, scale): dx in `dtype`; dscale and dbias, if it has them."""
+
+    def products(sums, dy, x, scale):
+        dxhat, (xhat, _) = scaled(wide(dy), scale, offset=0.0), _normalized(x, sums, width=width, eps=eps)
+        return dxhat, dxhat * xhat
+
+    def outputs(sums, dy, x, scale):
+        *statistics, dxhat_sum, product_sum = sums
+        dy = wide(dy)
+        dxhat, (xhat, rstd) = scaled(dy, scale, offset=0.0), _normalized(x, tuple(statistics), width=width, eps=eps)
+        # dx = rstd · (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂))
+        dx = rstd * (dxhat - dxhat_sum / width - xhat * (product_sum / width))
+        return (dx,), (dy * xhat,) * has_scale + (dy,) * has_bias
+
+    stages = (
+        lambda _, dy, x, scale: _mean_terms(x, width),
+        lambda sums, dy, x, scale: squares(_half_centred(x, *sums)),
+        products,
+    )
+    return RowPass(name, stages, outputs, (dtype,), num_column_outputs=has_scale + has_bias)
+
+
 def forward(
     x: jax.Array,
     scale: jax.Array | None,
@@ -42,18 +82,8 @@ def forward(
     **launch: bool,
 ) -> jax.Array:
     """x (N, D), scale and bias (D,) or None → y (N, D) in x.dtype."""
-
-    def outputs(sums, x, scale, bias):
-        xhat, _ = _normalized(x, sums, width=width, eps=eps)
-        y = scaled(xhat, scale, offset=0.0)
-        return (y if bias is None else y + bias.astype(y.dtype),), ()
-
-    width = x.shape[-1]
-    stages = (
-        lambda _, x, *columns: _mean_terms(x, width),
-        lambda sums, x, *columns: squares(_half_centred(x, *sums)),
-    )
-    (y,), _ = run(RowPass("layer_norm_forward", stages, outputs, (x.dtype,)), (x,), (scale, bias), **launch)
+    row_pass = forward_pass("layer_norm_forward", x.dtype, width=x.shape[-1], eps=eps)
+    (y,), _ = run(row_pass, (x,), (scale, bias), **launch)
     return y
 
 
@@ -68,28 +98,8 @@ def backward(
     **launch: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """dy, x (N, D), scale and bias (D,) or None → dx, dscale, dbias, in their primals' dtypes."""
-
-    def means(_, dy, x, scale):
-        return _mean_terms(x, width)
-
-    def square_terms(sums, dy, x, scale):
-        return squares(_half_centred(x, *sums))
-
-    def products(sums, dy, x, scale):
-        dxhat, (xhat, _) = scaled(wide(dy), scale, offset=0.0), _normalized(x, sums, width=width, eps=eps)
-        return dxhat, dxhat * xhat
-
-    def outputs(sums, dy, x, scale):
-        *statistics, dxhat_sum, product_sum = sums
-        dy = wide(dy)
-        dxhat, (xhat, rstd) = scaled(dy, scale, offset=0.0), _normalized(x, statistics, width=width, eps=eps)
-        # dx = rstd · (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂))
-        dx = rstd * (dxhat - dxhat_sum / width - xhat * (product_sum / width))
-        return (dx,), (dy * xhat,) * has_scale + (dy,) * has_bias
-
-    width, has_scale, has_bias = x.shape[-1], scale is not None, bias is not None
-    stages = means, square_terms, products
-    row_pass = RowPass("layer_norm_backward", stages, outputs, (x.dtype,), num_column_outputs=has_scale + has_bias)
+    present = {"has_scale": scale is not None, "has_bias": bias is not None}
+    row_pass = gradient_pass("layer_norm_backward", x.dtype, width=x.shape[-1], eps=eps, **present)
     (dx,), sums = run(row_pass, (dy, x), (scale,), **launch)
-    dscale = sums[0].astype(scale.dtype) if has_scale else None
-    return dx, dscale, sums[-1].astype(bias.dtype) if has_bias else None
+    dscale = None if scale is None else sums[0].astype(scale.dtype)
+    return dx, dscale, None if bias is None else sums[-1].astype(bias.dtype)
