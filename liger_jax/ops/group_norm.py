@@ -1,7 +1,6 @@
 """Group normalisation."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,17 +15,17 @@ _OP = "group_norm"
 _KERNELS = {"xla": xla}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _group_norm(x, scale, bias, eps) -> Any:
-    return xla.forward(x, scale, bias, eps=eps)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _group_norm(x, scale, bias, axis, eps) -> Any:
+    return xla.forward(x, scale, bias, axis=axis, eps=eps)
 
 
-def _forward_rule(x, scale, bias, eps):
-    return xla.forward(x, scale, bias, eps=eps), (x, scale, bias)
+def _forward_rule(x, scale, bias, axis, eps):
+    return xla.forward(x, scale, bias, axis=axis, eps=eps), (x, scale, bias)
 
 
-def _backward_rule(eps, residuals, dy):
-    return xla.backward(dy, *residuals, eps=eps)
+def _backward_rule(axis, eps, residuals, dy):
+    return xla.backward(dy, *residuals, axis=axis, eps=eps)
 
 
 _group_norm.defvjp(_forward_rule, _backward_rule)
@@ -86,8 +85,7 @@ def group_norm(
         )
     _dispatch.choose(_OP, _KERNELS, {}, implementation, x, scale, bias)
     axis = channel_axis % x.ndim
-    before, behind = math.prod(x.shape[1:axis]), math.prod(x.shape[axis + 1 :])
     groups = (num_groups, channels // num_groups)
     columns = (None if column is None else column.reshape(groups) for column in (scale, bias))
-    arrays = _mesh.align_varying(x.reshape(len(x), before, *groups, behind), *columns)
-    return jnp.reshape(_group_norm(*arrays, float(eps)), x.shape)
+    arrays = _mesh.align_varying(x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :]), *columns)
+    return jnp.reshape(_group_norm(*arrays, axis, float(eps)), x.shape)
