@@ -20,8 +20,9 @@ class Promises:
 
     op = reference = staticmethod(NotImplemented)
     options: dict = {}  # of the op and the reference
-    # Ragged in every tile, one row, width 1, one axis, three axes, and more rows than Triton's backward has programs.
-    shapes = [(37, 19), (1, 300), (33, 1), (1, 1), (70,), (3, 5, 129), (300, 4097)]
+    # Ragged in every tile, one row, width 1, one axis, three axes, more rows than Triton's backward has programs, and
+    # rows too wide to stay in its registers.
+    shapes = [(37, 19), (1, 300), (33, 1), (1, 1), (70,), (3, 5, 129), (140, 4097), (3, 8195)]
     shape = (8, 5, 70)  # where one is enough; the first axis is split over devices
     limit = 1 / 8  # of the largest finite number: how large x can be
     num_rows = 1  # arrays that are shaped like x; the rest are parameters
@@ -151,12 +152,12 @@ class LastAxisPromises(Promises):
     """What normalisations of the last axis refuse."""
 
     def test_scalars_and_integers_are_refused(self, unchecked_types, rng):
-        x, *others = self.arrays(rng, self.shape)
-        name = self.op.__name__
+        arrays = self.arrays(rng, self.shape)
+        rows, parameters, name = arrays[: self.num_rows], arrays[self.num_rows :], self.op.__name__
         with pytest.raises(ValueError, match=rf"^{name}: x has shape \(\), but must have at least one axis .* reshape"):
-            self.op(jnp.ones(()), *[jnp.ones(())] * (self.num_rows - 1), *others)
+            self.op(*[jnp.ones(())] * self.num_rows, *parameters)
         with pytest.raises(TypeError, match=f"^{name}: x has dtype int32, but must be floating point; cast it"):
-            self.op(x.astype(int), *others)
+            self.op(rows[0].astype(int), *rows[1:], *parameters)
 
 
 class KernelPromises(LastAxisPromises):
