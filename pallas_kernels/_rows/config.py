@@ -7,8 +7,8 @@ from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 TRITON_MAX_WIDTH = 65536  # one row in registers: 128 float32 a thread at 16 warps
 MULTIPROCESSORS = 132  # of an H100 or H200
 TPU_VMEM_BYTES = 12 * 2**20  # of the default 16 MiB scope
-TPU_GROUP = 16  # rows at a time: the sublanes that bfloat16 packs into a register
-TPU_CHUNK = 512  # columns at a time: 16 × 512 float32 are 8 of a core's 64 registers
+TPU_CHUNK = 512  # columns at a time
+TPU_GROUP_SIZE = 2**18  # elements at a time: independent work that hides the latency of sums across lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +69,17 @@ def triton_config(n: int, d: int, num_rows: int, num_sums: int) -> TritonConfig:
 
 
 def tpu_n_block_size(n: int, d: int, row_itemsizes: int, num_column_outputs: int) -> int:
-    """Rows per step on a TPU: the most that fit, at most 512, in groups of 16; 0 if none do.
+    """Rows per step on a TPU: the most that fit, a power of two from 16 (bfloat16's tile) to 512; 0 if none do.
 
     `row_itemsizes` is the sum over the row inputs and outputs.
     """
     d = round_up(d, 128)
     row_bytes = 2 * row_itemsizes * d  # double-buffered
     shared_bytes = 2 * 4 * d * (2 + 8 * num_column_outputs)  # scale and bias; 8 partial sums of each output
-    fitting = (TPU_VMEM_BYTES - shared_bytes) // row_bytes // TPU_GROUP * TPU_GROUP
-    return max(0, min(512, round_up(n, TPU_GROUP), fitting))
+    fitting = previous_power_of_2(max(1, (TPU_VMEM_BYTES - shared_bytes) // row_bytes))
+    return 0 if fitting < 16 else min(512, fitting, max(16, next_power_of_2(n)))
+
+
+def tpu_group_size(n_block_size: int, d: int) -> int:
+    """Rows of a step that are computed at a time."""
+    return min(n_block_size, 64, max(16, previous_power_of_2(TPU_GROUP_SIZE // d)))
