@@ -98,8 +98,9 @@ def fused_add_rms_norm(
     _checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows(_OP, x, scale=scale)
     _checks.check_shape(_OP, "residual", residual, x.shape, "it is added to x element by element")
-    rows = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
-    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, *rows, scale)
+    rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
+    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, added, scale)
     options = _Options(float(eps), float(offset), casting_mode, choice)
-    y, new_residual = _fused(*_mesh.align_varying(*rows, scale), options)
+    outputs: Any = _fused(*_mesh.align_varying(rows, added, scale), options)
+    y, new_residual = outputs
     return jnp.reshape(y, x.shape), jnp.reshape(new_residual, x.shape)

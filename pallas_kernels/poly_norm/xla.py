@@ -38,8 +38,8 @@ def _rows(x: jax.Array, eps: float) -> _Rows:
 def forward(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, eps: float) -> jax.Array:
     """x (..., D), weight (3,), bias () or None → y in x.dtype."""
     rows = _rows(x, eps)
-    weight = weight.astype(rows.small.dtype)
-    y = sum(weight[i] * u for i, u in enumerate(rows.normalized()))
+    w, (cube, square, itself) = weight.astype(rows.small.dtype), rows.normalized()
+    y = w[0] * cube + w[1] * square + w[2] * itself
     return (y if bias is None else y + bias.astype(y.dtype)).astype(x.dtype)
 
 

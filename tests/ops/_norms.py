@@ -44,9 +44,9 @@ class Promises:
         op = functools.partial(self.op, implementation=implementation, **options)
         return op, lambda *arrays: reference(*arrays, *[None] * (count - len(arrays)))
 
-    def plain(self, *arrays):
+    def plain(self, *arrays, **options):
         """The expression that a model would have instead: float32, rounded once."""
-        _, reference = self.make("xla")
+        _, reference = self.make("xla", **options)
         with jax.numpy_rank_promotion("allow"):
             return reference(*(x.astype(jnp.float32) for x in arrays)).astype(arrays[0].dtype)
 
