@@ -52,7 +52,9 @@ def run_over(
     """A pass over arrays whose rows lie along `row_axes`; the columns' sums go over `column_axes`."""
     sums: Terms = ()
     for stage in row_pass.stages:
-        sums += tuple(jnp.sum(term, axis=row_axes, keepdims=True) for term in stage(sums, *rows, *columns))
+        stage_sums = tuple(jnp.sum(term, axis=row_axes, keepdims=True) for term in stage(sums, *rows, *columns))
+        # On GPUs, XLA fuses a row's sums with what is made of them; for sums over rows, that writes x̂ in float32.
+        sums += jax.lax.optimization_barrier(stage_sums) if row_pass.num_column_outputs else stage_sums
     outputs, terms = row_pass.outputs(sums, *rows, *columns)
     outputs = tuple(y.astype(dtype) for y, dtype in zip(outputs, row_pass.dtypes, strict=True))
     return outputs, tuple(jnp.sum(term, axis=column_axes) for term in terms)
