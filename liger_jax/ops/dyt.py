@@ -1,30 +1,32 @@
 """Dynamic tanh."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _mesh
-from liger_jax.pallas_kernels.dyt import xla
+from liger_jax.pallas_kernels.dyt import mosaic_tpu, triton, xla
 
 _OP = "dyt"
-# No kernel: it is elementwise, and XLA fuses it into its neighbours.
-_KERNELS = {"xla": xla}
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_DEFAULTS: dict[str, tuple[str, ...]] = {}  # until something is measured
 
 
-@jax.custom_vjp
-def _dyt(x, alpha, scale, bias) -> Any:
-    return xla.forward(x, alpha, scale, bias)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _dyt(x, alpha, scale, bias, choice) -> Any:
+    return _dispatch.bind(_OP, _KERNELS, choice, "forward")(x, alpha, scale, bias)
 
 
-def _forward_rule(*inputs):
+def _forward_rule(x, alpha, scale, bias, choice):
     # tanh is cheaper to make again than to read.
-    return xla.forward(*inputs), inputs
+    return _dispatch.bind(_OP, _KERNELS, choice, "forward")(x, alpha, scale, bias), (x, alpha, scale, bias)
 
 
-def _backward_rule(residuals, dy):
-    return xla.backward(dy, *residuals)
+def _backward_rule(choice, residuals, dy):
+    return _dispatch.bind(_OP, _KERNELS, choice, "backward")(dy, *residuals)
 
 
 _dyt.defvjp(_forward_rule, _backward_rule)
@@ -40,22 +42,23 @@ def dyt(
 ) -> Float[Array, "*batch D"]:
     """Dynamic tanh, which stands in a norm's place without its statistics: y = tanh(alpha · x) · scale + bias.
 
-    Computed in float32 and rounded once. Only the inputs are kept for the backward pass. XLA is the only
-    implementation: it fuses an elementwise op into its neighbours.
+    Computed in float32 and rounded once. Only the inputs are kept for the backward pass. The default is XLA: on GPUs
+    and TPUs the kernels are not measured yet.
 
     Args:
         x: (..., D), any float dtype.
         alpha: (), any float dtype; 0.5 is the usual start.
         scale: (D,), any float dtype, or None for no scale.
         bias: (D,), any float dtype, or None for no bias.
-        implementation: None or "xla".
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
+            forms, or a tuple of these to try in order.
 
     Returns:
         (..., D) in x.dtype.
 
     Raises:
         TypeError: an array is not floating point.
-        ValueError: a shape does not fit, or `implementation` is unknown.
+        ValueError: a shape does not fit, `implementation` is unknown, or the named implementation cannot run here.
 
     Example:
         >>> import jax.numpy as jnp
@@ -68,5 +71,6 @@ def dyt(
     _checks.check_floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
     _checks.check_shape(_OP, "alpha", alpha, (), "one number scales all of x")
-    _dispatch.choose(_OP, _KERNELS, {}, implementation, x, alpha, scale, bias)
-    return _dyt(*_mesh.align_varying(x, alpha, scale, bias))
+    rows = x.reshape(-1, x.shape[-1])
+    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, alpha, scale, bias)
+    return jnp.reshape(_dyt(*_mesh.align_varying(rows, alpha, scale, bias), choice), x.shape)
