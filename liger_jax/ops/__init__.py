@@ -3,9 +3,14 @@
 from liger_jax.ops._linear_plan import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops._loss import LossMetrics as LossMetrics
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
+from liger_jax.ops.dyt import dyt as dyt
+from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu
+from liger_jax.ops.group_norm import group_norm as group_norm
+from liger_jax.ops.layer_norm import layer_norm as layer_norm
+from liger_jax.ops.poly_norm import poly_norm as poly_norm
 from liger_jax.ops.relu_squared import relu_squared as relu_squared
 from liger_jax.ops.rms_norm import rms_norm as rms_norm
 from liger_jax.ops.rope import apply_mrope as apply_mrope

@@ -13,7 +13,7 @@ from liger_jax.pallas_kernels.rms_norm import mosaic_tpu, triton, xla
 
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
-_CASTING_MODES = ("llama", "gemma", "none")
+CASTING_MODES = ("llama", "gemma", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,8 @@ def rms_norm(
     """
     _checks.check_floating("rms_norm", x=x, scale=scale)
     _checks.check_number("rms_norm", eps=eps, offset=offset)
-    _checks.check_choice("rms_norm", "casting_mode", casting_mode, _CASTING_MODES)
-    if x.ndim == 0:
-        raise ValueError("rms_norm: x has shape (), but must have at least one axis to normalise; reshape it to (1,).")
-    _checks.check_shape("rms_norm", "scale", scale, x.shape[-1:], "one entry for each element of x's last axis")
+    _checks.check_choice("rms_norm", "casting_mode", casting_mode, CASTING_MODES)
+    _checks.check_rows("rms_norm", x, scale=scale)
     choice = _dispatch.choose("rms_norm", _KERNELS, _DEFAULTS, implementation, x.reshape(-1, x.shape[-1]), scale)
     x, scale = _mesh.align_varying(x, scale)
     y = _rms_norm(x.reshape(-1, x.shape[-1]), scale, _Options(float(eps), float(offset), casting_mode, choice))

@@ -1,69 +1,132 @@
-"""RMSNorm in plain XLA: one fused pass forward, two backward (one of them for the scale's sum over rows).
+"""RMSNorm in plain XLA: two passes over memory forward, three backward (one of them for the scale's sum over rows).
 
-The row formulas here are also the bodies of the Pallas kernels, so every backend rounds at the same places:
-"llama" rounds the normalised row to x.dtype before the scale, "gemma" rounds once at the end, "none" keeps
-only the mean square in float32. Sums are float32 in every mode, and so are both gradients, which are those of the
-unrounded function.
+The formulas here run in the Pallas kernels too, so every backend rounds at the same places: "llama" rounds the
+normalised row to the output's dtype before the scale, "gemma" rounds once at the end, "none" keeps only the mean
+square in float32. Sums are float32 in every mode, and so are both gradients, which are those of the unrounded function.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels._rows import xla
+from liger_jax.pallas_kernels._rows.xla import RowPass, wide
 from liger_jax.pallas_kernels._tiles import promoted
 
-
-def unsupported(x: jax.Array, scale: jax.Array | None) -> str | None:
-    """XLA runs every case."""
-    return None
+unsupported = xla.unsupported
 
 
-def normalized_rows(x: jax.Array, *, width: int, eps: float, casting_mode: str) -> tuple[jax.Array, ...]:
-    """x̂ = x·rstd in float32, x̂ as `casting_mode` rounds it, and rstd; columns past `width` must be zeros."""
-    x32 = x.astype(promoted(x.dtype, jnp.float32))
-    # rstd = 1 / sqrt(mean(x²) + eps)
-    rstd = jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) / width + eps)
-    exact = x32 * rstd
-    if casting_mode == "gemma":
-        return exact, exact, rstd
-    if casting_mode == "none":
-        return exact, x * rstd.astype(x.dtype), rstd
-    return exact, exact.astype(x.dtype), rstd
+def squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What is summed for the mean square: x², and (shrink·x)² for rows whose x² overflow."""
+    return jnp.square(x), jnp.square(x * _shrink(x.dtype))
 
 
-def scaled_rows(
-    rounded: jax.Array, scale: jax.Array | None, *, offset: float, dtype: jax.typing.DTypeLike
+def _shrink(dtype: jax.typing.DTypeLike) -> float:
+    """2⁻⁸⁰ in float32: sums of 2¹⁷ squares reach 2¹¹³, and a row that overflows without it keeps 2⁻⁴²."""
+    return 2.0 ** -(jnp.finfo(dtype).maxexp * 5 // 8)
+
+
+def normalized(
+    x: jax.Array, square_sum: jax.Array, shrunk_square_sum: jax.Array, *, width: int, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x', rstd' and a factor f, with x̂ = x'·rstd' = x / sqrt(mean(x²) + eps), whose reciprocal root is f·rstd'."""
+    overflows = square_sum == jnp.inf
+    factor = jnp.where(overflows, _shrink(x.dtype), 1.0)
+    mean_square = jnp.where(overflows, shrunk_square_sum, square_sum) / width
+    return x * factor, jax.lax.rsqrt(mean_square + jnp.where(overflows, 0.0, eps)), factor
+
+
+def rounded(
+    x: jax.Array, sums: tuple[jax.Array, ...], *, width: int, eps: float, casting_mode: str, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """y = x̂ · (offset + scale), multiplied in the wider of the two dtypes; scale is (1, D)."""
+    """x̂ as `casting_mode` rounds it to `dtype`."""
+    small, rstd, _ = normalized(wide(x), *sums, width=width, eps=eps)
+    if casting_mode == "none":
+        return small.astype(dtype) * rstd.astype(dtype)
+    exact = small * rstd
+    return exact if casting_mode == "gemma" else exact.astype(dtype)
+
+
+def scaled(xhat: jax.Array, scale: jax.Array | None, *, offset: float) -> jax.Array:
+    """x̂ · (offset + scale), multiplied in the wider of the two dtypes."""
     if scale is None:
-        return rounded.astype(dtype)
-    product_dtype = promoted(rounded.dtype, scale.dtype)
-    return (rounded.astype(product_dtype) * (offset + scale.astype(product_dtype))).astype(dtype)
+        return xhat
+    dtype = promoted(xhat.dtype, scale.dtype)
+    return xhat.astype(dtype) * (offset + scale.astype(dtype))
 
 
-def row_gradients(
-    dy: jax.Array, x: jax.Array, scale: jax.Array | None, *, width: int, eps: float, offset: float
-) -> tuple[jax.Array, jax.Array]:
-    """dx and, row by row, the terms whose sum over rows is dscale; both float32, of the unrounded function."""
-    exact, _, rstd = normalized_rows(x, width=width, eps=eps, casting_mode="gemma")
-    dy = dy.astype(exact.dtype)
-    dxhat = dy if scale is None else dy * (offset + scale.astype(exact.dtype))
-    # dx = rstd · (dx̂ − x̂ · mean(dx̂ · x̂))
-    dx = rstd * (dxhat - exact * (jnp.sum(dxhat * exact, axis=-1, keepdims=True) / width))
-    return dx, dy * exact
+def row_gradient(
+    dy: jax.Array,
+    x: jax.Array,
+    scale: jax.Array | None,
+    sums: tuple[jax.Array, ...],
+    *,
+    width: int,
+    eps: float,
+    offset: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dx̂, x̂ and rstd, as float32, of the unrounded function."""
+    small, rstd, factor = normalized(wide(x), *sums, width=width, eps=eps)
+    dy = wide(dy)
+    return scaled(dy, scale if scale is None else wide(scale), offset=offset), small * rstd, rstd * factor
 
 
-def forward(x: jax.Array, scale: jax.Array | None, *, eps: float, offset: float, casting_mode: str) -> jax.Array:
+def forward(
+    x: jax.Array,
+    scale: jax.Array | None,
+    *,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+    run: Callable = xla.run,
+    **launch: bool,
+) -> jax.Array:
     """x (N, D), scale (D,) or None → y (N, D) in x.dtype."""
-    _, rounded, _ = normalized_rows(x, width=x.shape[-1], eps=eps, casting_mode=casting_mode)
-    scale = None if scale is None else scale[None, :]
-    return scaled_rows(rounded, scale, offset=offset, dtype=x.dtype)
+
+    def outputs(sums, x, scale):
+        xhat = rounded(x, sums, width=width, eps=eps, casting_mode=casting_mode, dtype=x.dtype)
+        return (scaled(xhat, scale, offset=offset),), ()
+
+    width = x.shape[-1]
+    row_pass = RowPass("rms_norm_forward", (lambda _, x, scale: squares(wide(x)),), outputs, (x.dtype,))
+    (y,), _ = run(row_pass, (x,), (scale,), **launch)
+    return y
+
+
+def gradient_pass(
+    name: str, dtypes: tuple[jax.typing.DTypeLike, ...], *, has_scale: bool, width: int, eps: float, offset: float
+) -> RowPass:
+    """Of (dy, x, *others, scale): dx, with the others added on top, in each of `dtypes`; and dscale if it has one."""
+    options = {"width": width, "eps": eps, "offset": offset}
+
+    def products(sums, dy, x, *others_and_scale):
+        dxhat, xhat, _ = row_gradient(dy, x, others_and_scale[-1], sums, **options)
+        return (dxhat * xhat,)
+
+    def outputs(sums, dy, x, *others_and_scale):
+        *others, scale = others_and_scale
+        *square_sums, product_sum = sums
+        dxhat, xhat, rstd = row_gradient(dy, x, scale, tuple(square_sums), **options)
+        # dx = rstd · (dx̂ − x̂ · mean(dx̂ · x̂))
+        dx = sum((wide(other) for other in others), start=rstd * (dxhat - xhat * (product_sum / width)))
+        return (dx,) * len(dtypes), (wide(dy) * xhat,) * has_scale
+
+    stages = (lambda _, dy, x, *others: squares(wide(x))), products
+    return RowPass(name, stages, outputs, dtypes, num_column_outputs=int(has_scale))
 
 
 def backward(
-    dy: jax.Array, x: jax.Array, scale: jax.Array | None, *, eps: float, offset: float
+    dy: jax.Array,
+    x: jax.Array,
+    scale: jax.Array | None,
+    *,
+    eps: float,
+    offset: float,
+    run: Callable = xla.run,
+    **launch: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """dy, x (N, D), scale (D,) or None → dx (N, D), dscale (D,) or None, in their primals' dtypes."""
-    scale_row = None if scale is None else scale[None, :]
-    dx, dscale_rows = row_gradients(dy, x, scale_row, width=x.shape[-1], eps=eps, offset=offset)
-    dscale = None if scale is None else jnp.sum(dscale_rows, axis=0).astype(scale.dtype)
-    return dx.astype(x.dtype), dscale
+    options = {"has_scale": scale is not None, "width": x.shape[-1], "eps": eps, "offset": offset}
+    (dx,), dscale = run(gradient_pass("rms_norm_backward", (x.dtype,), **options), (dy, x), (scale,), **launch)
+    return dx, None if scale is None else dscale[0].astype(scale.dtype)

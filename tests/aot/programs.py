@@ -13,8 +13,11 @@ import jax.numpy as jnp
 from liger_jax import (
     apply_rope,
     cross_entropy,
+    dyt,
+    fused_add_rms_norm,
     fused_linear_cross_entropy,
     geglu,
+    layer_norm,
     rms_norm,
     softmax,
     sparsemax,
@@ -69,9 +72,29 @@ def mapped(op):
 LLAMA_8B_HEAD = (((8192, 4096), BF16), ((128256, 4096), BF16), ((8192,), INT))
 QWEN_HEAD = (((4096, 896), F32), ((151936, 896), F32), ((4096,), INT))
 NORM = ("rms_norm_forward", "rms_norm_backward")
+WIDTHS = (896, 2048, 2304, 3584, 4096, 5120, 8192, 18432)
+DYT = (((16384, 4096), BF16), ((), BF16), ((4096,), BF16), ((4096,), BF16))
+NORMS = {
+    "rms_norm": (rms_norm, 1, 1),
+    "fused_add_rms_norm": (fused_add_rms_norm, 2, 1),
+    "layer_norm": (layer_norm, 1, 2),
+}
+
+
+def norms(width, full, dtype=BF16):
+    """Every normalisation with kernels, of 16,384 rows."""
+    for name, (op, rows, columns) in NORMS.items():
+        arguments = (((16384, width), dtype),) * rows + (((width,), dtype),) * columns
+        function = with_gradient(op, range(rows + columns))
+        kernels = (f"{name}_forward", f"{name}_backward")
+        yield Case(f"{name}_{width}_{dtype.__name__}", function, arguments, kernels, full)
+
 
 BOTH = [
-    Case("rms_norm", with_gradient(rms_norm, (0, 1)), (((16384, 4096), BF16), ((4096,), BF16)), NORM),
+    *norms(4096, full=False),
+    *(case for width in WIDTHS if width != 4096 for case in norms(width, full=True)),
+    *norms(18432, full=True, dtype=F32),
+    Case("dyt", with_gradient(dyt, (0, 1, 2, 3)), DYT, ("dyt_forward", "dyt_backward"), full=True),
     Case("rms_norm_without_scale", with_gradient(rms_norm, (0,)), (((4096, 896), F32),), NORM, full=True),
     Case("rms_norm_mixed", with_gradient(rms_norm, (0, 1)), (((4096, 18432), BF16), ((18432,), F32)), NORM, full=True),
     Case(

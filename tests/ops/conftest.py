@@ -8,3 +8,16 @@ import pytest
 def strict_promotion():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+def pytest_generate_tests(metafunc):
+    """What a class of promises (_norms.py) says of its op."""
+    promises = metafunc.cls
+    if not hasattr(promises, "num_optional"):
+        return
+    if "shape" in metafunc.fixturenames:
+        metafunc.parametrize("shape", promises.shapes, ids=str)
+    if "num_present" in metafunc.fixturenames:
+        metafunc.parametrize("num_present", range(promises.num_optional + 1))
+    if "parameters_shared" in metafunc.fixturenames:
+        metafunc.parametrize("parameters_shared", [True, False], ids=["parameters shared", "all mapped"])

@@ -1,0 +1,76 @@
+"""Dynamic tanh."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.pallas_kernels.dyt import mosaic_tpu, triton, xla
+
+_OP = "dyt"
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_DEFAULTS: dict[str, tuple[str, ...]] = {}  # until something is measured
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _dyt(x, alpha, scale, bias, choice) -> Any:
+    return _dispatch.bind(_OP, _KERNELS, choice, "forward")(x, alpha, scale, bias)
+
+
+def _forward_rule(x, alpha, scale, bias, choice):
+    # tanh is cheaper to make again than to read.
+    return _dispatch.bind(_OP, _KERNELS, choice, "forward")(x, alpha, scale, bias), (x, alpha, scale, bias)
+
+
+def _backward_rule(choice, residuals, dy):
+    return _dispatch.bind(_OP, _KERNELS, choice, "backward")(dy, *residuals)
+
+
+_dyt.defvjp(_forward_rule, _backward_rule)
+
+
+def dyt(
+    x: Float[Array, "*batch D"],
+    alpha: Float[Array, ""],
+    scale: Float[Array, " D"] | None = None,
+    bias: Float[Array, " D"] | None = None,
+    *,
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "*batch D"]:
+    """Dynamic tanh, which stands in a norm's place without its statistics: y = tanh(alpha · x) · scale + bias.
+
+    Computed in float32 and rounded once. Only the inputs are kept for the backward pass. The default is XLA: on GPUs
+    and TPUs the kernels are not measured yet.
+
+    Args:
+        x: (..., D), any float dtype.
+        alpha: (), any float dtype; 0.5 is the usual start.
+        scale: (D,), any float dtype, or None for no scale.
+        bias: (D,), any float dtype, or None for no bias.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
+            forms, or a tuple of these to try in order.
+
+    Returns:
+        (..., D) in x.dtype.
+
+    Raises:
+        TypeError: an array is not floating point.
+        ValueError: a shape does not fit, `implementation` is unknown, or the named implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> dyt(jnp.array([[0.0, 2.0]]), jnp.array(0.5), jnp.array([1.0, 2.0])).tolist()
+        [[0.0, 1.5232]]
+
+    References:
+        Zhu et al., "Transformers without Normalization", 2025 (arXiv:2503.10622).
+    """
+    _checks.check_floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
+    _checks.check_rows(_OP, x, scale=scale, bias=bias)
+    _checks.check_shape(_OP, "alpha", alpha, (), "one number scales all of x")
+    rows = x.reshape(-1, x.shape[-1])
+    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, alpha, scale, bias)
+    return jnp.reshape(_dyt(*_mesh.align_varying(rows, alpha, scale, bias), choice), x.shape)

@@ -1,0 +1,106 @@
+"""A residual's addition and root-mean-square layer normalisation in one pass."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops.rms_norm import CASTING_MODES
+from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_tpu, triton, xla
+
+_OP = "fused_add_rms_norm"
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_DEFAULTS: dict[str, tuple[str, ...]] = {}  # until something is measured
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What the kernel is compiled for."""
+
+    eps: float
+    offset: float
+    casting_mode: str
+    choice: str
+
+    def run(self, function: str, *arrays: jax.Array | None, **options: str):
+        kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
+        return kernel(*arrays, eps=self.eps, offset=self.offset, **options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _fused(x, residual, scale, options) -> Any:
+    return options.run("forward", x, residual, scale, casting_mode=options.casting_mode)
+
+
+def _forward_rule(x, residual, scale, options):
+    y, new_residual = options.run("forward", x, residual, scale, casting_mode=options.casting_mode)
+    return (y, new_residual), (new_residual, scale)
+
+
+def _backward_rule(options, residuals, cotangents):
+    return options.run("backward", *cotangents, *residuals)
+
+
+_fused.defvjp(_forward_rule, _backward_rule)
+
+
+def fused_add_rms_norm(
+    x: Float[Array, "*batch D"],
+    residual: Float[Array, "*batch D"],
+    scale: Float[Array, " D"] | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    implementation: _dispatch.Implementation = None,
+) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
+    """Adds to the residual stream and normalises it: s = x + residual, y = s / sqrt(mean(s²) + eps) · (offset + scale).
+
+    `y, residual = fused_add_rms_norm(x, residual, scale)` is what stands between two sublayers of a pre-norm model.
+    s is rounded to residual.dtype and normalised as rounded. Only s and `scale` are kept for the backward pass, and x
+    and residual have one gradient, in which those of both outputs meet in float32. The default is XLA: on GPUs and TPUs
+    the kernels are not measured yet.
+
+    Args:
+        x: (..., D), any float dtype: what the last sublayer made.
+        residual: (..., D), any float dtype: the stream that it is added to.
+        scale: (D,), any float dtype, or None for no scale.
+        eps: added to the mean square, a Python number ≥ 0.
+        offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
+        casting_mode: where y is rounded to x.dtype. "llama": before the scale; "gemma": once, at the end; "none": from
+            the reciprocal root on, everything in x.dtype.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
+            forms, or a tuple of these to try in order.
+
+    Returns:
+        y, (..., D) in x.dtype, and s, (..., D) in residual.dtype: the new residual.
+
+    Raises:
+        TypeError: an array is not floating point, `eps` or `offset` no Python number.
+        ValueError: a shape does not fit, `casting_mode` or `implementation` is unknown, or the named
+            implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> y, residual = fused_add_rms_norm(jnp.array([[1.0, 3.0]]), jnp.array([[2.0, 1.0]]), eps=0.0)
+        >>> y.tolist(), residual.tolist()
+        ([[0.849, 1.131]], [[3.0, 4.0]])
+
+    References:
+        Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
+    """
+    _checks.check_floating(_OP, x=x, residual=residual, scale=scale)
+    _checks.check_number(_OP, eps=eps, offset=offset)
+    _checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)
+    _checks.check_rows(_OP, x, scale=scale)
+    _checks.check_shape(_OP, "residual", residual, x.shape, "it is added to x element by element")
+    rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
+    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, added, scale)
+    options = _Options(float(eps), float(offset), casting_mode, choice)
+    outputs: Any = _fused(*_mesh.align_varying(rows, added, scale), options)
+    y, new_residual = outputs
+    return jnp.reshape(y, x.shape), jnp.reshape(new_residual, x.shape)

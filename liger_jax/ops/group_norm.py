@@ -1,0 +1,91 @@
+"""Group normalisation."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.pallas_kernels.group_norm import xla
+
+_OP = "group_norm"
+# No kernel: a group need not fit registers, and XLA reads x no more often than the formula does.
+_KERNELS = {"xla": xla}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _group_norm(x, scale, bias, axis, eps) -> Any:
+    return xla.forward(x, scale, bias, axis=axis, eps=eps)
+
+
+def _forward_rule(x, scale, bias, axis, eps):
+    return xla.forward(x, scale, bias, axis=axis, eps=eps), (x, scale, bias)
+
+
+def _backward_rule(axis, eps, residuals, dy):
+    return xla.backward(dy, *residuals, axis=axis, eps=eps)
+
+
+_group_norm.defvjp(_forward_rule, _backward_rule)
+
+
+def group_norm(
+    x: Float[Array, "B *axes"],
+    scale: Float[Array, " C"] | None = None,
+    bias: Float[Array, " C"] | None = None,
+    *,
+    num_groups: int,
+    eps: float = 1e-6,
+    channel_axis: int = 1,
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "B *axes"]:
+    """Normalises each example's channels in groups: y = (x − mean) / sqrt(var + eps) · scale + bias.
+
+    Mean and variance are over a group's channels and all other axes but the first. Computed in float32 and rounded
+    once. Only the inputs are kept for the backward pass. XLA is the only implementation.
+
+    Args:
+        x: (B, C, ...), any float dtype, or with its C channels on another axis.
+        scale: (C,), any float dtype, or None for no scale.
+        bias: (C,), any float dtype, or None for no bias.
+        num_groups: into how many groups of successive channels C is split, a divisor of C; 1 normalises each example
+            as a whole, C each channel of it.
+        eps: added to the variance, a Python number ≥ 0.
+        channel_axis: the axis of the channels: 1 as in PyTorch, -1 for Flax's layout; not 0.
+        implementation: None or "xla".
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: an array is not floating point, or `eps` is no Python number.
+        ValueError: a shape does not fit, `num_groups` does not divide C, or `channel_axis` or `implementation` is
+            unknown.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> group_norm(jnp.array([[3.0, 5.0, 1.0, 7.0]]), num_groups=2, eps=0.0).tolist()
+        [[-1.0, 1.0, -1.0, 1.0]]
+
+    References:
+        Wu and He, "Group Normalization", 2018 (arXiv:1803.08494).
+    """
+    _checks.check_floating(_OP, x=x, scale=scale, bias=bias)
+    _checks.check_number(_OP, eps=eps)
+    _checks.check_choice(_OP, "channel_axis", channel_axis, (*range(1, x.ndim), *range(1 - x.ndim, 0)))
+    channels = x.shape[channel_axis]
+    for name, column in (("scale", scale), ("bias", bias)):
+        _checks.check_shape(_OP, name, column, (channels,), f"one entry for each channel, on x's axis {channel_axis}")
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(
+            f"{_OP}: num_groups={num_groups} does not divide the {channels} channels on x's axis {channel_axis}; "
+            "pass a divisor, or another channel_axis."
+        )
+    _dispatch.choose(_OP, _KERNELS, {}, implementation, x, scale, bias)
+    axis = channel_axis % x.ndim
+    groups = (num_groups, channels // num_groups)
+    columns = (None if column is None else column.reshape(groups) for column in (scale, bias))
+    arrays = _mesh.align_varying(x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :]), *columns)
+    return jnp.reshape(_group_norm(*arrays, axis, float(eps)), x.shape)

@@ -1,0 +1,89 @@
+"""Layer normalisation."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.pallas_kernels.layer_norm import mosaic_tpu, triton, xla
+
+_OP = "layer_norm"
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_DEFAULTS: dict[str, tuple[str, ...]] = {}  # until something is measured
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What the kernel is compiled for."""
+
+    eps: float
+    choice: str
+
+    def run(self, function: str, *arrays: jax.Array | None):
+        return _dispatch.bind(_OP, _KERNELS, self.choice, function)(*arrays, eps=self.eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _layer_norm(x, scale, bias, options) -> Any:
+    return options.run("forward", x, scale, bias)
+
+
+def _forward_rule(x, scale, bias, options):
+    # x̂ is cheaper to make again than to read. Of the bias, only its dtype is needed.
+    return options.run("forward", x, scale, bias), (x, scale, bias)
+
+
+def _backward_rule(options, residuals, dy):
+    return options.run("backward", dy, *residuals)
+
+
+_layer_norm.defvjp(_forward_rule, _backward_rule)
+
+
+def layer_norm(
+    x: Float[Array, "*batch D"],
+    scale: Float[Array, " D"] | None = None,
+    bias: Float[Array, " D"] | None = None,
+    *,
+    eps: float = 1e-6,
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "*batch D"]:
+    """Normalises the last axis by its mean and variance: y = (x − mean(x)) / sqrt(var(x) + eps) · scale + bias.
+
+    Computed in float32 and rounded once. Only the inputs are kept for the backward pass. The default is XLA: on GPUs
+    and TPUs the kernels are not measured yet.
+
+    Args:
+        x: (..., D), any float dtype.
+        scale: (D,), any float dtype, or None for no scale.
+        bias: (D,), any float dtype, or None for no bias.
+        eps: added to the variance, a Python number ≥ 0.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
+            forms, or a tuple of these to try in order.
+
+    Returns:
+        (..., D) in x.dtype.
+
+    Raises:
+        TypeError: an array is not floating point, or `eps` is no Python number.
+        ValueError: a shape does not fit, `implementation` is unknown, or the named implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer_norm(jnp.array([[3.0, 5.0]]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
+        [[-1.0, 2.0]]
+
+    References:
+        Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
+    """
+    _checks.check_floating(_OP, x=x, scale=scale, bias=bias)
+    _checks.check_number(_OP, eps=eps)
+    _checks.check_rows(_OP, x, scale=scale, bias=bias)
+    rows = x.reshape(-1, x.shape[-1])
+    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias)
+    y = _layer_norm(*_mesh.align_varying(rows, scale, bias), _Options(float(eps), choice))
+    return jnp.reshape(y, x.shape)

@@ -1,0 +1,1 @@
+"""Dynamic tanh, a normalisation without statistics (Zhu et al., 2025)."""

@@ -1,0 +1,1 @@
+"""A residual's addition and the RMSNorm of the sum in one pass."""

@@ -1,0 +1,1 @@
+"""Group normalisation (Wu and He, 2018)."""

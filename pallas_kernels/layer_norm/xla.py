@@ -1,0 +1,105 @@
+"""LayerNorm in plain XLA: as many passes over memory as it needs for the mean, the variance and the sums over rows.
+
+The formulas here run in the Pallas kernels too. Everything is float32 and rounded once, at the end. The variance is the
+mean square of the centred row, never a difference of two large numbers.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from liger_jax.pallas_kernels._rows import xla
+from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
+from liger_jax.pallas_kernels.rms_norm.xla import normalized, scaled, squares
+
+unsupported = xla.unsupported
+
+
+def _mean_terms(x: jax.Array, width: int) -> Terms:
+    """Divided before they are summed, which cannot overflow."""
+    return (wide(x) * (1 / width),)
+
+
+def _half_centred(x: jax.Array, mean: jax.Array) -> jax.Array:
+    """(x − mean) / 2, in halves that cannot overflow."""
+    return wide(x) * 0.5 - mean * 0.5
+
+
+def _normalized(x: jax.Array, sums: Terms, *, width: int, eps: float) -> tuple[jax.Array, jax.Array]:
+    """x̂ = (x − mean) / sqrt(var + eps), and that reciprocal root; half the row's variance is a quarter."""
+    mean, *square_sums = sums
+    half, rstd, factor = normalized(_half_centred(x, mean), *square_sums, width=width, eps=eps / 4)
+    return half * rstd, rstd * factor * 0.5
+
+
+def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: float) -> RowPass:
+    """Of (x, scale, bias): y in `dtype`."""
+
+    def outputs(sums, x, scale, bias):
+        xhat, _ = _normalized(x, sums, width=width, eps=eps)
+        y = scaled(xhat, scale, offset=0.0)
+        return (y if bias is None else y + bias.astype(y.dtype),), ()
+
+    stages = (
+        lambda _, x, *columns: _mean_terms(x, width),
+        lambda sums, x, *columns: squares(_half_centred(x, *sums)),
+    )
+    return RowPass(name, stages, outputs, (dtype,))
+
+
+def gradient_pass(
+    name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: float, has_scale: bool, has_bias: bool
+) -> RowPass:
+    """Of (dy, x, scale): dx in `dtype`; dscale and dbias, if it has them."""
+
+    def products(sums, dy, x, scale):
+        dxhat, (xhat, _) = scaled(wide(dy), scale, offset=0.0), _normalized(x, sums, width=width, eps=eps)
+        return dxhat, dxhat * xhat
+
+    def outputs(sums, dy, x, scale):
+        *statistics, dxhat_sum, product_sum = sums
+        dy = wide(dy)
+        dxhat, (xhat, rstd) = scaled(dy, scale, offset=0.0), _normalized(x, tuple(statistics), width=width, eps=eps)
+        # dx = rstd · (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂))
+        dx = rstd * (dxhat - dxhat_sum / width - xhat * (product_sum / width))
+        return (dx,), (dy * xhat,) * has_scale + (dy,) * has_bias
+
+    stages = (
+        lambda _, dy, x, scale: _mean_terms(x, width),
+        lambda sums, dy, x, scale: squares(_half_centred(x, *sums)),
+        products,
+    )
+    return RowPass(name, stages, outputs, (dtype,), num_column_outputs=has_scale + has_bias)
+
+
+def forward(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    eps: float,
+    run: Callable = xla.run,
+    **launch: bool,
+) -> jax.Array:
+    """x (N, D), scale and bias (D,) or None → y (N, D) in x.dtype."""
+    row_pass = forward_pass("layer_norm_forward", x.dtype, width=x.shape[-1], eps=eps)
+    (y,), _ = run(row_pass, (x,), (scale, bias), **launch)
+    return y
+
+
+def backward(
+    dy: jax.Array,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    eps: float,
+    run: Callable = xla.run,
+    **launch: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """dy, x (N, D), scale and bias (D,) or None → dx, dscale, dbias, in their primals' dtypes."""
+    present = {"has_scale": scale is not None, "has_bias": bias is not None}
+    row_pass = gradient_pass("layer_norm_backward", x.dtype, width=x.shape[-1], eps=eps, **present)
+    (dx,), sums = run(row_pass, (dy, x), (scale,), **launch)
+    dscale = None if scale is None else sums[0].astype(scale.dtype)
+    return dx, dscale, None if bias is None else sums[-1].astype(bias.dtype)
