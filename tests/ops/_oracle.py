@@ -18,6 +18,11 @@ SAME = 2e-6  # of the largest value: the same arithmetic, compiled twice
 WORSE_THAN_PLAIN = 1.5  # at most, in half precision: the ratio of RMS errors
 
 
+def first(count, values):
+    """Parameters of a test: the first ones, and the others only where all cases run."""
+    return [*values[:count], *(pytest.param(value, marks=pytest.mark.full) for value in values[count:])]
+
+
 def normal(rng: np.random.Generator, *shapes: tuple[int, ...], dtype=jnp.float32) -> list[jax.Array]:
     """One standard normal array for each shape."""
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
