@@ -141,8 +141,8 @@ def _statistics_kernel(hidden_ref, weight_ref, labels_ref, *refs, v, d, options,
             ref[...] = field
 
 
-def _specs(tiles: config.TpuConfig, options: LinearOptions, num_rows: int, num_vectors: int):
-    """Block specs over the grid (row_tile, vocab_tile, d_tile): hidden, weight, row vectors, vocabulary vectors."""
+def _specs(tiles: config.TpuConfig, options: LinearOptions, row_width: int, num_vectors: int):
+    """Block specs over the grid (row_tile, vocab_tile, d_tile): hidden, weight, rows' numbers, vocabulary vectors."""
 
     def weight_index_map(_, vocab_tile, d_tile):
         return (vocab_tile, d_tile) if options.vocab_dim == 0 else (d_tile, vocab_tile)
@@ -150,9 +150,9 @@ def _specs(tiles: config.TpuConfig, options: LinearOptions, num_rows: int, num_v
     block = (tiles.v_block_size, tiles.d_block_size)
     hidden_spec = pl.BlockSpec((tiles.n_block_size, tiles.d_block_size), lambda row_tile, _, d_tile: (row_tile, d_tile))
     weight_spec = pl.BlockSpec(block if options.vocab_dim == 0 else block[::-1], weight_index_map)
-    row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
+    row_spec = pl.BlockSpec((tiles.n_block_size, row_width), lambda row_tile, *_: (row_tile, 0))
     vector_spec = pl.BlockSpec((1, tiles.v_block_size), lambda _, vocab_tile, __: (0, vocab_tile))
-    return [hidden_spec, weight_spec, *[row_spec] * num_rows, *[vector_spec] * num_vectors]
+    return [hidden_spec, weight_spec, row_spec, *[vector_spec] * num_vectors]
 
 
 def _product_scratch(tiles: config.TpuConfig, d: int):
@@ -178,7 +178,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     parts = pl.pallas_call(
         functools.partial(_statistics_kernel, v=v, d=d, options=options, has=tuple(present), num_fields=len(fields)),
         grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
-        in_specs=_specs(tiles, options, num_rows=1, num_vectors=len(vectors)),
+        in_specs=_specs(tiles, options, row_width=1, num_vectors=len(vectors)),
         out_specs=[row_spec] * len(fields),
         out_shape=[out_like(hidden, s.shape, s.dtype) for s in fields],
         scratch_shapes=[pltpu.VMEM((tiles.n_block_size, LANES), s.dtype) for s in fields]
@@ -191,8 +191,8 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     return rows.online_merge(parts, options.logit)
 
 
-def _logit_gradients_kernel(hidden_ref, weight_ref, labels_ref, *refs, d, options, has):
-    lse_ref, *g_refs, bias_ref, class_weights_ref, du_ref, x_ref, u_ref = with_absent(refs, has)
+def _logit_gradients_kernel(hidden_ref, weight_ref, rows_ref, *refs, d, options, has):
+    bias_ref, class_weights_ref, du_ref, x_ref, u_ref = with_absent(refs, has)
 
     def write(first: int, width: int):
         part = pl.ds(first, width)
@@ -200,12 +200,14 @@ def _logit_gradients_kernel(hidden_ref, weight_ref, labels_ref, *refs, d, option
         class_weights = _float32(class_weights_ref, part)
         for own in _row_groups(u_ref):
             u = u_ref[own, part]
+            labels, *fields = [rows_ref[own, i : i + 1] for i in range(rows_ref.shape[1])]
+            lse, *g = [pltpu.bitcast(field, jnp.float32) for field in fields]
             du = rows.logit_gradient(
                 u if bias is None else u + bias,
                 columns,
-                labels_ref[own, :],
-                lse_ref[own, :],
-                Cotangents(*(None if ref is None else ref[own, :] for ref in g_refs)),
+                labels,
+                lse,
+                Cotangents(*g) if len(g) == 3 else Cotangents(*g, None),
                 class_weights,
                 options.logit,
             )
@@ -224,9 +226,11 @@ def logit_gradients(
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     vmem = vmem_bytes()
     tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem)
-    optional = (log_normalizer, *cotangents, bias, class_weights)
-    present = [x is not None for x in optional] + [True, tiles.keeps_hidden, True]
-    row_operands = [x[:, None] for x in (labels, log_normalizer, *cotangents) if x is not None]
+    present = [bias is not None, class_weights is not None, True, tiles.keeps_hidden, True]
+    fields = [log_normalizer, *(g for g in cotangents if g is not None)]
+    # In one operand: of one lane or of 128, a row takes 512 bytes of HBM.
+    as_int32 = [jax.lax.bitcast_convert_type(field, jnp.int32) for field in fields]
+    row_operand = jnp.stack([labels, *as_int32], axis=1)
     vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     du_spec = pl.BlockSpec(
         (tiles.n_block_size, tiles.v_block_size), lambda row_tile, vocab_tile, _: (row_tile, vocab_tile)
@@ -234,14 +238,14 @@ def logit_gradients(
     return pl.pallas_call(
         functools.partial(_logit_gradients_kernel, d=d, options=options, has=tuple(present)),
         grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
-        in_specs=_specs(tiles, options, num_rows=len(row_operands), num_vectors=len(vectors)),
+        in_specs=_specs(tiles, options, row_width=row_operand.shape[1], num_vectors=len(vectors)),
         out_specs=du_spec,
         out_shape=out_like(hidden, (n, v), hidden.dtype),
         scratch_shapes=_product_scratch(tiles, d),
         compiler_params=tpu_params(interpret, "parallel", "arbitrary", "arbitrary", vmem_limit_bytes=vmem_limit(vmem)),
         interpret=tpu_interpreter(interpret),
         name="fused_linear_cross_entropy_logit_gradients",
-    )(hidden, weight, *row_operands, *vectors)
+    )(hidden, weight, row_operand, *vectors)
 
 
 def gradients(
