@@ -5,6 +5,10 @@ log-sum-exp folds it into one number for each row and lane, and lanes are summed
 the same product for a slice of the vocabulary, with the softmax's gradient as its epilogue, so only du (N, slice) is
 written; the two products with du are XLA's, which schedules them better than a kernel that would keep rewriting dX
 and dW. Lean mode only.
+Memory: on tpu7x the compiler by default copies 16-bit arrays that a loop reads or writes, the weight and dW too, into
+tiles of 16 rows; with its option xla_tpu_control_large_2nd_minor_layout_for_x16=false it does not: 240 MiB instead of
+1,478 at (8192, 4096, 128256). Spills: what is left is the float32 sums of a part of a tile's columns, 1 MiB, which no
+core has registers for (benchmarks/results/tpu_schedule.md).
 Rounding: logits and statistics float32 (see cross_entropy/xla.py, whose row formulas run here). Not measured on a
 TPU: no speed is claimed.
 """
@@ -170,10 +174,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     state = jax.eval_shape(lambda: rows.online_start(n, options.logit))
     fields = jax.tree.leaves(state)
-    present = [bias is not None, class_weights is not None] + [True] * (2 * len(fields)) + [
-        tiles.keeps_hidden,
-        True,
-    ]
+    present = [bias is not None, class_weights is not None, *[True] * (2 * len(fields)), tiles.keeps_hidden, True]
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
     parts = pl.pallas_call(
         functools.partial(_statistics_kernel, v=v, d=d, options=options, has=tuple(present), num_fields=len(fields)),
@@ -181,8 +182,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
         in_specs=_specs(tiles, options, row_width=1, num_vectors=len(vectors)),
         out_specs=[row_spec] * len(fields),
         out_shape=[out_like(hidden, s.shape, s.dtype) for s in fields],
-        scratch_shapes=[pltpu.VMEM((tiles.n_block_size, LANES), s.dtype) for s in fields]
-        + _product_scratch(tiles, d),
+        scratch_shapes=[pltpu.VMEM((tiles.n_block_size, LANES), s.dtype) for s in fields] + _product_scratch(tiles, d),
         compiler_params=tpu_params(interpret, "parallel", "arbitrary", "arbitrary", vmem_limit_bytes=vmem_limit(vmem)),
         interpret=tpu_interpreter(interpret),
         name="fused_linear_cross_entropy_statistics",
