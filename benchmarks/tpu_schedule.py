@@ -1,6 +1,6 @@
 """The TPU compiler's final schedule of the fused loss's kernels, read without a TPU.
 
-    python -m benchmarks.tpu_schedule [--generations v4 v5e v5p v6e tpu7x] [--shapes A B C D]
+    python -m benchmarks.tpu_schedule [--cases v6e:A v5p:B]
 
 libtpu writes each kernel as bundles of instructions, one a cycle, and how many slots of each unit a bundle uses.
 Bundles × trip counts are cycles without stalls. What is left out: waiting for HBM, and guarded code with neither
@@ -20,6 +20,9 @@ import sys
 import tempfile
 
 SHAPES = {"A": (8192, 4096, 128256), "B": (8192, 2304, 256000), "C": (4096, 896, 151936), "D": (16384, 8192, 128256)}
+# Of tpu7x's compiler, which by default copies 16-bit arrays that a loop reads, the weight too, into tiles of 16 rows.
+SMALL_TILES = "xla_tpu_control_large_2nd_minor_layout_for_x16"
+FINAL_SCHEDULE = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_.*"  # of some 70 passes
 KERNELS = ("fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients")
 
 
@@ -101,14 +104,16 @@ def _guarded(bundles: list[str]) -> list[tuple[int, int]]:
     return [(start + 5, next(end for end in ends if end > start)) for start in starts]
 
 
-def read_schedule(bundles_path: pathlib.Path, slots_path: pathlib.Path, tiles: int) -> Schedule:
-    """`tiles` is how often a guarded epilogue runs; one that is not guarded runs in every step."""
+def read_schedule(bundles_path: pathlib.Path, slots_path: pathlib.Path, tiles: int, steps: int) -> Schedule:
+    """`tiles` is how often a guarded epilogue runs; one that is not guarded runs in every one of the grid's `steps`."""
     units, capacities, slots = _slots(slots_path)
     bundles = _bundles(bundles_path)
     weights, other = [1] * len(bundles), [False] * len(bundles)
     for loop in _loops(bundles):
+        # The grid's loop has two trips more, which only fill and drain the copies.
+        trips = steps if steps and loop.trips == steps + 2 else loop.trips
         for i in range(loop.first, loop.last + 1):
-            weights[i] *= loop.trips
+            weights[i] *= trips
     has = lambda unit, first, last: any(row[units.index(unit)] for row in slots[first:last])
     guarded = [(first, last) for first, last in _guarded(bundles) if not has("MXU", first, last)]
     for first, last in guarded:
@@ -128,14 +133,14 @@ def read_schedule(bundles_path: pathlib.Path, slots_path: pathlib.Path, tiles: i
     return Schedule(cycles - other_cycles, other_cycles, total("VSTORE:SPILL"), total("VLOAD:FILL"), use)
 
 
-def largest(directory: pathlib.Path, name: str, tiles: int = 0) -> Schedule:
+def largest(directory: pathlib.Path, name: str, tiles: int = 0, steps: int = 0) -> Schedule:
     """Of the kernels named `name` (a last, shorter slice has one of its own) the one with the most cycles."""
     bundles = [path for path in directory.glob(f"*{name}*-final_bundles.txt") if "schedule-an" not in path.name]
     found = []
     for path in bundles:
         kernel = re.sub(r"-\d+-final_bundles.txt$", "", path.name)
         (slots,) = directory.glob(f"{kernel}-[0-9]*-final_hlo-static-per-bundle-utilization.txt")
-        found.append(read_schedule(path, slots, tiles))
+        found.append(read_schedule(path, slots, tiles, steps))
     return max(found, key=lambda schedule: schedule.product_cycles + schedule.other_cycles)
 
 
@@ -155,13 +160,14 @@ def compile_program(generation: str, shape: str, what: str) -> None:
     function = jax.value_and_grad(loss, (0, 1))
     if what == "product":
         function = lambda h, w, y: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ())))
-    compiled = targets.compile_for(function, arguments, targets.tpu_devices(generation)[0], "tpu")
+    options = {SMALL_TILES: "false"} if what == "small tiles" else None
+    compiled = targets.compile_for(function, arguments, targets.tpu_devices(generation)[0], "tpu", options)
     print(json.dumps({"temporary": compiled.memory_analysis().temp_size_in_bytes}))
 
 
-def dumped(generation: str, shape: str, what: str, directory: str) -> int | None:
-    """Compiles with the schedule written to `directory`; the temporary bytes, or None where it does not compile."""
-    flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
+def dumped(generation: str, shape: str, what: str, directory: str | None) -> int | None:
+    """Compiles, the schedule written to `directory`; the temporary bytes, or None where it does not compile."""
+    flags = f"--xla_jf_dump_to={directory} {FINAL_SCHEDULE}" if directory else ""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tpu_schedule", "--compile", generation, shape, what],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags},
@@ -186,10 +192,14 @@ def rows(generation: str, shape: str):
         if temporary is None:
             yield [*label, "does not compile", *["–"] * 7]
             return
+        extra = f"{temporary / 2**20:.0f}"
+        if generation == "tpu7x":
+            extra += f" ({dumped(generation, shape, 'small tiles', None) / 2**20:.0f})"
         for kernel, columns in zip(KERNELS, (v, entries), strict=True):
             tile = config.tpu_config(n, columns, d, 2, core.vmem * 2**20)
             n_tiles, v_tiles = math.ceil(n / tile.n_block_size), math.ceil(columns / tile.v_block_size)
-            schedule = largest(pathlib.Path(directory), kernel, n_tiles * v_tiles)
+            tile_count = n_tiles * v_tiles
+            schedule = largest(pathlib.Path(directory), kernel, tile_count, tile_count * (d // tile.d_block_size))
             ideal = n * d * columns / core.macs
             # Where the schedule is shorter than the published peak allows, the units themselves are waited for.
             cycles = max(schedule.product_cycles, ideal) + schedule.other_cycles
@@ -204,7 +214,7 @@ def rows(generation: str, shape: str):
                 f"{(schedule.spills + schedule.fills) / cycles:.2f}",
                 schedule.limit,
                 f"{bytes_read / core.hbm / 1e6:.1f} / {cycles / core.ghz / 1e6:.1f}",
-                f"{temporary / 2**20:.0f}",
+                extra,
             ]
     with tempfile.TemporaryDirectory() as directory:
         if dumped(generation, shape, "product", directory) is None:
@@ -226,8 +236,8 @@ def rows(generation: str, shape: str):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--generations", nargs="+", default=list(CORES), choices=CORES)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    cases = [f"{generation}:{shape}" for shape in SHAPES for generation in CORES]
+    parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
     parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
@@ -239,13 +249,16 @@ def main() -> None:
 
     header = ["core", "(N, D, V), bf16", "kernel", "10⁶ cycles", "10⁶ ideal", "MXU-bound"]
     header += ["spills + fills a cycle", "most used unit", "HBM / schedule ms", "program's temporary MiB"]
-    lines = [row for generation in args.generations for shape in args.shapes for row in rows(generation, shape)]
     version = importlib.metadata.version("libtpu")
     title = f"# Compiler schedules, not measurements\n\nBy libtpu {version}; no TPU was there. MXU-bound 100 %: "
     title += (
-        "schedule is shorter than the published peak allows, and waiting for the units, which it leaves out, decides."
+        "schedule is shorter than the published peak allows, and waiting for the units, which it leaves out, decides. "
+        f"In brackets: with {SMALL_TILES}=false."
     )
-    save("tpu_schedule", title + "\n\n" + table(header, lines))
+    lines = []
+    for case in args.cases:  # some minutes each: what is done is saved
+        lines += rows(*case.split(":"))
+        save("tpu_schedule", title + "\n\n" + table(header, lines))
 
 
 if __name__ == "__main__":

@@ -150,35 +150,47 @@ def mosaic_gpu_sum_tiles() -> Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class TpuConfig:
-    """Tile of hidden (n, d) and of the weight (v, d)."""
+    """Tile of hidden (n, d) and of the weight (v, d).
+
+    keeps_hidden: whether a row tile is kept in whole registers while the weight's tiles pass. Two bytes wide it comes
+    in halves of them, which would be put together, and spilled, for each product.
+    """
 
     n_block_size: int
     v_block_size: int
     d_block_size: int
+    keeps_hidden: bool
 
 
 def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int) -> TpuConfig:
-    """Square tiles of 1,024, or of what fits, with all of d up to 4,096, or the widest part up to 2,048.
+    """Square tiles of 1,024, or of what fits, with all of d up to 4,096; up to 8,192 with half of the columns.
 
-    Half of the columns where the last tile would be mostly empty.
+    Otherwise the widest part of d up to 2,048. Half of the columns too where the last tile would be mostly empty.
 
     FLOP for each byte read are a row tile's rows (bf16), and half of that where hidden is read again for each weight
-    tile: v6e's HBM asks for 561, which 1,024 rows give. 512 is what fits in 16 MiB.
-    Live in VMEM: the float32 product n·v, three times as much for what the compiler spills, and double-buffered
-    tiles of hidden, weight and (gradient only) the written n·v. An eighth, at least 4 MiB, is left over.
+    tile: v6e's HBM asks for 561, which 1,024 rows with all of d give. 512 is what fits in 16 MiB.
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
-    # Float32 at precision 'highest' spills 10 times the product, 40 MiB with 1,024, and compiles for 90 s with d 4,096.
-    blocks, part, whole = ((1024, 512, 256, 128), 2048, 4096) if itemsize <= 2 else ((512, 256, 128), 512, 1024)
-    sizes = [size for size in range(128, min(d, part) + 1, 128) if d % size == 0]
-    if d <= whole or d % 128:
-        sizes.append(d)
+    # What is written out for one tile's product: more of it takes minutes to compile, float32 at 'highest' six times.
+    blocks, part, most = ((1024, 512, 256, 128), 2048, 2**32) if itemsize <= 2 else ((512, 256, 128), 512, 2**28)
+    parts = [size for size in range(128, min(d - 1, part) + 1, 128) if d % size == 0]
     for block in blocks:
-        v_block = block if round_up(v, block) - v <= v // 16 else block // 2
-        n_block_size, v_block_size = min(block, round_up(n, 16)), min(max(v_block, 128), round_up(v, 128))
-        fixed_bytes = n_block_size * v_block_size * (4 * 4 + 2 * itemsize)
-        tile_bytes = lambda size, rows=n_block_size + v_block_size: 2 * rows * size * itemsize
-        fitting = [size for size in sizes if fixed_bytes + tile_bytes(size) <= room]
-        if fitting:
-            return TpuConfig(n_block_size, v_block_size, max(fitting))
-    return TpuConfig(min(128, round_up(n, 16)), 128, min(sizes))
+        whole = [(width, d) for width in (block, block // 2) if block * width * d <= most or d % 128]
+        for width, d_block_size in whole + [(block, size) for size in reversed(parts)]:
+            width = width if round_up(v, width) - v <= v // 16 else width // 2
+            n_block_size, v_block_size = min(block, round_up(n, 16)), min(max(width, 128), round_up(v, 128))
+            tiles = TpuConfig(n_block_size, v_block_size, d_block_size, d_block_size == d and itemsize == 2)
+            if tpu_vmem_bytes(tiles, itemsize) <= room:
+                return tiles
+    return TpuConfig(min(128, round_up(n, 16)), 128, min([*parts, d]), keeps_hidden=False)
+
+
+def tpu_vmem_bytes(tiles: TpuConfig, itemsize: int) -> int:
+    """What a kernel with these tiles needs."""
+    n, v, d = tiles.n_block_size, tiles.v_block_size, tiles.d_block_size
+    product = 4 * n * v
+    spilled = 2 * product  # at most; 1 in both kernels with all of d, 1.3 otherwise, more with every option
+    written = 2 * n * v * itemsize  # double-buffered, by the gradient only
+    read = 2 * (n + v) * d * itemsize  # double-buffered
+    kept = n * d * itemsize if tiles.keeps_hidden else 0
+    return product + spilled + written + read + kept

@@ -5,6 +5,10 @@ log-sum-exp folds it into one number for each row and lane, and lanes are summed
 the same product for a slice of the vocabulary, with the softmax's gradient as its epilogue, so only du (N, slice) is
 written; the two products with du are XLA's, which schedules them better than a kernel that would keep rewriting dX
 and dW. Lean mode only.
+Memory: on tpu7x the compiler by default copies 16-bit arrays that a loop reads or writes, the weight and dW too, into
+tiles of 16 rows; with its option xla_tpu_control_large_2nd_minor_layout_for_x16=false it does not: 240 MiB instead of
+1,478 at (8192, 4096, 128256). Spills: what is left is the float32 sums of a part of a tile's columns, 1 MiB, which no
+core has registers for (benchmarks/results/tpu_schedule.md).
 Rounding: logits and statistics float32 (see cross_entropy/xla.py, whose row formulas run here). Not measured on a
 TPU: no speed is claimed.
 """
@@ -18,7 +22,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from liger_jax.pallas_kernels._tiles import (
     cdiv,
-    in_bounds,
     out_like,
     tpu_interpreter,
     tpu_params,
@@ -32,7 +35,8 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 LANES = 128
-ROW_GROUP = 32  # rows whose state is kept in registers while the epilogue goes through their columns
+PART = 256  # columns of a tile that are multiplied, and then folded, at a time
+ROW_GROUP = 32  # rows whose values are kept in registers while the epilogue goes through their columns
 
 
 def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
@@ -46,59 +50,82 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
     return None
 
 
-def _float32(ref):
-    return None if ref is None else ref[...].astype(jnp.float32)
+def _float32(ref, part):
+    return None if ref is None else ref[:, part].astype(jnp.float32)
 
 
-def _accumulate(hidden_ref, weight_ref, u_ref, *, d, options: LinearOptions):
-    """u += the product of this step's tiles over d; what lies past the end of d is garbage and read as zero."""
-    d_tile, d_block_size = pl.program_id(2), hidden_ref.shape[1]
-    x, w = hidden_ref[...], weight_ref[...]
+def _for_each_part(hidden_ref, weight_ref, x_ref, u_ref, *, d, options: LinearOptions, start_row_tile, epilogue):
+    """Calls epilogue(first column, width) for each part of a tile once u_ref holds its logits.
+
+    Where a tile has all of d there is no branch between products and epilogues, and the compiler schedules those of
+    one part among the products of the next: 17.8 million cycles, and 18.0 in one part, on v6e at (8192, 4096, 128256).
+    """
+    d_tile, d_block_size, v_block_size = pl.program_id(2), hidden_ref.shape[1], u_ref.shape[1]
+    parts = [(first, min(PART, v_block_size - first)) for first in range(0, v_block_size, PART)]
+
+    def product(x, first, width):
+        own = pl.ds(first, width)
+        w = weight_ref[own, :] if options.vocab_dim == 0 else weight_ref[:, own]
+        return xla.product(x, w, 1, 1 - options.vocab_dim, options)
+
+    @pl.when((pl.program_id(1) == 0) & (d_tile == 0))
+    def _():
+        start_row_tile()
+        if x_ref is not None:
+            x_ref[...] = pltpu.bitcast(hidden_ref[...], x_ref.dtype)
+
     if d == d_block_size:
-        u_ref[...] = xla.product(x, w, 1, 1 - options.vocab_dim, options)
+        x = hidden_ref[...] if x_ref is None else pltpu.bitcast(x_ref[...], hidden_ref.dtype)
+        for first, width in parts:
+            u_ref[:, pl.ds(first, width)] = product(x, first, width)
+            epilogue(first, width)
         return
 
     @pl.when(d_tile == 0)
     def _():
         u_ref[...] = jnp.zeros_like(u_ref)
 
-    if d % d_block_size:
-        x = jnp.where(in_bounds(d_tile * d_block_size, d_block_size, d, axis=1), x, 0)
-        w = jnp.where(in_bounds(d_tile * d_block_size, d_block_size, d, axis=1 - options.vocab_dim), w, 0)
-    u_ref[...] += xla.product(x, w, 1, 1 - options.vocab_dim, options)
+    u_ref[...] += product(hidden_ref[...], 0, v_block_size)
+
+    pl.when(d_tile == pl.num_programs(2) - 1)(lambda: epilogue(0, v_block_size))
 
 
-def _pieces(x: jax.Array, width: int) -> jax.Array:
-    """The first `width` columns of (m, v) → (width / 128, m, 128): sums over the first axis are of whole registers."""
-    return jnp.stack([x[:, start : start + LANES] for start in range(0, width, LANES)])
+def _columns(u_ref, first, width):
+    return pl.program_id(1) * u_ref.shape[1] + first + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+
+
+def _row_groups(u_ref):
+    n_block_size = u_ref.shape[0]
+    return [pl.ds(start, min(ROW_GROUP, n_block_size - start)) for start in range(0, n_block_size, ROW_GROUP)]
+
+
+def _pieces(x: jax.Array) -> jax.Array:
+    """(m, v) → (v / 128, m, 128): sums over the first axis are of whole registers."""
+    return jnp.stack([x[:, start : start + LANES] for start in range(0, x.shape[1], LANES)])
 
 
 def _statistics_kernel(hidden_ref, weight_ref, labels_ref, *refs, v, d, options, has, num_fields):
-    bias_ref, class_weights_ref, *refs, u_ref = with_absent(refs, has)
+    bias_ref, class_weights_ref, *refs, x_ref, u_ref = with_absent(refs, has)
     out_refs, state_refs = refs[:num_fields], refs[num_fields:]
-    (n_block_size, v_block_size), d_block_size = u_ref.shape, hidden_ref.shape[1]
-    vocab_tile, last_d = pl.program_id(1), pl.program_id(2) == pl.num_programs(2) - 1
-    last_vocab = vocab_tile == pl.num_programs(1) - 1
     structure = jax.tree.structure(rows.online_start(1, options.logit))
 
     def start_row_tile():
         for ref, field in zip(state_refs, jax.tree.leaves(rows.online_start(1, options.logit)), strict=True):
             ref[...] = jnp.broadcast_to(field, ref.shape)
 
-    def fold(width: int, masked: bool):
-        """Adds the tile's first `width` columns to the state."""
-        columns = vocab_tile * v_block_size + jax.lax.broadcasted_iota(jnp.int32, (1, v_block_size), 1)
+    def fold(first: int, width: int):
+        part = pl.ds(first, width)
         columns, bias, class_weights = (
-            None if x is None else _pieces(x, width) for x in (columns, _float32(bias_ref), _float32(class_weights_ref))
+            None if x is None else _pieces(x)
+            for x in (_columns(u_ref, first, width), _float32(bias_ref, part), _float32(class_weights_ref, part))
         )
-        for start in range(0, n_block_size, ROW_GROUP):
-            own = pl.ds(start, min(ROW_GROUP, n_block_size - start))
-            u = _pieces(u_ref[own, :], width)
+        for own in _row_groups(u_ref):
+            u = _pieces(u_ref[own, part])
             state = rows.online_update(
                 jax.tree.unflatten(structure, [ref[own, :][None] for ref in state_refs]),
                 rows.transform(u if bias is None else u + bias, options.logit),
                 columns,
-                columns < v if masked else None,
+                columns < v if v % u_ref.shape[1] else None,
                 labels_ref[own, :],
                 class_weights,
                 axis=0,
@@ -106,29 +133,20 @@ def _statistics_kernel(hidden_ref, weight_ref, labels_ref, *refs, v, d, options,
             for ref, field in zip(state_refs, jax.tree.leaves(state), strict=True):
                 ref[own, :] = field[0]
 
-    rest = v % v_block_size  # columns of the last tile: others need no mask
-    if d == d_block_size:
-        # Without a branch the epilogue of the first rows is scheduled among the products of the next, and a mask is
-        # hidden there too: 18.0 against 18.9 million cycles on v6e at (8192, 4096, 128256).
-        pl.when(vocab_tile == 0)(start_row_tile)
-        _accumulate(hidden_ref, weight_ref, u_ref, d=d, options=options)
-        fold(v_block_size, masked=rest > 0)
-    else:
-        _accumulate(hidden_ref, weight_ref, u_ref, d=d, options=options)
-        pl.when(last_d & (vocab_tile == 0))(start_row_tile)
-        pl.when(last_d & ~last_vocab if rest else last_d)(lambda: fold(v_block_size, masked=False))
-        if rest:
-            pl.when(last_d & last_vocab)(lambda: fold(rest, masked=True))
+    _for_each_part(
+        hidden_ref, weight_ref, x_ref, u_ref, d=d, options=options, start_row_tile=start_row_tile, epilogue=fold
+    )
+    last_step = [pl.program_id(axis) == pl.num_programs(axis) - 1 for axis in (1, 2)]
 
-    @pl.when(last_d & last_vocab)
+    @pl.when(last_step[0] & last_step[1])
     def _():
         state = rows.over_lanes(jax.tree.unflatten(structure, [ref[...] for ref in state_refs]))
         for ref, field in zip(out_refs, jax.tree.leaves(state), strict=True):
             ref[...] = field
 
 
-def _specs(tiles: config.TpuConfig, options: LinearOptions, num_rows: int, num_vectors: int):
-    """Block specs over the grid (row_tile, vocab_tile, d_tile): hidden, weight, row vectors, vocabulary vectors."""
+def _specs(tiles: config.TpuConfig, options: LinearOptions, row_width: int, num_vectors: int):
+    """Block specs over the grid (row_tile, vocab_tile, d_tile): hidden, weight, rows' numbers, vocabulary vectors."""
 
     def weight_index_map(_, vocab_tile, d_tile):
         return (vocab_tile, d_tile) if options.vocab_dim == 0 else (d_tile, vocab_tile)
@@ -136,9 +154,15 @@ def _specs(tiles: config.TpuConfig, options: LinearOptions, num_rows: int, num_v
     block = (tiles.v_block_size, tiles.d_block_size)
     hidden_spec = pl.BlockSpec((tiles.n_block_size, tiles.d_block_size), lambda row_tile, _, d_tile: (row_tile, d_tile))
     weight_spec = pl.BlockSpec(block if options.vocab_dim == 0 else block[::-1], weight_index_map)
-    row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
+    row_spec = pl.BlockSpec((tiles.n_block_size, row_width), lambda row_tile, *_: (row_tile, 0))
     vector_spec = pl.BlockSpec((1, tiles.v_block_size), lambda _, vocab_tile, __: (0, vocab_tile))
-    return [hidden_spec, weight_spec, *[row_spec] * num_rows, *[vector_spec] * num_vectors]
+    return [hidden_spec, weight_spec, row_spec, *[vector_spec] * num_vectors]
+
+
+def _product_scratch(tiles: config.TpuConfig, d: int):
+    """The row tile in whole registers where it is kept, and the logits."""
+    kept = [pltpu.VMEM((tiles.n_block_size // 2, d), jnp.uint32)] if tiles.keeps_hidden else []
+    return [*kept, pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)]
 
 
 def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> Statistics:
@@ -150,16 +174,15 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     state = jax.eval_shape(lambda: rows.online_start(n, options.logit))
     fields = jax.tree.leaves(state)
-    present = [bias is not None, class_weights is not None] + [True] * (2 * len(fields) + 1)
+    present = [bias is not None, class_weights is not None, *[True] * (2 * len(fields)), tiles.keeps_hidden, True]
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
     parts = pl.pallas_call(
         functools.partial(_statistics_kernel, v=v, d=d, options=options, has=tuple(present), num_fields=len(fields)),
         grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
-        in_specs=_specs(tiles, options, num_rows=1, num_vectors=len(vectors)),
+        in_specs=_specs(tiles, options, row_width=1, num_vectors=len(vectors)),
         out_specs=[row_spec] * len(fields),
         out_shape=[out_like(hidden, s.shape, s.dtype) for s in fields],
-        scratch_shapes=[pltpu.VMEM((tiles.n_block_size, LANES), s.dtype) for s in fields]
-        + [pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((tiles.n_block_size, LANES), s.dtype) for s in fields] + _product_scratch(tiles, d),
         compiler_params=tpu_params(interpret, "parallel", "arbitrary", "arbitrary", vmem_limit_bytes=vmem_limit(vmem)),
         interpret=tpu_interpreter(interpret),
         name="fused_linear_cross_entropy_statistics",
@@ -168,24 +191,31 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     return rows.online_merge(parts, options.logit)
 
 
-def _logit_gradients_kernel(hidden_ref, weight_ref, labels_ref, *refs, d, options, has):
-    lse_ref, *g_refs, bias_ref, class_weights_ref, du_ref, u_ref = with_absent(refs, has)
-    _accumulate(hidden_ref, weight_ref, u_ref, d=d, options=options)
+def _logit_gradients_kernel(hidden_ref, weight_ref, rows_ref, *refs, d, options, has):
+    bias_ref, class_weights_ref, du_ref, x_ref, u_ref = with_absent(refs, has)
 
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        v_block_size = u_ref.shape[1]
-        columns = pl.program_id(1) * v_block_size + jax.lax.broadcasted_iota(jnp.int32, (1, v_block_size), 1)
-        du = rows.logit_gradient(
-            u_ref[...] if bias_ref is None else u_ref[...] + _float32(bias_ref),
-            columns,
-            labels_ref[...],
-            lse_ref[...],
-            Cotangents(*(None if ref is None else ref[...] for ref in g_refs)),
-            _float32(class_weights_ref),
-            options.logit,
-        )
-        du_ref[...] = du.astype(du_ref.dtype)
+    def write(first: int, width: int):
+        part = pl.ds(first, width)
+        columns, bias = _columns(u_ref, first, width), _float32(bias_ref, part)
+        class_weights = _float32(class_weights_ref, part)
+        for own in _row_groups(u_ref):
+            u = u_ref[own, part]
+            labels, *fields = [rows_ref[own, i : i + 1] for i in range(rows_ref.shape[1])]
+            lse, *g = [pltpu.bitcast(field, jnp.float32) for field in fields]
+            du = rows.logit_gradient(
+                u if bias is None else u + bias,
+                columns,
+                labels,
+                lse,
+                Cotangents(*g) if len(g) == 3 else Cotangents(*g, None),
+                class_weights,
+                options.logit,
+            )
+            du_ref[own, part] = du.astype(du_ref.dtype)
+
+    _for_each_part(
+        hidden_ref, weight_ref, x_ref, u_ref, d=d, options=options, start_row_tile=lambda: None, epilogue=write
+    )
 
 
 def logit_gradients(
@@ -196,9 +226,11 @@ def logit_gradients(
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     vmem = vmem_bytes()
     tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem)
-    optional = (log_normalizer, *cotangents, bias, class_weights)
-    present = [x is not None for x in optional] + [True, True]
-    row_operands = [x[:, None] for x in (labels, log_normalizer, *cotangents) if x is not None]
+    present = [bias is not None, class_weights is not None, True, tiles.keeps_hidden, True]
+    fields = [log_normalizer, *(g for g in cotangents if g is not None)]
+    # In one operand: of one lane or of 128, a row takes 512 bytes of HBM.
+    as_int32 = [jax.lax.bitcast_convert_type(field, jnp.int32) for field in fields]
+    row_operand = jnp.stack([labels, *as_int32], axis=1)
     vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     du_spec = pl.BlockSpec(
         (tiles.n_block_size, tiles.v_block_size), lambda row_tile, vocab_tile, _: (row_tile, vocab_tile)
@@ -206,14 +238,14 @@ def logit_gradients(
     return pl.pallas_call(
         functools.partial(_logit_gradients_kernel, d=d, options=options, has=tuple(present)),
         grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
-        in_specs=_specs(tiles, options, num_rows=len(row_operands), num_vectors=len(vectors)),
+        in_specs=_specs(tiles, options, row_width=row_operand.shape[1], num_vectors=len(vectors)),
         out_specs=du_spec,
         out_shape=out_like(hidden, (n, v), hidden.dtype),
-        scratch_shapes=[pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)],
-        compiler_params=tpu_params(interpret, "parallel", "parallel", "arbitrary", vmem_limit_bytes=vmem_limit(vmem)),
+        scratch_shapes=_product_scratch(tiles, d),
+        compiler_params=tpu_params(interpret, "parallel", "arbitrary", "arbitrary", vmem_limit_bytes=vmem_limit(vmem)),
         interpret=tpu_interpreter(interpret),
         name="fused_linear_cross_entropy_logit_gradients",
-    )(hidden, weight, *row_operands, *vectors)
+    )(hidden, weight, row_operand, *vectors)
 
 
 def gradients(

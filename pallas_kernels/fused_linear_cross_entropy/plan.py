@@ -61,8 +61,11 @@ class Problem:
         if self.implementation == "mosaic_gpu":
             partials = 2 * 4 * self.n * cdiv(self.v, 256)
             return self.weight_copy_bytes + max(du + float32_hidden, partials)
-        logits = 4 * self.n * entries if self.implementation == "xla" else 0
         masked = self.n * self.d * self.itemsize
+        if self.implementation == "mosaic_tpu":
+            weight_slice, rows = entries * self.d * self.itemsize, 4 * 128 * self.n
+            return du + float32_hidden + masked + weight_slice + rows + self.weight_copy_bytes
+        logits = 4 * self.n * entries if self.implementation == "xla" else 0
         parts = entries * self.d * (4 + self.itemsize)  # of the weight and of dW
         copy = 0 if self.implementation == "xla" else self.weight_copy_bytes
         return du + logits + float32_hidden + masked + parts + copy
@@ -87,6 +90,8 @@ class Problem:
         """Vocabulary entries in a slice where memory is no matter: 128 MiB of logits and du."""
         if self.implementation == "mosaic_gpu":
             return mosaic_gpu_vocab_slice(self.n, self.d, self.itemsize)
+        if self.implementation == "mosaic_tpu":
+            return max(2048, 2**25 // (self.itemsize * max(self.n, 1)) // 1024 * 1024)
         return max(LEAST_ENTRIES, 2**27 // ((4 + self.itemsize) * max(self.n, 1)) // 256 * 256)
 
 

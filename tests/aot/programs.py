@@ -1,7 +1,7 @@
 """What is compiled ahead of time: each kernel at one real model's shape, forward and backward.
 
 A case is a function of arrays, the arrays' types, and the kernels that the compiled program must name. Only
-`BOTH` runs on GPU and TPU targets alike.
+`BOTH` runs on GPU and TPU targets alike; the fused loss is compiled for every TPU at four models' shapes.
 """
 
 import dataclasses
@@ -144,6 +144,44 @@ GPU_ONLY = [
     Case("sparsemax_wide", with_gradient(sparsemax, (0,)), (((512, 32768), F32),), SPARSEMAX, full=True),
     Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ("rope_forward", "rope_backward")),
     Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ("rope_forward", "rope_backward")),
+]
+
+
+def linear_types(n, d, v):
+    return ((n, d), BF16), ((v, d), BF16), ((n,), INT)
+
+
+LLAMA_70B_HEAD = linear_types(16384, 8192, 128256)
+OTHER_HEADS = {
+    "gemma_2b": linear_types(8192, 2304, 256000),
+    "qwen_half_b": linear_types(4096, 896, 151936),
+    "llama_70b": LLAMA_70B_HEAD,
+}
+
+
+def default_head(_):
+    """As a user calls it: the platform's implementation, and the mode that is planned."""
+    return with_gradient(head(), (0, 1))(None)
+
+
+def forward(op):
+    return lambda kernel: lambda *args: op(*args, implementation=kernel)
+
+
+TPU_ONLY = [
+    Case("forward", forward(head()), LLAMA_8B_HEAD, FLCE[:1], full=True),
+    Case(
+        "llama_70b_all_options",
+        with_gradient(head_with_everything, (0, 1, 2)),
+        (*LLAMA_70B_HEAD[:2], ((128256,), BF16), ((128256,), F32), LLAMA_70B_HEAD[2]),
+        FLCE,
+        full=True,
+    ),
+    *[Case(name, with_gradient(head(), (0, 1)), types, FLCE, full=True) for name, types in OTHER_HEADS.items()],
+    *[
+        Case(f"{name}_default", default_head, types, (), full=True)
+        for name, types in {"llama_8b": LLAMA_8B_HEAD, **OTHER_HEADS}.items()
+    ],
 ]
 
 HOPPER_KERNELS = (*FLCE, "fused_linear_cross_entropy_hidden_gradient", "fused_linear_cross_entropy_weight_gradient")

@@ -85,33 +85,37 @@ def described(device, platform: str) -> AbstractDevice:
     return AbstractDevice(device.device_kind, None, platform)
 
 
-def compile_for(function, arguments, device, platform: str):
+def compile_for(function, arguments, device, platform: str, compiler_options: dict[str, str] | None = None):
     """The program of `function` compiled for `device`; arguments are (shape, dtype) pairs."""
     sharding = SingleDeviceSharding(device)
     types = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arguments]
     with context(device, platform):
         traced = jax.jit(function).trace(*types)
-        return traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",)).compile()
+        lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
+        return lowered.compile(compiler_options)
 
 
 def main(kind: str, extent: str) -> None:
-    from tests.aot.programs import BOTH, GPU_ONLY, HOPPER_ONLY
+    from tests.aot.programs import BOTH, GPU_ONLY, HOPPER_ONLY, TPU_ONLY
 
     names = [name for name in GPUS if name != "Tesla T4"] if kind == "gpu" else list(TPUS)
-    cases = [case for case in (BOTH + GPU_ONLY if kind == "gpu" else BOTH) if extent == "full" or not case.full]
+    cases = [case for case in BOTH + (GPU_ONLY if kind == "gpu" else TPU_ONLY) if extent == "full" or not case.full]
     for name in names:
         device = (gpu_devices(name) if kind == "gpu" else tpu_devices(name))[0]
         hopper = [case for case in HOPPER_ONLY if name == "NVIDIA H200" and (extent == "full" or not case.full)]
         for case in cases + hopper:
+            extra_bytes = None
             try:
                 kernel = "mosaic_gpu" if case in hopper else "triton" if kind == "gpu" else "mosaic_tpu"
                 function = case.function(kernel)
-                text = compile_for(function, case.arguments, device, kind).as_text() or ""
+                compiled = compile_for(function, case.arguments, device, kind)
+                text, extra_bytes = compiled.as_text() or "", compiled.memory_analysis().temp_size_in_bytes
                 missing = [kernel for kernel in case.kernels if kernel not in text]
                 error = f"the compiled program lacks {missing}" if missing else None
             except Exception as e:
                 error = f"{type(e).__name__}: {e}"[:2000]
-            print(json.dumps({"target": name, "case": case.name, "error": error}), flush=True)
+            row = {"target": name, "case": case.name, "error": error, "extra_bytes": extra_bytes}
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""The fused loss's TPU kernels on a chip of two cores, in the interpreter: no core touches what another one writes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from liger_jax import fused_linear_cross_entropy
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu
+
+N, V = 40, 300  # 3 row tiles, of which one core gets 2 and the other 1, and 3 weight tiles; the last are partial
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    """Runs the kernels on two cores that share the grid's parallel axes; those are as the kernels say unless given."""
+    fields = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
+    only_report = {"on_race": "warn"} if "on_race" in fields else {}  # JAX 0.10 knows nothing else
+    interpreter = pltpu.InterpretParams(
+        detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan", **only_report
+    )
+
+    def run(d_block_size, semantics=None):
+        tiles = lambda n, v, d, itemsize, vmem: config.TpuConfig(
+            16, 128, d_block_size, keeps_hidden=d_block_size == d and itemsize == 2
+        )
+        params = lambda _, *named, vmem_limit_bytes: pltpu.CompilerParams(dimension_semantics=semantics or named)
+        monkeypatch.setattr(config, "tpu_config", tiles)
+        monkeypatch.setattr(mosaic_tpu, "tpu_params", params)
+        monkeypatch.setattr(mosaic_tpu, "tpu_interpreter", lambda _: interpreter)
+        # An earlier trace of the same shapes would have been made for one core.
+        jax.clear_caches()
+
+    yield run
+    jax.clear_caches()
+
+
+def loss_and_inputs(rng, d, dtype, implementation):
+    """With every option, so that each operand is there."""
+    hidden, weight, bias = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((N, d), (V, d), (V,)))
+    hidden /= 16
+    class_weights = jnp.asarray(rng.uniform(0.5, 2.0, V), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, V, N))
+    loss = lambda hidden, weight, bias, implementation=implementation: fused_linear_cross_entropy(
+        hidden, weight, labels, bias=bias, class_weights=class_weights, label_smoothing=0.1, return_metrics=True,
+        mode="lean", implementation=implementation,
+    )  # fmt: skip
+    return loss, (hidden, weight, bias)
+
+
+@pytest.mark.parametrize(
+    "dtype, d, d_block_size",
+    [
+        ("bfloat16", 100, 100),
+        pytest.param("float32", 100, 100, marks=pytest.mark.full),
+        pytest.param("bfloat16", 256, 128, marks=pytest.mark.full),
+    ],
+)
+def test_cores_do_not_race(dtype, d, d_block_size, two_cores, rng, capfd):
+    two_cores(d_block_size)
+    loss, inputs = loss_and_inputs(rng, d, dtype, "mosaic_tpu:interpret")
+    found = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
+    jax.block_until_ready(found)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+    reference = functools.partial(loss, implementation="xla")
+    expected = jax.jit(jax.value_and_grad(reference, (0, 1, 2), has_aux=True))(*inputs)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        scale = jnp.max(jnp.abs(b.astype(jnp.float32)))
+        assert jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))) <= 0.02 * scale
+
+
+def test_a_race_would_be_seen(two_cores, rng, capfd):
+    """With the vocabulary shared out too, both cores write the statistics of the same rows."""
+    two_cores(8, semantics=("parallel", "parallel", "arbitrary"))
+    loss, inputs = loss_and_inputs(rng, 8, "float32", "mosaic_tpu:interpret")
+    jax.block_until_ready(jax.jit(loss)(*inputs))
+    assert "RACE DETECTED" in capfd.readouterr().out
