@@ -42,7 +42,11 @@ OPTIONS = {
     "segments": dict(segment_ids=SEGMENTS),
     "all": dict(window=100, softcap=3.0, scale=0.2, segment_ids=SEGMENTS),
 }
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+FIRST = ("plain", "window", "all")  # of each kind; the full run has the others
+each_option = pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=() if name in FIRST else pytest.mark.full) for name, o in OPTIONS.items()],
+)
 
 
 def errors(attention, q, k, v, options, **own):
@@ -62,7 +66,7 @@ def errors(attention, q, k, v, options, **own):
 
 
 @each_option
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
 def test_attention_of_this_platform_and_its_gradients(rng, dtype, options):
     q, k, v = inputs(rng, dtype)
     with jax.default_matmul_precision("highest"):
@@ -70,7 +74,7 @@ def test_attention_of_this_platform_and_its_gradients(rng, dtype, options):
     assert causal_attention(q, k, v).dtype == dtype
 
 
-@pytest.mark.parametrize("length", [1, 257, 700, *(pytest.param(n, marks=pytest.mark.full) for n in (255, 256, 2500))])
+@pytest.mark.parametrize("length", [257, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 255, 256, 700, 2500))])
 @pytest.mark.parametrize("window", [None, 300])
 def test_chunks_of_queries_make_no_difference(rng, length, window):
     q, k, v = inputs(rng, length=length, width=8)
