@@ -28,8 +28,19 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(items):
-    """Normalisations share the code that transformations meet: one class of them shows it, the full run all."""
     for item in items:
-        transformed = re.match(r"test_(vmap|scan|checkpoint|shard_map|xla_is_partitioned)", item.name)
-        if transformed and hasattr(item.cls, "num_optional") and item.cls.__name__ != "TestFusedAddRMSNorm":
+        if _is_shown_by_others(item):
             item.add_marker(pytest.mark.full)
+
+
+def _is_shown_by_others(item) -> bool:
+    """Whether what a test claims of shared code is shown by another op's too: enough for the default run."""
+    about_values = re.match(r"test_(every_|half_|plain_|the_largest_)", item.name)
+    promises = getattr(item, "cls", None)
+    if hasattr(promises, "num_optional"):  # a normalisation: all go through one pass over rows
+        transformed = re.match(r"test_(vmap|scan|checkpoint|shard_map|xla_is_partitioned)", item.name)
+        of_one = promises.__name__ == "TestFusedAddRMSNorm"
+        return not of_one and (bool(transformed) or promises.__name__ != "TestRMSNorm" and not about_values)
+    if item.path.name == "test_losses.py":  # the fused loss's kernels have the formulas of cross_entropy's
+        return "-cross_entropy" in item.name and ":interpret" in item.name and not about_values
+    return False
