@@ -204,9 +204,11 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
 
 
 def is_hopper(device_kind: str) -> bool:
+    """Whether a GPU of this name has Hopper's matrix units."""
     return any(f" {name}" in f" {device_kind.replace('-', ' ')} " for name in _HOPPER)
 
 
 def is_before_ampere(device_kind: str) -> bool:
+    """Whether a GPU of this name is too old for Triton's matrix instructions."""
     words = f" {device_kind.replace('-', ' ')} "
     return any(f" {name}" in words for name in _BEFORE_AMPERE)

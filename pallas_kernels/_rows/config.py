@@ -43,6 +43,7 @@ def pieces(d: int, largest: int) -> tuple[int, ...]:
 
 
 def previous_power_of_2(n: int) -> int:
+    """The largest that is at most n, and at least 1."""
     return 1 << max(0, n.bit_length() - 1)
 
 
