@@ -126,7 +126,7 @@ class JaxPrograms:
 
     def __init__(self, data: Data, what: str):
         self.data, self.what = data, what
-        self.checked: dict[str, Row] = {}
+        self.checked: dict[str, concurrent.futures.Future[Row]] = {}
         matmul_arguments = data.hidden, data.weight.astype(jnp.bfloat16)
         matmul = jax.jit(lambda x, w: x @ w.T).lower(*matmul_arguments).compile()
         self.programs: dict[str, Callable[[], Any]] = {"matmul": lambda: matmul(*matmul_arguments)}
@@ -137,13 +137,18 @@ class JaxPrograms:
         args = data.hidden, weight, data.labels
         forward = jax.jit(loss).lower(*args)
         step = jax.jit(jax.value_and_grad(loss, TRAINED[self.what])).lower(*args) if TRAINED[self.what] else forward
-        if (program := step.as_text()) not in self.checked:
-            self.checked[program] = self._check(forward, step, args, weight_layout)
-        return dataclasses.replace(self.checked[program], who=who, family=family)
+        future = concurrent.futures.Future()
+        claimed = self.checked.setdefault(step.as_text(), future)
+        if claimed is future:
+            try:
+                future.set_result(self._check(who, forward, step, args, weight_layout))
+            except Exception as error:
+                future.set_exception(error)
+        return dataclasses.replace(claimed.result(), who=who, family=family)
 
-    def _check(self, forward, step, args, weight_layout: str) -> Row:
+    def _check(self, key: str, forward, step, args, weight_layout: str) -> Row:
         """All but the times; the programs wait for `times`."""
-        forward, row = forward.compile(), Row("", "", key=f"{len(self.programs)}")
+        forward, row = forward.compile(), Row("", "", key=key)
         row.loss = float(forward(*args))
         self.programs[f"forward {row.key}"] = lambda: forward(*args)
         step = step.compile() if TRAINED[self.what] else forward
@@ -200,8 +205,10 @@ def attempt(who: str, family: str, measure: Callable[[], Row]) -> Row:
 # --- all rows of a shape ----------------------------------------------------------------------------------------------
 
 
-def our_rows(shape: tuple[int, int, int], options: argparse.Namespace, programs: JaxPrograms) -> Iterator[Row]:
-    """bounded: the fast mode within 2·V·D + 4,096·V bytes, a 16-bit dW and 2,048 tokens' logits."""
+def our_rows(
+    shape: tuple[int, int, int], options: argparse.Namespace, programs: JaxPrograms
+) -> Iterator[Callable[[], Row]]:
+    """Attempts; bounded: the fast mode within 2·V·D + 4,096·V bytes, a 16-bit dW and 2,048 tokens' logits."""
     for mode, implementation in itertools.product(options.modes, options.implementations):
         _, d, v = shape
         loss = functools.partial(
@@ -212,17 +219,18 @@ def our_rows(shape: tuple[int, int, int], options: argparse.Namespace, programs:
             chunk_size=options.chunk_size,
         )
         who = f"liger-jax {mode}, {implementation}"
-        yield attempt(who, "liger-jax", functools.partial(programs.row, who, "liger-jax", loss))
+        yield functools.partial(attempt, who, "liger-jax", functools.partial(programs.row, who, "liger-jax", loss))
 
 
-def jax_rows(options: argparse.Namespace, programs: JaxPrograms, absent: set[str]) -> Iterator[Row]:
+def jax_rows(options: argparse.Namespace, programs: JaxPrograms, absent: set[str]) -> Iterator[Callable[[], Row]]:
+    """Attempts."""
     plain = {REFERENCE: full_logits}
     if options.peers:
         plain["XLA full logits, float32"] = functools.partial(full_logits, accumulate=jnp.float32)
     for who, loss in plain.items():
-        yield attempt(who, "jax", functools.partial(programs.row, who, "jax", loss))
+        yield functools.partial(attempt, who, "jax", functools.partial(programs.row, who, "jax", loss))
     for who, loss in peer_losses(options.peers, _peers.JAX_PEERS, absent):
-        yield attempt(who, "jax", functools.partial(programs.row, who, "jax", loss, "dv"))
+        yield functools.partial(attempt, who, "jax", functools.partial(programs.row, who, "jax", loss, "dv"))
 
 
 def torch_results(shape: tuple[int, int, int], options: argparse.Namespace) -> tuple[float | None, list[Row], set[str]]:
@@ -262,7 +270,9 @@ def shape_results(shape: tuple[int, int, int], options: argparse.Namespace, abse
     data = make_data(shape, options.data, options.weight_dtype)
     print(f"{shape}: loss {data.loss:.4f}", flush=True)
     programs = JaxPrograms(data, options.what)
-    rows = [*our_rows(shape, options, programs), *jax_rows(options, programs, absent)]
+    attempts = [*our_rows(shape, options, programs), *jax_rows(options, programs, absent)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # most of an attempt is compilation
+        rows = list(pool.map(lambda attempt: attempt(), attempts))
     matmul_ms = programs.times(rows, options.rounds)
     print(f"{shape}: one matmul {matmul_ms:.3f} ms", flush=True)
     if importlib.util.find_spec("torch") is None:
