@@ -134,7 +134,8 @@ class _Walk:
         """Row tile and column tile of this block's i-th."""
         tile = jax.lax.axis_index("block") + i * self.num_blocks
         shape = self.row_tiles, self.column_tiles
-        return plgpu.planar_snake(tile, shape, minor_dim=0, tile_width=self.tiles.snake_width)
+        bands = cdiv(self.row_tiles, self.tiles.snake_width)  # of equal widths: a narrow one shares less
+        return plgpu.planar_snake(tile, shape, minor_dim=0, tile_width=cdiv(self.row_tiles, bands))
 
     def slot(self, i: Any, step: Any) -> Any:
         """Of the ring."""

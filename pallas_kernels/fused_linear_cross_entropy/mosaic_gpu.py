@@ -134,9 +134,6 @@ def gradients_in_forward(
         lse = chunk_stats.log_normalizer
         cotangents = rows.row_cotangents(lse, chunk_coefficients, class_weight_sum)
         du = kernels.make_logit_gradients(exponentials, parts.maximum, part, lse, cotangents, options)
-        if needs.hidden:
-            part_gradient = xla.product(du, inputs.weight, 1, options.vocab_dim, options, dtypes.hidden)
-            dhidden = xla.put(dhidden, part_gradient, start)
         if needs.weight and in_bytes:
             is_last = jnp.asarray(start + size == padded, jnp.int32)
             which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)
@@ -145,6 +142,11 @@ def gradients_in_forward(
             dweight = xla.weight_gradient(du, part.hidden, options, dtypes.weight)
         elif needs.weight:
             dweight += xla.weight_gradient(du, part.hidden, options)
+        if needs.hidden:
+            # After dW, where the chunk of dX can lie in the place of the chunk of X.
+            du, dweight = jax.lax.optimization_barrier((du, dweight))
+            part_gradient = xla.product(du, inputs.weight, 1, options.vocab_dim, options, dtypes.hidden)
+            dhidden = xla.put(dhidden, part_gradient, start)
         if needs.bias:
             dbias += jnp.sum(du.astype(jnp.float32), axis=0)
         stats = jax.tree.map(lambda whole, part: xla.put(whole, part, start), stats, chunk_stats)

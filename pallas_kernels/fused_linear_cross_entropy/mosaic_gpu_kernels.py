@@ -1,6 +1,7 @@
 """The kernels of `mosaic_gpu`: Hopper's product with the loss's epilogues, and the pass that makes du of E."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -207,19 +208,31 @@ def put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.A
     return whole
 
 
+def _split(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """float32 → the upper two bytes of each, as if of `dtype`, and the third as uint8."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    upper = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), dtype)
+    return upper, (bits >> 8).astype(jnp.uint8)
+
+
+def _join(upper: jax.Array, third: jax.Array) -> jax.Array:
+    """What `_split` was given, with half a step for the byte that is gone: 2^-17 of it at most, and without a bias."""
+    upper = jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.uint32)
+    bits = (upper << 16) | (third.astype(jnp.uint32) << 8) | jnp.uint32(0x80)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def add_to_sum(
     high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, part: jax.Array, options: LinearOptions
 ) -> tuple[jax.Array, jax.Array]:
-    """A sum of duᵀ · X over parts, in place, as three bytes an entry.
+    """A sum of duᵀ · X over parts, in place, in the upper three bytes of float32.
 
-    high is the sum as the weight's dtype holds it, and low (uint8) says in 254 steps what that rounds away: together
-    2^-16 of the sum in bfloat16. `part` (1,) int32 is `FIRST_PART`, where nothing is read, `LAST_PART`, where low is
-    left alone, or neither.
+    high holds two of them, whatever its dtype, until the last part writes the rounded sum there; low (uint8) holds the
+    third. `part` (1,) int32 is `FIRST_PART`, where nothing is read, `LAST_PART`, where low is left alone, or neither.
     """
     num_slots, dtypes = 4, (high.dtype, low.dtype)
     tiles = config.mosaic_gpu_sum_tiles()
     todo = pieces((tiles.rows, tiles.columns))
-    steps = 127 * 2 / float(jnp.finfo(high.dtype).eps)  # |rounded away| ≤ |high| · eps / 2
 
     def fetch(tile: Tile, refs, scratch, i):
         arrived, slot = scratch[-1].at[tile.warpgroup * num_slots + i % num_slots], (tile.warpgroup, i % num_slots)
@@ -241,17 +254,15 @@ def add_to_sum(
             slot = (tile.warpgroup, i % num_slots)
             barrier = arrived.at[tile.warpgroup * num_slots + i % num_slots]
             pl.when(~is_first)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
-            old_high = _hopper.load(high_stage, slot, _hopper.LAYOUT).astype(jnp.float32)
-            old_low = _hopper.load(low_stage, slot, _hopper.LAYOUT).astype(jnp.int32).astype(jnp.float32)
-            old = old_high * (1.0 + (old_low - 128.0) * (1.0 / steps))
+            upper = _hopper.load(high_stage, slot, _hopper.LAYOUT)
+            lowest = _hopper.load(low_stage, slot, _hopper.LAYOUT)
+            old = _join(upper, lowest)
             zeros = jnp.zeros_like(old)
             total = tile.values[piece] + jax.lax.select(jax.lax.broadcast(is_first, zeros.shape), zeros, old)
-            new_high = total.astype(high.dtype)
-            rounded = new_high.astype(jnp.float32)
-            share = (total - rounded) / jnp.where(rounded == 0.0, 1.0, rounded)
-            new_low = jnp.minimum(jnp.maximum(share * steps, -127.0), 127.0) + 128.5
-            high_stage[slot] = new_high
-            low_stage[slot] = new_low.astype(jnp.int32).astype(low.dtype)
+            upper, lowest = _split(total, high.dtype)
+            rounded = total.astype(high.dtype)
+            high_stage[slot] = jax.lax.select(jax.lax.broadcast(is_last, zeros.shape), rounded, upper)
+            low_stage[slot] = lowest
             plgpu.commit_smem()
             low_there = _hopper.at(low_ref, tile.row, tile.column, piece)
             store_low = lambda slot=slot, there=low_there: plgpu.copy_smem_to_gmem(

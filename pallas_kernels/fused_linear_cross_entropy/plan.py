@@ -46,7 +46,7 @@ class Problem:
             accumulator = 0 if one_chunk else float32_weight // 4  # the lowest byte of a sum; dW holds the upper two
             # dW is written last: until then the weight's copy lies in its place.
             copy = 0 if one_chunk and self.weight_gradient else self.weight_copy_bytes
-            hidden = 0 if one_chunk else 2 * tokens * self.d * self.itemsize  # the chunk's, and its gradient
+            hidden = 0 if one_chunk else tokens * self.d * self.itemsize  # the chunk's, and then its gradient
             return du + partials + accumulator + copy + hidden + _WORKSPACE_BYTES
         logits = 4 * tokens * self.v
         # dW is written last, from its accumulator: until then the largest buffer that fits lies in its place.

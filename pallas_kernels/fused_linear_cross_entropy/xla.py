@@ -31,7 +31,11 @@ def over_slices(total: int, size: int, body: Callable[[Any, Any, int], Any], car
         carry = body(carry, 0, size)
     elif whole > 1:
         carry = jax.lax.fori_loop(0, whole, lambda i, carry: body(carry, i * size, size), carry)
-    return carry if total % size == 0 else body(carry, whole * size, total % size)
+    if total % size == 0:
+        return carry
+    # Without the barrier XLA begins the last slice before the others, and holds what it has made of it over them.
+    carry, start = jax.lax.optimization_barrier((carry, jnp.int32(whole * size)))
+    return body(carry, start, total % size)
 
 
 def take(x: jax.Array | None, start: Any, size: int, axis: int = 0) -> jax.Array | None:
