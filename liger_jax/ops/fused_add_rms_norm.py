@@ -14,7 +14,7 @@ from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_tpu, triton, xla
 
 _OP = "fused_add_rms_norm"
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
-_DEFAULTS: dict[str, tuple[str, ...]] = {}  # until something is measured
+_DEFAULTS = {"gpu": ("triton",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +26,19 @@ class _Options:
     casting_mode: str
     choice: str
 
-    def run(self, function: str, *arrays: jax.Array | None, **options: str):
+    def run(self, function: str, *arrays: Any, **options: str):
         kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
         return kernel(*arrays, eps=self.eps, offset=self.offset, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _fused(x, residual, scale, options) -> Any:
-    return options.run("forward", x, residual, scale, casting_mode=options.casting_mode)
+    return _forward_rule(x, residual, scale, options)[0]
 
 
 def _forward_rule(x, residual, scale, options):
-    y, new_residual = options.run("forward", x, residual, scale, casting_mode=options.casting_mode)
-    return (y, new_residual), (new_residual, scale)
+    y, new_residual, sums = options.run("forward", x, residual, scale, casting_mode=options.casting_mode)
+    return (y, new_residual), (new_residual, scale, sums)
 
 
 def _backward_rule(options, residuals, cotangents):
@@ -61,9 +61,9 @@ def fused_add_rms_norm(
     """Adds to the residual stream and normalises it: s = x + residual, y = s / sqrt(mean(s²) + eps) · (offset + scale).
 
     `y, residual = fused_add_rms_norm(x, residual, scale)` is what stands between two sublayers of a pre-norm model.
-    s is rounded to residual.dtype and normalised as rounded. Only s and `scale` are kept for the backward pass, and x
-    and residual have one gradient, in which those of both outputs meet in float32. The default is XLA: on GPUs and TPUs
-    the kernels are not measured yet.
+    s is rounded to residual.dtype and normalised as rounded. s, `scale` and on NVIDIA GPUs two numbers a row are kept
+    for the backward pass; x and residual have one gradient, in which those of both outputs meet in float32. On TPUs the
+    default is XLA: the kernel is not measured there.
 
     Args:
         x: (..., D), any float dtype: what the last sublayer made.

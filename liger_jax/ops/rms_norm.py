@@ -25,19 +25,20 @@ class _Options:
     casting_mode: str
     choice: str
 
-    def run(self, function: str, *arrays: jax.Array | None, **options: str):
+    def run(self, function: str, *arrays: Any, **options: str):
         kernel = _dispatch.bind("rms_norm", _KERNELS, self.choice, function)
         return kernel(*arrays, eps=self.eps, offset=self.offset, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x, scale, options) -> Any:
-    return options.run("forward", x, scale, casting_mode=options.casting_mode)
+    return _forward_rule(x, scale, options)[0]
 
 
 def _forward_rule(x, scale, options):
     # x̂ is cheaper to make again than to read.
-    return options.run("forward", x, scale, casting_mode=options.casting_mode), (x, scale)
+    y, sums = options.run("forward", x, scale, casting_mode=options.casting_mode)
+    return y, (x, scale, sums)
 
 
 def _backward_rule(options, residuals, dy):
@@ -58,7 +59,8 @@ def rms_norm(
 ) -> Float[Array, "*batch D"]:
     """Normalises the last axis by its root mean square: y = x / sqrt(mean(x²) + eps) · (offset + scale).
 
-    Only `x` and `scale` are kept for the backward pass; sums and gradients are computed in float32.
+    `x`, `scale` and on NVIDIA GPUs two numbers a row are kept for the backward pass; sums and gradients are computed in
+    float32.
 
     Args:
         x: (..., D), any float dtype.

@@ -13,7 +13,10 @@ TPU_GROUP_SIZE = 2**18  # elements at a time: independent work that hides the la
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """Rows a step, pieces of a row, warps, programs, steps of each; `keeps_rows`: in registers, and the next step's."""
+    """Rows a step, pieces of a row, warps, programs, and steps of each.
+
+    keeps_rows: in registers, and the next step's. keeps_columns: these too, rather than read where they are used.
+    """
 
     n_block_size: int
     d_block_sizes: tuple[int, ...]
@@ -21,6 +24,7 @@ class TritonConfig:
     num_programs: int
     num_steps: int = 1
     keeps_rows: bool = True
+    keeps_columns: bool = False
 
     def __post_init__(self) -> None:
         for size in (self.n_block_size, *self.d_block_sizes):
@@ -47,26 +51,32 @@ def previous_power_of_2(n: int) -> int:
     return 1 << max(0, n.bit_length() - 1)
 
 
-def triton_config(n: int, d: int, num_rows: int, num_sums: int) -> TritonConfig:
-    """Elements a step: 4,096 over 4 warps, or with sums over all rows 2,048, for these fill as many registers again.
+def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int) -> TritonConfig:
+    """What measured best on an H200 (benchmarks/results/row_tiles.md).
 
-    `num_rows` is how many matrices are read, `num_sums` how many sums over all rows are made.
+    `num_rows` is how many matrices are read, `num_stages` how many sums along a row follow each other, `num_sums` how
+    many sums over all rows are made.
     """
-    keeps_rows = d <= (8192 if num_sums else 32768)
-    # Rows that are read again by each stage are so piece by piece.
+    keeps_rows = d <= 8192
     d_block_sizes = pieces(d, TRITON_MAX_WIDTH if keeps_rows else 4096)
     width = sum(d_block_sizes)
-    step_size = 2048 if num_sums else 4096
-    n_block_size = min(next_power_of_2(n), max(1, step_size // next_power_of_2(width)))
-    num_warps = min(16, max(4, 4 * previous_power_of_2(n_block_size * width // step_size)))
-    tiles = cdiv(n, n_block_size)
     if not num_sums:
-        return TritonConfig(n_block_size, d_block_sizes, num_warps, tiles, keeps_rows=keeps_rows)
-    # As many programs as are resident: each holds a float32 row of every sum, and the rows of two steps.
-    resident = MULTIPROCESSORS * max(1, 24576 // (n_block_size * width * (num_rows + num_sums)))
-    num_programs = min(tiles, resident)
+        # 16 elements a thread, and twice as many where a second sum waits for the first.
+        size = 2048 * max(1, num_stages)
+        n_block_size = min(next_power_of_2(n), max(1, size // next_power_of_2(width)))
+        num_warps = min(16, max(4, previous_power_of_2(4 * n_block_size * width // size)))
+        num_warps = num_warps if keeps_rows else min(16, 8 * num_rows)
+        return TritonConfig(n_block_size, d_block_sizes, num_warps, cdiv(n, n_block_size), keeps_rows=keeps_rows)
+    # On each core 8,192 elements at a time and 16 warps; half of these where registers must hold two sums over rows.
+    n_block_size = min(next_power_of_2(n), 2 if d * num_sums <= 4096 else 1)
+    num_warps = min(16, max(4, next_power_of_2(cdiv(n_block_size * width, 512))))
+    num_warps = 4 if num_sums > 1 and 2048 < d <= 4096 else num_warps
+    tiles = cdiv(n, n_block_size)
+    num_programs = min(tiles, MULTIPROCESSORS * max(1, 8192 // (n_block_size * width)))
     num_steps = cdiv(tiles, num_programs)
-    return TritonConfig(n_block_size, d_block_sizes, num_warps, num_programs, num_steps, keeps_rows)
+    return TritonConfig(
+        n_block_size, d_block_sizes, num_warps, num_programs, num_steps, keeps_rows, keeps_columns=keeps_rows
+    )
 
 
 def tpu_n_block_size(n: int, d: int, row_itemsizes: int, num_column_outputs: int) -> int:

@@ -51,7 +51,7 @@ def _kernel(*refs, row_pass: RowPass, n: int, num_rows: int, has_column: tuple[b
             *(None if ref is None else ref[:, chunk] for ref in column_refs),
         )
         sums: Terms = ()
-        for stage in row_pass.stages:
+        for stage in row_pass.all_stages:
             terms = [stage(sums, *load(chunk)) for chunk in chunks]
             sums += tuple(_row_sum(term) for term in zip(*terms, strict=True))
         for chunk in chunks:
@@ -75,9 +75,18 @@ def _row_sum(terms: Sequence[jax.Array]) -> jax.Array:
 
 
 def run(
-    row_pass: RowPass, rows: Sequence[jax.Array], columns: Sequence[jax.Array | None], *, interpret: bool
-) -> tuple[Terms, Terms]:
-    """rows (N, D), columns (D,) or None → row outputs (N, D), column outputs (D,) float32."""
+    row_pass: RowPass,
+    rows: Sequence[jax.Array],
+    columns: Sequence[jax.Array | None],
+    known: Terms = (),
+    *,
+    interpret: bool,
+) -> tuple[Terms, Terms, Terms]:
+    """rows (N, D), columns (D,) or None → row outputs (N, D), column outputs (D,) float32, and no sums to save.
+
+    One number a row would take 128 times its bytes in a TPU's memory: a backward pass makes them again.
+    """
+    del known
     n, d = rows[0].shape
     itemsizes = sum(jnp.dtype(x).itemsize for x in (*(x.dtype for x in rows), *row_pass.dtypes))
     n_block_size = config.tpu_n_block_size(n, d, itemsizes, row_pass.num_column_outputs)
@@ -101,4 +110,4 @@ def run(
         name=row_pass.name,
     )(*rows, *present)
     outputs, partials = results[: len(row_pass.dtypes)], results[len(row_pass.dtypes) :]
-    return tuple(outputs), tuple(jnp.sum(x, axis=0) for x in partials)
+    return tuple(outputs), tuple(jnp.sum(x, axis=0) for x in partials), ()

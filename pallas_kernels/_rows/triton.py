@@ -4,9 +4,11 @@ Memory passes: each row is read once and stays in registers over all stages; a r
 each stage, from the cache. A row is cut into powers of two, Triton's only sizes, so that few lanes idle at widths like
 2,304, 5,120 or 18,432. Without sums over rows, one tile a program. With them, each program walks over rows with float32
 partial sums in registers, loads the next rows while it computes, and the (programs, D) partials are summed outside.
+A forward pass saves its rows' sums: with them a backward has one stage left, and registers for it.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -33,10 +35,13 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
     return None
 
 
-def _kernel(*refs, row_pass: RowPass, n: int, d: int, num_rows: int, has_column: tuple[bool, ...], tiles):
-    row_refs, refs = refs[:num_rows], refs[num_rows:]
+def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], has_column: tuple[bool, ...], tiles):
+    row_refs, known_refs, refs = _split(refs, counts)
     column_refs, refs = with_absent(refs, has_column), refs[sum(has_column) :]
-    out_refs, sum_refs = refs[: len(row_pass.dtypes)], refs[len(row_pass.dtypes) :]
+    num_totals = row_pass.num_column_outputs
+    out_refs, saved_refs, total_refs = _split(
+        refs, (len(row_pass.dtypes), len(refs) - len(row_pass.dtypes) - num_totals)
+    )
     program = pl.program_id(0)
     pieces = tuple(
         (pl.ds(start, size), in_bounds(start, size, d, axis=1) if start + size > d else None)
@@ -50,24 +55,44 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, num_rows: int, has_column:
         start = (program + step * tiles.num_programs) * tiles.n_block_size
         return pl.ds(start, tiles.n_block_size), in_bounds(start, tiles.n_block_size, n, axis=0)
 
+    def load_known(step):
+        rows, in_array = place(step)
+        return [_load(ref.at[rows, :], in_array) for ref in known_refs]
+
     def load(step, at, mask, **hints):
         rows, in_array = place(step)
         return [_load(ref.at[rows, at], _both(in_array, mask), **hints) for ref in row_refs]
 
-    def compute(step, kept, totals):
+    def compute(step, kept, known, totals):
         """Writes the row outputs and returns the sums over rows so far."""
 
         def read(hints):
             """Piece by piece: what is not kept waits for its turn."""
             for i, piece in enumerate(pieces):
-                yield [*kept[i], *columns[i]] if kept else [*load(step, *piece, **hints), *load_columns(*piece)]
+                rows = kept[i] if kept else load(step, *piece, **hints)
+                yield [*rows, *(columns[i] if columns else load_columns(*piece))]
 
-        sums: Terms = ()
-        for stage in row_pass.stages:
-            hints = _MIDDLE if stage is row_pass.stages[-1] else _FIRST
+        def row_sums(stage, sums, hints):
             terms = [stage(sums, *piece) for piece in read(hints)]
-            sums += tuple(_row_sum(term, [mask for _, mask in pieces]) for term in zip(*terms, strict=True))
+            return tuple(_row_sum(term, [mask for _, mask in pieces]) for term in zip(*terms, strict=True))
+
         rows, in_array = place(step)
+        sums: Terms = tuple(known)
+        if not known:
+            before, last = sums, sums
+            for stage in row_pass.statistics:
+                before, last = sums, row_sums(stage, sums, _FIRST)
+                sums += last
+            if row_pass.rescue is not None:
+                sums += jax.lax.cond(
+                    jnp.max(last[0]) == jnp.inf,
+                    lambda: row_sums(row_pass.rescue, before, _MIDDLE),
+                    lambda: tuple(jnp.zeros_like(x) for x in last),
+                )
+            for ref, x in zip(saved_refs, sums, strict=True):
+                pltriton.store(ref.at[rows, :], x, mask=in_array)
+        for stage in row_pass.stages:
+            sums += row_sums(stage, sums, _MIDDLE)
         new_totals = []
         for piece, (at, mask), total in zip(read(_LAST), pieces, totals, strict=True):
             outputs, terms = row_pass.outputs(sums, *piece)
@@ -79,22 +104,28 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, num_rows: int, has_column:
         return new_totals
 
     def load_next(i):
-        return [load(i, *piece) for piece in pieces] if tiles.keeps_rows else []
+        return [load(i, *piece) for piece in pieces] if tiles.keeps_rows else [], load_known(i)
 
     def step(i, carry):
         rows, totals = carry
         following = load_next(i + 1)
-        return following, compute(i, rows, totals)
+        return following, compute(i, *rows, totals)
 
-    columns = [load_columns(*piece) for piece in pieces] if tiles.keeps_rows else []
-    carry = load_next(0), [[jnp.zeros((1, size), jnp.float32) for _ in sum_refs] for size in tiles.d_block_sizes]
+    columns = [load_columns(*piece) for piece in pieces] if tiles.keeps_columns else []
+    carry = load_next(0), [[jnp.zeros((1, size), jnp.float32) for _ in total_refs] for size in tiles.d_block_sizes]
     if tiles.num_steps == 1:
-        totals = compute(0, *carry)
+        totals = compute(0, *carry[0], carry[1])
     else:
         _, totals = jax.lax.fori_loop(0, tiles.num_steps, step, carry)
     for (at, mask), total in zip(pieces, totals, strict=True):
-        for ref, x in zip(sum_refs, total, strict=True):
+        for ref, x in zip(total_refs, total, strict=True):
             pltriton.store(ref.at[:, at], x, mask=mask)
+
+
+def _split(refs: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    """The first so many, the next so many, …, and the rest."""
+    ends = list(itertools.accumulate(counts))
+    return [*(refs[end - count : end] for count, end in zip(counts, ends, strict=True)), refs[ends[-1] :]]
 
 
 def _load(ref, mask, **hints):
@@ -102,9 +133,10 @@ def _load(ref, mask, **hints):
 
 
 def _row_sum(terms, masks):
-    """The sum along rows of pieces; columns behind the last are left out."""
+    """The sum along rows of pieces, columns behind the last left out; those of one width are added before they are."""
     terms = [x if mask is None else jnp.where(mask, x, 0.0) for x, mask in zip(terms, masks, strict=True)]
-    return functools.reduce(operator.add, (jnp.sum(x, axis=1, keepdims=True) for x in terms))
+    alike = [functools.reduce(operator.add, same) for _, same in itertools.groupby(terms, lambda x: x.shape)]
+    return functools.reduce(operator.add, (jnp.sum(x, axis=1, keepdims=True) for x in alike))
 
 
 def _both(row_mask, column_mask):
@@ -112,17 +144,28 @@ def _both(row_mask, column_mask):
 
 
 def run(
-    row_pass: RowPass, rows: Sequence[jax.Array], columns: Sequence[jax.Array | None], *, interpret: bool
-) -> tuple[Terms, Terms]:
-    """rows (N, D), columns (D,) or None → row outputs (N, D), column outputs (D,) float32."""
+    row_pass: RowPass,
+    rows: Sequence[jax.Array],
+    columns: Sequence[jax.Array | None],
+    known: Terms = (),
+    *,
+    interpret: bool,
+) -> tuple[Terms, Terms, Terms]:
+    """rows (N, D), columns (D,) or None → row outputs (N, D), column outputs (D,) float32, and sums to save (N, 1).
+
+    The sums are those of `statistics` and the rescue, unless these are `known`: what an earlier pass saved.
+    """
     n, d = rows[0].shape
-    tiles = config.triton_config(n, d, len(rows), row_pass.num_column_outputs)
+    num_stages = len(row_pass.stages) + (0 if known else len(row_pass.statistics))
+    tiles = config.triton_config(n, d, len(rows), num_stages, row_pass.num_column_outputs)
     width = sum(tiles.d_block_sizes)
     n_padded = round_up(n, tiles.num_steps * tiles.num_programs * tiles.n_block_size)
     rows_spec = pl.BlockSpec((n_padded, width), lambda _: (0, 0))
+    sums_spec = pl.BlockSpec((n_padded, 1), lambda _: (0, 0))
     column_spec = pl.BlockSpec((1, width), lambda _: (0, 0))
     partial_spec = pl.BlockSpec((1, width), lambda program: (program, 0))
     present = [x[None, :] for x in columns if x is not None]
+    num_saved = 0 if known else row_pass.num_statistics
 
     def kernel(*refs):
         _kernel(
@@ -130,22 +173,25 @@ def run(
             row_pass=row_pass,
             n=n,
             d=d,
-            num_rows=len(rows),
+            counts=(len(rows), len(known)),
             has_column=tuple(x is not None for x in columns),
             tiles=tiles,
         )
 
-    partial = out_like(rows[0], (tiles.num_programs, d), jnp.float32)
+    float32 = lambda *shape: out_like(rows[0], shape, jnp.float32)
     results = pl.pallas_call(
         kernel,
         grid=(tiles.num_programs,),
-        in_specs=[rows_spec] * len(rows) + [column_spec] * len(present),
-        out_specs=[rows_spec] * len(row_pass.dtypes) + [partial_spec] * row_pass.num_column_outputs,
+        in_specs=[rows_spec] * len(rows) + [sums_spec] * len(known) + [column_spec] * len(present),
+        out_specs=[rows_spec] * len(row_pass.dtypes)
+        + [sums_spec] * num_saved
+        + [partial_spec] * row_pass.num_column_outputs,
         out_shape=[out_like(rows[0], (n, d), dtype) for dtype in row_pass.dtypes]
-        + [partial] * row_pass.num_column_outputs,
+        + [float32(n, 1)] * num_saved
+        + [float32(tiles.num_programs, d)] * row_pass.num_column_outputs,
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name=row_pass.name,
-    )(*rows, *present)
-    outputs, partials = results[: len(row_pass.dtypes)], results[len(row_pass.dtypes) :]
-    return tuple(outputs), tuple(jnp.sum(x, axis=0) for x in partials)
+    )(*rows, *known, *present)
+    outputs, saved, partials = _split(results, (len(row_pass.dtypes), num_saved))
+    return tuple(outputs), tuple(jnp.sum(x, axis=0) for x in partials), tuple(saved)

@@ -35,7 +35,7 @@ def forward(
         return (y if bias is None else y + bias.astype(y.dtype),), ()
 
     columns = (jnp.broadcast_to(alpha, x.shape[-1:]), scale, bias)
-    return run(RowPass("dyt_forward", (), outputs, (x.dtype,)), (x,), columns, **launch)[0][0]
+    return run(RowPass("dyt_forward", outputs, (x.dtype,)), (x,), columns, **launch)[0][0]
 
 
 def backward(
@@ -57,7 +57,7 @@ def backward(
         dz = scaled(dy, scale, offset=0.0) * (1.0 - jnp.square(tanh))
         return (wide(alpha).astype(dz.dtype) * dz,), (dz * wide(x), *(dy * tanh,) * has_scale, *(dy,) * has_bias)
 
-    row_pass = RowPass("dyt_backward", (), outputs, (x.dtype,), num_column_outputs=1 + has_scale + has_bias)
-    (dx,), (dalpha, *sums) = run(row_pass, (dy, x), (jnp.broadcast_to(alpha, x.shape[-1:]), scale), **launch)
+    row_pass = RowPass("dyt_backward", outputs, (x.dtype,), num_column_outputs=1 + has_scale + has_bias)
+    (dx,), (dalpha, *sums), _ = run(row_pass, (dy, x), (jnp.broadcast_to(alpha, x.shape[-1:]), scale), **launch)
     dscale = sums[0].astype(scale.dtype) if has_scale else None
     return dx, jnp.sum(dalpha).astype(alpha.dtype), dscale, sums[-1].astype(bias.dtype) if has_bias else None

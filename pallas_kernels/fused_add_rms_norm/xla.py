@@ -10,8 +10,8 @@ from collections.abc import Callable
 import jax
 
 from liger_jax.pallas_kernels._rows import xla
-from liger_jax.pallas_kernels._rows.xla import RowPass, wide
-from liger_jax.pallas_kernels.rms_norm.xla import gradient_pass, rounded, scaled, squares
+from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
+from liger_jax.pallas_kernels.rms_norm.xla import gradient_pass, rounded, scaled, shrunk_squares, squares
 
 unsupported = xla.unsupported
 
@@ -26,8 +26,8 @@ def forward(
     casting_mode: str,
     run: Callable = xla.run,
     **launch: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """x, residual (N, D), scale (D,) or None → y (N, D) in x.dtype, x + residual in residual.dtype."""
+) -> tuple[jax.Array, jax.Array, Terms]:
+    """x, residual (N, D), scale (D,) or None → y (N, D) in x.dtype, x + residual in residual.dtype, and its sums."""
 
     def added(x, residual):
         return (wide(x) + wide(residual)).astype(residual.dtype)
@@ -38,9 +38,15 @@ def forward(
         return (scaled(xhat, scale, offset=offset), new_residual), ()
 
     width = x.shape[-1]
-    stage = lambda _, x, residual, scale: squares(wide(added(x, residual)))
-    row_pass = RowPass("fused_add_rms_norm_forward", (stage,), outputs, (x.dtype, residual.dtype))
-    return run(row_pass, (x, residual), (scale,), **launch)[0]
+    row_pass = RowPass(
+        "fused_add_rms_norm_forward",
+        outputs,
+        (x.dtype, residual.dtype),
+        statistics=(lambda _, x, residual, scale: squares(wide(added(x, residual))),),
+        rescue=lambda _, x, residual, scale: shrunk_squares(wide(added(x, residual))),
+    )
+    (y, new_residual), _, sums = run(row_pass, (x, residual), (scale,), **launch)
+    return y, new_residual, sums
 
 
 def backward(
@@ -48,16 +54,17 @@ def backward(
     dnew_residual: jax.Array,
     new_residual: jax.Array,
     scale: jax.Array | None,
+    sums: Terms,
     *,
     eps: float,
     offset: float,
     run: Callable = xla.run,
     **launch: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dy, dnew_residual, new_residual (N, D), scale (D,) or None → dx in dy.dtype, dresidual, dscale."""
+    """dy, dnew_residual, new_residual (N, D), scale (D,) or None, its sums → dx (dy's dtype), dresidual, dscale."""
     # Of one dtype, both gradients are one array.
     dtypes = tuple(dict.fromkeys((dy.dtype, new_residual.dtype)))
     options = {"has_scale": scale is not None, "width": dy.shape[-1], "eps": eps, "offset": offset}
     row_pass = gradient_pass("fused_add_rms_norm_backward", dtypes, **options)
-    gradients, dscale = run(row_pass, (dy, new_residual, dnew_residual), (scale,), **launch)
+    gradients, dscale, _ = run(row_pass, (dy, new_residual, dnew_residual), (scale,), sums, **launch)
     return gradients[0], gradients[-1], None if scale is None else dscale[0].astype(scale.dtype)

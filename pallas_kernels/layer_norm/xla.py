@@ -10,7 +10,7 @@ import jax
 
 from liger_jax.pallas_kernels._rows import xla
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
-from liger_jax.pallas_kernels.rms_norm.xla import normalized, scaled, squares
+from liger_jax.pallas_kernels.rms_norm.xla import normalized, scaled, shrunk_squares, squares
 
 unsupported = xla.unsupported
 
@@ -40,11 +40,16 @@ def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: flo
         y = scaled(xhat, scale, offset=0.0)
         return (y if bias is None else y + bias.astype(y.dtype),), ()
 
-    stages = (
-        lambda _, x, *columns: _mean_terms(x, width),
-        lambda sums, x, *columns: squares(_half_centred(x, *sums)),
+    return RowPass(
+        name,
+        outputs,
+        (dtype,),
+        statistics=(
+            lambda _, x, *columns: _mean_terms(x, width),
+            lambda sums, x, *columns: squares(_half_centred(x, *sums)),
+        ),
+        rescue=lambda sums, x, *columns: shrunk_squares(_half_centred(x, sums[0])),
     )
-    return RowPass(name, stages, outputs, (dtype,))
 
 
 def gradient_pass(
@@ -64,12 +69,18 @@ def gradient_pass(
         dx = rstd * (dxhat - dxhat_sum / width - xhat * (product_sum / width))
         return (dx,), (dy * xhat,) * has_scale + (dy,) * has_bias
 
-    stages = (
-        lambda _, dy, x, scale: _mean_terms(x, width),
-        lambda sums, dy, x, scale: squares(_half_centred(x, *sums)),
-        products,
+    return RowPass(
+        name,
+        outputs,
+        (dtype,),
+        statistics=(
+            lambda _, dy, x, scale: _mean_terms(x, width),
+            lambda sums, dy, x, scale: squares(_half_centred(x, *sums)),
+        ),
+        rescue=lambda sums, dy, x, scale: shrunk_squares(_half_centred(x, sums[0])),
+        stages=(products,),
+        num_column_outputs=has_scale + has_bias,
     )
-    return RowPass(name, stages, outputs, (dtype,), num_column_outputs=has_scale + has_bias)
 
 
 def forward(
@@ -80,11 +91,11 @@ def forward(
     eps: float,
     run: Callable = xla.run,
     **launch: bool,
-) -> jax.Array:
-    """x (N, D), scale and bias (D,) or None → y (N, D) in x.dtype."""
+) -> tuple[jax.Array, Terms]:
+    """x (N, D), scale and bias (D,) or None → y (N, D) in x.dtype, and sums over its rows for the backward."""
     row_pass = forward_pass("layer_norm_forward", x.dtype, width=x.shape[-1], eps=eps)
-    (y,), _ = run(row_pass, (x,), (scale, bias), **launch)
-    return y
+    (y,), _, sums = run(row_pass, (x,), (scale, bias), **launch)
+    return y, sums
 
 
 def backward(
@@ -92,14 +103,15 @@ def backward(
     x: jax.Array,
     scale: jax.Array | None,
     bias: jax.Array | None,
+    sums: Terms,
     *,
     eps: float,
     run: Callable = xla.run,
     **launch: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """dy, x (N, D), scale and bias (D,) or None → dx, dscale, dbias, in their primals' dtypes."""
+    """dy, x (N, D), scale and bias (D,) or None, forward's sums → dx, dscale, dbias, in their primals' dtypes."""
     present = {"has_scale": scale is not None, "has_bias": bias is not None}
     row_pass = gradient_pass("layer_norm_backward", x.dtype, width=x.shape[-1], eps=eps, **present)
-    (dx,), sums = run(row_pass, (dy, x), (scale,), **launch)
-    dscale = None if scale is None else sums[0].astype(scale.dtype)
-    return dx, dscale, None if bias is None else sums[-1].astype(bias.dtype)
+    (dx,), totals, _ = run(row_pass, (dy, x), (scale,), sums, **launch)
+    dscale = None if scale is None else totals[0].astype(scale.dtype)
+    return dx, dscale, None if bias is None else totals[-1].astype(bias.dtype)

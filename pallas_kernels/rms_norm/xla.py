@@ -11,15 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._rows import xla
-from liger_jax.pallas_kernels._rows.xla import RowPass, wide
+from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
 from liger_jax.pallas_kernels._tiles import promoted
 
 unsupported = xla.unsupported
 
 
-def squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What is summed for the mean square: x², and (shrink·x)² for rows whose x² overflow."""
-    return jnp.square(x), jnp.square(x * _shrink(x.dtype))
+def squares(x: jax.Array) -> tuple[jax.Array]:
+    """What is summed for the mean square."""
+    return (jnp.square(x),)
+
+
+def shrunk_squares(x: jax.Array) -> tuple[jax.Array]:
+    """What is summed where squares overflow."""
+    return (jnp.square(x * _shrink(x.dtype)),)
 
 
 def _shrink(dtype: jax.typing.DTypeLike) -> float:
@@ -81,17 +86,23 @@ def forward(
     casting_mode: str,
     run: Callable = xla.run,
     **launch: bool,
-) -> jax.Array:
-    """x (N, D), scale (D,) or None → y (N, D) in x.dtype."""
+) -> tuple[jax.Array, Terms]:
+    """x (N, D), scale (D,) or None → y (N, D) in x.dtype, and sums over its rows for the backward."""
 
     def outputs(sums, x, scale):
         xhat = rounded(x, sums, width=width, eps=eps, casting_mode=casting_mode, dtype=x.dtype)
         return (scaled(xhat, scale, offset=offset),), ()
 
     width = x.shape[-1]
-    row_pass = RowPass("rms_norm_forward", (lambda _, x, scale: squares(wide(x)),), outputs, (x.dtype,))
-    (y,), _ = run(row_pass, (x,), (scale,), **launch)
-    return y
+    row_pass = RowPass(
+        "rms_norm_forward",
+        outputs,
+        (x.dtype,),
+        statistics=(lambda _, x, scale: squares(wide(x)),),
+        rescue=lambda _, x, scale: shrunk_squares(wide(x)),
+    )
+    (y,), _, sums = run(row_pass, (x,), (scale,), **launch)
+    return y, sums
 
 
 def gradient_pass(
@@ -112,21 +123,30 @@ def gradient_pass(
         dx = sum((wide(other) for other in others), start=rstd * (dxhat - xhat * (product_sum / width)))
         return (dx,) * len(dtypes), (wide(dy) * xhat,) * has_scale
 
-    stages = (lambda _, dy, x, *others: squares(wide(x))), products
-    return RowPass(name, stages, outputs, dtypes, num_column_outputs=int(has_scale))
+    return RowPass(
+        name,
+        outputs,
+        dtypes,
+        statistics=(lambda _, dy, x, *others: squares(wide(x)),),
+        rescue=lambda _, dy, x, *others: shrunk_squares(wide(x)),
+        stages=(products,),
+        num_column_outputs=int(has_scale),
+    )
 
 
 def backward(
     dy: jax.Array,
     x: jax.Array,
     scale: jax.Array | None,
+    sums: Terms,
     *,
     eps: float,
     offset: float,
     run: Callable = xla.run,
     **launch: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """dy, x (N, D), scale (D,) or None → dx (N, D), dscale (D,) or None, in their primals' dtypes."""
+    """dy, x (N, D), scale (D,) or None, forward's sums → dx (N, D), dscale (D,) or None, in their primals' dtypes."""
     options = {"has_scale": scale is not None, "width": x.shape[-1], "eps": eps, "offset": offset}
-    (dx,), dscale = run(gradient_pass("rms_norm_backward", (x.dtype,), **options), (dy, x), (scale,), **launch)
+    row_pass = gradient_pass("rms_norm_backward", (x.dtype,), **options)
+    (dx,), dscale, _ = run(row_pass, (dy, x), (scale,), sums, **launch)
     return dx, None if scale is None else dscale[0].astype(scale.dtype)

@@ -133,7 +133,8 @@ class Promises:
     def test_no_more_than_the_inputs_is_kept_for_the_backward(self, implementation, rng):
         arrays = self.arrays(rng, self.shape)
         # Several inputs of rows are added, and their sum is kept.
-        _oracle.check_residuals(self.make(implementation)[0], arrays, kept=arrays[self.num_rows - 1 :])
+        per_row = 3 if implementation.startswith("triton") else 0  # its sums
+        _oracle.check_residuals(self.make(implementation)[0], arrays, arrays[self.num_rows - 1 :], per_row=per_row)
 
     def test_vmap(self, parameters_shared, implementation, rng):
         arrays = self.arrays(rng, self.shape)

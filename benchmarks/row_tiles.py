@@ -1,0 +1,161 @@
+"""Norms on an NVIDIA GPU by the tiles of their Triton kernels, and in XLA: the evidence behind `_rows.config`.
+
+    python -m benchmarks.row_tiles [--widths 2048 8192] [--ops rms_norm layer_norm]
+
+Kernel time and the speed of a copy as `benchmarks/_copy_speed.py` has them, on 16,384 rows in bfloat16. A tile is: rows
+a step × warps, for a backward pass × programs a core; for wide rows the largest piece of a row, and "again" where each
+stage reads it again.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _copy_speed, _measure
+from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
+from benchmarks.norms import WIDTHS
+from liger_jax.pallas_kernels._rows import config
+from liger_jax.pallas_kernels._rows.config import TritonConfig
+from liger_jax.pallas_kernels._tiles import cdiv
+from liger_jax.pallas_kernels.fused_add_rms_norm import triton as fused_triton
+from liger_jax.pallas_kernels.fused_add_rms_norm import xla as fused_xla
+from liger_jax.pallas_kernels.layer_norm import triton as layer_triton
+from liger_jax.pallas_kernels.layer_norm import xla as layer_xla
+from liger_jax.pallas_kernels.rms_norm import triton as rms_triton
+from liger_jax.pallas_kernels.rms_norm import xla as rms_xla
+
+ROWS = 16384
+OPS = {  # kernels, options of forward and backward, rows and columns of forward, rows and columns of backward
+    "rms_norm": (rms_triton, rms_xla, {"offset": 0.0}, {"casting_mode": "llama"}, (1, 1), (2, 1)),
+    "layer_norm": (layer_triton, layer_xla, {}, {}, (1, 2), (2, 2)),
+    "fused_add_rms_norm": (fused_triton, fused_xla, {"offset": 0.0}, {"casting_mode": "llama"}, (2, 1), (3, 1)),
+}
+
+
+def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
+    """By name: 4 to 64 elements a thread, and a backward's programs no more than 16 warps a core."""
+    found = {}
+    pieces = [(config.TRITON_MAX_WIDTH, False)] if d <= 8192 else [(2048, True), (4096, True), (4096, False)]
+    for rows, warps, programs, (piece, again) in itertools.product(
+        (1, 2, 4) if d <= 4096 else (1,), (4, 8, 16), (1, 2, 3, 4) if backward else (1,), pieces
+    ):
+        sizes = config.pieces(d, piece)
+        elements = rows * (sizes[0] if again else sum(sizes)) // (32 * warps)
+        if 4 <= elements <= 64 and (not backward or programs * warps <= 16):
+            steps = cdiv(ROWS, rows)
+            num_programs = min(steps, programs * config.MULTIPROCESSORS) if backward else steps
+            name = f"{rows} × {warps}" + (f" × {programs}" if backward else "")
+            name += (f", {piece}" if d > 8192 else "") + (", again" if again else "")
+            found[name] = TritonConfig(
+                rows,
+                sizes,
+                warps,
+                num_programs,
+                cdiv(steps, num_programs),
+                not again,
+                keeps_columns=backward and not again,
+            )
+    return found
+
+
+def programs(op: str, d: int):
+    """(direction, name) → a lowered program; and the arrays of each direction."""
+    triton, xla, both_options, forward_options, forward_counts, backward_counts = OPS[op]
+    shapes = lambda counts: [(ROWS, d)] * counts[0] + [(d,)] * counts[1]
+    types = lambda counts: [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes(counts)]
+    sums = [jax.ShapeDtypeStruct((ROWS, 1), jnp.float32)] * (3 if op == "layer_norm" else 2)
+    options, default, lowered = {"eps": 1e-6, **both_options}, config.triton_config, {}
+    for backward, counts in ((False, forward_counts), (True, backward_counts)):
+        direction = "backward" if backward else "forward"
+        for name, tiles in {"XLA": None, "default": None, **tiles_of(d, backward)}.items():
+            kernel, launch = (xla, {}) if name == "XLA" else (triton, {"interpret": False})
+            if backward:
+                known = [] if name == "XLA" else sums
+                run = lambda known, *arrays, kernel=kernel, launch=launch: kernel.backward(
+                    *arrays, tuple(known), **options, **launch
+                )
+                arguments = (known, *types(counts))
+            else:
+                run = lambda *arrays, kernel=kernel, launch=launch: kernel.forward(
+                    *arrays, **options, **forward_options, **launch
+                )
+                arguments = tuple(types(counts))
+            config.triton_config = default if tiles is None else lambda *_, tiles=tiles: tiles
+            jax.clear_caches()  # a traced kernel has its tiles
+            lowered[direction, name] = jax.jit(run).lower(*arguments), arguments
+    config.triton_config = default
+    return lowered
+
+
+def filled(arguments, key):
+    """Random arrays of these types, and ones for what a forward pass has saved."""
+    make = lambda i, x: (
+        jnp.ones(x.shape, x.dtype)
+        if x.dtype == jnp.float32
+        else jax.random.normal(jax.random.fold_in(key, i), x.shape, x.dtype)
+    )
+    leaves, tree = jax.tree.flatten(arguments)
+    return jax.tree.unflatten(tree, [make(i, x) for i, x in enumerate(leaves)])
+
+
+def compiled(lowered):
+    try:
+        return lowered.compile()
+    except Exception:  # too many registers, say: no result
+        return None
+
+
+def measured(op: str, d: int, num_best: int) -> list[list[str]]:
+    """Table rows: XLA, the default, and the best tiles of each direction."""
+    lowered = programs(op, d)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        ready = dict(zip(lowered, pool.map(lambda x: compiled(x[0]), lowered.values()), strict=True))
+    sets, runs, moved, copies = {}, {}, {}, {}
+    for direction, count in (("forward", 2), ("backward", 3)):
+        count += op == "fused_add_rms_norm"
+        count += op == "fused_add_rms_norm" and direction == "forward"
+        moved[direction], copies[direction] = copy_programs(count * ROWS * d * 2, None)
+    for (direction, name), program in ready.items():
+        if program is not None:
+            arguments = lowered[direction, name][1]
+            kind = direction, name == "XLA"
+            if kind not in sets:
+                num_sets = max(2, cdiv(_copy_speed.ROTATED_BYTES, moved[direction]))
+                sets[kind] = [filled(arguments, jax.random.key(i)) for i in range(num_sets)]
+            runs[direction, name] = Rotation(program, sets[kind], ROWS * d * 2)
+    runs |= {(f"{direction} copy", name): run for direction, each in copies.items() for name, run in each.items()}
+    for run in runs.values():
+        run.iterations = 10
+        run.warm_up()
+    times = in_rounds(runs, rounds=3)
+    lines = []
+    for direction in ("forward", "backward"):
+        best_copy = min(us for (kind, _), us in times.items() if kind == f"{direction} copy")
+        own = {name: us for (kind, name), us in times.items() if kind == direction}
+        shown = dict.fromkeys(["XLA", "default", *sorted(own, key=own.get)[:num_best]])
+        lines += [
+            [op, f"{d}", direction, name, f"{own[name]:.1f}", f"{100 * best_copy / own[name]:.0f}"] for name in shown
+        ]
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS))
+    parser.add_argument("--ops", nargs="+", choices=tuple(OPS), default=list(OPS))
+    parser.add_argument("--best", type=int, default=3, help="how many tiles are shown")
+    arguments = parser.parse_args()
+    command = f"python -m benchmarks.row_tiles --widths {' '.join(map(str, arguments.widths))}"
+    lines = []
+    for d, op in itertools.product(arguments.widths, arguments.ops):
+        lines += measured(op, d, arguments.best)
+        header = ["op, 16,384 rows", "width", "direction", "tiles", "µs", "% of a copy's speed"]
+        text = _measure.heading(f"{command} --ops {' '.join(arguments.ops)}") + "\n" + _measure.table(header, lines)
+        _measure.save("row_tiles", text)
+
+
+if __name__ == "__main__":
+    main()
