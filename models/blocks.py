@@ -77,7 +77,8 @@ class Attention(nnx.Module):
         query_heads: Q.
         kv_heads: K, a divisor of Q.
         head_width: H.
-        linear: makes the projections: `linear(in_width, out_width)`.
+        qkv_bias: whether queries, keys and values have a bias.
+        linear: makes the projections: `linear(in_width, out_width, use_bias=…)`.
         kernels: whether and how `ops.apply_rope` runs.
     """
 
@@ -88,13 +89,14 @@ class Attention(nnx.Module):
         query_heads: int,
         kv_heads: int,
         head_width: int,
-        linear: Callable[[int, int], nnx.Module],
+        qkv_bias: bool,
+        linear: Callable[..., nnx.Module],
         kernels: KernelOptions,
     ):
-        self.q_proj = linear(width, query_heads * head_width)
-        self.k_proj = linear(width, kv_heads * head_width)
-        self.v_proj = linear(width, kv_heads * head_width)
-        self.o_proj = linear(query_heads * head_width, width)
+        self.q_proj = linear(width, query_heads * head_width, use_bias=qkv_bias)
+        self.k_proj = linear(width, kv_heads * head_width, use_bias=qkv_bias)
+        self.v_proj = linear(width, kv_heads * head_width, use_bias=qkv_bias)
+        self.o_proj = linear(query_heads * head_width, width, use_bias=False)
         self.head_width, self.kernels = head_width, kernels
 
     def __call__(

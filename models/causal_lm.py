@@ -2,7 +2,10 @@
 
 import dataclasses
 import operator
-from typing import Any
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +14,99 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from liger_jax import ops
-from liger_jax.models import plain
+from liger_jax.models import checkpoint, config_json, plain
+from liger_jax.models.blocks import Remat
 from liger_jax.models.common import CausalLMOutput, KernelOptions
 
 IGNORE = -100  # Hugging Face's label of a position that is not scored
+Model = TypeVar("Model", bound="CausalLM")
 
 
 class CausalLM(nnx.Module):
     """Base of the families' `…ForCausalLM`.
 
-    A family sets `model` (token ids to hidden states) and `kernels`, and has a property `head`, (V, D).
+    A family sets `model` (token ids to hidden states), `config` and `kernels`, and has a property `head`, (V, D). Its
+    `config_type` and `config_fixed` say how its config stands in a checkpoint (`config_json.read`).
     """
 
     model: Any
+    config: Any
     kernels: KernelOptions
+    config_type: type
+    config_fixed: Mapping[str, tuple[Any, ...]]
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Model],
+        path_or_id: str | os.PathLike[str],
+        *,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        kernels: KernelOptions = KernelOptions(),
+        remat: Remat = "none",
+        scan_layers: bool = True,
+    ) -> Model:
+        """A model with the weights of a Hugging Face checkpoint: config.json and safetensors, one file or many.
+
+        Each parameter is read by itself: a host holds one of them beside the model.
+
+        Args:
+            path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads.
+            dtype: of the computation; `None` for the parameters'.
+            param_dtype: of the parameters; `None` for what config.json says, or float32.
+            kernels: as the constructor takes them.
+            remat: likewise.
+            scan_layers: likewise.
+
+        Returns:
+            The model, on the default device.
+
+        Raises:
+            FileNotFoundError: no such folder, or no config.json or safetensors in it. Pickled weights are not read.
+            ValueError: fields of config.json that the model does not support, or tensors that are missing, left over or
+                of another shape: all of them are listed.
+            ImportError: an id is given, and `huggingface_hub` is not installed.
+        """
+        folder = checkpoint.find(path_or_id)
+        values = checkpoint.read_config(folder)
+        config: Any = config_json.read(values, cls.config_type, cls.config_fixed)
+        stored = values.get("dtype") or values.get("torch_dtype") or "float32"
+        param_dtype = jnp.dtype(stored if param_dtype is None else param_dtype)
+        make = lambda: cls(
+            config,
+            kernels=kernels,
+            dtype=param_dtype if dtype is None else dtype,
+            param_dtype=param_dtype,
+            remat=remat,
+            scan_layers=scan_layers,
+            rngs=nnx.Rngs(0),
+        )
+        # A tied head may be there once more, and old checkpoints hold what the rotary embedding computes.
+        ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
+        return checkpoint.read(folder, *nnx.split(nnx.eval_shape(make)), ignored=ignored)
+
+    def save_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_shard_bytes: int = 5 * 10**9,
+        config_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
+
+        Args:
+            path: a folder, made if there is none. Safetensors of an earlier model in it are deleted.
+            max_shard_bytes: the most that one file holds, unless a single tensor has more.
+            config_fields: more of config.json that others read, such as `{"eos_token_id": 2}`.
+
+        Raises:
+            ValueError: `max_shard_bytes` is not positive.
+        """
+        if max_shard_bytes < 1:
+            raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
+        values = config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
+        values |= config_fields or {}
+        checkpoint.write(pathlib.Path(path), self, values, max_shard_bytes=max_shard_bytes)
 
     @property
     def head(self) -> Float[Array, "V D"]:

@@ -1,6 +1,5 @@
 """LLaMA 2 and 3 with NNX: the whole model on one page, from the blocks that all families share."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,65 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from liger_jax.models.blocks import Attention, LayerStack, Remat, RMSNorm, SwiGLU
 from liger_jax.models.causal_lm import CausalLM, attention_segments
 from liger_jax.models.common import KernelOptions
+from liger_jax.models.llama.config import LlamaConfig
+from liger_jax.models.llama.params import FIXED
 from liger_jax.ops import rope_table
-
-
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """The architecture, in Hugging Face's field names.
-
-    Args:
-        vocab_size: V.
-        hidden_size: D.
-        intermediate_size: F.
-        num_hidden_layers: L.
-        num_attention_heads: Q.
-        num_key_value_heads: K, a divisor of Q; `None` for Q.
-        head_dim: H, even; `None` for D/Q.
-        max_position_embeddings: the longest sequence that the model takes.
-        rms_norm_eps: added to the mean square in every norm.
-        rope_theta: the rotary embedding's base.
-        tie_word_embeddings: the head is the embedding.
-        initializer_range: standard deviation of the initial weights.
-
-    Raises:
-        ValueError: sizes that do not fit together.
-
-    Example:
-        >>> LlamaConfig(hidden_size=64, num_attention_heads=4).head_dim
-        16
-    """
-
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-
-    def __post_init__(self):
-        kv_heads = self.num_key_value_heads or self.num_attention_heads
-        if self.num_attention_heads % kv_heads:
-            raise ValueError(
-                f"LlamaConfig: num_key_value_heads={kv_heads} must divide "
-                f"num_attention_heads={self.num_attention_heads}, since query heads share key heads evenly."
-            )
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"LlamaConfig: num_attention_heads={self.num_attention_heads} must divide "
-                f"hidden_size={self.hidden_size}. Otherwise pass head_dim."
-            )
-        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        if head_dim % 2:
-            raise ValueError(f"LlamaConfig: head_dim={head_dim} must be even: RoPE rotates halves of a head.")
-        object.__setattr__(self, "num_key_value_heads", kv_heads)
-        object.__setattr__(self, "head_dim", head_dim)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -121,6 +64,9 @@ class LlamaForCausalLM(CausalLM):
             normal = nnx.initializers.normal(config.initializer_range)
             self.lm_head = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
 
+    config_type = LlamaConfig
+    config_fixed = FIXED
+
     @property
     def head(self) -> Float[Array, "V D"]:
         """The head's weight: the embedding's where the two are tied."""
@@ -163,7 +109,9 @@ class LlamaModel(nnx.Module):
                 "model takes. Shorten the sequence, or raise the config's field."
             )
         positions = jnp.arange(length)[None] if positions is None else positions
-        cos, sin = rope_table(positions, self.config.head_dim, theta=self.config.rope_theta)
+        cos, sin = rope_table(
+            positions, self.config.head_dim, theta=self.config.rope_theta, scaling=self.config.rope_scaling
+        )
         x = self.embed_tokens[...].at[input_ids].get(mode="fill", fill_value=jnp.nan).astype(self.dtype)
         x = self.layers(x, cos, sin, attention_segments(segment_ids, attention_mask))
         return self.norm(x)
@@ -188,6 +136,7 @@ class _DecoderLayer(nnx.Module):
             query_heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_width=config.head_dim,
+            qkv_bias=config.qkv_bias,
             linear=linear,
             kernels=kernels,
         )

@@ -1,0 +1,221 @@
+"""Hugging Face checkpoints: a folder with config.json and safetensors, one file or many, read and written.
+
+A parameter's name in a checkpoint follows from its place in the model, since modules bear Hugging Face's names. A
+linear layer's kernel is the transposed weight, and layers that are stacked for a scan are one tensor each.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """What a parameter is in a checkpoint.
+
+    Attributes:
+        names: of its tensors: one, or one for each of the stacked layers.
+        transposed: whether the tensors are (out, in) where the parameter is (in, out).
+        stacked: whether the parameter has an axis of layers in front.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool
+    stacked: bool
+
+    def shape(self, parameter: Any) -> tuple[int, ...]:
+        """Of each tensor."""
+        shape = parameter.shape[1:] if self.stacked else parameter.shape
+        return shape[::-1] if self.transposed else shape
+
+
+def tensors_of(path: tuple[Any, ...], parameter: Any) -> Tensors:
+    """The tensors of the parameter at this path of a model's state."""
+    *modules, leaf = (str(part) for part in path)
+    if leaf not in _LEAVES:
+        modules, leaf = [*modules, leaf], "kernel"
+        transposed = False
+    else:
+        transposed = leaf == "kernel"
+    before, *after = " ".join(modules).split("layers layers")  # a LayerStack and what it holds
+    prefix = before.split()
+    if not after:
+        return Tensors((".".join([*prefix, _LEAVES[leaf]]),), transposed, stacked=False)
+    rest = after[0].split()
+    stacked = not (rest and rest[0].isdigit())
+    numbers = [str(i) for i in range(parameter.shape[0])] if stacked else [rest.pop(0)]
+    names = tuple(".".join([*prefix, "layers", number, *rest, _LEAVES[leaf]]) for number in numbers)
+    return Tensors(names, transposed, stacked)
+
+
+def read(folder: pathlib.Path, graphdef: Any, state: Any, *, ignored: tuple[str, ...] = ()) -> Any:
+    """The model whose abstract state this is, each parameter read by itself.
+
+    Args:
+        folder: holds the safetensors.
+        graphdef: of the model.
+        state: of the model, of `jax.ShapeDtypeStruct`: the dtypes that the parameters get.
+        ignored: names that a checkpoint may hold beside the model's.
+
+    Raises:
+        ValueError: a list of all names that are missing or left over and all shapes that differ.
+        FileNotFoundError: there are no safetensors.
+    """
+    files = _files(folder)
+    flat, tree = jax.tree_util.tree_flatten_with_path(state)
+    wanted = [(tensors_of(_keys(path), parameter), parameter) for path, parameter in flat]
+    _check_names(folder, files, wanted, ignored)
+    opened: dict[pathlib.Path, Any] = {}
+    try:
+        for path in dict.fromkeys(files.values()):
+            opened[path] = safe_open(path, framework="numpy").__enter__()
+        slice_of = lambda name: opened[files[name]].get_slice(name)
+        _check_shapes(folder, wanted, slice_of)
+        parameters = [_parameter(tensors, parameter, slice_of) for tensors, parameter in wanted]
+    finally:
+        for file in opened.values():
+            file.__exit__(None, None, None)
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
+
+
+def write(folder: pathlib.Path, model: nnx.Module, config: Mapping[str, Any], *, max_shard_bytes: int) -> None:
+    """Writes config.json and the safetensors, in files of at most so many bytes unless one tensor has more.
+
+    The parameters are fetched one after the other, and each file is written as soon as it is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+        old.unlink(missing_ok=True)
+    shards, names, total = [], {}, 0
+    for shard in _shards(nnx.state(model, nnx.Param), max_shard_bytes):
+        path = folder / f"model-{len(shards) + 1:05d}.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+        shards.append(path)
+        names.update(dict.fromkeys(shard, len(shards) - 1))
+        total += sum(x.nbytes for x in shard.values())
+    if len(shards) == 1:
+        shards[0].rename(folder / WEIGHTS)
+    else:
+        final = [folder / f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        for old, new in zip(shards, final, strict=True):
+            old.rename(new)
+        weight_map = {name: final[i].name for name, i in sorted(names.items())}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf8")
+    (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf8")
+
+
+def find(path_or_id: str | pathlib.Path) -> pathlib.Path:
+    """The folder itself, or the one that `huggingface_hub` has downloaded for an id such as "org/name".
+
+    Raises:
+        FileNotFoundError: no folder has that name, and it is no id.
+        ImportError: it may be an id, and huggingface_hub is not installed.
+    """
+    folder = pathlib.Path(path_or_id)
+    if folder.is_dir():
+        return folder
+    name = str(path_or_id)
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name:
+        raise FileNotFoundError(f"from_pretrained: {name!r} is no folder, and no id of the form 'org/name'.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError(
+            f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
+            "pip install huggingface_hub."
+        ) from error
+    return pathlib.Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+    """config.json.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint.")
+    return json.loads(path.read_text(encoding="utf8"))
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Names and numbers on the way to a leaf; the variable's own value has none."""
+    parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
+    return tuple(part for part in parts if part not in (None, "value"))
+
+
+def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """The file of each tensor."""
+    if (folder / INDEX).is_file():
+        weight_map = json.loads((folder / INDEX).read_text(encoding="utf8"))["weight_map"]
+        absent = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
+        if absent:
+            raise FileNotFoundError(f"from_pretrained: {folder} lacks {absent}, which its {INDEX} names.")
+        return {name: folder / file for name, file in weight_map.items()}
+    if (folder / WEIGHTS).is_file():
+        with safe_open(folder / WEIGHTS, framework="numpy") as file:
+            return dict.fromkeys(file.keys(), folder / WEIGHTS)
+    pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    hint = f" Its {pickled} are pickles, which can run code when read: convert them to safetensors." if pickled else ""
+    raise FileNotFoundError(f"from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}.{hint}")
+
+
+def _check_names(folder, files, wanted, ignored) -> None:
+    names = {name for tensors, _ in wanted for name in tensors.names}
+    missing, left = sorted(names - set(files)), sorted(set(files) - names)
+    left = [name for name in left if not name.endswith(ignored)] if ignored else left
+    if missing or left:
+        raise ValueError(
+            f"from_pretrained: {folder} does not fit the model. Missing: {missing or 'none'}; left over: "
+            f"{left or 'none'}. Does config.json belong to these weights?"
+        )
+
+
+def _check_shapes(folder, wanted, slice_of) -> None:
+    wrong = []
+    for tensors, parameter in wanted:
+        expected = tensors.shape(parameter)
+        shapes = {name: tuple(slice_of(name).get_shape()) for name in tensors.names}
+        wrong += [f"{name} {shape}, expected {expected}" for name, shape in shapes.items() if shape != expected]
+    if wrong:
+        raise ValueError(f"from_pretrained: {folder} does not fit the model. Shapes: {'; '.join(wrong)}.")
+
+
+def _parameter(tensors: Tensors, parameter: Any, slice_of: Any) -> jax.Array:
+    """On the device, in the parameter's dtype; on the host it is there once, and each tensor for a moment."""
+    whole = np.empty(parameter.shape, parameter.dtype)
+    for i, name in enumerate(tensors.names):
+        tensor = slice_of(name)[:]
+        part = tensor.T if tensors.transposed else tensor
+        if tensors.stacked:
+            whole[i] = part
+        else:
+            whole[...] = part
+    return jax.device_put(whole)
+
+
+def _shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+    shard, size = {}, 0
+    for path, parameter in jax.tree_util.tree_flatten_with_path(state)[0]:
+        tensors, whole = tensors_of(_keys(path), parameter), np.asarray(parameter)
+        for i, name in enumerate(tensors.names):
+            part = whole[i] if tensors.stacked else whole
+            tensor = np.ascontiguousarray(part.T if tensors.transposed else part)
+            if shard and size + tensor.nbytes > max_shard_bytes:
+                yield shard
+                shard, size = {}, 0
+            shard[name], size = tensor, size + tensor.nbytes
+    yield shard

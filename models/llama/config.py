@@ -1,0 +1,68 @@
+"""The architecture of a LLaMA."""
+
+import dataclasses
+from typing import ClassVar
+
+from liger_jax.ops import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The architecture, in Hugging Face's field names.
+
+    Args:
+        vocab_size: V.
+        hidden_size: D.
+        intermediate_size: F.
+        num_hidden_layers: L.
+        num_attention_heads: Q.
+        num_key_value_heads: K, a divisor of Q; `None` for Q.
+        head_dim: H, even; `None` for D/Q.
+        max_position_embeddings: the longest sequence that the model takes.
+        rms_norm_eps: added to the mean square in every norm.
+        rope_theta: the rotary embedding's base.
+        rope_scaling: how it reaches contexts longer than in training: a `LinearRope`, `DynamicRope`, `Llama3Rope` or
+            `YarnRope`, or `None`.
+        tie_word_embeddings: the head is the embedding.
+        initializer_range: standard deviation of the initial weights.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+
+    Example:
+        >>> LlamaConfig(hidden_size=64, num_attention_heads=4).head_dim
+        16
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    qkv_bias: ClassVar[bool] = False
+
+    def __post_init__(self):
+        kv_heads = self.num_key_value_heads or self.num_attention_heads
+        if self.num_attention_heads % kv_heads:
+            raise ValueError(
+                f"{type(self).__name__}: num_key_value_heads={kv_heads} must divide "
+                f"num_attention_heads={self.num_attention_heads}, since query heads share key heads evenly."
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"{type(self).__name__}: num_attention_heads={self.num_attention_heads} must divide "
+                f"hidden_size={self.hidden_size}. Otherwise pass head_dim."
+            )
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        if head_dim % 2:
+            raise ValueError(f"{type(self).__name__}: head_dim={head_dim} must be even: RoPE rotates halves of a head.")
+        object.__setattr__(self, "num_key_value_heads", kv_heads)
+        object.__setattr__(self, "head_dim", head_dim)

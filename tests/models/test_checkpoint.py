@@ -1,0 +1,258 @@
+"""Checkpoints of Hugging Face: both ways, their numbers, and what is said of those that do not fit."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from liger_jax.models import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    config_json,
+)
+from liger_jax.models.checkpoint import tensors_of
+from liger_jax.models.llama.params import FIXED
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from tests.models import _hugging_face as hugging_face
+from tests.models._llama import CONFIG, make_model, random_tokens
+
+read_llama = functools.partial(config_json.read, config_type=LlamaConfig, fixed=FIXED)
+HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+ROPES = [
+    None,
+    LinearRope(2.0),
+    DynamicRope(2.0, 32),
+    Llama3Rope(8.0, original_max_position_embeddings=16),
+    YarnRope(4.0, 16, beta_fast=16.0),
+]
+
+
+def parameters(model):
+    return {"/".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def assert_equal_models(model, expected):
+    ours, theirs = parameters(model), parameters(expected)
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        assert x.dtype == theirs[name].dtype
+        assert jnp.array_equal(x[...], theirs[name][...]), name
+
+
+def relative(ours, theirs):
+    return np.abs(np.asarray(ours, np.float64) - theirs).max() / np.abs(theirs).max()
+
+
+def check_numbers(folder, expected: hugging_face.Expected, **options):
+    """Logits, loss and every gradient, as a share of the largest number of each array."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    tokens, labels = jnp.asarray(expected.tokens, jnp.int32), jnp.asarray(expected.labels, jnp.int32)
+    assert relative(model(tokens).logits, expected.logits) < 1e-4
+    loss, gradients = nnx.value_and_grad(lambda model: model(tokens, labels=labels).loss)(model)
+    assert relative(loss, expected.loss) < 1e-5
+    found = {}
+    for path, gradient in nnx.to_flat_state(gradients):
+        tensors, gradient = tensors_of(path, gradient), np.asarray(gradient[...])
+        for i, name in enumerate(tensors.names):
+            part = gradient[i] if tensors.stacked else gradient
+            found[name] = part.T if tensors.transposed else part
+    assert found.keys() == expected.gradients.keys()
+    errors = {name: relative(x, expected.gradients[name]) for name, x in found.items()}
+    assert max(errors.values()) < 1e-3, errors
+
+
+# --- both ways --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scan, scan_again", [(True, False), (False, True)])
+def test_what_is_saved_is_read_back_bit_by_bit(tied, scan, scan_again, tmp_path):
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
+    make_model(config, param_dtype=jnp.bfloat16, scan_layers=scan).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, scan_layers=scan_again)
+    assert model.config == config
+    assert_equal_models(model, make_model(config, param_dtype=jnp.bfloat16, scan_layers=scan_again))
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)
+
+
+def test_large_models_are_many_files_and_smaller_ones_replace_them(tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path, max_shard_bytes=20_000, config_fields={"eos_token_id": 7})
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    sizes = [[x.nbytes for x in load_file(file).values()] for file in files]
+    assert all(sum(size) <= 20_000 or len(size) == 1 for size in sizes)
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 7
+    assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path), model)
+    make_model(seed=1).save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
+    assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path), make_model(seed=1))
+
+
+def test_parameters_and_computation_get_the_dtypes_asked_for(tmp_path, rng):
+    make_model(param_dtype=jnp.bfloat16).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
+    assert model.model(random_tokens(rng)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: type(rope).__name__)
+def test_config_is_read_back(rope):
+    config = dataclasses.replace(CONFIG, rope_scaling=rope)
+    values = json.loads(json.dumps(config_json.write(config, FIXED, "LlamaForCausalLM", "float32")))
+    assert read_llama(values) == config
+
+
+def test_every_family_reads_its_own_checkpoint_and_no_other(tmp_path):
+    sizes = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG)}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes), rngs=nnx.Rngs(0))
+    assert "q_proj/bias" in " ".join(parameters(model))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is Qwen2ForCausalLM
+    assert_equal_models(again, model)
+    with pytest.raises(ValueError, match="model_type='qwen2' must be 'llama'"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "mamba"}))
+    with pytest.raises(ValueError, match="model_type='mamba' in .* must be one of .'llama', 'qwen2'."):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("rope", ROPES[1:], ids=lambda rope: type(rope).__name__)
+def test_the_model_scales_its_rotary_embedding(rope, rng):
+    tokens = random_tokens(rng, length=40)
+    plain, scaled = (make_model(dataclasses.replace(CONFIG, rope_scaling=r))(tokens).logits for r in (None, rope))
+    assert not jnp.allclose(plain, scaled, atol=1e-3)
+
+
+def test_rope_of_transformers_4_and_5_and_of_their_predecessors_is_one():
+    scaling = {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    written = [
+        {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **scaling}},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "llama3", "rope_type": "llama3", **scaling}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **scaling}},
+    ]
+    expected = LlamaConfig(rope_theta=500.0, rope_scaling=Llama3Rope(**scaling))
+    assert [read_llama(values) for values in written] == [expected] * 3
+    assert read_llama({"rope_scaling": None}) == LlamaConfig()
+
+
+# --- Hugging Face's numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", hugging_face.COMMITTED)
+def test_numbers_of_committed_checkpoints_are_hugging_face_s(case):
+    check_numbers(*hugging_face.committed(case))
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="torch or transformers is not installed")
+@pytest.mark.parametrize("case", hugging_face.CASES)
+def test_numbers_of_fresh_checkpoints_are_hugging_face_s(case, tmp_path, rng):
+    check_numbers(tmp_path, hugging_face.make(case, tmp_path, seed=int(rng.integers(2**31))), scan_layers=False)
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="torch or transformers is not installed")
+@pytest.mark.parametrize("case", hugging_face.CASES)
+def test_hugging_face_computes_the_same_from_what_we_save(case, tmp_path, rng):
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    expected = hugging_face.make(case, tmp_path / "theirs", seed=int(rng.integers(2**31)))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "ours", max_shard_bytes=4000)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").float()
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(expected.tokens)).logits.numpy()
+    assert np.array_equal(logits, expected.logits)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_all_missing_and_left_over_tensors_are_listed(folder):
+    def edit(tensors):
+        tensors["model.norm.weights"] = tensors.pop("model.norm.weight")
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    change(folder, edit)
+    with pytest.raises(ValueError, match=r"Missing: \['model.layers.1.mlp.up_proj.weight', 'model.norm.weight'\]; left "
+                                         r"over: \['model.norm.weights'\]"):  # fmt: skip
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_all_wrong_shapes_are_listed(folder):
+    def edit(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].copy()
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].T.copy()
+
+    change(folder, edit)
+    with pytest.raises(ValueError, match=r"up_proj.weight \(32, 48\), expected \(48, 32\); .*norm.weight \(31,\), exp"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_tied_head_and_rotary_buffers_may_be_there_once_more(tmp_path):
+    model = make_model(dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+
+    def edit(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    change(tmp_path, edit)
+    assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_all_unsupported_fields_are_listed(folder):
+    values = json.loads((folder / "config.json").read_text())
+    values |= {"hidden_act": "relu", "attention_bias": True, "rope_scaling": {"type": "su", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        ValueError, match="rope_type='su' must be .*; hidden_act='relu' must be 'silu'; attention_bias="
+    ):
+        LlamaForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match="model_type='mamba' must be 'llama'"):
+        read_llama({"model_type": "mamba"})
+    with pytest.raises(ValueError, match=r"type 'linear' has \['facter'\], and takes \['factor'\]"):
+        read_llama({"rope_scaling": {"rope_type": "linear", "facter": 2.0}})
+
+
+def test_pickles_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin.* are pickles, .* convert them to safetensors"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_absent_files_are_named(folder, tmp_path):
+    make_model().save_pretrained(folder, max_shard_bytes=20_000)
+    second = sorted(folder.glob("*.safetensors"))[1]
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks .'{second.name}'., which its model.safetensors.index.json"):
+        LlamaForCausalLM.from_pretrained(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "empty")
+    with pytest.raises(FileNotFoundError, match="is no folder, and no id of the form"):
+        LlamaForCausalLM.from_pretrained("./nowhere")
+    with pytest.raises(ValueError, match="max_shard_bytes=0 must be positive"):
+        make_model().save_pretrained(tmp_path, max_shard_bytes=0)
