@@ -143,8 +143,8 @@ def gradients_in_forward(
         elif needs.weight:
             dweight += xla.weight_gradient(du, part.hidden, options)
         if needs.hidden:
-            # After dW, where the chunk of dX can lie in the place of the chunk of X.
-            du, dweight = jax.lax.optimization_barrier((du, dweight))
+            if not one_chunk:  # after dW, where the chunk of dX can lie in the place of the chunk of X
+                du, dweight = jax.lax.optimization_barrier((du, dweight))
             part_gradient = xla.product(du, inputs.weight, 1, options.vocab_dim, options, dtypes.hidden)
             dhidden = xla.put(dhidden, part_gradient, start)
         if needs.bias:
@@ -168,7 +168,7 @@ def gradients_in_forward(
             zeros_of(needs.bias, (v,), jnp.float32),
         ),
     )
-    stats, grads = xla.over_slices(padded, chunk_size, body, start_carry)
+    stats, grads = xla.over_slices(padded, chunk_size, body, start_carry, last_waits=True)
     return jax.tree.map(lambda x: x[:n], stats), Gradients(
         grads.hidden[:n] if needs.hidden else None,
         grads.weight[0] if in_bytes else grads.weight.astype(dtypes.weight) if needs.weight else None,

@@ -24,8 +24,14 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
     return None
 
 
-def over_slices(total: int, size: int, body: Callable[[Any, Any, int], Any], carry: Any) -> Any:
-    """carry = body(carry, start, slice_size) for each slice of `total`; the last may be shorter."""
+def over_slices(
+    total: int, size: int, body: Callable[[Any, Any, int], Any], carry: Any, *, last_waits: bool = False
+) -> Any:
+    """carry = body(carry, start, slice_size) for each slice of `total`; the last may be shorter.
+
+    last_waits: XLA may begin a shorter last slice before the others, and hold what it has made of it over them, unless
+    it has to wait.
+    """
     whole = total // size
     if whole == 1:
         carry = body(carry, 0, size)
@@ -33,8 +39,9 @@ def over_slices(total: int, size: int, body: Callable[[Any, Any, int], Any], car
         carry = jax.lax.fori_loop(0, whole, lambda i, carry: body(carry, i * size, size), carry)
     if total % size == 0:
         return carry
-    # Without the barrier XLA begins the last slice before the others, and holds what it has made of it over them.
-    carry, start = jax.lax.optimization_barrier((carry, jnp.int32(whole * size)))
+    start = whole * size
+    if last_waits:
+        carry, start = jax.lax.optimization_barrier((carry, jnp.int32(start)))
     return body(carry, start, total % size)
 
 

@@ -12,13 +12,19 @@ import jax
 import pytest
 
 from tests.aot.programs import BOTH, BOUND, GPU_ONLY, HOPPER_ONLY, TPU_ONLY
-from tests.aot.targets import ENVIRONMENT, GPUS, TPUS
+from tests.aot.targets import DEFAULT, ENVIRONMENT, GPUS, TPUS
 
 ROOT = pathlib.Path(__file__).parents[2]
 COMPILERS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
 TARGETS = {"gpu": [name for name in GPUS if name != "Tesla T4"], "tpu": list(TPUS)}
+
+
+def full_unless(is_default):
+    return [] if is_default else [pytest.mark.full]
+
+
 CASES = [
-    pytest.param(kind, target, case.name, marks=[pytest.mark.full] if case.full else [])
+    pytest.param(kind, target, case.name, marks=full_unless(target in DEFAULT and not case.full))
     for kind, cases in (("gpu", BOTH + GPU_ONLY), ("tpu", BOTH + TPU_ONLY))
     for target in TARGETS[kind]
     for case in cases + (HOPPER_ONLY if target == "NVIDIA H200" else [])
@@ -103,7 +109,9 @@ def test_fast_loss_of_llama_keeps_to_its_budget_on_hopper(results):
     assert results("gpu")["NVIDIA H200", "hopper_bounded"]["extra_bytes"] <= BOUND
 
 
-@pytest.mark.parametrize("target", [name for name in TPUS if name != "tpu7x"])
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=full_unless(name in DEFAULT)) for name in TPUS if name != "tpu7x"]
+)
 def test_lean_loss_of_llama_takes_256_mib_on_a_tpu(target, results):
     """8,192 tokens of width 4,096, of which the float32 gradient and the masked hidden states alone take 192.
 

@@ -77,7 +77,7 @@ def check_numbers(folder, expected: hugging_face.Expected, **options):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("scan, scan_again", [(True, False), (False, True)])
+@pytest.mark.parametrize("scan, scan_again", first(1, [(True, False), (False, True)]))
 def test_what_is_saved_is_read_back_bit_by_bit(tied, scan, scan_again, tmp_path):
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     make_model(config, param_dtype=jnp.bfloat16, scan_layers=scan).save_pretrained(tmp_path)
@@ -153,7 +153,7 @@ def test_rope_of_transformers_4_and_5_and_of_their_predecessors_is_one():
 # --- Hugging Face's numbers -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", hugging_face.COMMITTED)
+@pytest.mark.parametrize("case", first(2, hugging_face.COMMITTED))
 def test_numbers_of_committed_checkpoints_are_hugging_face_s(case):
     check_numbers(*hugging_face.committed(case))
 
