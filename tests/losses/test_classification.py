@@ -9,7 +9,6 @@ import optax
 import pytest
 
 from liger_jax.losses import softmax_cross_entropy_with_integer_labels as ours
-from tests.ops._oracle import first
 
 theirs = optax.losses.softmax_cross_entropy_with_integer_labels
 
@@ -36,7 +35,15 @@ def test_signature_is_optax_s():
 
 @pytest.mark.parametrize(
     "shape, axis",
-    first(3, [((7, 11), -1), ((2, 3, 5), (2, 0)), ((6,), -1), ((7, 11), 0), ((2, 3, 5), 1), ((2, 3, 5), (1, 2))]),
+    [
+        ((7, 11), -1),
+        ((2, 3, 5), (2, 0)),
+        ((6,), -1),
+        pytest.param((7, 11), 0, marks=pytest.mark.full),
+        pytest.param((2, 3, 5), 1, marks=pytest.mark.full),
+        pytest.param((2, 3, 5), (1, 2), marks=pytest.mark.full),
+        pytest.param((3, 4, 129), 2, marks=pytest.mark.full),
+    ],
 )
 def test_values_and_gradients_are_optax_s_along_every_axis(shape, axis, rng):
     axes = [a % len(shape) for a in ((axis,) if isinstance(axis, int) else axis)]
