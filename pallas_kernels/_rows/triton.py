@@ -85,7 +85,7 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
                 sums += last
             if row_pass.rescue is not None:
                 sums += jax.lax.cond(
-                    jnp.max(last[0]) == jnp.inf,
+                    jnp.max((last[0] == jnp.inf).astype(jnp.int32)) > 0,  # not the largest: that may be NaN
                     lambda: row_sums(row_pass.rescue, before, _MIDDLE),
                     lambda: tuple(jnp.zeros_like(x) for x in last),
                 )

@@ -135,7 +135,7 @@ def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
     """What chunks of so many tokens cost the gradients of the fast mode, in columns that a core goes through.
 
     dX's rounds over the cores: one that idles costs a quarter of its time, for under the power limit the others run
-    faster (on an H200, 10.4 rounds of 5,504 tokens took 0.8 % longer a token than 8.97 of 4,736). And for each pass
+    faster (on an H200, 10.4 rounds of 5,504 tokens took 0.7 % longer a token than 8.97 of 4,736). And for each pass
     over dW, where one is not enough, 3 % of D: 6 bytes an entry took 1.5 of the 52 ms of dX at (16384, 8192, 128256).
     """
     rounds = lambda rows: mosaic_gpu_rounds(mosaic_gpu_tiles(2**20, rows, d), rows, d)
