@@ -1,8 +1,10 @@
 """Kernel times on an NVIDIA GPU, and tables of them."""
 
+import concurrent.futures
 import datetime
 import importlib.metadata
 import math
+import multiprocessing
 import pathlib
 import statistics
 import time
@@ -78,9 +80,26 @@ def extra_mib(f, *args) -> float:
     return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes / 2**20
 
 
-def heading(command: str) -> str:
-    """Where and when: device, versions, date and the command."""
-    device, jaxlib = jax.devices()[0].device_kind, importlib.metadata.version("jaxlib")
+def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) in a new process, which takes its memory along when it ends, or only itself when it fails."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def versions(*packages: str) -> str:
+    """Names and versions of those that are installed."""
+    found = []
+    for package in dict.fromkeys(packages):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def heading(command: str, device: str | None = None) -> str:
+    """Where and when: device (None for JAX's), versions, date and the command."""
+    device, jaxlib = device or jax.devices()[0].device_kind, importlib.metadata.version("jaxlib")
     return f"{device}, jax {jax.__version__}, jaxlib {jaxlib}, {datetime.date.today().isoformat()}, `{command}`\n"
 
 

@@ -17,11 +17,9 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import itertools
 import math
-import multiprocessing
 import os
 import pathlib
 import sys
@@ -249,11 +247,6 @@ def torch_results(shape: tuple[int, int, int], options: argparse.Namespace) -> t
     return matmul_ms, rows, absent
 
 
-def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
-
-
 def peer_losses(
     names: list[str], peers: dict[str, Callable[[], _peers.Losses]], absent: set[str]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -279,7 +272,7 @@ def shape_results(shape: tuple[int, int, int], options: argparse.Namespace, abse
         absent.update(f"{name} (no torch)" for name in options.peers if name in _peers.TORCH_PEERS)
         return Results(3 * matmul_ms, rows, data.loss)
     try:
-        torch_ms, torch_rows, torch_absent = in_own_process(torch_results, shape, options)
+        torch_ms, torch_rows, torch_absent = _measure.in_own_process(torch_results, shape, options)
     except Exception as error:
         rows.append(Row("torch's process", "torch", failure=f"{type(error).__name__}: {error}"))
         return Results(3 * matmul_ms, rows, data.loss)
@@ -294,13 +287,7 @@ def versions(peers: list[str]) -> str:
     packages = [package for peer in peers for package in _peers.PACKAGES.get(peer, (peer,))]
     if any(peer in _peers.TORCH_PEERS for peer in peers):
         packages += ["torch", "triton"]
-    found = []
-    for package in dict.fromkeys(packages):
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    return _measure.versions(*packages)
 
 
 def parse_shape(name: str) -> tuple[int, int, int]:

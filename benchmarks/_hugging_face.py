@@ -1,0 +1,60 @@
+"""A training step of a Hugging Face model in torch: as it is, with Liger's kernels, compiled, layers recomputed."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Step(NamedTuple):
+    """What is measured, of ours and of others."""
+
+    run: Callable[[], Any]  # makes one step, and returns its loss
+    wait: Callable[[Any], Any]  # until that step has ended
+    peak_bytes: Callable[[], int | None]  # the most that this process has held at once; None on a CPU
+    device: str
+    needed_bytes: int | None = None  # by the compiler
+
+
+def patch_with_liger(model_type: str) -> None:
+    """Replaces modules of transformers by Liger's, with Liger's defaults; before a model is made."""
+    getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{model_type}")()
+
+
+def training_step(
+    values: dict[str, Any], tokens: np.ndarray, *, compiled: bool, recomputed: bool, learning_rate: float, decay: float
+) -> Step:
+    """The step of a random model in bfloat16, AdamW's state too.
+
+    Args:
+        values: config.json.
+        tokens: (B, T), which are the labels too.
+        compiled: by torch.compile.
+        recomputed: with gradient checkpointing.
+        learning_rate: AdamW's.
+        decay: of the weights.
+    """
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    cuda = torch.cuda if torch.cuda.is_available() else None
+    with torch.device("cuda" if cuda else "cpu"):
+        config = transformers.AutoConfig.for_model(**values, use_cache=False)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).train()
+        ids = torch.tensor(tokens, dtype=torch.int64)
+    if recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=decay, fused=True)
+    call = torch.compile(model) if compiled else model
+
+    def run():
+        loss = call(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    if cuda is None:
+        return Step(run, lambda _: None, lambda: None, "cpu")
+    return Step(run, lambda _: cuda.synchronize(), cuda.max_memory_allocated, cuda.get_device_name())
