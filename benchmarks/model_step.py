@@ -95,7 +95,7 @@ def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq
     """How often each dtype and shape is among the activations that a layer hands to its backward, and their bytes."""
     config = dataclasses.replace(config, num_hidden_layers=1)
     model = jax.eval_shape(lambda: make_model(config, kernels, scan_layers=False))
-    graphdef, params = nnx.split(model.model.layers.layers[0])
+    graphdef, params = nnx.split(model.model.layers)
     x = jax.ShapeDtypeStruct((batch, seq, config.hidden_size), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((1, seq, config.head_dim), jnp.float32)
     # What jax.vjp returns is a tree whose leaves are the residuals.

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from liger_jax import ops
@@ -14,10 +15,34 @@ from liger_jax.models import plain
 from liger_jax.models.attention import causal_attention
 from liger_jax.models.common import KernelOptions
 
-Remat = Literal["none", "full", "dots"]
+Remat = Literal["none", "full", "dots", "offload"]
 
-# What each layer keeps for the backward, apart from its input: everything, nothing, or its matrix products.
-_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+_INPUT, _ATTENDED = "layer_input", "attended"
+
+
+def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
+    """Whether a result costs more than one pass over memory: all do but norms, gates, rotations and sums."""
+    if primitive.name == "pallas_call":
+        return not any(kind in params["name"] for kind in ("norm", "glu"))
+    if primitive.name == "name":
+        return params["name"] == _ATTENDED
+    is_cudnn = primitive.name.startswith("dot_product_attention")
+    return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
+
+
+# What a layer keeps for the backward. With "none" the gated product, which is a third of what a LLaMA would keep, is
+# made again in the very pass that makes the gate's gradients, and a norm's output in one pass.
+_POLICIES = {
+    "none": _more_than_one_pass,
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 
 
 class RMSNorm(nnx.Module):
@@ -114,7 +139,8 @@ class Attention(nnx.Module):
             q, k = ops.apply_rope(q, k, cos, sin, implementation=self.kernels.implementation)
         else:
             q, k = plain.apply_rope(q, k, cos, sin)
-        out = causal_attention(q, k, v, segment_ids)
+        q, k, v = checkpoint_name((q, k, v), _ATTENDED)
+        out = checkpoint_name(causal_attention(q, k, v, segment_ids), _ATTENDED)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
 
@@ -128,8 +154,9 @@ class LayerStack(nnx.Module):
         make_layer: makes one layer from its `rngs`.
         length: L.
         scan: stack the parameters along a leading axis L and scan over it.
-        remat: what a layer keeps for the backward: `"none"` recomputes nothing, `"full"` keeps only the layer's
-            input, `"dots"` its matrix products too.
+        remat: what a layer keeps for the backward: `"none"` all but norms, gates and sums, which one pass over memory
+            makes again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the
+            host's memory.
         rngs: source of the layers' keys.
 
     Raises:
@@ -141,8 +168,8 @@ class LayerStack(nnx.Module):
     def __init__(
         self, make_layer: Callable[[nnx.Rngs], nnx.Module], length: int, *, scan: bool, remat: Remat, rngs: nnx.Rngs
     ):
-        if remat not in ("none", *_POLICIES):
-            raise ValueError(f"remat={remat!r} must be 'none', 'full' or 'dots'.")
+        if remat not in _POLICIES:
+            raise ValueError(f"remat={remat!r} must be one of {list(_POLICIES)}.")
         keys = jax.random.split(rngs.params(), length)
         self.scan, self.remat = scan, remat
         if scan:
@@ -153,10 +180,8 @@ class LayerStack(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], *shared: Any) -> Float[Array, "B T D"]:
         def layer_call(graphdef):
             def call(x, state):
-                return nnx.merge(graphdef, state)(x, *shared)
+                return nnx.merge(graphdef, state)(checkpoint_name(x, _INPUT), *shared)
 
-            if self.remat == "none":
-                return call
             # A scan's loop keeps the recomputation apart from the forward by itself: no barriers needed.
             return jax.checkpoint(call, prevent_cse=not self.scan, policy=_POLICIES[self.remat])
 

@@ -23,7 +23,8 @@ class LlamaForCausalLM(CausalLM):
         kernels: which ops run as kernels.
         dtype: dtype of the computation; norms, rotary embedding, logits and loss round from float32.
         param_dtype: dtype of the parameters.
-        remat: what each layer keeps for the backward: `"none"`, `"full"` (only its input) or `"dots"`.
+        remat: what each layer keeps for the backward: `"none"` (all that costs), `"full"` (only its input), `"dots"`
+            or `"offload"`.
         scan_layers: stack the layers' parameters and scan over them, so that one layer is compiled.
         rngs: `nnx.Rngs` with a stream `params`, or a default one.
 

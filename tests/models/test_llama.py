@@ -76,7 +76,7 @@ def test_scanned_and_unrolled_layers_are_the_same_model(rng):
 
 
 @pytest.mark.parametrize("scan_layers", first(1, [True, False]), ids=["scan", "unrolled"])
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", first(2, ["full", "offload", "dots"]))
 def test_rematerialisation_changes_no_gradient(remat, scan_layers, rng):
     tokens = random_tokens(rng)
     models = (make_model(remat=r, scan_layers=scan_layers) for r in (remat, "none"))
@@ -95,7 +95,34 @@ def test_scan_compiles_the_layer_once_and_full_remat_keeps_only_layer_inputs():
     scanned, unrolled = compiled(remat="full"), compiled(remat="full", scan_layers=False)
     assert unrolled.as_text().count("dot_general") > 4 * scanned.as_text().count("dot_general")
     bytes_of = lambda lowered: lowered.compile().memory_analysis().temp_size_in_bytes
-    assert bytes_of(scanned) < 0.5 * bytes_of(compiled())
+    assert bytes_of(scanned) < 0.6 * bytes_of(compiled())
+
+
+@pytest.mark.parametrize("glu", [True, False])
+def test_a_layer_keeps_gate_and_up_but_not_their_product(glu):
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1, intermediate_size=72)
+    kernels = KernelOptions(glu=glu)
+    model = nnx.eval_shape(lambda: make_model(config, kernels=kernels, scan_layers=False))
+    graph, params = nnx.split(model.model.layers)
+    x = jax.ShapeDtypeStruct((2, 10, config.hidden_size), jnp.float32)
+    table = jnp.ones((1, 10, config.head_dim))
+    layer = lambda x, params: nnx.merge(graph, params)(x, table, table, None)
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(layer, *args)[1], x, params))
+    assert sum(array.shape == (2, 10, 72) for array in kept) == 2
+
+
+def test_what_is_frozen_costs_less():
+    """A frozen head saves the product for its gradient; a frozen trunk leaves of the backward only that product."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1)
+    graph, params = nnx.split(nnx.eval_shape(lambda: make_model(config, scan_layers=False)))
+    head, trunk = nnx.split_state(params, lambda path, _: "lm_head" in path, ...)
+    tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
+    loss = lambda head, trunk, tokens: nnx.merge(graph, head, trunk)(tokens, labels=tokens).loss
+    flops = lambda f: jax.jit(f).lower(head, trunk, tokens).compile().cost_analysis()["flops"]
+    forward, both, no_head, no_trunk = map(flops, (loss, jax.grad(loss, (0, 1)), jax.grad(loss, 1), jax.grad(loss, 0)))
+    product = 2 * tokens.size * CONFIG.vocab_size * CONFIG.hidden_size
+    np.testing.assert_allclose((both - no_head) / product, 1.0, atol=0.1)
+    np.testing.assert_allclose((no_trunk - forward) / product, 1.0, atol=0.1)
 
 
 @pytest.mark.parametrize("scan_layers", first(1, [True, False]), ids=["scan", "unrolled"])
