@@ -1,6 +1,6 @@
 """Time and memory of the fused loss's modes against their chunk size on one GPU: the evidence behind the defaults.
 
-    python -m benchmarks.token_chunks
+python -m benchmarks.token_chunks
 """
 
 import jax

@@ -14,11 +14,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from liger_jax import ops
+from liger_jax.losses import shifted_labels
+from liger_jax.losses._language_model import IGNORE
 from liger_jax.models import checkpoint, config_json, plain
 from liger_jax.models.blocks import Remat
 from liger_jax.models.common import CausalLMOutput, KernelOptions
 
-IGNORE = -100  # Hugging Face's label of a position that is not scored
 Model = TypeVar("Model", bound="CausalLM")
 
 
@@ -213,27 +214,6 @@ class CausalLM(nnx.Module):
             loss, metrics = plain.cross_entropy(logits, targets, loss_weights, IGNORE, reduction)
             return loss, metrics if return_metrics else None
         return result if return_metrics else (result, None)
-
-
-def shifted_labels(labels: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
-    """Moves labels one position to the left, with -100 at the end of each sequence and segment.
-
-    Args:
-        labels: integer labels, unshifted.
-        segment_ids: ids of packed segments.
-
-    Returns:
-        Labels for `shift_labels`.
-
-    Example:
-        >>> shifted_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 0, 1, 1]])).tolist()
-        [[6, -100, 8, -100]]
-    """
-    shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE)], axis=1)
-    if segment_ids is None:
-        return shifted
-    goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)))
-    return jnp.where(goes_on, shifted, IGNORE)
 
 
 def attention_segments(

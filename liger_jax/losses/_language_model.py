@@ -1,0 +1,77 @@
+"""The loss of a causal language model from hidden states and a head, whoever made them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from liger_jax.ops import LossMetrics, fused_linear_cross_entropy
+
+IGNORE = -100  # Hugging Face's label of a position that is not scored
+
+
+def causal_lm_loss(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "..."],
+    labels: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, LossMetrics]:
+    """The loss of predicting each token from those before it, without logits, for a model of any library.
+
+    Call the model up to its last norm, and take the head's matrix out of its parameters: of Flax's `Linear` or `Dense`
+    it is the kernel, (D, V), whose layout is "dv". Gradients flow to both.
+
+    loss = mean over scored t of −log softmax(hidden[:, t]·headᵀ)[labels[:, t + 1]]
+
+    Args:
+        hidden: hidden states after the last norm, any float dtype.
+        head: (V, D), any float dtype; or (D, V) with `weight_layout="dv"`.
+        labels: token ids in [0, V), unshifted; -100 is not scored, nor is the last position of a sequence.
+        segment_ids: ids of packed segments, whose last positions are not scored either.
+        **options: as `fused_linear_cross_entropy` takes them, such as `bias`, `weight_layout`, `logit_softcap`,
+            `token_weights`, `reduction`, `return_metrics` and `mode`; `ignore_index` is -100.
+
+    Returns:
+        A float32 scalar, or (B, T) with `reduction="none"`; with `return_metrics=True` a pair of it and the metrics.
+
+    Raises:
+        ValueError: `labels` or `segment_ids` have another shape than the positions, or an option is refused.
+        TypeError: an option is unknown, or an array of another dtype.
+
+    Example:
+        >>> model = jax.random.normal(jax.random.key(0), (5, 8)), jnp.zeros((8, 5))  # an embedding and a Flax kernel
+        >>> tokens = jnp.array([[1, 2, 3, 4]])
+        >>> causal_lm_loss(model[0][tokens], model[1], tokens, weight_layout="dv")
+        Array(1.609, dtype=float32)
+    """
+    for name, x in dict(labels=labels, segment_ids=segment_ids).items():
+        if x is not None and x.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"causal_lm_loss: {name} has shape {x.shape}; it must be {hidden.shape[:-1]}, one for each position."
+            )
+    targets = shifted_labels(labels, segment_ids)
+    return fused_linear_cross_entropy(hidden, head, targets, ignore_index=IGNORE, **options)
+
+
+def shifted_labels(labels: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
+    """Moves labels one position to the left, with -100 at the end of each sequence and segment.
+
+    Args:
+        labels: integer labels, unshifted.
+        segment_ids: ids of packed segments.
+
+    Returns:
+        The label that each position is scored against.
+
+    Example:
+        >>> shifted_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 0, 1, 1]])).tolist()
+        [[6, -100, 8, -100]]
+    """
+    shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE)], axis=1)
+    if segment_ids is None:
+        return shifted
+    goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)))
+    return jnp.where(goes_on, shifted, IGNORE)

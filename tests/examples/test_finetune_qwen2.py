@@ -1,0 +1,80 @@
+"""The fine-tuning example on a tiny checkpoint: it learns, goes on where it stopped, and leaves a model."""
+
+import json
+import re
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from examples import finetune_qwen2
+from liger_jax.models import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+WORDS = ["one", "two", "three", "four", "five"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder with a checkpoint, its tokenizer and a text in which each word tells the next."""
+    folder = tmp_path_factory.mktemp("source")
+    config = Qwen2Config(
+        vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config, rngs=nnx.Rngs(0)).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: i + 3 for i, word in enumerate(WORDS)}, unk_token="one"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "text.txt").write_text(" ".join(WORDS * 40))
+    return folder
+
+
+@pytest.fixture
+def tune(source, tmp_path, capsys):
+    def run(*arguments, out="run", data=("--data",)):
+        data = [*data, str(source / "text.txt")] if data == ("--data",) else data
+        sizes = ["--batch=2", "--length=16", "--learning-rate=0.03", f"--out={tmp_path / out}"]
+        finetune_qwen2.main([f"--model={source}", *data, *sizes, *arguments])
+        return capsys.readouterr()
+
+    return run
+
+
+def log_of(folder):
+    newest = max((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    return json.loads((newest / "log" / "metadata").read_text())
+
+
+def test_it_learns_and_goes_on_where_it_stopped(tune, tmp_path):
+    printed = tune("--steps=24", out="whole")
+    assert "train_mean_token_accuracy" in printed.err and "24/24" in printed.err
+    first, last = map(float, re.search(r"24 steps; loss ([\d.]+) → ([\d.]+)", printed.out).groups())
+    assert last < 0.5 * first
+    tune("--steps=10")
+    tune("--steps=24")
+    logs = [log_of(tmp_path / out / "checkpoints") for out in ("run", "whole")]
+    np.testing.assert_array_equal(logs[0]["loss"], logs[1]["loss"])
+    accuracy = logs[0]["train_mean_token_accuracy"]
+    assert accuracy[0] < 0.5 < accuracy[-1] <= 1.0
+    whole, resumed = (AutoModelForCausalLM.from_pretrained(tmp_path / out / "model") for out in ("whole", "run"))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(resumed), nnx.state(whole))
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
+
+
+def test_a_hugging_face_dataset_is_read_by_its_column(tune, monkeypatch):
+    def load_dataset(name, subset, split):
+        assert (name, subset, split) == ("org/words", "small", "train")
+        return {"story": [" ".join(WORDS * 8), "", " ".join(WORDS * 8)]}
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    data = ["--dataset=org/words", "--subset=small", "--column=story"]
+    assert "1 steps" in tune("--steps=1", data=data).out
+
+
+def test_a_text_shorter_than_a_sequence_is_refused(tune):
+    with pytest.raises(ValueError, match="The text has 200 tokens; --length=512 of them are the least"):
+        tune("--length=512")

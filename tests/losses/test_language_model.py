@@ -1,0 +1,91 @@
+"""`causal_lm_loss` serves models of any library by hidden states and head."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from liger_jax.losses import causal_lm_loss
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+V, D = 53, 16
+
+
+class Linen(linen.Module):
+    def setup(self):
+        self.embed, self.lm_head = linen.Embed(V, D), linen.Dense(V, bias_init=linen.initializers.normal(0.5))
+
+    def hidden(self, tokens):
+        return jnp.tanh(jnp.cumsum(self.embed(tokens), axis=1))
+
+    def __call__(self, tokens):
+        return self.lm_head(self.hidden(tokens))
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(V, D, rngs=nnx.Rngs(0))
+
+    def hidden(self, tokens):
+        return jnp.tanh(jnp.cumsum(self.embed(tokens), axis=1))
+
+
+def on_logits(logits, labels, scored):
+    """The mean over positions (B, T − 1) that are scored, by optax."""
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits[:, :-1], jnp.maximum(labels[:, 1:], 0))
+    return jnp.sum(losses * scored) / jnp.sum(scored)
+
+
+@pytest.fixture
+def tokens(rng):
+    return jnp.asarray(rng.integers(0, V, (2, 11)))
+
+
+def assert_same(ours, other, params):
+    (value, grads), (expected, true_grads) = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, other))
+    close(value, expected)
+    jax.tree.map(close, grads, true_grads)
+
+
+def test_a_linen_model_with_a_dense_head_gets_the_loss_and_gradients_of_its_logits(tokens):
+    params = Linen().init(jax.random.key(0), tokens)["params"]
+    labels = tokens.at[0, 3].set(-100)
+
+    def ours(params):
+        hidden, head = Linen().apply({"params": params}, tokens, method="hidden"), params["lm_head"]
+        return causal_lm_loss(hidden, head["kernel"], labels, weight_layout="dv", bias=head["bias"])
+
+    assert_same(ours, lambda p: on_logits(Linen().apply({"params": p}, tokens), labels, labels[:, 1:] >= 0), params)
+
+
+def test_both_gradients_of_a_tied_nnx_embedding_add_up_and_segments_end(tokens):
+    graph, params = nnx.split(Tied())
+    segments = jnp.asarray([[0] * 4 + [1] * 7, [0] * 11])
+
+    def ours(params):
+        model = nnx.merge(graph, params)
+        return causal_lm_loss(model.hidden(tokens), model.embed.embedding[...], tokens, segment_ids=segments)
+
+    def other(params):
+        model = nnx.merge(graph, params)
+        return on_logits(model.embed.attend(model.hidden(tokens)), tokens, segments[:, 1:] == segments[:, :-1])
+
+    assert_same(ours, other, params)
+
+
+def test_options_of_the_fused_loss_pass_through(tokens):
+    hidden, head = jnp.ones((2, 11, D)), jnp.ones((V, D))
+    loss, metrics = causal_lm_loss(hidden, head, tokens, return_metrics=True, reduction="sum")
+    close(loss, 20 * np.log(V))
+    assert metrics.num_tokens == 20
+
+
+@pytest.mark.parametrize("name", ["labels", "segment_ids"])
+def test_a_shape_that_is_not_the_positions_is_refused(name, tokens, unchecked_types):
+    wrong = {"labels": tokens, **{name: tokens[:, 1:]}}
+    with pytest.raises(ValueError, match=rf"{name} has shape \(2, 10\); it must be \(2, 11\), one for each position"):
+        causal_lm_loss(jnp.ones((2, 11, D)), jnp.ones((V, D)), **wrong)
