@@ -4,13 +4,14 @@ import dataclasses
 import operator
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from liger_jax import ops
@@ -43,29 +44,36 @@ class CausalLM(nnx.Module):
         *,
         dtype: Any = None,
         param_dtype: Any = None,
+        mesh: Mesh | None = None,
+        partition_specs: Callable[[str, tuple[int, ...]], PartitionSpec] | Any = None,
         kernels: KernelOptions = KernelOptions(),
         remat: Remat = "none",
         scan_layers: bool = True,
     ) -> Model:
         """A model with the weights of a Hugging Face checkpoint: config.json and safetensors, one file or many.
 
-        Each parameter is read by itself: a host holds one of them beside the model.
+        Each parameter is read by itself, to its place: a host holds one of them beside the model, and on a mesh of
+        several hosts only the parts of its own devices.
 
         Args:
             path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads.
             dtype: of the computation; `None` for the parameters'.
             param_dtype: of the parameters; `None` for what config.json says, or float32.
+            mesh: where the parameters go; `None` for the default device.
+            partition_specs: how each is split over the mesh: a function of its name, such as
+                "model.layers.layers.mlp.up_proj.kernel", and its shape, that returns a `PartitionSpec`; or a pytree
+                of them, as `nnx.state(model)` has its parameters; `None` for whole ones on every device.
             kernels: as the constructor takes them.
             remat: likewise.
             scan_layers: likewise.
 
         Returns:
-            The model, on the default device.
+            The model.
 
         Raises:
             FileNotFoundError: no such folder, or no config.json or safetensors in it. Pickled weights are not read.
             ValueError: fields of config.json that the model does not support, or tensors that are missing, left over or
-                of another shape: all of them are listed.
+                of another shape: all of them are listed. Or `partition_specs` do not fit the parameters.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
         folder = checkpoint.find(path_or_id)
@@ -84,7 +92,9 @@ class CausalLM(nnx.Module):
         )
         # A tied head may be there once more, and old checkpoints hold what the rotary embedding computes.
         ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
-        return checkpoint.read(folder, *nnx.split(nnx.eval_shape(make)), ignored=ignored)
+        graph, state = nnx.split(nnx.eval_shape(make))
+        shardings = checkpoint.shardings_of(mesh, partition_specs, state)
+        return checkpoint.read(folder, graph, state, shardings=shardings, ignored=ignored)
 
     def save_pretrained(
         self,

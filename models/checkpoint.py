@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -42,30 +43,31 @@ class Tensors:
 
 def tensors_of(path: tuple[Any, ...], parameter: Any) -> Tensors:
     """The tensors of the parameter at this path of a model's state."""
-    *modules, leaf = (str(part) for part in path)
+    *modules, leaf = map(str, path)
+    transposed = leaf == "kernel"
     if leaf not in _LEAVES:
-        modules, leaf = [*modules, leaf], "kernel"
-        transposed = False
-    else:
-        transposed = leaf == "kernel"
-    before, *after = " ".join(modules).split("layers layers")  # a LayerStack and what it holds
-    prefix = before.split()
-    if not after:
-        return Tensors((".".join([*prefix, _LEAVES[leaf]]),), transposed, stacked=False)
-    rest = after[0].split()
-    stacked = not (rest and rest[0].isdigit())
-    numbers = [str(i) for i in range(parameter.shape[0])] if stacked else [rest.pop(0)]
-    names = tuple(".".join([*prefix, "layers", number, *rest, _LEAVES[leaf]]) for number in numbers)
+        modules.append(leaf)
+    leaf = _LEAVES.get(leaf, "weight")
+    if "layers" not in modules:
+        return Tensors((".".join([*modules, leaf]),), transposed, stacked=False)
+    at = modules.index("layers") + 1  # a LayerStack, and at that place its own name for what it holds
+    stack, layer = modules[:at], modules[at + 1 :]
+    stacked = not (layer and layer[0].isdigit())
+    numbers = range(parameter.shape[0]) if stacked else [layer.pop(0)]
+    names = tuple(".".join([*stack, str(number), *layer, leaf]) for number in numbers)
     return Tensors(names, transposed, stacked)
 
 
-def read(folder: pathlib.Path, graphdef: Any, state: Any, *, ignored: tuple[str, ...] = ()) -> Any:
+def read(
+    folder: pathlib.Path, graphdef: Any, state: Any, *, shardings: Any = None, ignored: tuple[str, ...] = ()
+) -> Any:
     """The model whose abstract state this is, each parameter read by itself.
 
     Args:
         folder: holds the safetensors.
         graphdef: of the model.
         state: of the model, of `jax.ShapeDtypeStruct`: the dtypes that the parameters get.
+        shardings: a list of one for each of them; `None` for the default device.
         ignored: names that a checkpoint may hold beside the model's.
 
     Raises:
@@ -82,11 +84,39 @@ def read(folder: pathlib.Path, graphdef: Any, state: Any, *, ignored: tuple[str,
             opened[path] = safe_open(path, framework="numpy").__enter__()
         slice_of = lambda name: opened[files[name]].get_slice(name)
         _check_shapes(folder, wanted, slice_of)
-        parameters = [_parameter(tensors, parameter, slice_of) for tensors, parameter in wanted]
+        parameters = [
+            _parameter(tensors, parameter, sharding, slice_of)
+            for (tensors, parameter), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)
+        ]
     finally:
         for file in opened.values():
             file.__exit__(None, None, None)
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
+
+
+def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[NamedSharding] | None:
+    """One for each parameter of a state, by what `from_pretrained` is given.
+
+    Raises:
+        ValueError: specs without a mesh, or not one for each parameter.
+    """
+    if mesh is None:
+        if partition_specs is not None:
+            raise ValueError("from_pretrained: partition_specs need a mesh: pass mesh=jax.make_mesh(…).")
+        return None
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    if partition_specs is None:
+        specs = [PartitionSpec()] * len(flat)
+    elif callable(partition_specs):
+        specs = [partition_specs(".".join(map(str, _keys(path))), parameter.shape) for path, parameter in flat]
+    else:
+        specs = jax.tree.leaves(partition_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    if len(specs) != len(flat) or not all(isinstance(spec, PartitionSpec) for spec in specs):
+        raise ValueError(
+            f"from_pretrained: partition_specs must give a PartitionSpec for each of the model's {len(flat)} "
+            f"parameters, and gave {specs}."
+        )
+    return [NamedSharding(mesh, spec) for spec in specs]
 
 
 def write(folder: pathlib.Path, model: nnx.Module, config: Mapping[str, Any], *, max_shard_bytes: int) -> None:
@@ -194,17 +224,22 @@ def _check_shapes(folder, wanted, slice_of) -> None:
         raise ValueError(f"from_pretrained: {folder} does not fit the model. Shapes: {'; '.join(wrong)}.")
 
 
-def _parameter(tensors: Tensors, parameter: Any, slice_of: Any) -> jax.Array:
-    """On the device, in the parameter's dtype; on the host it is there once, and each tensor for a moment."""
-    whole = np.empty(parameter.shape, parameter.dtype)
-    for i, name in enumerate(tensors.names):
-        tensor = slice_of(name)[:]
-        part = tensor.T if tensors.transposed else tensor
-        if tensors.stacked:
-            whole[i] = part
-        else:
-            whole[...] = part
-    return jax.device_put(whole)
+def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -> jax.Array:
+    """In its place and dtype; on the host are the parts of this machine's devices, and each tensor's for a moment."""
+
+    def part(index):
+        ranges = [range(*axis.indices(size)) for axis, size in zip(index, parameter.shape, strict=True)]
+        whole = np.empty([len(axis) for axis in ranges], parameter.dtype)
+        of_tensor = [slice(axis.start, axis.stop) for axis in (ranges[1:] if tensors.stacked else ranges)]
+        stored = tuple(of_tensor[::-1] if tensors.transposed else of_tensor)
+        for i, layer in enumerate(ranges[0] if tensors.stacked else [0]):
+            tensor = slice_of(tensors.names[layer])[stored]
+            whole[i if tensors.stacked else ...] = tensor.T if tensors.transposed else tensor
+        return whole
+
+    if sharding is None:
+        return jax.device_put(part([slice(None)] * len(parameter.shape)))
+    return jax.make_array_from_callback(parameter.shape, sharding, part)
 
 
 def _shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:

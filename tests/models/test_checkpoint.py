@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from liger_jax.models import (
@@ -19,6 +21,7 @@ from liger_jax.models import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    checkpoint,
     config_json,
 )
 from liger_jax.models.checkpoint import tensors_of
@@ -148,6 +151,85 @@ def test_rope_of_transformers_4_and_5_and_of_their_predecessors_is_one():
     expected = LlamaConfig(rope_theta=500.0, rope_scaling=Llama3Rope(**scaling))
     assert [read_llama(values) for values in written] == [expected] * 3
     assert read_llama({"rope_scaling": None}) == LlamaConfig()
+
+
+# --- on a mesh --------------------------------------------------------------------------------------------------------
+
+
+MESH = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def split_last(shape):
+    return P(*[None] * (len(shape) - 1), "fsdp") if len(shape) > 1 else P()
+
+
+def specs_by(kind, model):
+    """A rule, a pytree or nothing, and the spec that a kernel of the feed-forward should get from it."""
+    if kind == "rule":
+        return lambda name, shape: P(None, ("data", "fsdp")) if name == "lm_head" else split_last(shape)
+    return jax.tree.map(lambda x: split_last(x.shape), nnx.state(model)) if kind == "pytree" else None
+
+
+@pytest.mark.parametrize("kind", ["rule", "pytree", "none"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_each_parameter_is_read_to_its_shards(kind, scan, tmp_path):
+    model = make_model(scan_layers=scan)
+    model.save_pretrained(tmp_path)
+    options = dict(mesh=MESH, partition_specs=specs_by(kind, model), scan_layers=scan)
+    found = LlamaForCausalLM.from_pretrained(tmp_path, **options)
+    assert_equal_models(found, model)
+    layers = found.model.layers.layers
+    kernel = (layers if scan else layers[1]).mlp.up_proj.kernel[...]
+    split = P() if kind == "none" else split_last(kernel.shape)
+    assert kernel.sharding.is_equivalent_to(NamedSharding(MESH, split), kernel.ndim)
+    if kind == "rule":
+        assert found.lm_head[...].sharding.is_equivalent_to(NamedSharding(MESH, P(None, ("data", "fsdp"))), 2)
+
+
+def test_of_a_sharded_parameter_only_parts_are_read(tmp_path, monkeypatch):
+    make_model().save_pretrained(tmp_path)
+    most, open_file = {}, checkpoint.safe_open
+
+    class Slice:
+        def __init__(self, name, inner):
+            self.name, self.inner, self.get_shape = name, inner, inner.get_shape
+
+        def __getitem__(self, index):
+            part = self.inner[index]
+            most[self.name] = max(most.get(self.name, 0), part.size)
+            return part
+
+    class File:
+        def __init__(self, *args, **options):
+            self.inner = open_file(*args, **options)
+
+        def __enter__(self):
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.inner.__exit__(*error)
+
+        def keys(self):
+            return self.inner.keys()
+
+        def get_slice(self, name):
+            return Slice(name, self.inner.get_slice(name))
+
+    monkeypatch.setattr(checkpoint, "safe_open", File)
+    LlamaForCausalLM.from_pretrained(tmp_path, mesh=MESH, partition_specs=lambda _, shape: split_last(shape))
+    assert most["model.layers.1.mlp.up_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
+    assert most["model.layers.1.mlp.down_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
+    assert most["lm_head.weight"] == CONFIG.vocab_size * CONFIG.hidden_size // 2
+
+
+def test_specs_that_do_not_fit_are_refused(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="partition_specs need a mesh"):
+        LlamaForCausalLM.from_pretrained(tmp_path, partition_specs=lambda name, shape: P())
+    for specs in ({"lm_head": P()}, lambda name, shape: None):
+        with pytest.raises(ValueError, match="a PartitionSpec for each of the model's 12 parameters, and gave"):
+            LlamaForCausalLM.from_pretrained(tmp_path, mesh=MESH, partition_specs=specs)
 
 
 # --- Hugging Face's numbers -------------------------------------------------------------------------------------------
