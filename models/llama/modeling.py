@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from liger_jax.models.blocks import Attention, LayerStack, Remat, RMSNorm, SwiGLU
 from liger_jax.models.causal_lm import CausalLM, attention_segments
 from liger_jax.models.common import KernelOptions
+from liger_jax.models.embedding import embed
 from liger_jax.models.llama.config import LlamaConfig
 from liger_jax.models.llama.params import FIXED
 from liger_jax.ops import rope_table
@@ -113,7 +114,7 @@ class LlamaModel(nnx.Module):
         cos, sin = rope_table(
             positions, self.config.head_dim, theta=self.config.rope_theta, scaling=self.config.rope_scaling
         )
-        x = self.embed_tokens[...].at[input_ids].get(mode="fill", fill_value=jnp.nan).astype(self.dtype)
+        x = embed(self.embed_tokens[...], input_ids, self.dtype)
         x = self.layers(x, cos, sin, attention_segments(segment_ids, attention_mask))
         return self.norm(x)
 
