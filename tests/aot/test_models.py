@@ -1,0 +1,42 @@
+"""What compiled programs of models hold, read in the programs for devices that are not there."""
+
+import pytest
+
+from tests.aot.test_ahead_of_time import need_compiler, run
+
+pytestmark = [pytest.mark.aot, pytest.mark.full]
+
+
+def test_the_two_gradients_of_a_tied_head_share_one_array():
+    """The head's is a product; equal tokens' rows, summed in float32, are scattered into it, and nothing else is."""
+    need_compiler("gpu")
+    script = r"""
+import re
+import jax, jax.numpy as jnp
+from flax import nnx
+from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from tests.aot.targets import compile_for, context, gpu_devices
+device = gpu_devices("NVIDIA H200")[0]
+config = LlamaConfig(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=1,
+                     num_attention_heads=4, tie_word_embeddings=True)
+make = lambda: LlamaForCausalLM(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+graph, params = nnx.split(nnx.eval_shape(make))
+leaves, tree = jax.tree.flatten(params)
+assert [leaf.shape for leaf in leaves].count((4096, 256)) == 1
+
+def gradient(tokens, *leaves):
+    loss = lambda params: nnx.merge(graph, params)(tokens, labels=tokens).loss
+    return jax.grad(loss)(jax.tree.unflatten(tree, leaves))
+
+types = [((2, 256), jnp.int32), *((leaf.shape, leaf.dtype) for leaf in leaves)]
+text = compile_for(gradient, types, device, "gpu").as_text()
+entry = text[text.index("ENTRY"):]
+tables = [line for line in entry.splitlines() if re.search(r"= \(?(bf16|f32)\[4096,256\]", line)]
+tables = [line for line in tables if not re.search(r" (parameter|bitcast|get-tuple-element|tuple)\(", line)]
+assert len(tables) == 2 and "scatter" in tables[1], tables
+product = re.match(r"\s*(%\S+)", tables[0])[1]
+assert f"({product}," in tables[1], tables
+assert re.search(r"scatter\S* = f32\[512,256\]", text), "equal tokens are not summed in float32"
+print("done")
+"""
+    assert "done" in run("-c", script)
