@@ -65,6 +65,7 @@ def test_it_learns_and_goes_on_where_it_stopped(tune, tmp_path):
     assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
 
 
+@pytest.mark.full
 def test_a_hugging_face_dataset_is_read_by_its_column(tune, monkeypatch):
     def load_dataset(name, subset, split):
         assert (name, subset, split) == ("org/words", "small", "train")
