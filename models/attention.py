@@ -196,27 +196,31 @@ def chunked_attention(
     # The gradients of keys and values are summed over chunks in the dtype that the chunks are handed.
     k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
 
-    @functools.partial(jax.checkpoint, static_argnums=(3, 4))
-    def attend(queries, own_segments, start, first, last):
-        """Queries (B, C, K, Q/K, H) from position `start` on, to the keys in [first, last)."""
-        seen_k, seen_v = (x[:, first:last].astype(dtype) for x in (k32, v32))
+    @functools.partial(jax.checkpoint, static_argnums=4)
+    def attend(queries, own_segments, start, first, count):
+        """Queries (B, C, K, Q/K, H) from position `start` on, to `count` keys from `first` on."""
+        seen = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=1)
+        seen_k, seen_v = seen(k32).astype(dtype), seen(v32).astype(dtype)
         scores = scale * jnp.einsum("bckgh,bskh->bkgcs", queries, seen_k, preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        distance = (start + jnp.arange(queries.shape[1]))[:, None] - jnp.arange(first, last)[None]
+        distance = (start + jnp.arange(queries.shape[1]))[:, None] - (first + jnp.arange(count))[None]
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        visible = near[None] & (own_segments[:, :, None] == segments[:, None, first:last])
+        visible = near[None] & (own_segments[:, :, None] == seen(segments)[:, None])
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _HIDDEN), axis=-1)
         return jnp.einsum("bkgcs,bskh->bckgh", weights.astype(dtype), seen_v)
 
-    def span(first_query: int, count: int) -> Any:
-        """`count` whole chunks of queries, one after the other."""
-        end = first_query + count * chunk
-        first_key = 0 if window is None else max(0, first_query - window + 1)
-        in_chunks = lambda x: x[:, first_query:end].reshape(batch, count, chunk, *x.shape[2:]).swapaxes(0, 1)
-        starts = first_query + chunk * jnp.arange(count)
-        out = jax.lax.map(lambda x: attend(*x, first_key, end), (in_chunks(grouped), in_chunks(segments), starts))
-        return out.swapaxes(0, 1).reshape(batch, count * chunk, kv_heads, -1, width)
+    def span(first_query: int, chunks: int) -> Any:
+        """So many whole chunks of queries, one after the other, each with as many keys as the last of them needs."""
+        end = first_query + chunks * chunk
+        keys = end if window is None else min(end, chunk + window - 1)
+        in_chunks = lambda x: x[:, first_query:end].reshape(batch, chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
+        first_key = lambda start: 0 if window is None else jnp.maximum(start + chunk - keys, 0)
+        starts = first_query + chunk * jnp.arange(chunks)
+        out = jax.lax.map(
+            lambda x: attend(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(segments), starts)
+        )
+        return out.swapaxes(0, 1).reshape(batch, chunks * chunk, kv_heads, -1, width)
 
     whole = length // chunk
     step = math.ceil(whole / _SPANS)
@@ -224,5 +228,5 @@ def chunked_attention(
     if length % chunk:
         rest = whole * chunk
         first_key = 0 if window is None else max(0, rest - window + 1)
-        parts.append(attend(grouped[:, rest:], segments[:, rest:], rest, first_key, length))
+        parts.append(attend(grouped[:, rest:], segments[:, rest:], rest, first_key, length - first_key))
     return jnp.concatenate(parts, axis=1).reshape(q.shape)

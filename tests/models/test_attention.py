@@ -1,5 +1,6 @@
 """Which attention runs where, and that what we put around it is right."""
 
+import functools
 import math
 import re
 
@@ -81,14 +82,26 @@ def test_chunks_of_queries_make_no_difference(rng, length, window):
     assert max(errors(chunked_attention, q, k, v, dict(window=window))) < 2e-5
 
 
+def largest_array(compiled):
+    """How many numbers it has."""
+    shapes = re.findall(r"[a-z]+[0-9]*\[([0-9,]+)\]", compiled.as_text())
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
 @pytest.mark.parametrize("options", [{}, dict(window=100), dict(segment_ids=jnp.zeros((1, 2048), jnp.int32))], ids=str)
 def test_nothing_as_large_as_all_scores_exists(options):
     length = 2048
     q, k = (jax.ShapeDtypeStruct((1, length, heads, 8), jnp.bfloat16) for heads in (4, 2))
     loss = lambda q, k, v: jnp.sum(chunked_attention(q, k, v, **options).astype(jnp.float32))
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
-    shapes = re.findall(r"[a-z]+[0-9]*\[([0-9,]+)\]", compiled.as_text())
-    assert max(math.prod(map(int, shape.split(","))) for shape in shapes) < length * length
+    assert largest_array(compiled) < length * length
+
+
+def test_a_window_saves_the_scores_that_nobody_sees():
+    heads, window = 4, 64
+    q, k = (jax.ShapeDtypeStruct((1, 2048, n, 8), jnp.float32) for n in (heads, 2))
+    compiled = jax.jit(functools.partial(chunked_attention, window=window)).lower(q, k, k).compile()
+    assert largest_array(compiled) <= heads * 256 * (256 + window)  # of 256 · 2048 to a head without a window
 
 
 @each_option
