@@ -5,10 +5,21 @@ from typing import Any
 
 from liger_jax.models import checkpoint
 from liger_jax.models.causal_lm import CausalLM
+from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from liger_jax.models.llama import LlamaForCausalLM
+from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
+from liger_jax.models.qwen3 import Qwen3ForCausalLM
 
-_FAMILIES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
+_FAMILIES = {
+    "gemma": GemmaForCausalLM,
+    "gemma2": Gemma2ForCausalLM,
+    "gemma3_text": Gemma3ForCausalLM,
+    "llama": LlamaForCausalLM,
+    "mistral": MistralForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+}
 
 
 class AutoModelForCausalLM:

@@ -1,128 +1,82 @@
-"""The blocks from which the families are put together: norm, gated feed-forward, attention, the stack of layers."""
+"""The blocks from which the families' layers are put together: norm, gated feed-forward, attention."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from liger_jax import ops
-from liger_jax.layers import SwiGLUMLP
+from liger_jax.layers import GeGLUMLP, SwiGLUMLP
 from liger_jax.models import plain
 from liger_jax.models.attention import causal_attention
 from liger_jax.models.common import KernelOptions
-
-Remat = Literal["none", "full", "dots", "offload"]
-
-_INPUT, _ATTENDED = "layer_input", "attended"
-
-
-def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
-    """Whether a result costs more than one pass over memory: all do but norms, gates, rotations and sums."""
-    if primitive.name == "pallas_call":
-        return not any(kind in params["name"] for kind in ("norm", "glu"))
-    if primitive.name == "name":
-        return params["name"] == _ATTENDED
-    is_cudnn = primitive.name.startswith("dot_product_attention")
-    return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
-
-
-# What a layer keeps for the backward. With "none" the gated product, which is a third of what a LLaMA would keep, is
-# made again in the very pass that makes the gate's gradients, and a norm's output in one pass.
-_POLICIES = {
-    "none": _more_than_one_pass,
-    "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-}
+from liger_jax.models.remat import ATTENDED
 
 
 class RMSNorm(nnx.Module):
-    """x/√(mean(x²) + eps)·scale over the last axis, LLaMA's rounding.
+    """x/√(mean(x²) + eps)·(offset + scale) over the last axis.
 
     Args:
-        width: the axis' size, D.
+        width: the axis' size.
         eps: added to the mean square.
-        kernels: whether and how `ops.rms_norm` runs.
+        offset: added to the scale, which starts at 1 − offset.
+        casting_mode: where `ops.rms_norm` rounds, "llama" or "gemma".
+        kernels: whether and how that op runs.
         param_dtype: dtype of the scale.
     """
 
-    def __init__(self, width: int, *, eps: float, kernels: KernelOptions, param_dtype: Any):
-        self.scale = nnx.Param(jnp.ones(width, param_dtype))
-        self.eps, self.kernels = eps, kernels
+    def __init__(
+        self, width: int, *, eps: float, offset: float, casting_mode: str, kernels: KernelOptions, param_dtype: Any
+    ):
+        self.scale = nnx.Param(jnp.full(width, 1.0 - offset, param_dtype))
+        self.eps, self.offset, self.casting_mode, self.kernels = eps, offset, casting_mode, kernels
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        options = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
         if self.kernels.rms_norm:
-            return ops.rms_norm(x, self.scale[...], eps=self.eps, implementation=self.kernels.implementation)
-        return plain.rms_norm(x, self.scale[...], self.eps)
+            return ops.rms_norm(x, self.scale[...], **options, implementation=self.kernels.implementation)
+        return plain.rms_norm(x, self.scale[...], **options)
 
 
-class SwiGLU(SwiGLUMLP):
-    """down(silu(gate(x))·up(x)).
+class _PlainSwiGLU(SwiGLUMLP):
+    def gated(self, gate, up):
+        return plain.swiglu(gate, up)
 
-    Args:
-        width: D.
-        inner_width: F.
-        linear: makes the projections: `linear(in_width, out_width)`.
-        kernels: whether and how `ops.swiglu` runs.
-    """
 
-    def __init__(
-        self, width: int, inner_width: int, *, linear: Callable[[int, int], nnx.Module], kernels: KernelOptions
-    ):
-        super().__init__(width, inner_width, linear=linear, implementation=kernels.implementation)
-        self.kernels = kernels
+class _PlainGeGLU(GeGLUMLP):
+    def gated(self, gate, up):
+        return plain.geglu(gate, up)
 
-    def gated(self, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-        """silu(gate)·up, by the kernel or without.
 
-        Args:
-            gate: (B, T, F), any float dtype.
-            up: (B, T, F), any float dtype.
-
-        Returns:
-            (B, T, F) in up.dtype.
-        """
-        return super().gated(gate, up) if self.kernels.glu else plain.swiglu(gate, up)
+# By the config's gate, and whether it runs as a kernel.
+_MLPS = {
+    ("silu", True): SwiGLUMLP,
+    ("silu", False): _PlainSwiGLU,
+    ("gelu_tanh", True): GeGLUMLP,
+    ("gelu_tanh", False): _PlainGeGLU,
+}
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal self-attention with rotary positions.
+    """Grouped-query causal self-attention with rotary positions, by the sizes and options of a config.
 
     Args:
-        width: D.
-        query_heads: Q.
-        kv_heads: K, a divisor of Q.
-        head_width: H.
-        qkv_bias: whether queries, keys and values have a bias.
-        linear: makes the projections: `linear(in_width, out_width, use_bias=…)`.
-        kernels: whether and how `ops.apply_rope` runs.
+        blocks: makes projections and norms.
     """
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        query_heads: int,
-        kv_heads: int,
-        head_width: int,
-        qkv_bias: bool,
-        linear: Callable[..., nnx.Module],
-        kernels: KernelOptions,
-    ):
-        self.q_proj = linear(width, query_heads * head_width, use_bias=qkv_bias)
-        self.k_proj = linear(width, kv_heads * head_width, use_bias=qkv_bias)
-        self.v_proj = linear(width, kv_heads * head_width, use_bias=qkv_bias)
-        self.o_proj = linear(query_heads * head_width, width, use_bias=False)
-        self.head_width, self.kernels = head_width, kernels
+    def __init__(self, blocks: "Blocks"):
+        config, self.kernels = blocks.config, blocks.kernels
+        width, self.head_width = config.hidden_size, config.head_dim
+        query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = blocks.linear(width, query_width, use_bias=config.qkv_bias)
+        self.k_proj = blocks.linear(width, kv_width, use_bias=config.qkv_bias)
+        self.v_proj = blocks.linear(width, kv_width, use_bias=config.qkv_bias)
+        self.o_proj = blocks.linear(query_width, width)
+        self.q_norm = blocks.norm(self.head_width) if config.qk_norm else None
+        self.k_norm = blocks.norm(self.head_width) if config.qk_norm else None
+        self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping
 
     def __call__(
         self,
@@ -130,66 +84,71 @@ class Attention(nnx.Module):
         cos: Float[Array, "#B T H"],
         sin: Float[Array, "#B T H"],
         segment_ids: Int[Array, "B T"] | None,
+        window: int | None,
     ) -> Float[Array, "B T D"]:
         def heads(y):
             return y.reshape(*y.shape[:2], -1, self.head_width)
 
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.kernels.rope:
             q, k = ops.apply_rope(q, k, cos, sin, implementation=self.kernels.implementation)
         else:
             q, k = plain.apply_rope(q, k, cos, sin)
-        q, k, v = checkpoint_name((q, k, v), _ATTENDED)
-        out = checkpoint_name(causal_attention(q, k, v, segment_ids), _ATTENDED)
+        q, k, v = checkpoint_name((q, k, v), ATTENDED)
+        out = causal_attention(q, k, v, segment_ids, window=window, softcap=self.softcap, scale=self.scale)
+        out = checkpoint_name(out, ATTENDED)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
 
-class LayerStack(nnx.Module):
-    """Equal layers one after the other: a scan over stacked parameters, or a Python loop.
-
-    Both start from the same random numbers. A scan compiles the body once, and holds the gradients of all
-    layers until the optimizer runs.
+class Blocks:
+    """Makes the blocks of one layer as a config asks for them.
 
     Args:
-        make_layer: makes one layer from its `rngs`.
-        length: L.
-        scan: stack the parameters along a leading axis L and scan over it.
-        remat: what a layer keeps for the backward: `"none"` all but norms, gates and sums, which one pass over memory
-            makes again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the
-            host's memory.
-        rngs: source of the layers' keys.
-
-    Raises:
-        ValueError: `remat` is unknown.
+        config: the architecture, a `LlamaConfig` or one that derives from it.
+        kernels: which ops run as kernels.
+        dtype: of the computation.
+        param_dtype: of the parameters.
+        rngs: source of the projections' keys; `None` where only norms are made.
     """
 
-    layers: Any  # one layer with stacked parameters, or an nnx.List of layers
+    def __init__(self, config: Any, kernels: KernelOptions, dtype: Any, param_dtype: Any, rngs: nnx.Rngs | None = None):
+        self.config, self.kernels, self.dtype, self.param_dtype, self.rngs = config, kernels, dtype, param_dtype, rngs
 
-    def __init__(
-        self, make_layer: Callable[[nnx.Rngs], nnx.Module], length: int, *, scan: bool, remat: Remat, rngs: nnx.Rngs
-    ):
-        if remat not in _POLICIES:
-            raise ValueError(f"remat={remat!r} must be one of {list(_POLICIES)}.")
-        keys = jax.random.split(rngs.params(), length)
-        self.scan, self.remat = scan, remat
-        if scan:
-            self.layers = nnx.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys)
-        else:
-            self.layers = nnx.List([make_layer(nnx.Rngs(key)) for key in keys])
+    def linear(self, in_width: int, out_width: int, *, use_bias: bool = False) -> nnx.Linear:
+        """A projection."""
+        return nnx.Linear(
+            in_width,
+            out_width,
+            use_bias=use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=nnx.initializers.normal(self.config.initializer_range),
+            rngs=self.rngs,
+        )
 
-    def __call__(self, x: Float[Array, "B T D"], *shared: Any) -> Float[Array, "B T D"]:
-        def layer_call(graphdef):
-            def call(x, state):
-                return nnx.merge(graphdef, state)(checkpoint_name(x, _INPUT), *shared)
+    def norm(self, width: int | None = None) -> RMSNorm:
+        """A norm over D, or over another width."""
+        return RMSNorm(
+            self.config.hidden_size if width is None else width,
+            eps=self.config.rms_norm_eps,
+            offset=self.config.norm_offset,
+            casting_mode=self.config.norm_casting_mode,
+            kernels=self.kernels,
+            param_dtype=self.param_dtype,
+        )
 
-            # A scan's loop keeps the recomputation apart from the forward by itself: no barriers needed.
-            return jax.checkpoint(call, prevent_cse=not self.scan, policy=_POLICIES[self.remat])
+    def attention(self) -> Attention:
+        """Self-attention."""
+        return Attention(self)
 
-        if not self.scan:
-            for layer in self.layers:
-                graphdef, state = nnx.split(layer)
-                x = layer_call(graphdef)(x, state)
-            return x
-        graphdef, stacked = nnx.split(self.layers)
-        call = layer_call(graphdef)
-        return jax.lax.scan(lambda x, state: (call(x, state), None), x, stacked)[0]
+    def mlp(self) -> SwiGLUMLP | GeGLUMLP:
+        """The gated feed-forward."""
+        make = _MLPS[self.config.gate, self.kernels.glu]
+        return make(
+            self.config.hidden_size,
+            self.config.intermediate_size,
+            linear=self.linear,
+            implementation=self.kernels.implementation,
+        )

@@ -18,24 +18,62 @@ from liger_jax import ops
 from liger_jax.losses import shifted_labels
 from liger_jax.losses._language_model import IGNORE
 from liger_jax.models import checkpoint, config_json, plain
-from liger_jax.models.blocks import Remat
 from liger_jax.models.common import CausalLMOutput, KernelOptions
+from liger_jax.models.decoder import Decoder
+from liger_jax.models.remat import Remat
 
 Model = TypeVar("Model", bound="CausalLM")
 
 
 class CausalLM(nnx.Module):
-    """Base of the families' `…ForCausalLM`.
+    """A decoder with a language-model head and its loss: base of the families' `…ForCausalLM`.
 
-    A family sets `model` (token ids to hidden states), `config` and `kernels`, and has a property `head`, (V, D). Its
-    `config_type` and `config_fixed` say how its config stands in a checkpoint (`config_json.read`).
+    A family says what its `layer` is, and by `config_type` and `config_fixed` how its config stands in a checkpoint
+    (`config_json.read`).
+
+    Args:
+        config: the architecture.
+        kernels: which ops run as kernels.
+        dtype: dtype of the computation; norms, rotary embedding, logits and loss round from float32.
+        param_dtype: dtype of the parameters.
+        remat: what each layer keeps for the backward: `"none"` (all that costs), `"full"` (only its input), `"dots"`
+            or `"offload"`.
+        scan_layers: stack the layers' parameters and scan over them, so that a layer is compiled once.
+        rngs: `nnx.Rngs` with a stream `params`, or a default one.
+
+    Raises:
+        ValueError: `remat` is unknown.
     """
 
-    model: Any
-    config: Any
-    kernels: KernelOptions
+    layer: type[nnx.Module]
     config_type: type
     config_fixed: Mapping[str, tuple[Any, ...]]
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        kernels: KernelOptions = KernelOptions(),
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        remat: Remat = "none",
+        scan_layers: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.kernels = config, kernels
+        self.model = Decoder(
+            config,
+            self.layer,
+            kernels=kernels,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            remat=remat,
+            scan_layers=scan_layers,
+            rngs=rngs,
+        )
+        if not config.tie_word_embeddings:
+            normal = nnx.initializers.normal(config.initializer_range)
+            self.lm_head = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
 
     @classmethod
     def from_pretrained(
@@ -121,8 +159,8 @@ class CausalLM(nnx.Module):
 
     @property
     def head(self) -> Float[Array, "V D"]:
-        """The head's weight; each family has its own."""
-        raise NotImplementedError
+        """The head's weight: the embedding's where the two are tied."""
+        return self.model.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head[...]
 
     def __call__(
         self,
@@ -188,7 +226,7 @@ class CausalLM(nnx.Module):
 
     def _predict(self, hidden, return_logits, return_metrics):
         """The result without labels."""
-        logits = head_logits(hidden, self.head) if return_logits else None
+        logits = self._logits(hidden) if return_logits else None
         metrics = None
         if return_metrics:
             _, metrics = self._loss(hidden, logits, jnp.zeros(hidden.shape[:-1], jnp.int32), None, "mean", True)
@@ -199,12 +237,16 @@ class CausalLM(nnx.Module):
     def _score(self, hidden, targets, loss_weights, loss_normalizer, return_logits, return_metrics):
         """The result with labels."""
         with_logits = return_logits or not self.kernels.fused_linear_cross_entropy
-        logits = head_logits(hidden, self.head) if with_logits else None
+        logits = self._logits(hidden) if with_logits else None
         reduction = "mean" if loss_normalizer is None else "sum"
         loss, metrics = self._loss(hidden, logits, targets, loss_weights, reduction, return_metrics)
         if loss_normalizer is not None:
             loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
         return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)
+
+    def _logits(self, hidden):
+        logits, softcap = head_logits(hidden, self.head), self.config.final_logit_softcapping
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
     def _loss(self, hidden, logits, targets, loss_weights, reduction, return_metrics):
         """(loss, metrics or None) from the logits where there are any, else from hidden states and head."""
@@ -217,7 +259,10 @@ class CausalLM(nnx.Module):
             implementation=kernels.implementation,
         )
         if logits is None:
-            result = ops.fused_linear_cross_entropy(hidden, self.head, targets, mode=kernels.mode, **options)
+            softcap = self.config.final_logit_softcapping
+            result = ops.fused_linear_cross_entropy(
+                hidden, self.head, targets, logit_softcap=softcap, mode=kernels.mode, **options
+            )
         elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
             result = ops.cross_entropy(logits, targets, **options)
         else:
@@ -226,25 +271,6 @@ class CausalLM(nnx.Module):
         return result if return_metrics else (result, None)
 
 
-def attention_segments(
-    segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
-) -> Int[Array, "B T"] | None:
-    """Merges padding into the segments: padding is a segment of its own, so that no row is fully masked.
-
-    Args:
-        segment_ids: ids ≥ 0 of packed segments.
-        attention_mask: 0 or False where a token is padding.
-
-    Returns:
-        Ids of what may see each other, −1 for padding; `None` where all may.
-
-    Example:
-        >>> attention_segments(None, jnp.array([[1, 1, 0]])).tolist()
-        [[0, 0, -1]]
-    """
-    if attention_mask is None:
-        return segment_ids
-    return jnp.where(attention_mask.astype(bool), 0 if segment_ids is None else segment_ids, -1)
 
 
 @jax.custom_vjp

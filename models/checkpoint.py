@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal checkpoint
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
 
 
@@ -74,15 +75,19 @@ def read(
         ValueError: a list of all names that are missing or left over and all shapes that differ.
         FileNotFoundError: there are no safetensors.
     """
-    files = _files(folder)
+    places = _places(folder)
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
     wanted = [(tensors_of(_keys(path), parameter), parameter) for path, parameter in flat]
-    _check_names(folder, files, wanted, ignored)
+    _check_names(folder, places, wanted, ignored)
     opened: dict[pathlib.Path, Any] = {}
     try:
-        for path in dict.fromkeys(files.values()):
+        for path in dict.fromkeys(path for path, _ in places.values()):
             opened[path] = safe_open(path, framework="numpy").__enter__()
-        slice_of = lambda name: opened[files[name]].get_slice(name)
+
+        def slice_of(name):
+            path, name_there = places[name]
+            return opened[path].get_slice(name_there)
+
         _check_shapes(folder, wanted, slice_of)
         parameters = [
             _parameter(tensors, parameter, sharding, slice_of)
@@ -170,7 +175,7 @@ def find(path_or_id: str | pathlib.Path) -> pathlib.Path:
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """config.json.
+    """config.json; of a multimodal model what it says of the language part.
 
     Raises:
         FileNotFoundError: there is none.
@@ -178,13 +183,28 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint.")
-    return json.loads(path.read_text(encoding="utf8"))
+    values = json.loads(path.read_text(encoding="utf8"))
+    shared = {name: values[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in values}
+    return shared | values["text_config"] if "text_config" in values else values
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """Names and numbers on the way to a leaf; the variable's own value has none."""
     parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
     return tuple(part for part in parts if part not in (None, "value"))
+
+
+def _places(folder: pathlib.Path) -> dict[str, tuple[pathlib.Path, str]]:
+    """By a tensor's name in a language model, its file and its name there.
+
+    A multimodal checkpoint names its language part, "language_model.model.…" or "model.language_model.…", and all that
+    the name does not stand in is of other parts, but for the head.
+    """
+    files = _files(folder)
+    if not any(_LANGUAGE_PART in name for name in files):
+        return {name: (file, name) for name, file in files.items()}
+    own = {name: name.replace(_LANGUAGE_PART, "", 1) for name in files if _LANGUAGE_PART in name or name == _HEAD}
+    return {own_name: (files[name], name) for name, own_name in own.items()}
 
 
 def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -203,9 +223,9 @@ def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     raise FileNotFoundError(f"from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}.{hint}")
 
 
-def _check_names(folder, files, wanted, ignored) -> None:
+def _check_names(folder, places, wanted, ignored) -> None:
     names = {name for tensors, _ in wanted for name in tensors.names}
-    missing, left = sorted(names - set(files)), sorted(set(files) - names)
+    missing, left = sorted(names - set(places)), sorted(set(places) - names)
     left = [name for name in left if not name.endswith(ignored)] if ignored else left
     if missing or left:
         raise ValueError(

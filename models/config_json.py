@@ -24,18 +24,29 @@ def read(values: Mapping[str, Any], config_type: type[Config], fixed: Mapping[st
     Raises:
         ValueError: a list of all fields whose values the model does not support.
     """
-    rope, problems = _rope_of(values)
+    rope, problems = _ropes_of(values)
     problems += [
         f"{name}={values[name]!r} must be {allowed[0]!r}"
         for name, allowed in fixed.items()
         if name in values and values[name] not in allowed
     ]
-    if set(values.get("layer_types") or ()) - {"full_attention"}:
-        problems.append(f"layer_types={values['layer_types']!r} must all be 'full_attention'")
     if problems:
-        raise ValueError(f"{config_type.__name__} cannot be had from this config.json: {'; '.join(problems)}.")
-    fields = {field.name for field in dataclasses.fields(config_type)} - {"rope_scaling", "rope_theta"}
-    return config_type(**{name: values[name] for name in fields if name in values}, **rope)
+        raise ValueError(_cannot(config_type, "; ".join(problems)))
+    fields = {field.name for field in dataclasses.fields(config_type)}
+    read_as_is = fields - {"rope_theta", "rope_local_base_freq", "rope_scaling", "layer_types"}
+    arguments = {name: values[name] for name in read_as_is if name in values}
+    arguments |= {name: value for name, value in rope.items() if name in fields}
+    layer_types = values.get("layer_types")
+    if layer_types and "layer_types" in fields:
+        arguments["layer_types"] = tuple(layer_types)
+    config: Any = config_type(**arguments)
+    if layer_types and tuple(layer_types) != config.layer_types:
+        raise ValueError(_cannot(config_type, f"layer_types={layer_types!r} must be {list(config.layer_types)!r}"))
+    return config
+
+
+def _cannot(config_type: type, problems: str) -> str:
+    return f"{config_type.__name__} cannot be had from this config.json: {problems}."
 
 
 def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, dtype: str) -> dict[str, Any]:
@@ -61,12 +72,29 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     return {"architectures": [architecture], "torch_dtype": dtype, **always, **values}
 
 
-def _rope_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Arguments `rope_theta` and `rope_scaling`, and what is wrong with them.
+def _ropes_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Arguments `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and what is wrong with them.
 
-    transformers 5 has both in `rope_parameters`, 4 has `rope_theta` and `rope_scaling`, whose type was called `type`.
+    transformers 5 has the first two in `rope_parameters`, and all three there by types of layers where these differ;
+    4 has fields of these names.
     """
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    parameters = values.get("rope_parameters") or {}
+    if "full_attention" not in parameters:
+        rope, problems = _rope_of(values, dict(parameters or values.get("rope_scaling") or {}))
+        if values.get("rope_local_base_freq") is not None:
+            rope["rope_local_base_freq"] = float(values["rope_local_base_freq"])
+        return rope, problems
+    rope, problems = _rope_of(values, dict(parameters["full_attention"]))
+    local, local_problems = _rope_of({}, dict(parameters.get("sliding_attention") or {}))
+    if "rope_theta" in local:
+        rope["rope_local_base_freq"] = local["rope_theta"]
+    if "rope_scaling" in local:
+        local_problems.append("rope_parameters of 'sliding_attention' must have rope_type='default'")
+    return rope, problems + local_problems
+
+
+def _rope_of(values: Mapping[str, Any], scaling: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Arguments `rope_theta` and `rope_scaling`, and what is wrong with them; the type was once called `type`."""
     theta = scaling.pop("rope_theta", values.get("rope_theta"))
     kind = scaling.pop("type", "default")
     kind = scaling.pop("rope_type", kind)

@@ -7,20 +7,26 @@ from jaxtyping import Array, Float, Int
 from liger_jax.ops import LossMetrics
 
 
-def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
-    """Normalises in float32, rounds to x's dtype, then scales in the wider of the two dtypes (LLaMA's order).
+def rms_norm(
+    x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float, offset: float, casting_mode: str
+) -> Float[Array, "*rows D"]:
+    """Normalises and scales; the mean square and its root are float32.
 
     Args:
         x: float array.
         scale: one factor per column, in any float dtype.
         eps: added to the mean square.
+        offset: added to the scale.
+        casting_mode: "llama" rounds to x's dtype before the scale, in the wider of the two dtypes; "gemma" after it.
 
     Returns:
         An array like `x`.
     """
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed.astype(x.dtype) * scale).astype(x.dtype)
+    if casting_mode == "gemma":
+        return (normed * (offset + scale.astype(jnp.float32))).astype(x.dtype)
+    return (normed.astype(x.dtype) * (offset + scale)).astype(x.dtype)
 
 
 def apply_rope(
@@ -61,6 +67,19 @@ def swiglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[
         An array like `gate`.
     """
     return jax.nn.silu(gate.astype(jnp.float32)).astype(gate.dtype) * up
+
+
+def geglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+    """gelu(gate)·up with gelu by tanh in float32.
+
+    Args:
+        gate: float array.
+        up: float array of the same shape and dtype.
+
+    Returns:
+        An array like `gate`.
+    """
+    return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype) * up
 
 
 def cross_entropy(

@@ -47,7 +47,31 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+
+    # What other families have otherwise, as constants or as fields of their configs.
     qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+    norm_offset: ClassVar[float] = 0.0
+    norm_casting_mode: ClassVar[str] = "llama"
+    gate: ClassVar[str] = "silu"
+    embedding_scale: ClassVar[float | None] = None
+    attention_scale: ClassVar[float | None] = None  # 1/√H
+    attn_logit_softcapping: ClassVar[float | None] = None
+    final_logit_softcapping: ClassVar[float | None] = None
+    sliding_window: ClassVar[int | None] = None
+    layer_types: ClassVar[tuple[str, ...] | None] = None  # of each layer; never None in an instance
+
+    def type_of_layer(self, i: int) -> str:
+        """"full_attention" or "sliding_attention", for a layer of which no `layer_types` says it."""
+        return "full_attention"
+
+    def window_of(self, layer_type: str) -> int | None:
+        """How many positions a layer of this type sees, its own included; `None` for all before it."""
+        return self.sliding_window if layer_type == "sliding_attention" else None
+
+    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
+        """Base and scaling of the rotary embedding in layers of this type."""
+        return self.rope_theta, self.rope_scaling
 
     def __post_init__(self):
         kv_heads = self.num_key_value_heads or self.num_attention_heads
@@ -66,3 +90,16 @@ class LlamaConfig:
             raise ValueError(f"{type(self).__name__}: head_dim={head_dim} must be even: RoPE rotates halves of a head.")
         object.__setattr__(self, "num_key_value_heads", kv_heads)
         object.__setattr__(self, "head_dim", head_dim)
+        self._set_layer_types()
+
+    def _set_layer_types(self):
+        name, num_layers = type(self).__name__, self.num_hidden_layers
+        types = tuple(self.layer_types or map(self.type_of_layer, range(num_layers)))
+        if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"{name}: layer_types={types} must be a 'full_attention' or 'sliding_attention' for each of "
+                f"num_hidden_layers={num_layers}. Pass None for the family's own."
+            )
+        if "sliding_attention" in types and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(f"{name}: sliding_window={self.sliding_window} must be positive, since layers slide.")
+        object.__setattr__(self, "layer_types", types)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: LLaMA with biases in the projections to queries, keys and values."""
+"""Qwen2 and Qwen2.5: LLaMA with biases in the projections to queries, keys and values, and perhaps sliding windows."""
 
 import dataclasses
 from typing import ClassVar
@@ -9,7 +9,16 @@ from liger_jax.models.qwen2.params import FIXED
 
 @dataclasses.dataclass(frozen=True)
 class Qwen2Config(LlamaConfig):
-    """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for Qwen2, and no sliding windows.
+    """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for Qwen2, and these.
+
+    Args:
+        use_sliding_window: whether layers slide where `layer_types` says nothing.
+        max_window_layers: how many layers then have full attention; those after them slide.
+        sliding_window: how many positions a sliding layer sees, its own included.
+        layer_types: of each layer, "full_attention" or "sliding_attention".
+
+    Raises:
+        ValueError: as `LlamaConfig`, or layer types that are not one of these to a layer.
 
     Example:
         >>> Qwen2Config(hidden_size=896, num_attention_heads=14, num_key_value_heads=2).head_dim
@@ -19,11 +28,21 @@ class Qwen2Config(LlamaConfig):
     vocab_size: int = 151936
     intermediate_size: int = 22016
     max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+
     qkv_bias: ClassVar[bool] = True
+
+    def type_of_layer(self, i: int) -> str:
+        """After so many layers the others may slide."""
+        slides = self.use_sliding_window and self.sliding_window and i >= self.max_window_layers
+        return "sliding_attention" if slides else "full_attention"
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Qwen2 with a language-model head and its loss; arguments and call as `LlamaForCausalLM`'s.
+    """Qwen2 with a language-model head and its loss; arguments and call are `CausalLM`'s, with a `Qwen2Config`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -5,7 +5,6 @@ from typing import Any
 FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen2",),
     "hidden_act": ("silu", "swish"),
-    "use_sliding_window": (False,),
     "attention_dropout": (0.0,),
     "quantization_config": (None,),
 }

@@ -35,6 +35,9 @@ LLAMA3 = dict(
     original_max_position_embeddings=8,
     rope_theta=500.0,
 )
+GEMMA = dict(head_dim=6, tie_word_embeddings=True)
+# Softcaps that bend, where the family has them, and a scale of the scores that is not the head's.
+WINDOW = dict(sliding_window=5, query_pre_attn_scalar=3)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 6, "num_key_value_heads": 4}),
@@ -53,8 +56,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 6}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "mistral_full": ("Mistral", {"sliding_window": None}),
+    "gemma": ("Gemma", GEMMA),
+    "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "num_hidden_layers": 3}),  # one pattern of two, and one layer left over
+    "gemma2_full": (
+        "Gemma2",
+        {
+            **GEMMA,
+            "layer_types": ["full_attention"] * 2,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3": ("Gemma3", {**GEMMA, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3_pattern": (
+        "Gemma3",
+        {
+            **GEMMA,
+            **WINDOW,
+            "num_hidden_layers": 8,  # one pattern of six, and two layers left over
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
 }
-COMMITTED = ("llama", "qwen2", "llama_tied")
+COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "llama_tied", "gemma", "qwen3", "mistral")
 
 
 class Expected(NamedTuple):
@@ -72,7 +104,8 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     torch.manual_seed(seed)
     family, options = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):

@@ -1,0 +1,195 @@
+"""From token ids to hidden states in every family: the embedding, the stack of layers, the last norm."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from liger_jax.models.blocks import Blocks
+from liger_jax.models.common import KernelOptions
+from liger_jax.models.embedding import embed
+from liger_jax.models.remat import INPUT, POLICIES, Remat
+from liger_jax.ops import rope_table
+
+
+class LayerStack(nnx.Module):
+    """Layers of equal parameters one after the other: a scan over stacked parameters, or a Python loop.
+
+    Layers may be of several kinds, in a pattern that repeats: the scan goes over the pattern's repetitions, and the
+    layers that are left over follow unrolled. Both ways start from the same random numbers. A scan compiles its body
+    once, and holds the gradients of all layers until the optimizer runs.
+
+    Args:
+        make_layer: makes one layer from its `rngs`.
+        kinds: of the L layers.
+        scan: stack the parameters along a leading axis and scan over it.
+        remat: what a layer keeps for the backward: `"none"` all but norms, gates and sums, which one pass over memory
+            makes again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the
+            host's memory.
+        rngs: source of the layers' keys.
+
+    Raises:
+        ValueError: `remat` is unknown.
+    """
+
+    layers: Any  # one layer with stacked parameters, or an nnx.List of layers
+    rest: Any  # the layers after the stacked ones, by their numbers
+
+    def __init__(
+        self,
+        make_layer: Callable[[nnx.Rngs], nnx.Module],
+        kinds: Sequence[str],
+        *,
+        scan: bool,
+        remat: Remat,
+        rngs: nnx.Rngs,
+    ):
+        if remat not in POLICIES:
+            raise ValueError(f"remat={remat!r} must be one of {list(POLICIES)}.")
+        keys = jax.random.split(rngs.params(), len(kinds))
+        self.kinds, self.scan, self.remat = tuple(kinds), scan, remat
+        if not scan:
+            self.layers = nnx.List([make_layer(nnx.Rngs(key)) for key in keys])
+            return
+        stacked = len(kinds) - len(kinds) % max(pattern_length(self.kinds), 1)
+        self.layers = nnx.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys[:stacked])
+        self.rest = nnx.Dict({str(i): make_layer(nnx.Rngs(keys[i])) for i in range(stacked, len(kinds))})
+
+    def __call__(self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]]) -> Float[Array, "B T D"]:
+        """Runs the layers.
+
+        Args:
+            x: hidden states.
+            inputs: by kind, what each layer of that kind takes beside its hidden states.
+
+        Returns:
+            Hidden states.
+        """
+        if self.scan:
+            x = self._scanned(x, inputs)
+            unrolled = [(i, self.rest[str(i)]) for i in sorted(map(int, self.rest))]  # its own order is by name
+        else:
+            unrolled = enumerate(self.layers)
+        for i, layer in unrolled:
+            graphdef, state = nnx.split(layer)
+            x = self._layer_call(graphdef, inputs[self.kinds[i]], prevent_cse=True)(x, state)
+        return x
+
+    def _layer_call(self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool) -> Callable[[Any, Any], Any]:
+        call = lambda x, state: nnx.merge(graphdef, state)(checkpoint_name(x, INPUT), *inputs)
+        return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[self.remat])
+
+    def _scanned(self, x: Any, inputs: Mapping[str, Sequence[Any]]) -> Any:
+        pattern = self.kinds[: pattern_length(self.kinds)]
+        graphdef, stacked = nnx.split(self.layers)
+        # A scan's loop keeps the recomputation apart from the forward by itself: no barriers needed.
+        calls = [self._layer_call(graphdef, inputs[kind], prevent_cse=False) for kind in pattern]
+        groups = jax.tree.map(lambda leaf: leaf.reshape(-1, len(pattern), *leaf.shape[1:]), stacked)
+
+        def group(x, states):
+            for i, call in enumerate(calls):
+                x = call(x, jax.tree.map(lambda leaf, i=i: leaf[i], states))
+            return x, None
+
+        return jax.lax.scan(group, x, groups)[0]
+
+
+def pattern_length(kinds: Sequence[str]) -> int:
+    """The length of the shortest pattern whose repetitions, the last perhaps cut short, give these kinds.
+
+    Args:
+        kinds: of the layers.
+
+    Returns:
+        A number from 1 to `len(kinds)`.
+
+    Example:
+        >>> pattern_length("aabaabaa"), pattern_length("aab"), pattern_length("aaaa")
+        (3, 3, 1)
+    """
+    return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+
+
+def attention_segments(
+    segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
+) -> Int[Array, "B T"] | None:
+    """Merges padding into the segments: padding is a segment of its own, so that no row is fully masked.
+
+    Args:
+        segment_ids: ids ≥ 0 of packed segments.
+        attention_mask: 0 or False where a token is padding.
+
+    Returns:
+        Ids of what may see each other, −1 for padding; `None` where all may.
+
+    Example:
+        >>> attention_segments(None, jnp.array([[1, 1, 0]])).tolist()
+        [[0, 0, -1]]
+    """
+    if attention_mask is None:
+        return segment_ids
+    return jnp.where(attention_mask.astype(bool), 0 if segment_ids is None else segment_ids, -1)
+
+
+class Decoder(nnx.Module):
+    """Token ids to normalised hidden states.
+
+    Args:
+        config: the architecture, a `LlamaConfig` or one that derives from it.
+        layer: the family's layer, made from its `Blocks`.
+        kernels: which ops run as kernels.
+        dtype: of the computation.
+        param_dtype: of the parameters.
+        remat: as `LayerStack` takes it.
+        scan_layers: likewise.
+        rngs: source of all keys.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer: Callable[[Blocks], nnx.Module],
+        *,
+        kernels: KernelOptions,
+        dtype: Any,
+        param_dtype: Any,
+        remat: Remat,
+        scan_layers: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.dtype = config, dtype
+        normal = nnx.initializers.normal(config.initializer_range)
+        self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
+        make_layer = lambda rngs: layer(Blocks(config, kernels, dtype, param_dtype, rngs))
+        self.layers = LayerStack(make_layer, config.layer_types, scan=scan_layers, remat=remat, rngs=rngs)
+        self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        config, length = self.config, input_ids.shape[1]
+        if length > config.max_position_embeddings:
+            raise ValueError(
+                f"input_ids has {length} positions, and max_position_embeddings={config.max_position_embeddings} is "
+                "the most that this model takes. Shorten the sequence, or raise the config's field."
+            )
+        positions = jnp.arange(length)[None] if positions is None else positions
+        segments = attention_segments(segment_ids, attention_mask)
+        inputs = {}
+        for kind in dict.fromkeys(config.layer_types):
+            theta, scaling = config.rope_of(kind)
+            cos, sin = rope_table(positions, config.head_dim, theta=theta, scaling=scaling)
+            inputs[kind] = (cos, sin, segments, config.window_of(kind))
+        x = embed(self.embed_tokens[...], input_ids, self.dtype)
+        if config.embedding_scale is not None:
+            x = x * jnp.asarray(config.embedding_scale, self.dtype)  # rounded as it was in training
+        return self.norm(self.layers(x, inputs))

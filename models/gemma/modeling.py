@@ -1,0 +1,78 @@
+"""Gemma 1, 2 and 3 with NNX, from the blocks that all families share.
+
+What the configs ask of these: embeddings times √D, norms that scale by 1 + w, GeGLU; from Gemma 2 on sliding windows;
+in Gemma 2 softcaps of scores and logits, in Gemma 3 norms of queries and keys and two bases of the rotary embedding.
+"""
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from liger_jax.models.blocks import Blocks
+from liger_jax.models.causal_lm import CausalLM
+from liger_jax.models.gemma.config import Gemma2Config, Gemma3TextConfig, GemmaConfig
+from liger_jax.models.gemma.params import GEMMA, GEMMA2, GEMMA3
+from liger_jax.models.llama.modeling import LlamaLayer
+
+
+class GemmaForCausalLM(CausalLM):
+    """Gemma with a language-model head and its loss; arguments and call are `CausalLM`'s, with a `GemmaConfig`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> config = GemmaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        ...                      num_attention_heads=2, head_dim=4)
+        >>> GemmaForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape
+        (1, 8, 32)
+    """
+
+    layer = LlamaLayer
+    config_type = GemmaConfig
+    config_fixed = GEMMA
+
+
+class Gemma2Layer(nnx.Module):
+    """x + norm(attention(norm(x))), and of that the same with the feed-forward."""
+
+    def __init__(self, blocks: Blocks):
+        self.input_layernorm = blocks.norm()
+        self.self_attn = blocks.attention()
+        self.post_attention_layernorm = blocks.norm()
+        self.pre_feedforward_layernorm = blocks.norm()
+        self.mlp = blocks.mlp()
+        self.post_feedforward_layernorm = blocks.norm()
+
+    def __call__(self, x: Float[Array, "B T D"], *attention_inputs) -> Float[Array, "B T D"]:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *attention_inputs))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Gemma2ForCausalLM(CausalLM):
+    """Gemma 2 with a language-model head and its loss; arguments and call are `CausalLM`'s, with a `Gemma2Config`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> config = Gemma2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        ...                       num_attention_heads=2, num_key_value_heads=1, head_dim=4, sliding_window=4)
+        >>> Gemma2ForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape
+        (1, 8, 32)
+    """
+
+    layer = Gemma2Layer
+    config_type = Gemma2Config
+    config_fixed = GEMMA2
+
+
+class Gemma3ForCausalLM(CausalLM):
+    """Gemma 3 with a language-model head and its loss; arguments and call are `CausalLM`'s, with a `Gemma3TextConfig`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> config = Gemma3TextConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        ...                           num_attention_heads=2, num_key_value_heads=1, head_dim=4, sliding_window=4)
+        >>> Gemma3ForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape
+        (1, 8, 32)
+    """
+
+    layer = Gemma2Layer
+    config_type = Gemma3TextConfig
+    config_fixed = GEMMA3

@@ -1,0 +1,47 @@
+"""Mistral: LLaMA whose layers may all slide."""
+
+import dataclasses
+
+from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
+from liger_jax.models.mistral.params import FIXED
+
+
+@dataclasses.dataclass(frozen=True)
+class MistralConfig(LlamaConfig):
+    """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for Mistral, and this.
+
+    Args:
+        sliding_window: how many positions a layer sees, its own included; `None` for all before it.
+
+    Raises:
+        ValueError: as `LlamaConfig`.
+
+    Example:
+        >>> MistralConfig(num_hidden_layers=1).layer_types, MistralConfig(sliding_window=None).layer_types[0]
+        (('sliding_attention',), 'full_attention')
+    """
+
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = 4096
+
+    def type_of_layer(self, i: int) -> str:
+        """All layers slide, or none."""
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Mistral with a language-model head and its loss; arguments and call are `CausalLM`'s, with a `MistralConfig`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> config = MistralConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        ...                        num_attention_heads=2, num_key_value_heads=1, sliding_window=4)
+        >>> MistralForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape
+        (1, 8, 32)
+    """
+
+    config_type = MistralConfig
+    config_fixed = FIXED

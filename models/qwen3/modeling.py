@@ -1,0 +1,39 @@
+"""Qwen3: Qwen2 with norms of queries and keys where that has biases."""
+
+import dataclasses
+from typing import ClassVar
+
+from liger_jax.models.llama import LlamaForCausalLM
+from liger_jax.models.qwen2 import Qwen2Config
+from liger_jax.models.qwen3.params import FIXED
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3Config(Qwen2Config):
+    """The architecture: `Qwen2Config`'s fields with Hugging Face's defaults for Qwen3.
+
+    Example:
+        >>> Qwen3Config(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8).head_dim
+        128
+    """
+
+    head_dim: int | None = 128
+
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Qwen3 with a language-model head and its loss; arguments and call are `CausalLM`'s, with a `Qwen3Config`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> config = Qwen3Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        ...                      num_attention_heads=2, head_dim=8)
+        >>> Qwen3ForCausalLM(config, rngs=nnx.Rngs(0))(jnp.arange(8).reshape(1, 8)).logits.shape
+        (1, 8, 32)
+    """
+
+    config_type = Qwen3Config
+    config_fixed = FIXED
