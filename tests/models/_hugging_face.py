@@ -35,7 +35,8 @@ LLAMA3 = dict(
     original_max_position_embeddings=8,
     rope_theta=500.0,
 )
-GEMMA = dict(head_dim=6, tie_word_embeddings=True)
+# Without a padding token: PyTorch gives the row of one no gradient, and starts it at zero.
+GEMMA = dict(head_dim=6, tie_word_embeddings=True, pad_token_id=None)
 # Softcaps that bend, where the family has them, and a scale of the scores that is not the head's.
 WINDOW = dict(sliding_window=5, query_pre_attn_scalar=3)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,13 +91,24 @@ COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "llama_tied", "gemma", "qwen3
 
 
 class Expected(NamedTuple):
-    """Of tokens (B, T) with labels (B, T): float32 logits, loss, and gradients by the names of the checkpoint."""
+    """Of tokens (B, T) with labels (B, T): float32 logits, loss, and gradients by the names of the checkpoint.
+
+    And how far the same model is from these in bfloat16, as `rms_error` of its logits and of its gradients.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     logits: np.ndarray
     loss: np.ndarray
+    bfloat16_errors: np.ndarray
     gradients: dict[str, np.ndarray]
+
+
+def rms_error(found: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> float:
+    """The root mean square over all numbers, each as a share of its array's largest."""
+    assert found.keys() == exact.keys()
+    errors = [(np.asarray(x, np.float64) - exact[name]) / np.abs(exact[name]).max() for name, x in found.items()]
+    return float(np.sqrt(np.mean(np.concatenate([error.ravel() for error in errors]) ** 2)))
 
 
 def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
@@ -114,10 +126,18 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (2, 20))
     labels = np.where(rng.random(tokens.shape) < 0.2, -100, tokens)
-    out = model(input_ids=torch.from_numpy(tokens), labels=torch.from_numpy(labels))
-    out.loss.backward()
-    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
-    return Expected(tokens, labels, out.logits.detach().numpy(), out.loss.detach().numpy(), gradients)
+
+    def run(model):
+        out = model(input_ids=torch.from_numpy(tokens), labels=torch.from_numpy(labels))
+        out.loss.backward()
+        gradients = {name: p.grad.float().numpy() for name, p in model.named_parameters()}
+        return out.logits.detach().float().numpy(), out.loss.detach().numpy(), gradients
+
+    logits, loss, gradients = run(model)
+    model.zero_grad()
+    rough_logits, _, rough_gradients = run(model.bfloat16())
+    errors = rms_error({"": rough_logits}, {"": logits}), rms_error(rough_gradients, gradients)
+    return Expected(tokens, labels, logits, loss, np.asarray(errors), gradients)
 
 
 def committed(case: str) -> tuple[pathlib.Path, Expected]:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import json
 
 import jax
@@ -24,15 +22,12 @@ from liger_jax.models import (
     checkpoint,
     config_json,
 )
-from liger_jax.models.checkpoint import tensors_of
 from liger_jax.models.llama.params import FIXED
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
-from tests.models import _hugging_face as hugging_face
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first
 
 read_llama = functools.partial(config_json.read, config_type=LlamaConfig, fixed=FIXED)
-HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 ROPES = [
     None,
     LinearRope(2.0),
@@ -52,28 +47,6 @@ def assert_equal_models(model, expected):
     for name, x in ours.items():
         assert x.dtype == theirs[name].dtype
         assert jnp.array_equal(x[...], theirs[name][...]), name
-
-
-def relative(ours, theirs):
-    return np.abs(np.asarray(ours, np.float64) - theirs).max() / np.abs(theirs).max()
-
-
-def check_numbers(folder, expected: hugging_face.Expected, **options):
-    """Logits, loss and every gradient, as a share of the largest number of each array."""
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    tokens, labels = jnp.asarray(expected.tokens, jnp.int32), jnp.asarray(expected.labels, jnp.int32)
-    assert relative(model(tokens).logits, expected.logits) < 1e-4
-    loss, gradients = nnx.value_and_grad(lambda model: model(tokens, labels=labels).loss)(model)
-    assert relative(loss, expected.loss) < 1e-5
-    found = {}
-    for path, gradient in nnx.to_flat_state(gradients):
-        tensors, gradient = tensors_of(path, gradient), np.asarray(gradient[...])
-        for i, name in enumerate(tensors.names):
-            part = gradient[i] if tensors.stacked else gradient
-            found[name] = part.T if tensors.transposed else part
-    assert found.keys() == expected.gradients.keys()
-    errors = {name: relative(x, expected.gradients[name]) for name, x in found.items()}
-    assert max(errors.values()) < 1e-3, errors
 
 
 # --- both ways --------------------------------------------------------------------------------------------------------
@@ -130,7 +103,7 @@ def test_every_family_reads_its_own_checkpoint_and_no_other(tmp_path):
         LlamaForCausalLM.from_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "mamba"}))
-    with pytest.raises(ValueError, match="model_type='mamba' in .* must be one of .'llama', 'qwen2'."):
+    with pytest.raises(ValueError, match="model_type='mamba' in .* must be one of .'gemma', .*'llama', .*'qwen3'."):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -230,32 +203,6 @@ def test_specs_that_do_not_fit_are_refused(tmp_path):
     for specs in ({"lm_head": P()}, lambda name, shape: None):
         with pytest.raises(ValueError, match="a PartitionSpec for each of the model's 12 parameters, and gave"):
             LlamaForCausalLM.from_pretrained(tmp_path, mesh=MESH, partition_specs=specs)
-
-
-# --- Hugging Face's numbers -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", first(2, hugging_face.COMMITTED))
-def test_numbers_of_committed_checkpoints_are_hugging_face_s(case):
-    check_numbers(*hugging_face.committed(case))
-
-
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="torch or transformers is not installed")
-@pytest.mark.parametrize("case", hugging_face.CASES)
-def test_numbers_of_fresh_checkpoints_are_hugging_face_s(case, tmp_path, rng):
-    check_numbers(tmp_path, hugging_face.make(case, tmp_path, seed=int(rng.integers(2**31))), scan_layers=False)
-
-
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="torch or transformers is not installed")
-@pytest.mark.parametrize("case", hugging_face.CASES)
-def test_hugging_face_computes_the_same_from_what_we_save(case, tmp_path, rng):
-    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    expected = hugging_face.make(case, tmp_path / "theirs", seed=int(rng.integers(2**31)))
-    AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "ours", max_shard_bytes=4000)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").float()
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(expected.tokens)).logits.numpy()
-    assert np.array_equal(logits, expected.logits)
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------

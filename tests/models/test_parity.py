@@ -1,0 +1,134 @@
+"""Hugging Face's numbers, from Hugging Face's checkpoints, in every family."""
+
+import importlib
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from liger_jax.models import AutoModelForCausalLM, Gemma3ForCausalLM
+from liger_jax.models.checkpoint import tensors_of
+from tests.models import _hugging_face as hugging_face
+from tests.ops._oracle import first
+
+HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+live = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="torch or transformers is not installed")
+
+
+def relative(ours, theirs):
+    return np.abs(np.asarray(ours, np.float64) - theirs).max() / np.abs(theirs).max()
+
+
+@nnx.jit
+def run(model, tokens, labels):
+    """Logits, and by the fused loss the loss and its gradients."""
+    loss, gradients = nnx.value_and_grad(lambda model: model(tokens, labels=labels).loss)(model)
+    return model(tokens).logits, loss, gradients
+
+
+def numbers(folder, expected: hugging_face.Expected, **options):
+    """Logits, loss and gradients by the checkpoint's names."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    logits, loss, gradients = run(model, *(jnp.asarray(x, jnp.int32) for x in (expected.tokens, expected.labels)))
+    found = {}
+    for path, gradient in nnx.to_flat_state(gradients):
+        tensors, gradient = tensors_of(path, gradient), np.asarray(gradient[...])
+        for i, name in enumerate(tensors.names):
+            part = gradient[i] if tensors.stacked else gradient
+            found[name] = part.T if tensors.transposed else part
+    assert found.keys() == expected.gradients.keys()
+    return logits, loss, found
+
+
+def check_numbers(folder, expected: hugging_face.Expected, **options):
+    """Logits, loss and every gradient, as a share of the largest number of each array."""
+    logits, loss, gradients = numbers(folder, expected, **options)
+    assert relative(logits, expected.logits) < 1e-4
+    assert relative(loss, expected.loss) < 1e-5
+    errors = {name: relative(x, expected.gradients[name]) for name, x in gradients.items()}
+    assert max(errors.values()) < 1e-3, errors
+
+
+def check_bfloat16(folder, expected: hugging_face.Expected):
+    """Logits and gradients are as near to float32's as Hugging Face's own."""
+    logits, _, gradients = numbers(folder, expected, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    errors = (
+        hugging_face.rms_error({"": logits}, {"": expected.logits}),
+        hugging_face.rms_error(gradients, expected.gradients),
+    )
+    assert np.all(errors <= 1.5 * expected.bfloat16_errors), (errors, expected.bfloat16_errors)
+
+
+@pytest.mark.parametrize("case", first(4, hugging_face.COMMITTED))
+def test_numbers_of_committed_checkpoints_are_hugging_face_s(case):
+    check_numbers(*hugging_face.committed(case))
+
+
+@pytest.mark.parametrize("case", first(1, ("gemma2", *(c for c in hugging_face.COMMITTED if c != "gemma2"))))
+def test_bfloat16_is_as_exact_as_hugging_face_s(case):
+    check_bfloat16(*hugging_face.committed(case))
+
+
+@live
+@pytest.mark.parametrize("case", hugging_face.CASES)
+def test_numbers_of_fresh_checkpoints_are_hugging_face_s(case, tmp_path, rng):
+    expected = hugging_face.make(case, tmp_path, seed=int(rng.integers(2**31)))
+    check_numbers(tmp_path, expected, scan_layers=False)
+    check_bfloat16(tmp_path, expected)
+
+
+@live
+@pytest.mark.parametrize("case", hugging_face.CASES)
+def test_hugging_face_computes_the_same_from_what_we_save(case, tmp_path, rng):
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    expected = hugging_face.make(case, tmp_path / "theirs", seed=int(rng.integers(2**31)))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "ours", max_shard_bytes=4000)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").float()
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(expected.tokens)).logits.numpy()
+    assert np.array_equal(logits, expected.logits)
+
+
+# --- the language part of a multimodal checkpoint ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_part_of_a_multimodal_gemma_3_is_the_model(prefix, tmp_path):
+    folder, _ = hugging_face.committed("gemma3")
+    tensors = {name.replace("model.", prefix, 1): x for name, x in load_file(folder / "model.safetensors").items()}
+    others = {"vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.mm_input_projection_weight"}
+    save_file(tensors | dict.fromkeys(others, np.ones(3, np.float32)), tmp_path / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    text.pop("architectures"), text.pop("dtype")
+    config = {"model_type": "gemma3", "dtype": "bfloat16", "text_config": text, "vision_config": {"hidden_size": 3}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, param_dtype=jnp.float32)
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is Gemma3ForCausalLM and model.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(expected))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).head.dtype == jnp.bfloat16
+
+
+@live
+def test_a_multimodal_gemma_3_of_hugging_face_has_its_numbers(tmp_path, rng):
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    torch.manual_seed(int(rng.integers(2**31)))
+    _, options = hugging_face.CASES["gemma3"]
+    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28)
+    config = transformers.Gemma3Config(
+        text_config={**hugging_face.SIZES, **options, "model_type": "gemma3_text"},
+        vision_config=vision | {"model_type": "siglip_vision_model"},
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).float()
+    model.save_pretrained(tmp_path)
+    tokens = rng.integers(0, 29, (2, 20))
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    assert (
+        relative(AutoModelForCausalLM.from_pretrained(tmp_path)(jnp.asarray(tokens, jnp.int32)).logits, logits) < 1e-4
+    )
