@@ -62,7 +62,7 @@ class LlamaConfig:
     layer_types: ClassVar[tuple[str, ...] | None] = None  # of each layer; never None in an instance
 
     def type_of_layer(self, i: int) -> str:
-        """"full_attention" or "sliding_attention", for a layer of which no `layer_types` says it."""
+        """ "full_attention" or "sliding_attention", for a layer of which no `layer_types` says it."""
         return "full_attention"
 
     def window_of(self, layer_type: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Short trainings of a small LLaMA, to be compared step by step."""
+"""Short trainings of small models, to be compared step by step."""
 
 import functools
 
@@ -8,10 +8,18 @@ import numpy as np
 import optax
 from flax import nnx
 
-from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from liger_jax.models import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    GemmaForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 # Large first weights and plain descent: every op's gradient moves the next loss. Adam would hide a wrong scale.
-CONFIG = LlamaConfig(
+SIZES = dict(
     vocab_size=97,
     hidden_size=32,
     intermediate_size=48,
@@ -20,11 +28,23 @@ CONFIG = LlamaConfig(
     num_key_value_heads=1,
     initializer_range=0.15,
 )
+GEMMA = dict(head_dim=12, sliding_window=5, query_pre_attn_scalar=9)
+FAMILIES = {
+    "llama": (LlamaForCausalLM, SIZES),
+    "qwen2": (Qwen2ForCausalLM, SIZES),
+    "qwen3": (Qwen3ForCausalLM, SIZES | dict(head_dim=16)),
+    "mistral": (MistralForCausalLM, SIZES | dict(sliding_window=5)),
+    "gemma": (GemmaForCausalLM, SIZES | dict(head_dim=12)),
+    "gemma2": (Gemma2ForCausalLM, SIZES | GEMMA | dict(num_hidden_layers=3)),
+    "gemma3": (Gemma3ForCausalLM, SIZES | GEMMA | dict(sliding_window_pattern=2)),
+}
 
 
-def training_losses(kernels, dtype, steps, *, seeds=(0,), change_gradients=lambda gradients: gradients):
+def training_losses(kernels, dtype, steps, *, family="llama", seeds=(0,), change_gradients=lambda gradients: gradients):
     """(seeds, steps): the loss before each step on one batch; a seed always gives the same model and tokens."""
-    make_model = lambda key: LlamaForCausalLM(CONFIG, kernels=kernels, dtype=dtype, rngs=nnx.Rngs(key))
+    model_type, fields = FAMILIES[family]
+    config = model_type.config_type(**fields)
+    make_model = lambda key: model_type(config, kernels=kernels, dtype=dtype, rngs=nnx.Rngs(key))
     graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(0)))
     init = jax.jit(lambda key: nnx.state(make_model(key)))
     optimizer = optax.sgd(0.02, momentum=0.9)
@@ -40,7 +60,7 @@ def training_losses(kernels, dtype, steps, *, seeds=(0,), change_gradients=lambd
     losses = np.empty((len(seeds), steps))
     with jax.default_matmul_precision("highest"):
         for row, seed in zip(losses, seeds, strict=True):
-            tokens = jnp.asarray(np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (2, 16)), jnp.int32)
+            tokens = jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, (2, 16)), jnp.int32)
             params = init(jax.random.key(seed))
             state = (params, optimizer.init(params))
             for i in range(steps):

@@ -11,13 +11,15 @@ import pytest
 
 from liger_jax import ops
 from liger_jax.models import KernelOptions
-from tests.models._convergence import largest_deviation, training_losses, typical_deviation
+from tests.models._convergence import FAMILIES, largest_deviation, training_losses, typical_deviation
+from tests.ops._oracle import first
 
 KERNELS = ("triton", "mosaic_tpu")
 F32_TOLERANCE = 1e-5  # relative, at every step
 BF16_FACTOR = 1.5  # of plain bfloat16's own deviation from float32
 SEEDS = tuple(range(9))
 PLAIN = KernelOptions.off()
+each_family = pytest.mark.parametrize("family", first(1, list(FAMILIES)))
 
 
 @pytest.fixture
@@ -26,8 +28,8 @@ def steps(platform):
 
 
 @functools.cache
-def plain_losses(dtype, steps, seeds=(0,)):
-    return training_losses(PLAIN, dtype, steps, seeds=seeds)
+def plain_losses(dtype, steps, seeds=(0,), family="llama"):
+    return training_losses(PLAIN, dtype, steps, seeds=seeds, family=family)
 
 
 def kernels_of(implementation):
@@ -36,16 +38,18 @@ def kernels_of(implementation):
     return KernelOptions(rope=has_all, glu=has_all, implementation=implementation)
 
 
-def test_float32_losses_with_kernels_follow_plain_ones_at_every_step(implementation, steps):
-    losses = training_losses(kernels_of(implementation), jnp.float32, steps)
+@each_family
+def test_float32_losses_with_kernels_follow_plain_ones_at_every_step(implementation, steps, family):
+    losses = training_losses(kernels_of(implementation), jnp.float32, steps, family=family)
     assert losses[0, -1] < 0.9 * losses[0, 0]  # something was learnt
-    assert largest_deviation(losses, plain_losses(jnp.float32, steps)) <= F32_TOLERANCE
+    assert largest_deviation(losses, plain_losses(jnp.float32, steps, family=family)) <= F32_TOLERANCE
 
 
-def test_bfloat16_losses_with_kernels_deviate_no_more_than_plain_ones(implementation, steps):
-    exact = plain_losses(jnp.float32, steps, SEEDS)
-    losses = training_losses(kernels_of(implementation), jnp.bfloat16, steps, seeds=SEEDS)
-    plain = plain_losses(jnp.bfloat16, steps, SEEDS)
+@each_family
+def test_bfloat16_losses_with_kernels_deviate_no_more_than_plain_ones(implementation, steps, family):
+    exact = plain_losses(jnp.float32, steps, SEEDS, family)
+    losses = training_losses(kernels_of(implementation), jnp.bfloat16, steps, seeds=SEEDS, family=family)
+    plain = plain_losses(jnp.bfloat16, steps, SEEDS, family)
     assert typical_deviation(losses, exact) <= BF16_FACTOR * typical_deviation(plain, exact)
 
 

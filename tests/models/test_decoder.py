@@ -1,0 +1,64 @@
+"""Layers of several kinds, scanned and unrolled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from liger_jax.models.checkpoint import tensors_of
+from liger_jax.models.decoder import LayerStack, pattern_length
+from tests.ops._oracle import first
+
+# Scanned, and one left over; layers left over whose numbers, as words, sort otherwise; one pattern alone; scanned twice.
+PATTERNS = ["aabaaba", "aaaaaaaabaa", "aab", "abab"]
+
+
+class Affine(nnx.Module):
+    """x·w + the kind's input: no two orders of layers and kinds give the same."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(1 + 0.3 * jax.random.normal(rngs.params(), (3, 3)))
+
+    def __call__(self, x, shift):
+        return jnp.tanh(x @ self.kernel[...] + shift)
+
+
+def run(kinds, *, scan, remat="none"):
+    stack = LayerStack(Affine, kinds, scan=scan, remat=remat, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(stack)
+    inputs = {"a": (0.1,), "b": (-0.7,)}
+    loss = lambda params, x: jnp.sum(nnx.merge(graph, params)(x, inputs) ** 2)
+    loss, (gradients, dx) = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, jnp.ones((1, 2, 3)))
+    by_layer = {}
+    for path, gradient in nnx.to_flat_state(nnx.State({"layers": gradients})):
+        tensors = tensors_of(path, gradient)
+        parts = gradient[...] if tensors.stacked else [gradient[...]]
+        by_layer |= dict(zip(tensors.names, parts, strict=True))
+    return loss, dx, by_layer
+
+
+@pytest.mark.parametrize("kinds", first(2, PATTERNS))
+def test_scanned_patterns_are_the_unrolled_layers(kinds):
+    scanned, unrolled = run(kinds, scan=True), run(kinds, scan=False)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), scanned, unrolled)
+    assert set(scanned[2]) == {f"layers.{i}.weight" for i in range(len(kinds))}
+
+
+@pytest.mark.parametrize("remat", first(1, ["full", "dots"]))
+def test_rematerialised_patterns_are_the_same(remat):
+    plain, again = run("aabaaba", scan=True), run("aabaaba", scan=True, remat=remat)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), plain, again)
+
+
+def test_a_pattern_is_compiled_once():
+    stack = LayerStack(Affine, "aab" * 5 + "aa", scan=True, remat="none", rngs=nnx.Rngs(0))
+    program = str(jax.make_jaxpr(lambda x: stack(x, {"a": (0.1,), "b": (-0.7,)}))(jnp.ones((1, 2, 3))))
+    assert program.count("dot_general") == 3 + 2  # the pattern's, and those left over
+
+
+@pytest.mark.parametrize("kinds, length", [("a", 1), ("aaa", 1), ("abab", 2), ("ababa", 2), ("aabaa", 3), ("aabb", 4)])
+def test_the_pattern_is_the_shortest(kinds, length):
+    assert pattern_length(kinds) == length
