@@ -117,7 +117,16 @@ class Blocks:
         self.config, self.kernels, self.dtype, self.param_dtype, self.rngs = config, kernels, dtype, param_dtype, rngs
 
     def linear(self, in_width: int, out_width: int, *, use_bias: bool = False) -> nnx.Linear:
-        """A projection."""
+        """A projection.
+
+        Args:
+            in_width: of what comes.
+            out_width: of what goes.
+            use_bias: whether it adds a bias.
+
+        Returns:
+            A layer whose kernel is (in_width, out_width).
+        """
         return nnx.Linear(
             in_width,
             out_width,
@@ -129,7 +138,14 @@ class Blocks:
         )
 
     def norm(self, width: int | None = None) -> RMSNorm:
-        """A norm over D, or over another width."""
+        """A norm.
+
+        Args:
+            width: of the axis; `None` for D.
+
+        Returns:
+            A layer with a scale.
+        """
         return RMSNorm(
             self.config.hidden_size if width is None else width,
             eps=self.config.rms_norm_eps,
@@ -140,11 +156,19 @@ class Blocks:
         )
 
     def attention(self) -> Attention:
-        """Self-attention."""
+        """Self-attention.
+
+        Returns:
+            A layer from hidden states to what is added to them.
+        """
         return Attention(self)
 
     def mlp(self) -> SwiGLUMLP | GeGLUMLP:
-        """The gated feed-forward."""
+        """The gated feed-forward.
+
+        Returns:
+            A layer from hidden states to what is added to them.
+        """
         make = _MLPS[self.config.gate, self.kernels.glu]
         return make(
             self.config.hidden_size,

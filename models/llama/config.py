@@ -62,15 +62,36 @@ class LlamaConfig:
     layer_types: ClassVar[tuple[str, ...] | None] = None  # of each layer; never None in an instance
 
     def type_of_layer(self, i: int) -> str:
-        """ "full_attention" or "sliding_attention", for a layer of which no `layer_types` says it."""
+        """The type of a layer of which no `layer_types` says it.
+
+        Args:
+            i: the layer's number.
+
+        Returns:
+            The type, "full_attention" or "sliding_attention".
+        """
         return "full_attention"
 
     def window_of(self, layer_type: str) -> int | None:
-        """How many positions a layer of this type sees, its own included; `None` for all before it."""
+        """How many positions a layer sees, its own included.
+
+        Args:
+            layer_type: the layer's.
+
+        Returns:
+            A number, or `None` for all before it.
+        """
         return self.sliding_window if layer_type == "sliding_attention" else None
 
     def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
-        """Base and scaling of the rotary embedding in layers of this type."""
+        """The rotary embedding of a layer.
+
+        Args:
+            layer_type: the layer's.
+
+        Returns:
+            Its base and its scaling.
+        """
         return self.rope_theta, self.rope_scaling
 
     def __post_init__(self):

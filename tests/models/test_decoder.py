@@ -12,7 +12,7 @@ from liger_jax.models.checkpoint import tensors_of
 from liger_jax.models.decoder import LayerStack, pattern_length
 from tests.ops._oracle import first
 
-# Scanned, and one left over; layers left over whose numbers, as words, sort otherwise; one pattern alone; scanned twice.
+# One layer left over; layers left over whose numbers sort otherwise as words; one pattern alone; two patterns.
 PATTERNS = ["aabaaba", "aaaaaaaabaa", "aab", "abab"]
 
 
