@@ -104,7 +104,7 @@ def test_the_language_part_of_a_multimodal_gemma_3_is_the_model(prefix, tmp_path
     others = {"vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.mm_input_projection_weight"}
     save_file(tensors | dict.fromkeys(others, np.ones(3, np.float32)), tmp_path / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
-    text.pop("architectures"), text.pop("dtype")
+    del text["architectures"], text["dtype"]
     config = {"model_type": "gemma3", "dtype": "bfloat16", "text_config": text, "vision_config": {"hidden_size": 3}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, param_dtype=jnp.float32)
