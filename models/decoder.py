@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
             theta, scaling = config.rope_of(kind)
             cos, sin = rope_table(positions, config.head_dim, theta=theta, scaling=scaling)
             inputs[kind] = (cos, sin, segments, config.window_of(kind))
-        x = embed(self.embed_tokens[...], input_ids, self.dtype)
+        x: Any = embed(self.embed_tokens[...], input_ids, self.dtype)
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # rounded as it was in training
         return self.norm(self.layers(x, inputs))

@@ -103,7 +103,7 @@ def test_a_layer_keeps_gate_and_up_but_not_their_product(glu):
     graph, params = nnx.split(model.model.layers)
     x = jax.ShapeDtypeStruct((2, 10, config.hidden_size), jnp.float32)
     table = jnp.ones((1, 10, config.head_dim))
-    layer = lambda x, params: nnx.merge(graph, params)(x, table, table, None)
+    layer = lambda x, params: nnx.merge(graph, params)(x, {"full_attention": (table, table, None, None)})
     kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(layer, *args)[1], x, params))
     assert sum(array.shape == (2, 10, 72) for array in kept) == 2
 
