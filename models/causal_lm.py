@@ -271,8 +271,6 @@ class CausalLM(nnx.Module):
         return result if return_metrics else (result, None)
 
 
-
-
 @jax.custom_vjp
 def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
     """hidden·weightᵀ in float32 from a float32 accumulator, the factors in hidden's dtype.
