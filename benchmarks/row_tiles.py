@@ -3,8 +3,8 @@
     python -m benchmarks.row_tiles [--widths 2048 8192] [--ops rms_norm layer_norm]
 
 Kernel time and the speed of a copy as `benchmarks/_copy_speed.py` has them, on 16,384 rows in bfloat16. A tile is: rows
-a step × warps, for a backward pass × programs a core; for wide rows the largest piece of a row, and "again" where each
-stage reads it again.
+a step × warps, × programs a core where they walk over rows; for wide rows, which are read again to be written, the
+largest piece of a row.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.norms import WIDTHS
 from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels._rows.config import TritonConfig
-from liger_jax.pallas_kernels._tiles import cdiv
+from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_add_rms_norm import triton as fused_triton
 from liger_jax.pallas_kernels.fused_add_rms_norm import xla as fused_xla
 from liger_jax.pallas_kernels.layer_norm import triton as layer_triton
@@ -36,32 +36,39 @@ OPS = {  # kernels, options of forward and backward, rows and columns of forward
 
 
 def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
-    """By name: 4 to 64 elements a thread, and a backward's programs no more than 16 warps a core."""
-    found = {}
-    pieces = [(config.TRITON_MAX_WIDTH, False)] if d <= 8192 else [(2048, True), (4096, True), (4096, False)]
-    for rows, warps, programs, (piece, again) in itertools.product(
-        (1, 2, 4) if d <= 4096 else (1,), (4, 8, 16), (1, 2, 3, 4) if backward else (1,), pieces
-    ):
-        sizes = config.pieces(d, piece)
-        elements = rows * (sizes[0] if again else sum(sizes)) // (32 * warps)
-        if 4 <= elements <= 64 and (not backward or programs * warps <= 16):
+    """By name: 2 to 16 elements of a piece and up to 64 in all for a thread; programs of 32 warps a core at most."""
+    wide, found = d > 8192, {}
+    sizes = [size for size in (256, 512, 1024, 2048, 4096, 8192, 16384) if d <= round_up(d, size) <= 4 * d // 3]
+    sizes = [size for size in sizes if cdiv(d, size) <= (10 if d % size else 2 if d & (d - 1) == 0 else 10)]
+    row_counts = (1, 2, 4) if d <= 1024 else (1, 2) if d <= 4096 else (1,)
+    warp_counts = (8, 16, 32) if wide else (4, 8, 16) if d >= 2048 else (4, 8)
+    walks = (1, 2, 3, 4) if backward else (None, 2, 4)
+    for rows, warps, programs, size in itertools.product(row_counts, warp_counts, walks, sizes):
+        count = cdiv(d, size)
+        elements = rows * size // (32 * warps)
+        if elements * count > 80 or not (4 if d <= 2048 else 2) <= elements <= (16 if count > 1 else 64):
+            continue
+        if programs and programs * warps > (16 if backward and not wide else 32):
+            continue
+        for ahead in (False, True) if wide and programs else (bool(programs),):
             steps = cdiv(ROWS, rows)
-            num_programs = min(steps, programs * config.MULTIPROCESSORS) if backward else steps
-            name = f"{rows} × {warps}" + (f" × {programs}" if backward else "")
-            name += (f", {piece}" if d > 8192 else "") + (", again" if again else "")
+            num_programs = min(steps, programs * config.MULTIPROCESSORS) if programs else steps
+            name = f"{rows} × {warps}" + (f" × {programs}" if programs else "") + f", {count} × {size}"
+            name += ", ahead" if ahead else ""
             found[name] = TritonConfig(
                 rows,
-                sizes,
+                size,
+                count,
                 warps,
                 num_programs,
                 cdiv(steps, num_programs),
-                not again,
-                keeps_columns=backward and not again,
+                loads_ahead=ahead,
+                keeps_columns=bool(programs) and not wide,
             )
     return found
 
 
-def programs(op: str, d: int):
+def programs(op: str, d: int, all_tiles: bool):
     """(direction, name) → a lowered program; and the arrays of each direction."""
     triton, xla, both_options, forward_options, forward_counts, backward_counts = OPS[op]
     shapes = lambda counts: [(ROWS, d)] * counts[0] + [(d,)] * counts[1]
@@ -70,7 +77,7 @@ def programs(op: str, d: int):
     options, default, lowered = {"eps": 1e-6, **both_options}, config.triton_config, {}
     for backward, counts in ((False, forward_counts), (True, backward_counts)):
         direction = "backward" if backward else "forward"
-        for name, tiles in {"XLA": None, "default": None, **tiles_of(d, backward)}.items():
+        for name, tiles in {"XLA": None, "default": None, **(tiles_of(d, backward) if all_tiles else {})}.items():
             kernel, launch = (xla, {}) if name == "XLA" else (triton, {"interpret": False})
             if backward:
                 known = [] if name == "XLA" else sums
@@ -110,7 +117,7 @@ def compiled(lowered):
 
 def measured(op: str, d: int, num_best: int) -> list[list[str]]:
     """Table rows: XLA, the default, and the best tiles of each direction."""
-    lowered = programs(op, d)
+    lowered = programs(op, d, num_best > 0)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         ready = dict(zip(lowered, pool.map(lambda x: compiled(x[0]), lowered.values()), strict=True))
     sets, runs, moved, copies = {}, {}, {}, {}
@@ -146,7 +153,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS))
     parser.add_argument("--ops", nargs="+", choices=tuple(OPS), default=list(OPS))
-    parser.add_argument("--best", type=int, default=3, help="how many tiles are shown")
+    parser.add_argument("--best", type=int, default=3, help="how many tiles are shown; 0 measures the default alone")
     arguments = parser.parse_args()
     command = f"python -m benchmarks.row_tiles --widths {' '.join(map(str, arguments.widths))}"
     lines = []

@@ -13,42 +13,45 @@ TPU_GROUP_SIZE = 2**18  # elements at a time: independent work that hides the la
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """Rows a step, pieces of a row, warps, programs, and steps of each.
+    """Rows a step, pieces of a row, their number, warps, programs, and steps of each.
 
-    keeps_rows: in registers, and the next step's. keeps_columns: these too, rather than read where they are used.
+    loads_ahead: the next step's rows. keeps_columns: in registers, rather than read where they are used.
     """
 
     n_block_size: int
-    d_block_sizes: tuple[int, ...]
+    d_block_size: int
+    num_pieces: int
     num_warps: int
     num_programs: int
     num_steps: int = 1
-    keeps_rows: bool = True
+    loads_ahead: bool = True
     keeps_columns: bool = False
 
     def __post_init__(self) -> None:
-        for size in (self.n_block_size, *self.d_block_sizes):
+        for size in (self.n_block_size, self.d_block_size):
             if size != next_power_of_2(size):
                 raise ValueError(f"{size} must be a power of two: Triton's arrays come in such sizes only.")
 
     @property
-    def d_starts(self) -> tuple[int, ...]:
-        """Where the pieces of a row begin."""
-        return tuple(sum(self.d_block_sizes[:i]) for i in range(len(self.d_block_sizes)))
-
-
-def pieces(d: int, largest: int) -> tuple[int, ...]:
-    """Powers of two that cover d columns with at most a seventh idle: 5,120 is 4,096 + 1,024, not 8,192."""
-    sizes, left = (), d
-    while left > largest or next_power_of_2(left) > max(128, left + d // 7):
-        sizes += (min(largest, previous_power_of_2(left)),)
-        left -= sizes[-1]
-    return (*sizes, max(next_power_of_2(left), 128 if sizes else 1))
+    def width(self) -> int:
+        """Of all pieces."""
+        return self.num_pieces * self.d_block_size
 
 
 def previous_power_of_2(n: int) -> int:
     """The largest that is at most n, and at least 1."""
     return 1 << max(0, n.bit_length() - 1)
+
+
+def piece_size(d: int) -> int:
+    """One piece for a power of two and up to 1,024; otherwise the largest of which at most a seventh is idle in all.
+
+    1,024 at most (4,096 for rows wider than 8,192): a thread then has few elements of each piece at a time.
+    """
+    if d <= 1024 or d <= 8192 and d == next_power_of_2(d):
+        return next_power_of_2(d)
+    sizes = [2**k for k in range(7, 13 if d > 8192 else 11)]
+    return max(size for size in sizes if 7 * (round_up(d, size) - d) <= d)
 
 
 def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int) -> TritonConfig:
@@ -57,25 +60,43 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
     `num_rows` is how many matrices are read, `num_stages` how many sums along a row follow each other, `num_sums` how
     many sums over all rows are made.
     """
-    keeps_rows = d <= 8192
-    d_block_sizes = pieces(d, TRITON_MAX_WIDTH if keeps_rows else 4096)
-    width = sum(d_block_sizes)
-    if not num_sums:
-        # 16 elements a thread, and twice as many where a second sum waits for the first.
-        size = 2048 * max(1, num_stages)
-        n_block_size = min(next_power_of_2(n), max(1, size // next_power_of_2(width)))
-        num_warps = min(16, max(4, previous_power_of_2(4 * n_block_size * width // size)))
-        num_warps = num_warps if keeps_rows else min(16, 8 * num_rows)
-        return TritonConfig(n_block_size, d_block_sizes, num_warps, cdiv(n, n_block_size), keeps_rows=keeps_rows)
-    # On each core 8,192 elements at a time and 16 warps; half of these where registers must hold two sums over rows.
-    n_block_size = min(next_power_of_2(n), 2 if d * num_sums <= 4096 else 1)
-    num_warps = min(16, max(4, next_power_of_2(cdiv(n_block_size * width, 512))))
-    num_warps = 4 if num_sums > 1 and 2048 < d <= 4096 else num_warps
+    wide, d_block_size = d > 8192, piece_size(d)
+    num_pieces = cdiv(d, d_block_size)
+    width = num_pieces * d_block_size
+    rows_of = lambda elements: max(1, previous_power_of_2(elements // width)) if elements > width else 1
+    num_warps_of = lambda elements: min(16, max(4, previous_power_of_2(cdiv(elements, 512))))  # 16 elements a thread
+    if wide:
+        n_block_size, num_warps = 1, 16 if (num_rows, num_sums) in ((1, 0), (2, 1)) else 8
+        programs_a_core = 1 if num_sums else 2 if num_rows > 1 else None
+    elif num_sums:
+        # 16 warps a core: registers hold two steps and the sums.
+        n_block_size = 2 if d <= 2048 else 1
+        num_warps, programs_a_core = num_warps_of(n_block_size * width), max(1, 8192 // (n_block_size * width))
+        if 4096 < width < 8192:
+            num_warps, programs_a_core = {(2, 1): (4, 2), (2, 2): (8, 1)}.get((num_rows, num_sums), (16, 1))
+    elif num_rows > 1:
+        n_block_size = rows_of(2048)
+        num_warps = num_warps_of(n_block_size * width)
+        programs_a_core = None
+    elif num_stages > 1:
+        # The second sum waits for the first: few warps of many elements wait less for each other.
+        n_block_size, num_warps = rows_of(4096), 4
+        programs_a_core = None if 4096 <= d < 8192 else 4
+    else:
+        n_block_size, num_warps = rows_of(4096), 8 if width < 8192 else 16
+        programs_a_core = 32 // num_warps
+    n_block_size = min(next_power_of_2(n), n_block_size)
     tiles = cdiv(n, n_block_size)
-    num_programs = min(tiles, MULTIPROCESSORS * max(1, 8192 // (n_block_size * width)))
-    num_steps = cdiv(tiles, num_programs)
+    num_programs = tiles if programs_a_core is None else min(tiles, programs_a_core * MULTIPROCESSORS)
     return TritonConfig(
-        n_block_size, d_block_sizes, num_warps, num_programs, num_steps, keeps_rows, keeps_columns=keeps_rows
+        n_block_size,
+        d_block_size,
+        num_pieces,
+        num_warps,
+        num_programs,
+        cdiv(tiles, num_programs),
+        loads_ahead=not (wide and num_sums),
+        keeps_columns=not wide and programs_a_core is not None,
     )
 
 

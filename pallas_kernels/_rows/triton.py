@@ -1,9 +1,9 @@
 """A pass over rows in Pallas-Triton (NVIDIA, Ampere and newer).
 
-Memory passes: each row is read once and stays in registers over all stages; a row too wide for that is read again by
-each stage, from the cache. A row is cut into powers of two, Triton's only sizes, so that few lanes idle at widths like
-2,304, 5,120 or 18,432. Without sums over rows, one tile a program. With them, each program walks over rows with float32
-partial sums in registers, loads the next rows while it computes, and the (programs, D) partials are summed outside.
+Memory passes: each row is read once and stays in registers over all stages. It comes in pieces of equal width, a power
+of two as all of Triton's arrays, so that few lanes idle at widths like 2,304, 5,120 or 18,432. A program walks over
+rows and, where registers allow, loads the next ones while it computes. Sums over rows are float32 in registers too, and
+the (programs, D) partial sums are added up outside.
 A forward pass saves its rows' sums: with them a backward has one stage left, and registers for it.
 """
 
@@ -21,9 +21,6 @@ from jax.experimental.pallas import triton as pltriton
 from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
 from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, with_absent
-
-# What tells one reading of a row from another: equal loads would become one, whose values wait in registers.
-_FIRST, _MIDDLE, _LAST = {"eviction_policy": "evict_last"}, {}, {"eviction_policy": "evict_first"}
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:
@@ -44,8 +41,8 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
     )
     program = pl.program_id(0)
     pieces = tuple(
-        (pl.ds(start, size), in_bounds(start, size, d, axis=1) if start + size > d else None)
-        for start, size in zip(tiles.d_starts, tiles.d_block_sizes, strict=True)
+        (pl.ds(start, tiles.d_block_size), in_bounds(start, tiles.d_block_size, d, axis=1) if end > d else None)
+        for start, end in itertools.pairwise(range(0, tiles.width + 1, tiles.d_block_size))
     )
 
     def load_columns(at, mask):
@@ -55,68 +52,73 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
         start = (program + step * tiles.num_programs) * tiles.n_block_size
         return pl.ds(start, tiles.n_block_size), in_bounds(start, tiles.n_block_size, n, axis=0)
 
+    def load_rows(step):
+        rows, in_array = place(step)
+        return [[_load(ref.at[rows, at], _both(in_array, mask)) for ref in row_refs] for at, mask in pieces]
+
     def load_known(step):
         rows, in_array = place(step)
         return [_load(ref.at[rows, :], in_array) for ref in known_refs]
 
-    def load(step, at, mask, **hints):
-        rows, in_array = place(step)
-        return [_load(ref.at[rows, at], _both(in_array, mask), **hints) for ref in row_refs]
+    def column_values(i):
+        return columns[i] if columns else load_columns(*pieces[i])
 
-    def compute(step, kept, known, totals):
-        """Writes the row outputs and returns the sums over rows so far."""
+    def row_sums(rows, stage, sums):
+        terms = [stage(sums, *row, *column_values(i)) for i, row in enumerate(rows)]
+        return tuple(_row_sum(term, [mask for _, mask in pieces]) for term in zip(*terms, strict=True))
 
-        def read(hints):
-            """Piece by piece: what is not kept waits for its turn."""
-            for i, piece in enumerate(pieces):
-                rows = kept[i] if kept else load(step, *piece, **hints)
-                yield [*rows, *(columns[i] if columns else load_columns(*piece))]
-
-        def row_sums(stage, sums, hints):
-            terms = [stage(sums, *piece) for piece in read(hints)]
-            return tuple(_row_sum(term, [mask for _, mask in pieces]) for term in zip(*terms, strict=True))
-
-        rows, in_array = place(step)
+    def all_sums(step, rows, known):
+        """Along the rows of a step; writes those that are saved."""
         sums: Terms = tuple(known)
         if not known:
             before, last = sums, sums
             for stage in row_pass.statistics:
-                before, last = sums, row_sums(stage, sums, _FIRST)
+                before, last = sums, row_sums(rows, stage, sums)
                 sums += last
             if row_pass.rescue is not None:
                 sums += jax.lax.cond(
                     jnp.max((last[0] == jnp.inf).astype(jnp.int32)) > 0,  # not the largest: that may be NaN
-                    lambda: row_sums(row_pass.rescue, before, _MIDDLE),
+                    lambda: row_sums(rows, row_pass.rescue, before),
                     lambda: tuple(jnp.zeros_like(x) for x in last),
                 )
+            at, in_array = place(step)
             for ref, x in zip(saved_refs, sums, strict=True):
-                pltriton.store(ref.at[rows, :], x, mask=in_array)
+                pltriton.store(ref.at[at, :], x, mask=in_array)
         for stage in row_pass.stages:
-            sums += row_sums(stage, sums, _MIDDLE)
+            sums += row_sums(rows, stage, sums)
+        return sums
+
+    def write(step, rows, sums, totals):
+        """The row outputs of a step; returns the sums over rows so far."""
+        at_rows, in_array = place(step)
         new_totals = []
-        for piece, (at, mask), total in zip(read(_LAST), pieces, totals, strict=True):
-            outputs, terms = row_pass.outputs(sums, *piece)
+        for i, ((at, mask), row, total) in enumerate(zip(pieces, rows, totals, strict=True)):
+            outputs, terms = row_pass.outputs(sums, *row, *column_values(i))
             for ref, y in zip(out_refs, outputs, strict=True):
-                pltriton.store(ref.at[rows, at], y.astype(ref.dtype), mask=_both(in_array, mask))
+                pltriton.store(ref.at[at_rows, at], y.astype(ref.dtype), mask=_both(in_array, mask))
             # A row past the end is zeros, and with eps = 0 its normalised self is NaN.
             terms = [jnp.sum(jnp.where(in_array, term, 0.0), axis=0, keepdims=True) for term in terms]
             new_totals.append([x + y for x, y in zip(total, terms, strict=True)])
         return new_totals
 
-    def load_next(i):
-        return [load(i, *piece) for piece in pieces] if tiles.keeps_rows else [], load_known(i)
+    def compute(step, rows, known, totals):
+        return write(step, rows, all_sums(step, rows, known), totals)
 
-    def step(i, carry):
-        rows, totals = carry
-        following = load_next(i + 1)
-        return following, compute(i, *rows, totals)
+    def load(step):
+        return load_rows(step), load_known(step)
+
+    def step_ahead(i, carry):
+        following = load(i + 1)
+        return following, compute(i, *carry[0], carry[1])
 
     columns = [load_columns(*piece) for piece in pieces] if tiles.keeps_columns else []
-    carry = load_next(0), [[jnp.zeros((1, size), jnp.float32) for _ in total_refs] for size in tiles.d_block_sizes]
+    totals = [[jnp.zeros((1, tiles.d_block_size), jnp.float32) for _ in total_refs] for _ in pieces]
     if tiles.num_steps == 1:
-        totals = compute(0, *carry[0], carry[1])
+        totals = compute(0, *load(0), totals)
+    elif tiles.loads_ahead:
+        _, totals = jax.lax.fori_loop(0, tiles.num_steps, step_ahead, (load(0), totals))
     else:
-        _, totals = jax.lax.fori_loop(0, tiles.num_steps, step, carry)
+        totals = jax.lax.fori_loop(0, tiles.num_steps, lambda i, totals: compute(i, *load(i), totals), totals)
     for (at, mask), total in zip(pieces, totals, strict=True):
         for ref, x in zip(total_refs, total, strict=True):
             pltriton.store(ref.at[:, at], x, mask=mask)
@@ -133,10 +135,9 @@ def _load(ref, mask, **hints):
 
 
 def _row_sum(terms, masks):
-    """The sum along rows of pieces, columns behind the last left out; those of one width are added before they are."""
+    """The sum along rows of pieces, columns behind the last left out; pieces are added before their sum is made."""
     terms = [x if mask is None else jnp.where(mask, x, 0.0) for x, mask in zip(terms, masks, strict=True)]
-    alike = [functools.reduce(operator.add, same) for _, same in itertools.groupby(terms, lambda x: x.shape)]
-    return functools.reduce(operator.add, (jnp.sum(x, axis=1, keepdims=True) for x in alike))
+    return jnp.sum(functools.reduce(operator.add, terms), axis=1, keepdims=True)
 
 
 def _both(row_mask, column_mask):
@@ -158,12 +159,11 @@ def run(
     n, d = rows[0].shape
     num_stages = len(row_pass.stages) + (0 if known else len(row_pass.statistics))
     tiles = config.triton_config(n, d, len(rows), num_stages, row_pass.num_column_outputs)
-    width = sum(tiles.d_block_sizes)
     n_padded = round_up(n, tiles.num_steps * tiles.num_programs * tiles.n_block_size)
-    rows_spec = pl.BlockSpec((n_padded, width), lambda _: (0, 0))
+    rows_spec = pl.BlockSpec((n_padded, tiles.width), lambda _: (0, 0))
     sums_spec = pl.BlockSpec((n_padded, 1), lambda _: (0, 0))
-    column_spec = pl.BlockSpec((1, width), lambda _: (0, 0))
-    partial_spec = pl.BlockSpec((1, width), lambda program: (program, 0))
+    column_spec = pl.BlockSpec((1, tiles.width), lambda _: (0, 0))
+    partial_spec = pl.BlockSpec((1, tiles.width), lambda program: (program, 0))
     present = [x[None, :] for x in columns if x is not None]
     num_saved = 0 if known else row_pass.num_statistics
 

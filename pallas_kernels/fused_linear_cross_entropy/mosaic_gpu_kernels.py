@@ -68,7 +68,7 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
     Where nobody asks for the maximum, a tile's log-sum-exp stands for both maximum and sum: two float32 a row and tile.
     """
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
-    tiles = config.mosaic_gpu_tiles(d, n, v)
+    tiles = config.mosaic_gpu_logit_tiles(d, n, v)
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
     wants_maximum = keep or options.logit.metrics
     dtypes = [jnp.float32] * (2 + wants_maximum + options.logit.logit_sum) + [jnp.int32] * options.logit.metrics
@@ -151,7 +151,7 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
         inputs.hidden,
         inputs.weight,
         (1, 1 - options.vocab_dim),
-        config.mosaic_gpu_tiles(d, n, size),
+        config.mosaic_gpu_logit_tiles(d, n, size),
         epilogue,
         name="fused_linear_cross_entropy_logit_gradients",
         out_types=[out_like(inputs.hidden, (n, round_up(size, 64)), inputs.hidden.dtype)],
