@@ -74,6 +74,8 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
         num_warps, programs_a_core = num_warps_of(n_block_size * width), max(1, 8192 // (n_block_size * width))
         if 4096 < width < 8192:
             num_warps, programs_a_core = {(2, 1): (4, 2), (2, 2): (8, 1)}.get((num_rows, num_sums), (16, 1))
+        elif 2560 < width <= 4096 and num_rows + num_sums > 3:
+            num_warps = 4
     elif num_rows > 1:
         n_block_size = rows_of(2048)
         num_warps = num_warps_of(n_block_size * width)
@@ -81,7 +83,7 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
     elif num_stages > 1:
         # The second sum waits for the first: few warps of many elements wait less for each other.
         n_block_size, num_warps = rows_of(4096), 4
-        programs_a_core = None if 4096 <= d < 8192 else 4
+        programs_a_core = None if 2560 < width < 8192 else 4
     else:
         n_block_size, num_warps = rows_of(4096), 8 if width < 8192 else 16
         programs_a_core = 32 // num_warps
