@@ -43,15 +43,11 @@ def previous_power_of_2(n: int) -> int:
     return 1 << max(0, n.bit_length() - 1)
 
 
-def piece_size(d: int) -> int:
-    """One piece for a power of two and up to 1,024; otherwise the largest of which at most a seventh is idle in all.
-
-    1,024 at most (4,096 for rows wider than 8,192): a thread then has few elements of each piece at a time.
-    """
+def piece_size(d: int, most: int) -> int:
+    """One piece for a power of two and up to 1,024; otherwise the largest of which at most a seventh is idle in all."""
     if d <= 1024 or d <= 8192 and d == next_power_of_2(d):
         return next_power_of_2(d)
-    sizes = [2**k for k in range(7, 13 if d > 8192 else 11)]
-    return max(size for size in sizes if 7 * (round_up(d, size) - d) <= d)
+    return max(2**k for k in range(7, most.bit_length()) if 7 * (round_up(d, 2**k) - d) <= d)
 
 
 def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int) -> TritonConfig:
@@ -60,7 +56,9 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
     `num_rows` is how many matrices are read, `num_stages` how many sums along a row follow each other, `num_sums` how
     many sums over all rows are made.
     """
-    wide, d_block_size = d > 8192, piece_size(d)
+    wide = d > 8192
+    # A thread has few elements of a piece at a time, and fewer where a second sum waits for the first.
+    d_block_size = piece_size(d, 4096 if wide else 512 if num_stages > 1 and d < 4096 else 1024)
     num_pieces = cdiv(d, d_block_size)
     width = num_pieces * d_block_size
     rows_of = lambda elements: max(1, previous_power_of_2(elements // width)) if elements > width else 1
@@ -83,7 +81,7 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
     elif num_stages > 1:
         # The second sum waits for the first: few warps of many elements wait less for each other.
         n_block_size, num_warps = rows_of(4096), 4
-        programs_a_core = None if 2560 < width < 8192 else 4
+        programs_a_core = None if 4096 <= width < 8192 else 4
     else:
         n_block_size, num_warps = rows_of(4096), 8 if width < 8192 else 16
         programs_a_core = 32 // num_warps
