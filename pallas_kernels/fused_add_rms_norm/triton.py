@@ -1,8 +1,8 @@
 """A residual's addition and the RMSNorm of the sum in Pallas-Triton (NVIDIA, Ampere and newer): the formulas of xla.py.
 
 Memory passes: forward two reads and two writes, for the sum is normalised while it is there. Backward one read of the
-sum and of both cotangents and one write of their common gradient, with dscale summed on the way. With the best tiles on
-an H200 forward 94 to 95 % of the speed of a copy, backward 79 to 88 %; 86 and 65 % where a row is wider than 8,192.
+sum and of both cotangents and one write of their common gradient, with dscale summed on the way. On an H200 forward
+92 to 94 % of the speed of a copy, backward 80 to 89 %; 84 and 72 % at 18,432 columns (benchmarks/results/row_tiles.md).
 """
 
 import functools
