@@ -10,7 +10,7 @@ A forward pass saves its rows' sums: with them a backward has one stage left, an
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,40 +52,29 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
         start = (program + step * tiles.num_programs) * tiles.n_block_size
         return pl.ds(start, tiles.n_block_size), in_bounds(start, tiles.n_block_size, n, axis=0)
 
-    def load_rows(step):
+    def load(step):
+        """The rows of a step by pieces, and what is known of them."""
         rows, in_array = place(step)
-        return [[_load(ref.at[rows, at], _both(in_array, mask)) for ref in row_refs] for at, mask in pieces]
-
-    def load_known(step):
-        rows, in_array = place(step)
-        return [_load(ref.at[rows, :], in_array) for ref in known_refs]
+        values = [[_load(ref.at[rows, at], _both(in_array, mask)) for ref in row_refs] for at, mask in pieces]
+        return values, [_load(ref.at[rows, :], in_array) for ref in known_refs]
 
     def column_values(i):
         return columns[i] if columns else load_columns(*pieces[i])
 
-    def row_sums(rows, stage, sums):
-        terms = [stage(sums, *row, *column_values(i)) for i, row in enumerate(rows)]
-        return tuple(_row_sum(term, [mask for _, mask in pieces]) for term in zip(*terms, strict=True))
-
     def all_sums(step, rows, known):
         """Along the rows of a step; writes those that are saved."""
-        sums: Terms = tuple(known)
+
+        def along(stage, sums):
+            terms = [stage(sums, *row, *column_values(i)) for i, row in enumerate(rows)]
+            return tuple(_row_sum(term, [mask for _, mask in pieces]) for term in zip(*terms, strict=True))
+
+        sums: Terms = tuple(known) or _statistics(row_pass, along)
         if not known:
-            before, last = sums, sums
-            for stage in row_pass.statistics:
-                before, last = sums, row_sums(rows, stage, sums)
-                sums += last
-            if row_pass.rescue is not None:
-                sums += jax.lax.cond(
-                    jnp.max((last[0] == jnp.inf).astype(jnp.int32)) > 0,  # not the largest: that may be NaN
-                    lambda: row_sums(rows, row_pass.rescue, before),
-                    lambda: tuple(jnp.zeros_like(x) for x in last),
-                )
             at, in_array = place(step)
             for ref, x in zip(saved_refs, sums, strict=True):
                 pltriton.store(ref.at[at, :], x, mask=in_array)
         for stage in row_pass.stages:
-            sums += row_sums(rows, stage, sums)
+            sums += along(stage, sums)
         return sums
 
     def write(step, rows, sums, totals):
@@ -104,9 +93,6 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
     def compute(step, rows, known, totals):
         return write(step, rows, all_sums(step, rows, known), totals)
 
-    def load(step):
-        return load_rows(step), load_known(step)
-
     def step_ahead(i, carry):
         following = load(i + 1)
         return following, compute(i, *carry[0], carry[1])
@@ -122,6 +108,22 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
     for (at, mask), total in zip(pieces, totals, strict=True):
         for ref, x in zip(total_refs, total, strict=True):
             pltriton.store(ref.at[:, at], x, mask=mask)
+
+
+def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
+    """The sums that a forward pass saves; `along` makes a stage's."""
+    sums: Terms = ()
+    before, last = sums, sums
+    for stage in row_pass.statistics:
+        before, last = sums, along(stage, sums)
+        sums += last
+    if row_pass.rescue is None:
+        return sums
+    return sums + jax.lax.cond(
+        jnp.max((last[0] == jnp.inf).astype(jnp.int32)) > 0,  # not the largest: that may be NaN
+        lambda: along(row_pass.rescue, before),
+        lambda: tuple(jnp.zeros_like(x) for x in last),
+    )
 
 
 def _split(refs: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
