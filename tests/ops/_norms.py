@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from liger_jax.pallas_kernels._rows import config
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 
@@ -20,9 +21,9 @@ class Promises:
 
     op = reference = staticmethod(NotImplemented)
     options: dict = {}  # of the op and the reference
-    # Ragged in every tile, one row, width 1, one axis, three axes, and more rows than Triton's backward has programs, also
-    # so wide that registers do not hold the next ones.
-    shapes = [(37, 19), (1, 300), (33, 1), (1, 1), (70,), (3, 5, 129), (140, 4097), (135, 8195)]
+    # Ragged in every tile, one row, width 1, one axis, three axes, several pieces in Triton, and rows whose next ones do
+    # not fit in its registers.
+    shapes = [(37, 19), (1, 300), (33, 1), (1, 1), (70,), (3, 5, 129), (3, 4097), (3, 8195)]
     shape = (8, 5, 70)  # where one is enough; the first axis is split over devices
     limit = 1 / 8  # of the largest finite number: how large x can be
     num_rows = 1  # arrays that are shaped like x; the rest are parameters
@@ -77,6 +78,14 @@ class Promises:
         op, reference = self.make(implementation, **({"eps": 0.1} if "eps" in self.options else {}))
         arrays = self.arrays(rng, shape)
         self.check_float32(op, reference, arrays[: len(arrays) - self.num_optional + num_present], rng)
+
+    @pytest.mark.parametrize("width", _oracle.first(1, [2304, 4097, 8195]))
+    def test_more_rows_than_programs_match_float64(self, width, implementation, rng, monkeypatch):
+        if not implementation.startswith("triton"):
+            pytest.skip("only Triton's programs walk over rows")
+        monkeypatch.setattr(config, "MULTIPROCESSORS", 1)  # as if for so small a GPU
+        op, reference = self.make(implementation)
+        self.check_float32(op, reference, self.arrays(rng, (43, width)), rng)
 
     @pytest.mark.parametrize("dtype", _oracle.first(1, ["bfloat16", "float16"]))
     def test_half_precision_is_no_worse_than_the_plain_expression(self, dtype, implementation, rng):
