@@ -11,6 +11,7 @@ from liger_jax import ops
 from liger_jax.layers import GeGLUMLP, SwiGLUMLP
 from liger_jax.models import plain
 from liger_jax.models.attention import causal_attention
+from liger_jax.models.cache import LayerCache
 from liger_jax.models.common import KernelOptions
 from liger_jax.models.remat import ATTENDED
 
@@ -85,6 +86,7 @@ class Attention(nnx.Module):
         sin: Float[Array, "#B T H"],
         segment_ids: Int[Array, "B T"] | None,
         window: int | None,
+        cache: LayerCache | None = None,
     ) -> Float[Array, "B T D"]:
         def heads(y):
             return y.reshape(*y.shape[:2], -1, self.head_width)
@@ -97,7 +99,8 @@ class Attention(nnx.Module):
         else:
             q, k = plain.apply_rope(q, k, cos, sin)
         q, k, v = checkpoint_name((q, k, v), ATTENDED)
-        out = causal_attention(q, k, v, segment_ids, window=window, softcap=self.softcap, scale=self.scale)
+        options = dict(window=window, softcap=self.softcap, scale=self.scale)
+        out = causal_attention(q, k, v, segment_ids, **options) if cache is None else cache.attend(q, k, v, **options)
         out = checkpoint_name(out, ATTENDED)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 

@@ -18,8 +18,10 @@ from liger_jax import ops
 from liger_jax.losses import shifted_labels
 from liger_jax.losses._language_model import IGNORE
 from liger_jax.models import checkpoint, config_json, plain
+from liger_jax.models.cache import KVCache, empty_cache
 from liger_jax.models.common import CausalLMOutput, KernelOptions
 from liger_jax.models.decoder import Decoder
+from liger_jax.models.generation import generate
 from liger_jax.models.remat import Remat
 
 Model = TypeVar("Model", bound="CausalLM")
@@ -162,6 +164,24 @@ class CausalLM(nnx.Module):
         """The head's weight: the embedding's where the two are tied."""
         return self.model.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head[...]
 
+    generate = generate
+
+    def init_cache(self, batch: int, length: int, dtype: Any = None) -> KVCache:
+        """An empty key-value cache; `model(input_ids, cache=cache)` returns it with the tokens in it.
+
+        Args:
+            batch: B, at least 1.
+            length: S, how many tokens it takes in all, from 1 to `max_position_embeddings`.
+            dtype: of keys and values; `None` for the computation's.
+
+        Returns:
+            The cache, 2·L·B·S·K·H numbers.
+
+        Raises:
+            ValueError: `batch` or `length` is out of its range.
+        """
+        return empty_cache(self.config, batch, length, self.model.dtype if dtype is None else dtype)
+
     def __call__(
         self,
         input_ids: Int[Array, "B T"],
@@ -176,6 +196,7 @@ class CausalLM(nnx.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
     ) -> CausalLMOutput:
         """Runs the model; with labels it computes the loss, and then logits only if asked for.
 
@@ -203,6 +224,8 @@ class CausalLM(nnx.Module):
             positions: rotary positions; 0, 1, 2, … if none.
             segment_ids: attention and loss stay within equal ids of a packed sequence.
             attention_mask: 0 where a token is padding, which no other token sees. What is scored is the labels'.
+            cache: of `init_cache`, or an earlier call's: what these tokens follow and see. Windows, and `positions` if
+                none, then count the tokens of a row and not its padding, on whichever side that is.
 
         Returns:
             A `CausalLMOutput`; logits are float32.
@@ -215,14 +238,22 @@ class CausalLM(nnx.Module):
         shape = input_ids.shape
         _check_shapes(shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
         _check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
+        if cache is not None and segment_ids is not None:
+            raise ValueError("segment_ids is given with a cache, whose rows hold one sequence each. Unpack the rows.")
         if positions is not None and positions.shape not in (shape, (1, shape[1])):
             raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
         targets = shift_labels if labels is None else shifted_labels(labels, segment_ids)
-        hidden = self.model(input_ids, positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
+        per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
+        if cache is None:
+            hidden = self.model(input_ids, **per_token)
+        else:
+            hidden, cache = self.model(input_ids, **per_token, cache=cache)
         hidden, targets, loss_weights = _keep(logits_to_keep, hidden, targets, loss_weights)
         if targets is None:
-            return self._predict(hidden, return_logits is not False, return_metrics)
-        return self._score(hidden, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
+            out = self._predict(hidden, return_logits is not False, return_metrics)
+        else:
+            out = self._score(hidden, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
+        return out if cache is None else dataclasses.replace(out, cache=cache)
 
     def _predict(self, hidden, return_logits, return_metrics):
         """The result without labels."""

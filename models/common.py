@@ -6,6 +6,7 @@ from typing import Literal
 import chex
 import jax
 
+from liger_jax.models.cache import KVCache
 from liger_jax.ops import LossMetrics
 
 
@@ -69,8 +70,10 @@ class CausalLMOutput:
         loss: float32 scalar.
         logits: (B, kept positions, V) float32.
         metrics: of the kept positions; without labels no token is scored, so `num_tokens` and `accuracy` are 0.
+        cache: the call's, with its tokens.
     """
 
     loss: jax.Array | None = None
     logits: jax.Array | None = None
     metrics: LossMetrics | None = None
+    cache: KVCache | None = None

@@ -1,5 +1,6 @@
 """From token ids to hidden states in every family: the embedding, the stack of layers, the last norm."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from liger_jax.models.blocks import Blocks
+from liger_jax.models.cache import KVCache, LayerCache, with_tokens
 from liger_jax.models.common import KernelOptions
 from liger_jax.models.embedding import embed
 from liger_jax.models.remat import INPUT, POLICIES, Remat
@@ -59,43 +61,58 @@ class LayerStack(nnx.Module):
         self.layers = nnx.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys[:stacked])
         self.rest = nnx.Dict({str(i): make_layer(nnx.Rngs(keys[i])) for i in range(stacked, len(kinds))})
 
-    def __call__(self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]]) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]], cache: KVCache | None = None
+    ) -> Any:
         """Runs the layers.
 
         Args:
             x: hidden states.
             inputs: by kind, what each layer of that kind takes beside its hidden states.
+            cache: what they take as well, a `LayerCache` each, where there is one.
 
         Returns:
-            Hidden states.
+            Hidden states; with a cache these and the cache.
         """
+        # Without a cache there is nothing but hidden states in what goes through the scan.
+        carry = (x, None if cache is None else (cache, jnp.zeros((), jnp.int32)))
         if self.scan:
-            x = self._scanned(x, inputs)
+            carry = self._scanned(carry, inputs)
             unrolled = [(i, self.rest[str(i)]) for i in sorted(map(int, self.rest))]  # its own order is by name
         else:
             unrolled = enumerate(self.layers)
         for i, layer in unrolled:
             graphdef, state = nnx.split(layer)
-            x = self._layer_call(graphdef, inputs[self.kinds[i]], prevent_cse=True)(x, state)
-        return x
+            carry = self._layer_call(graphdef, inputs[self.kinds[i]], prevent_cse=True)(carry, state)
+        x, memory = carry
+        return x if memory is None else (x, memory[0])
 
     def _layer_call(self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool) -> Callable[[Any, Any], Any]:
-        call = lambda x, state: nnx.merge(graphdef, state)(checkpoint_name(x, INPUT), *inputs)
+        def call(carry, state):
+            x, memory = carry
+            layer, x = nnx.merge(graphdef, state), checkpoint_name(x, INPUT)
+            if memory is None:
+                return layer(x, *inputs), None
+            cache, number = memory
+            own = LayerCache(cache, number)
+            x = layer(x, *inputs, own)
+            return x, (own.cache, number + 1)
+
         return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[self.remat])
 
-    def _scanned(self, x: Any, inputs: Mapping[str, Sequence[Any]]) -> Any:
+    def _scanned(self, carry: Any, inputs: Mapping[str, Sequence[Any]]) -> Any:
         pattern = self.kinds[: pattern_length(self.kinds)]
         graphdef, stacked = nnx.split(self.layers)
         # A scan's loop keeps the recomputation apart from the forward by itself: no barriers needed.
         calls = [self._layer_call(graphdef, inputs[kind], prevent_cse=False) for kind in pattern]
         groups = jax.tree.map(lambda leaf: leaf.reshape(-1, len(pattern), *leaf.shape[1:]), stacked)
 
-        def group(x, states):
+        def group(carry, states):
             for i, call in enumerate(calls):
-                x = call(x, jax.tree.map(lambda leaf, i=i: leaf[i], states))
-            return x, None
+                carry = call(carry, jax.tree.map(lambda leaf, i=i: leaf[i], states))
+            return carry, None
 
-        return jax.lax.scan(group, x, groups)[0]
+        return jax.lax.scan(group, carry, groups)[0]
 
 
 def pattern_length(kinds: Sequence[str]) -> int:
@@ -175,13 +192,18 @@ class Decoder(nnx.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Hidden states (B, T, D); with a cache these and the cache with the T tokens in it."""
         config, length = self.config, input_ids.shape[1]
         if length > config.max_position_embeddings:
             raise ValueError(
                 f"input_ids has {length} positions, and max_position_embeddings={config.max_position_embeddings} is "
                 "the most that this model takes. Shorten the sequence, or raise the config's field."
             )
+        if cache is not None:
+            cache, order = with_tokens(cache, input_ids.shape, attention_mask)
+            positions = jnp.maximum(order, 0) if positions is None else positions
         positions = jnp.arange(length)[None] if positions is None else positions
         segments = attention_segments(segment_ids, attention_mask)
         inputs = {}
@@ -192,4 +214,9 @@ class Decoder(nnx.Module):
         x: Any = embed(self.embed_tokens[...], input_ids, self.dtype)
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # rounded as it was in training
-        return self.norm(self.layers(x, inputs))
+        if cache is None:
+            return self.norm(self.layers(x, inputs))
+        x, cache = self.layers(x, inputs, cache)
+        # Under jit a cache that is too short shows itself as NaN.
+        x = jnp.where(cache.length + length <= cache.positions.shape[1], x, jnp.nan)
+        return self.norm(x), dataclasses.replace(cache, length=cache.length + length)

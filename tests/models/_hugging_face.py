@@ -90,10 +90,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "llama_tied", "gemma", "qwen3", "mistral")
 
 
+PROMPT = np.array([[1] * 8, [0] * 3 + [1] * 5])  # the mask of `tokens`' first positions; the second row is padded
+
+
 class Expected(NamedTuple):
     """Of tokens (B, T) with labels (B, T): float32 logits, loss, and gradients by the names of the checkpoint.
 
-    And how far the same model is from these in bfloat16, as `rms_error` of its logits and of its gradients.
+    And how far the same model is from these in bfloat16, as `rms_error` of its logits and of its gradients; and the
+    likeliest tokens after those that `PROMPT` masks.
     """
 
     tokens: np.ndarray
@@ -101,6 +105,7 @@ class Expected(NamedTuple):
     logits: np.ndarray
     loss: np.ndarray
     bfloat16_errors: np.ndarray
+    greedy: np.ndarray
     gradients: dict[str, np.ndarray]
 
 
@@ -134,10 +139,12 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
         return out.logits.detach().float().numpy(), out.loss.detach().numpy(), gradients
 
     logits, loss, gradients = run(model)
+    prompt, mask = torch.from_numpy(tokens[:, : PROMPT.shape[1]]), torch.from_numpy(PROMPT)
+    greedy = model.generate(prompt, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None)
     model.zero_grad()
     rough_logits, _, rough_gradients = run(model.bfloat16())
     errors = rms_error({"": rough_logits}, {"": logits}), rms_error(rough_gradients, gradients)
-    return Expected(tokens, labels, logits, loss, np.asarray(errors), gradients)
+    return Expected(tokens, labels, logits, loss, np.asarray(errors), greedy[:, PROMPT.shape[1] :].numpy(), gradients)
 
 
 def committed(case: str) -> tuple[pathlib.Path, Expected]:
