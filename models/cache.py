@@ -53,8 +53,8 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
         raise ValueError(f"init_cache: batch={batch} must be at least 1.")
     if not 1 <= length <= config.max_position_embeddings:
         raise ValueError(
-            f"init_cache: length={length} must lie in [1, {config.max_position_embeddings}], up to what the model takes "
-            "(max_position_embeddings). Take fewer tokens, or raise the config's field."
+            f"init_cache: length={length} must lie in [1, {config.max_position_embeddings}], up to what the model "
+            "takes (max_position_embeddings). Take fewer tokens, or raise the config's field."
         )
     shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
     return KVCache(
@@ -139,9 +139,7 @@ class LayerCache:
         self.cache = dataclasses.replace(cache, keys=keys, values=values)
         keys, values = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
         own = jax.lax.dynamic_slice_in_dim(cache.positions, cache.length, q.shape[1], axis=1)
-        return cached_attention(
-            q, keys, values, own, cache.positions, window=window, softcap=softcap, scale=scale
-        )
+        return cached_attention(q, keys, values, own, cache.positions, window=window, softcap=softcap, scale=scale)
 
 
 def cached_attention(

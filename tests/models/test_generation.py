@@ -1,0 +1,322 @@
+"""Key-value cache and generation: what the model computes without a cache, and Hugging Face's tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from liger_jax.models import (
+    AutoModelForCausalLM,
+    KVCache,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    generate,
+)
+from liger_jax.models.attention import causal_attention
+from liger_jax.models.cache import cached_attention
+from liger_jax.models.generation import draw
+from liger_jax.models.llama.modeling import LlamaLayer
+from tests.models import _hugging_face as hugging_face
+from tests.models._llama import CONFIG, make_model, random_tokens
+from tests.models.test_parity import live
+from tests.ops._oracle import first, normal
+
+# Prompts of 8: without padding, padded on the left, on the right, and wherever it may be.
+MASK = np.array([[1] * 8, [0] * 3 + [1] * 5, [1] * 5 + [0] * 3, [0, 1, 1, 0, 0, 1, 1, 0]], bool)
+WINDOW = MistralConfig(**{**dataclasses.asdict(CONFIG), "sliding_window": 3})
+
+
+@nnx.jit
+def logits_of(model, tokens):
+    """By the forward without a cache."""
+    return model(tokens).logits
+
+
+def assert_likeliest(model, prompts, mask, new_tokens):
+    """Each new token has the largest logit in a forward of all tokens before it, which stand without padding."""
+    texts = [np.concatenate([row[keep], new]) for row, keep, new in zip(prompts, mask, new_tokens, strict=True)]
+    length = max(map(len, texts))
+    rows = np.stack([np.pad(text, (0, length - len(text))) for text in texts])
+    logits = np.asarray(logits_of(model, jnp.asarray(rows, jnp.int32)))
+    for row, text, new in zip(logits, texts, new_tokens, strict=True):
+        scores = row[len(text) - len(new) - 1 : len(text) - 1]
+        chosen = np.take_along_axis(scores, new[:, None], axis=1)[:, 0]
+        # A tie of float32's rounding may go either way.
+        assert np.all(chosen >= scores.max(axis=1) - 1e-4 * np.abs(scores).max(axis=1)), (chosen, scores.max(axis=1))
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+# A pattern of layers with one left over, and windows shorter than the text, come first.
+FAMILIES = ("gemma2", *(case for case in hugging_face.COMMITTED if case != "gemma2"))
+
+
+@pytest.mark.parametrize("case", first(1, FAMILIES))
+def test_greedy_tokens_of_committed_checkpoints_are_hugging_face_s(case):
+    folder, expected = hugging_face.committed(case)
+    prompts = jnp.asarray(expected.tokens[:, : hugging_face.PROMPT.shape[1]], jnp.int32)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    out = model.generate(prompts, attention_mask=jnp.asarray(hugging_face.PROMPT), max_new_tokens=12)
+    np.testing.assert_array_equal(out, np.concatenate([prompts, expected.greedy], axis=1))
+
+
+@live
+@pytest.mark.parametrize("case", first(2, tuple(hugging_face.CASES)))
+def test_greedy_tokens_of_fresh_checkpoints_are_hugging_face_s(case, tmp_path, rng):
+    expected = hugging_face.make(case, tmp_path, seed=int(rng.integers(2**31)))
+    prompts, mask = (jnp.asarray(x, jnp.int32) for x in (expected.tokens[:, :8], hugging_face.PROMPT))
+    out = generate(AutoModelForCausalLM.from_pretrained(tmp_path), prompts, attention_mask=mask, max_new_tokens=12)
+    np.testing.assert_array_equal(out[:, 8:], expected.greedy)
+
+
+@pytest.mark.parametrize("scan_layers", first(1, [True, False]), ids=["scan", "unrolled"])
+@pytest.mark.parametrize("case", first(1, ("gemma3", *(c for c in hugging_face.COMMITTED if c != "gemma3"))))
+def test_each_greedy_token_is_the_full_forward_s_likeliest(case, scan_layers, rng):
+    """After padding of any id on any side."""
+    model = AutoModelForCausalLM.from_pretrained(hugging_face.GOLDEN / case, scan_layers=scan_layers)
+    prompts = np.where(MASK, rng.integers(0, 29, MASK.shape), -7)
+    out = generate(model, jnp.asarray(prompts, jnp.int32), max_new_tokens=10, attention_mask=jnp.asarray(MASK))
+    np.testing.assert_array_equal(out[:, :8], prompts)
+    assert_likeliest(model, prompts, MASK, np.asarray(out[:, 8:]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("family", [Gemma2ForCausalLM, Gemma3ForCausalLM])
+def test_patterns_of_layers_with_some_left_over_generate_the_likeliest_tokens(family, scan_layers, rng):
+    sizes = {**dataclasses.asdict(CONFIG), "head_dim": 6, "sliding_window": 4, "num_hidden_layers": 7}
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    config = family.config_type(**sizes, layer_types=tuple(kinds[kind] for kind in "ssfssfs"))
+    model = family(config, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    prompts = rng.integers(0, CONFIG.vocab_size, MASK.shape)
+    out = generate(model, jnp.asarray(prompts, jnp.int32), max_new_tokens=10, attention_mask=jnp.asarray(MASK))
+    assert_likeliest(model, prompts, MASK, np.asarray(out[:, 8:]))
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+class CountingLayer(LlamaLayer):
+    """Counts how often it is traced, and how often it runs."""
+
+    traced, ran = 0, 0
+
+    def __call__(self, x, *attention_inputs):
+        CountingLayer.traced += 1
+        jax.debug.callback(CountingLayer.run)
+        return super().__call__(x, *attention_inputs)
+
+    @staticmethod
+    def run():
+        CountingLayer.ran += 1
+
+
+class CountingModel(LlamaForCausalLM):
+    layer = CountingLayer
+
+
+def test_a_second_call_compiles_nothing_and_no_token_does(rng):
+    model, prompts = CountingModel(CONFIG, rngs=nnx.Rngs(0)), random_tokens(rng, length=4)
+    before = CountingLayer.traced
+    first = generate(
+        model, prompts, max_new_tokens=20, eos_token_id=1, temperature=0.5, top_p=0.5, key=jax.random.key(0)
+    )
+    assert CountingLayer.traced - before == 2  # the prompt's and the next token's, with one scanned layer each
+    second = dict(eos_token_id=2, pad_token_id=3, temperature=0.9, top_p=0.8, key=jax.random.key(1))
+    other = generate(CountingModel(CONFIG, rngs=nnx.Rngs(1)), prompts[::-1], max_new_tokens=9, **second)
+    assert CountingLayer.traced - before == 2
+    assert not np.array_equal(tokens, other)
+
+
+def test_rows_end_with_eos_and_the_work_with_the_last_row(rng):
+    model, prompts = CountingModel(CONFIG, rngs=nnx.Rngs(0)), random_tokens(rng, length=4)
+    free = np.asarray(generate(model, prompts, max_new_tokens=9))[:, 4:]
+    stops = [int(free[0, 2]), int(free[1, 5])]
+    ends = [next(i for i, token in enumerate(row) if token in stops) for row in free]
+    for fill, options in ((60, {"pad_token_id": 60}), (stops[0], {})):
+        jax.effects_barrier()
+        before = CountingLayer.ran
+        out = np.asarray(generate(model, prompts, max_new_tokens=9, eos_token_id=stops, **options))[:, 4:]
+        jax.effects_barrier()
+        # The first token comes of the prompt's run.
+        assert CountingLayer.ran - before == CONFIG.num_hidden_layers * (max(ends) + 1)
+        for row, full, end in zip(out, free, ends, strict=True):
+            np.testing.assert_array_equal(row, [*full[: end + 1], *[fill] * (8 - end)])
+
+
+def test_no_logits_of_the_prompt_s_other_tokens_exist():
+    model, vocab_size = make_model(), CONFIG.vocab_size
+    program = str(jax.make_jaxpr(lambda ids: generate(model, ids, max_new_tokens=3))(jnp.zeros((2, 7), jnp.int32)))
+    assert f"f32[2,1,{vocab_size}]" in program and f",7,{vocab_size}]" not in program
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+@nnx.jit
+def call(model, tokens, mask, cache):
+    out = model(tokens, attention_mask=mask, cache=cache)
+    return out.logits, out.cache
+
+
+@pytest.mark.parametrize("scan_layers", first(1, [True, False]), ids=["scan", "unrolled"])
+def test_a_text_in_pieces_with_padding_anywhere_has_the_full_forward_s_logits(scan_layers, rng):
+    model = MistralForCausalLM(WINDOW, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    tokens, mask = random_tokens(rng, length=12), rng.random((2, 12)) < 0.7
+    cache, found = model.init_cache(2, 14), []
+    for start in range(0, 12, 4):
+        piece = slice(start, start + 4)
+        logits, cache = call(model, tokens[:, piece], jnp.asarray(mask[:, piece]), cache)
+        found.append(logits)
+    order = np.argsort(~mask, axis=1, stable=True)  # tokens to the front
+    expected = logits_of(model, jnp.take_along_axis(tokens, order, axis=1))
+    found = np.concatenate(found, axis=1)
+    for row, keep, want in zip(found, mask, expected, strict=True):
+        np.testing.assert_allclose(row[keep], want[: keep.sum()], rtol=0, atol=2e-5 * np.abs(want).max())
+    assert int(cache.length) == 12
+    np.testing.assert_array_equal(cache.positions[:, 12:], -1)
+    np.testing.assert_array_equal(cache.positions[:, :12], np.where(mask, mask.cumsum(1) - 1, -1))
+
+
+def test_loss_and_positions_are_as_without_a_cache(rng):
+    model, tokens = make_model(), random_tokens(rng)
+    options = dict(labels=tokens, positions=2 * jnp.arange(12)[None])
+    with_cache, without = nnx.jit(
+        lambda model: (model(tokens, cache=model.init_cache(2, 12), **options), model(tokens, **options))
+    )(model)
+    assert with_cache.logits is None and without.cache is None
+    np.testing.assert_allclose(with_cache.loss, without.loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [dict(window=5, softcap=2.0, scale=0.3), {}], ids=["window", "plain"])
+def test_attention_with_a_cache_is_causal_attention(options, monkeypatch, rng):
+    """Of more queries than one chunk has, to a cache with room left."""
+    monkeypatch.setattr("liger_jax.models.cache._CHUNK", 8)
+    q, k, v = normal(rng, (2, 21, 4, 8), (2, 21, 2, 8), (2, 21, 2, 8))
+    order = jnp.broadcast_to(jnp.arange(21), (2, 21))
+    longer = lambda x: jnp.pad(x, ((0, 0), (0, 4), (0, 0), (0, 0)), constant_values=9.0)
+    keys = jnp.pad(order, ((0, 0), (0, 4)), constant_values=-1)
+    found = cached_attention(q, longer(k), longer(v), order, keys, **options)
+    np.testing.assert_allclose(found, causal_attention(q, k, v, **options), rtol=0, atol=2e-5)
+
+
+def test_a_cache_has_the_computation_s_dtype_or_another():
+    model = make_model(dtype=jnp.bfloat16)
+    assert model.init_cache(2, 12).values.dtype == jnp.bfloat16
+    tokens, cache = jnp.zeros((2, 12), jnp.int32), model.init_cache(2, 15, jnp.float32)
+    longer = jax.eval_shape(lambda: model(tokens, cache=cache).cache)
+    assert isinstance(longer, KVCache)
+    assert {x.dtype for x in (longer.keys, longer.values)} == {jnp.dtype("float32")}
+    assert longer.keys.shape == longer.values.shape == (2, 2, 15, 2, 8)
+
+
+# --- random tokens ----------------------------------------------------------------------------------------------------
+
+DRAWS = 20_000
+
+
+def assert_drawn_from(tokens, probabilities):
+    """Frequencies within 5 standard deviations; what has no probability never comes."""
+    found = np.bincount(tokens, minlength=len(probabilities)) / len(tokens)
+    spread = np.sqrt(probabilities * (1 - probabilities) / len(tokens))
+    assert np.all(np.abs(found - probabilities) <= 5 * spread), (found, probabilities)
+
+
+def nucleus(logits, temperature, top_p):
+    """Probabilities, one token at a time: the likeliest until they reach top_p."""
+    p = np.exp((logits - logits.max()) / temperature)
+    p, kept = p / p.sum(), np.zeros_like(p)
+    for token in np.argsort(-p, kind="stable"):
+        if kept.sum() >= top_p:
+            break
+        kept[token] = p[token]
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    ["p", "top_p", "expected"],
+    [
+        ([0.1, 0.4, 0.2, 0.3], 0.65, [0, 4 / 7, 0, 3 / 7]),
+        ([0.1, 0.4, 0.2, 0.3], 0.75, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ([0.1, 0.4, 0.2, 0.3], 0.01, [0, 1, 0, 0]),
+        ([0.1, 0.4, 0.2, 0.3], None, [0.1, 0.4, 0.2, 0.3]),
+        ([0.25] * 4, 0.5, [0.5, 0.5, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_from_the_fewest_likeliest_that_reach_top_p(p, top_p, expected, rng):
+    key, temperature = jax.random.key(int(rng.integers(2**31))), 0.5
+    logits = jnp.broadcast_to(temperature * jnp.log(jnp.asarray(p)), (DRAWS, 4))
+    top_p = None if top_p is None else jnp.float32(top_p)
+    assert_drawn_from(draw(key, logits, jnp.float32(temperature), top_p), np.asarray(expected))
+
+
+def test_both_of_two_random_tokens_have_the_model_s_probabilities(rng):
+    model, prompt = make_model(), random_tokens(rng, batch=1, length=3)
+    options = dict(temperature=0.8, top_p=0.9, key=jax.random.key(int(rng.integers(2**31))))
+    out = np.asarray(generate(model, prompt.repeat(2000, axis=0), max_new_tokens=2, **options))
+    common = np.bincount(out[:, 3]).argmax()
+    logits = np.asarray(logits_of(model, jnp.append(prompt, common)[None].astype(jnp.int32)), np.float64)[0]
+    assert_drawn_from(out[:, 3], nucleus(logits[2], 0.8, 0.9))
+    assert_drawn_from(out[out[:, 3] == common, 4], nucleus(logits[3], 0.8, 0.9))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ["options", "message"],
+    [
+        (dict(max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
+        (dict(max_new_tokens=62), "3 positions of input_ids and max_new_tokens=62 are more than .*=64. Ask for fewer"),
+        (dict(temperature=-1.0), "temperature=-1.0 must be 0, .* or positive"),
+        (dict(temperature=float("nan")), "temperature=nan must be 0"),
+        (dict(temperature=1.0), "temperature=1.0 draws random tokens, and key is None. Pass key="),
+        (dict(top_p=0.0), r"top_p=0.0 must lie in \(0, 1\]"),
+        (dict(top_p=1.5), r"top_p=1.5 must lie in \(0, 1\]"),
+        (dict(top_p=0.5), "temperature=0 takes the likeliest token, and key and top_p would be ignored"),
+        (dict(key=0), "temperature=0 takes the likeliest token"),
+        (dict(pad_token_id=0), "pad_token_id=0 is given without eos_token_id"),
+        (dict(eos_token_id=61), r"eos_token_id or pad_token_id is 61, and must lie in \[0, 61\)"),
+        (dict(attention_mask=jnp.ones((2, 2))), r"input_ids has shape \(1, 3\) and attention_mask \(2, 2\)"),
+        (dict(attention_mask=jnp.zeros((1, 3))), "attention_mask leaves row 0 no token"),
+        (dict(input_ids=jnp.array([[1, 61, 2]])), r"input_ids holds 61, which is no token in \[0, 61\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_types")
+def test_what_cannot_be_generated_is_refused(options, message):
+    arguments = dict(input_ids=jnp.ones((1, 3), jnp.int32), max_new_tokens=2) | options
+    with pytest.raises(ValueError, match=message):
+        generate(make_model(), **arguments)
+
+
+def test_a_token_outside_the_vocabulary_gives_minus_one_where_it_cannot_be_seen():
+    model = make_model()
+    tokens = jax.jit(lambda ids: generate(model, ids, max_new_tokens=3))(jnp.array([[1, 2], [1, 61]]))
+    assert np.all(tokens[0] >= 0) and np.all(tokens[1, 2:] == -1)
+
+
+def test_a_cache_that_does_not_fit_is_refused(rng):
+    model, tokens = make_model(), random_tokens(rng)
+    with pytest.raises(ValueError, match=r"length=65 must lie in \[1, 64\].*max_position_embeddings"):
+        model.init_cache(2, 65)
+    with pytest.raises(ValueError, match="batch=0 must be at least 1"):
+        model.init_cache(0, 5)
+    with pytest.raises(
+        ValueError, match=r"cache has 11 slots, of which 0 are written, and .* 12 .*init_cache\(batch, 12"
+    ):
+        model(tokens, cache=model.init_cache(2, 11))
+    with pytest.raises(ValueError, match="cache is of a batch of 3, and input_ids of 2"):
+        model(tokens, cache=model.init_cache(3, 12))
+    with pytest.raises(ValueError, match="segment_ids is given with a cache"):
+        model(tokens, cache=model.init_cache(2, 12), segment_ids=jnp.zeros((2, 12), jnp.int32))
+
+
+def test_under_jit_a_cache_that_is_too_short_makes_logits_nan(rng):
+    model, tokens = make_model(), random_tokens(rng, length=4)
+    _, cache = call(model, tokens, None, model.init_cache(2, 7))
+    logits, _ = call(model, tokens, None, cache)
+    assert np.isnan(logits).all()
