@@ -1,6 +1,7 @@
 """Key-value cache and generation: what the model computes without a cache, and Hugging Face's tokens."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from flax import nnx
 
 from liger_jax.models import (
     AutoModelForCausalLM,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
     KVCache,
     LlamaForCausalLM,
     MistralConfig,
@@ -122,14 +125,13 @@ class CountingModel(LlamaForCausalLM):
 def test_a_second_call_compiles_nothing_and_no_token_does(rng):
     model, prompts = CountingModel(CONFIG, rngs=nnx.Rngs(0)), random_tokens(rng, length=4)
     before = CountingLayer.traced
-    first = generate(
-        model, prompts, max_new_tokens=20, eos_token_id=1, temperature=0.5, top_p=0.5, key=jax.random.key(0)
-    )
+    sampled = dict(eos_token_id=1, temperature=0.5, top_p=0.5, key=jax.random.key(0))
+    tokens = generate(model, prompts, max_new_tokens=9, **sampled)
     assert CountingLayer.traced - before == 2  # the prompt's and the next token's, with one scanned layer each
-    second = dict(eos_token_id=2, pad_token_id=3, temperature=0.9, top_p=0.8, key=jax.random.key(1))
-    other = generate(CountingModel(CONFIG, rngs=nnx.Rngs(1)), prompts[::-1], max_new_tokens=9, **second)
+    other = dict(eos_token_id=2, pad_token_id=3, temperature=0.9, top_p=0.8, key=jax.random.key(1))
+    others = generate(CountingModel(CONFIG, rngs=nnx.Rngs(1)), prompts[::-1], max_new_tokens=9, **other)
     assert CountingLayer.traced - before == 2
-    assert not np.array_equal(tokens, other)
+    assert not np.array_equal(tokens, others)
 
 
 def test_rows_end_with_eos_and_the_work_with_the_last_row(rng):
@@ -200,7 +202,7 @@ def test_attention_with_a_cache_is_causal_attention(options, monkeypatch, rng):
     order = jnp.broadcast_to(jnp.arange(21), (2, 21))
     longer = lambda x: jnp.pad(x, ((0, 0), (0, 4), (0, 0), (0, 0)), constant_values=9.0)
     keys = jnp.pad(order, ((0, 0), (0, 4)), constant_values=-1)
-    found = cached_attention(q, longer(k), longer(v), order, keys, **options)
+    found = jax.jit(functools.partial(cached_attention, **options))(q, longer(k), longer(v), order, keys)
     np.testing.assert_allclose(found, causal_attention(q, k, v, **options), rtol=0, atol=2e-5)
 
 
