@@ -295,6 +295,7 @@ def test_what_cannot_be_generated_is_refused(options, message):
         generate(make_model(), **arguments)
 
 
+@pytest.mark.full
 def test_a_token_outside_the_vocabulary_gives_minus_one_where_it_cannot_be_seen():
     model = make_model()
     tokens = jax.jit(lambda ids: generate(model, ids, max_new_tokens=3))(jnp.array([[1, 2], [1, 61]]))
