@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from examples.train_step import language_model_loss, make_train_step
+from liger_jax.planner.compiled import memory_of
 
 BATCHES = (1, 2, 4, 8)
 LOSSES = ("fused", "logits")
@@ -43,13 +44,7 @@ def compiled_bytes(step: Any, *arguments: jax.ShapeDtypeStruct) -> int:
     Returns:
         Bytes of arguments, results and temporaries, donated arguments counted once.
     """
-    memory = step.lower(*arguments).compile().memory_analysis()
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    return memory_of(step.lower(*arguments).compile()).total
 
 
 def measure(

@@ -11,7 +11,7 @@ from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3ForCausalLM
 
-_FAMILIES = {
+FAMILIES = {
     "gemma": GemmaForCausalLM,
     "gemma2": Gemma2ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
@@ -41,8 +41,8 @@ class AutoModelForCausalLM:
         """
         folder = checkpoint.find(path_or_id)
         model_type = checkpoint.read_config(folder).get("model_type")
-        if model_type not in _FAMILIES:
+        if model_type not in FAMILIES:
             raise ValueError(
-                f"AutoModelForCausalLM: model_type={model_type!r} in {folder} must be one of {sorted(_FAMILIES)}."
+                f"AutoModelForCausalLM: model_type={model_type!r} in {folder} must be one of {sorted(FAMILIES)}."
             )
-        return _FAMILIES[model_type].from_pretrained(folder, **options)
+        return FAMILIES[model_type].from_pretrained(folder, **options)

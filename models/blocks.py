@@ -1,5 +1,6 @@
 """The blocks from which the families' layers are put together: norm, gated feed-forward, attention."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from liger_jax.models.attention import causal_attention
 from liger_jax.models.cache import LayerCache
 from liger_jax.models.common import KernelOptions
 from liger_jax.models.remat import ATTENDED
+from liger_jax.models.sharding import on_batch_shards
 
 
 class RMSNorm(nnx.Module):
@@ -36,28 +38,29 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         options = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
-        if self.kernels.rms_norm:
-            return ops.rms_norm(x, self.scale[...], **options, implementation=self.kernels.implementation)
-        return plain.rms_norm(x, self.scale[...], **options)
+        if not self.kernels.rms_norm:
+            return plain.rms_norm(x, self.scale[...], **options)
+        norm = functools.partial(ops.rms_norm, **options, implementation=self.kernels.implementation)
+        return on_batch_shards(norm, self.kernels.batch_axes, (x,), (self.scale[...],))
 
 
-class _PlainSwiGLU(SwiGLUMLP):
+class _SwiGLU(SwiGLUMLP):
+    kernels: KernelOptions
+
     def gated(self, gate, up):
-        return plain.swiglu(gate, up)
+        gated = super().gated if self.kernels.glu else plain.swiglu
+        return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
 
 
-class _PlainGeGLU(GeGLUMLP):
+class _GeGLU(GeGLUMLP):
+    kernels: KernelOptions
+
     def gated(self, gate, up):
-        return plain.geglu(gate, up)
+        gated = super().gated if self.kernels.glu else plain.geglu
+        return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
 
 
-# By the config's gate, and whether it runs as a kernel.
-_MLPS = {
-    ("silu", True): SwiGLUMLP,
-    ("silu", False): _PlainSwiGLU,
-    ("gelu_tanh", True): GeGLUMLP,
-    ("gelu_tanh", False): _PlainGeGLU,
-}
+_MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate
 
 
 class Attention(nnx.Module):
@@ -94,13 +97,18 @@ class Attention(nnx.Module):
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        rope = plain.apply_rope
         if self.kernels.rope:
-            q, k = ops.apply_rope(q, k, cos, sin, implementation=self.kernels.implementation)
-        else:
-            q, k = plain.apply_rope(q, k, cos, sin)
+            rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
+        of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
+        q, k = on_batch_shards(rope, self.kernels.batch_axes, of_batch, shared)
         q, k, v = checkpoint_name((q, k, v), ATTENDED)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
-        out = causal_attention(q, k, v, segment_ids, **options) if cache is None else cache.attend(q, k, v, **options)
+        if cache is None:
+            attend = functools.partial(causal_attention, **options)
+            out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segment_ids))
+        else:
+            out = cache.attend(q, k, v, **options)
         out = checkpoint_name(out, ATTENDED)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
@@ -172,10 +180,11 @@ class Blocks:
         Returns:
             A layer from hidden states to what is added to them.
         """
-        make = _MLPS[self.config.gate, self.kernels.glu]
-        return make(
+        layer = _MLPS[self.config.gate](
             self.config.hidden_size,
             self.config.intermediate_size,
             linear=self.linear,
             implementation=self.kernels.implementation,
         )
+        layer.kernels = self.kernels
+        return layer

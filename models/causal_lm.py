@@ -23,6 +23,8 @@ from liger_jax.models.common import CausalLMOutput, KernelOptions
 from liger_jax.models.decoder import Decoder
 from liger_jax.models.generation import generate
 from liger_jax.models.remat import Remat
+from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards
+from liger_jax.ops import LossMetrics
 
 Model = TypeVar("Model", bound="CausalLM")
 
@@ -276,11 +278,49 @@ class CausalLM(nnx.Module):
         return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)
 
     def _logits(self, hidden):
-        logits, softcap = head_logits(hidden, self.head), self.config.final_logit_softcapping
+        logits = on_batch_shards(head_logits, self.kernels.batch_axes, (hidden,), (self.head,))
+        softcap = self.config.final_logit_softcapping
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
     def _loss(self, hidden, logits, targets, loss_weights, reduction, return_metrics):
         """(loss, metrics or None) from the logits where there are any, else from hidden states and head."""
+        if self.kernels.batch_axes:
+            return self._sharded_loss(hidden, logits, targets, loss_weights, reduction, return_metrics)
+        return self._local_loss(hidden, logits, targets, loss_weights, self.head, reduction, return_metrics)
+
+    def _sharded_loss(self, hidden, logits, targets, loss_weights, reduction, return_metrics):
+        """`_loss` of a batch that is sharded: each device sums its tokens, and "mean" is the global mean."""
+
+        def local(hidden, logits, targets, weights, head):
+            loss, own = self._local_loss(hidden, logits, targets, weights, head, "sum", return_metrics)
+            return loss, own and (own.predicted_tokens, own.max_logit, own.log_normalizer)
+
+        # Where there are logits, the head would be gathered once more for nothing.
+        per_token = (hidden, None) if logits is None else (None, logits)
+        head = self.head if logits is None else None
+        loss, per_token = sum_over_batch_shards(
+            local, self.kernels.batch_axes, (*per_token, targets, loss_weights), (head,)
+        )
+        weights = jnp.ones(targets.shape) if loss_weights is None else loss_weights.astype(jnp.float32)
+        counts = (targets != IGNORE) & (weights != 0)
+        num_tokens = jnp.sum(weights, where=counts)
+        if reduction == "mean":
+            loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
+        if not return_metrics:
+            return loss, None
+        predicted, max_logit, log_normalizer = per_token
+        right = jnp.sum((predicted == targets) & counts) / jnp.maximum(jnp.sum(counts), 1)
+        return loss, LossMetrics(
+            accuracy=right,
+            predicted_tokens=predicted,
+            max_logit=max_logit,
+            log_normalizer=log_normalizer,
+            z_loss=jnp.zeros(()),
+            num_tokens=jax.lax.stop_gradient(num_tokens),
+        )
+
+    def _local_loss(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics):
+        """(loss, metrics or None) of tokens that are all on this device."""
         kernels = self.kernels
         options = dict(
             token_weights=loss_weights,
@@ -292,7 +332,7 @@ class CausalLM(nnx.Module):
         if logits is None:
             softcap = self.config.final_logit_softcapping
             result = ops.fused_linear_cross_entropy(
-                hidden, self.head, targets, logit_softcap=softcap, mode=kernels.mode, **options
+                hidden, head, targets, logit_softcap=softcap, mode=kernels.mode, **options
             )
         elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
             result = ops.cross_entropy(logits, targets, **options)

@@ -22,9 +22,13 @@ class KernelOptions:
         fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, which holds none.
         mode: how `fused_linear_cross_entropy` trades time for memory: `"auto"`, `"fast"` or `"lean"`.
         implementation: the ops' `implementation`: `None` for the platform's default, a name, or names in order.
+        batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`, Auto axes) over which the
+            batch is sharded. Ops then run on each device's part of it, and a layer's parameters, however they are
+            sharded, are gathered where they are used. `None` on one device.
 
     Raises:
         ValueError: both losses are asked for, or `mode` is unknown.
+        TypeError: `batch_axes` is no tuple of names.
 
     Example:
         >>> KernelOptions(fused_linear_cross_entropy=False, cross_entropy=True).cross_entropy
@@ -38,6 +42,7 @@ class KernelOptions:
     fused_linear_cross_entropy: bool = True
     mode: Literal["auto", "fast", "lean"] = "auto"
     implementation: str | tuple[str, ...] | None = None
+    batch_axes: tuple[str, ...] | None = None
 
     def __post_init__(self):
         if self.cross_entropy and self.fused_linear_cross_entropy:
@@ -47,6 +52,9 @@ class KernelOptions:
             )
         if self.mode not in ("auto", "fast", "lean"):
             raise ValueError(f"KernelOptions: mode={self.mode!r} must be 'auto', 'fast' or 'lean'.")
+        axes = self.batch_axes
+        if axes is not None and not (isinstance(axes, tuple) and axes and all(isinstance(a, str) for a in axes)):
+            raise TypeError(f"KernelOptions: batch_axes={axes!r} must be a tuple of mesh axis names, or None.")
 
     @classmethod
     def off(cls) -> "KernelOptions":

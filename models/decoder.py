@@ -15,6 +15,7 @@ from liger_jax.models.cache import KVCache, LayerCache, with_tokens
 from liger_jax.models.common import KernelOptions
 from liger_jax.models.embedding import embed
 from liger_jax.models.remat import INPUT, POLICIES, Remat
+from liger_jax.models.sharding import gathered, on_batch_shards
 from liger_jax.ops import rope_table
 
 
@@ -32,6 +33,7 @@ class LayerStack(nnx.Module):
         remat: what a layer keeps for the backward: `"none"` all but norms, gates and sums, which one pass over memory
             makes again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the
             host's memory.
+        batch_axes: as in `KernelOptions`.
         rngs: source of the layers' keys.
 
     Raises:
@@ -48,12 +50,13 @@ class LayerStack(nnx.Module):
         *,
         scan: bool,
         remat: Remat,
+        batch_axes: tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
     ):
         if remat not in POLICIES:
             raise ValueError(f"remat={remat!r} must be one of {list(POLICIES)}.")
         keys = jax.random.split(rngs.params(), len(kinds))
-        self.kinds, self.scan, self.remat = tuple(kinds), scan, remat
+        self.kinds, self.scan, self.remat, self.batch_axes = tuple(kinds), scan, remat, batch_axes
         if not scan:
             self.layers = nnx.List([make_layer(nnx.Rngs(key)) for key in keys])
             return
@@ -89,6 +92,7 @@ class LayerStack(nnx.Module):
 
     def _layer_call(self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool) -> Callable[[Any, Any], Any]:
         def call(carry, state):
+            state = gathered(state, self.batch_axes, carry[0].dtype)
             x, memory = carry
             layer, x = nnx.merge(graphdef, state), checkpoint_name(x, INPUT)
             if memory is None:
@@ -178,11 +182,18 @@ class Decoder(nnx.Module):
         scan_layers: bool,
         rngs: nnx.Rngs,
     ):
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.batch_axes = config, dtype, kernels.batch_axes
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
         make_layer = lambda rngs: layer(Blocks(config, kernels, dtype, param_dtype, rngs))
-        self.layers = LayerStack(make_layer, config.layer_types, scan=scan_layers, remat=remat, rngs=rngs)
+        self.layers = LayerStack(
+            make_layer,
+            config.layer_types,
+            scan=scan_layers,
+            remat=remat,
+            batch_axes=kernels.batch_axes,
+            rngs=rngs,
+        )
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
 
     def __call__(
@@ -211,7 +222,8 @@ class Decoder(nnx.Module):
             theta, scaling = config.rope_of(kind)
             cos, sin = rope_table(positions, config.head_dim, theta=theta, scaling=scaling)
             inputs[kind] = (cos, sin, segments, config.window_of(kind))
-        x: Any = embed(self.embed_tokens[...], input_ids, self.dtype)
+        look_up = lambda ids, table: embed(table, ids, self.dtype)
+        x = on_batch_shards(look_up, self.batch_axes, (input_ids,), (self.embed_tokens[...],))
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # rounded as it was in training
         if cache is None:

@@ -1,6 +1,5 @@
 """Every Pallas kernel compiles for the devices it is meant for, on a machine that has none of them."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -11,12 +10,12 @@ import time
 import jax
 import pytest
 
+from liger_jax.planner.compilers import COMPILERS, missing_compiler
 from tests.aot.programs import BOTH, BOUND, GPU_ONLY, HOPPER_ONLY, TPU_ONLY
 from tests.aot.targets import DEFAULT, ENVIRONMENT, GPUS, TPUS
 
 ROOT = pathlib.Path(__file__).parents[2]
-COMPILERS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
-TARGETS = {"gpu": [name for name in GPUS if name != "Tesla T4"], "tpu": list(TPUS)}
+TARGETS = {"gpu": GPUS, "tpu": TPUS}
 
 
 def full_unless(is_default):
@@ -27,22 +26,14 @@ CASES = [
     pytest.param(kind, target, case.name, marks=full_unless(target in DEFAULT and not case.full))
     for kind, cases in (("gpu", BOTH + GPU_ONLY), ("tpu", BOTH + TPU_ONLY))
     for target in TARGETS[kind]
-    for case in cases + (HOPPER_ONLY if target == "NVIDIA H200" else [])
+    for case in cases + (HOPPER_ONLY if target == "h200" else [])
 ]
 pytestmark = pytest.mark.aot
 
 
-def has_compiler(kind):
-    try:
-        return importlib.util.find_spec(COMPILERS[kind]) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def need_compiler(kind):
     """Without the compiler: a visible skip, and a failure where continuous integration runs."""
-    if not has_compiler(kind):
-        message = f"the compiler for {kind} targets, {COMPILERS[kind]}, is not installed: pip install 'liger-jax[aot]'"
+    if (message := missing_compiler(kind)) is not None:
         if os.environ.get("CI"):
             pytest.fail(message)
         pytest.skip(message)
@@ -87,7 +78,7 @@ def results(request, tmp_path_factory):
         done = folder / f"{kind}.json"
         # Who finds a kind begun by another worker does the other kind rather than wait.
         for each in (kind, *(other for other in COMPILERS if other != kind)):
-            if not done.exists() and (each == kind or has_compiler(each)):
+            if not done.exists() and (each == kind or missing_compiler(each) is None):
                 compile_unless_begun(each)
         while not done.exists():
             time.sleep(0.5)
@@ -106,7 +97,7 @@ def test_kernel_compiles(kind, target, case, results):
 
 def test_fast_loss_of_llama_keeps_to_its_budget_on_hopper(results):
     """Three chunks, the last of them shorter: XLA would begin it before the others, and hold its logits meanwhile."""
-    assert results("gpu")["NVIDIA H200", "hopper_bounded"]["extra_bytes"] <= BOUND
+    assert results("gpu")["h200", "hopper_bounded"]["extra_bytes"] <= BOUND
 
 
 @pytest.mark.parametrize(
@@ -127,7 +118,7 @@ def test_lean_loss_takes_as_much_on_tpu7x_in_small_tiles():
     need_compiler("tpu")
     script = """
 from tests.aot.programs import LLAMA_8B_HEAD, head, with_gradient
-from tests.aot.targets import compile_for, tpu_devices
+from liger_jax.planner.compilers import compile_for, tpu_devices
 step = with_gradient(head(), (0, 1))("mosaic_tpu")
 options = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
 compiled = compile_for(step, LLAMA_8B_HEAD, tpu_devices("tpu7x")[0], "tpu", options)
@@ -143,8 +134,8 @@ def test_old_gpu_gets_xla_and_says_why_not_triton():
     script = """
 import jax, jax.numpy as jnp
 from liger_jax import fused_linear_cross_entropy, rms_norm
-from tests.aot.targets import compile_for, gpu_devices
-device = gpu_devices("Tesla T4")[0]
+from liger_jax.planner.compilers import compile_for, gpu_devices
+device = gpu_devices("t4")[0]
 head = ((512, 256), jnp.float32), ((4096, 256), jnp.float32), ((512,), jnp.int32)
 loss = lambda h, w, y: fused_linear_cross_entropy(rms_norm(h), w, y)
 text = compile_for(jax.grad(loss, (0, 1)), head, device, "gpu").as_text()
@@ -169,8 +160,8 @@ def test_plan_predicts_the_memory_of_the_compiled_loss():
     script = """
 import jax, jax.numpy as jnp
 from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
-from tests.aot.targets import compile_for, described, gpu_devices
-device = gpu_devices("NVIDIA H200")[0]
+from liger_jax.planner.compilers import compile_for, described, gpu_devices
+device = gpu_devices("h200")[0]
 n, d, v = 4096, 2048, 64000
 for kernel, mode, weight_dtype, budget in (
     ("mosaic_gpu", "fast", "bfloat16", None), ("mosaic_gpu", "fast", "bfloat16", 2 * v * d + 4096 * v),
@@ -199,8 +190,8 @@ def test_gpu_kernels_compile_inside_shard_map_with_check_vma():
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from liger_jax import cross_entropy, fused_linear_cross_entropy, geglu, rms_norm, sparsemax
-from tests.aot.targets import gpu_devices
-devices = gpu_devices("NVIDIA H200", 4)
+from liger_jax.planner.compilers import gpu_devices
+devices = gpu_devices("h200", 4)
 mesh = Mesh(np.array(devices), ("data",))
 
 def local(h, scale, w, y):

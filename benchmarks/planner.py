@@ -1,0 +1,144 @@
+"""The planner against compilers, and against a GPU where there is one.
+
+    python -m benchmarks.planner [--models qwen2-0.5b llama-3.2-1b …] [--name planner]
+
+Without a GPU: the estimate beside what the compiler allocates, for described devices. With one: the same for that GPU,
+beside the most that its allocator held while the step ran twice, each in a process of its own.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks._measure import heading, save, table
+from liger_jax.planner.compiled import compile_run
+from liger_jax.planner.devices import GIB, GPUS
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.planning import make_run
+from liger_jax.planner.sharding import make_mesh
+from liger_jax.planner.step import LOSSES, Run, training_step
+
+# Model, batch, sequence, remat.
+ON_ONE = (
+    ("qwen2-0.5b", 8, 512, "full"),
+    ("qwen2-0.5b", 8, 512, "none"),
+    ("qwen2-0.5b", 8, 2048, "full"),
+    ("llama-3.2-1b", 1, 2048, "full"),
+    ("llama-3.2-1b", 8, 2048, "full"),
+    ("llama-3.2-1b", 8, 2048, "dots"),
+    ("qwen2-1.5b", 2, 4096, "full"),
+    ("llama-3.2-3b", 2, 4096, "full"),
+)
+ON_SEVERAL = (
+    ("llama-3-8b", 16, 4096, "full", "h200:8"),
+    ("llama-3-8b", 64, 4096, "full", "h200:32"),
+    ("qwen2.5-14b", 8, 4096, "full", "h200:8"),
+    ("llama-3-8b", 16, 4096, "full", "a100-80g:8"),
+)
+
+
+def cases(device: str, models: list[str] | None, several: bool) -> list[Run]:
+    """All runs, with both losses."""
+    chosen = [(*case, device) for case in ON_ONE] + list(ON_SEVERAL if several else ())
+    return [
+        make_run(model, batch=batch, seq=seq, device=where, remat=remat, loss=loss)
+        for model, batch, seq, remat, where in chosen
+        if models is None or model in models
+        for loss in LOSSES
+    ]
+
+
+def measured_peak(run: Run) -> int:
+    """The most that the allocator of this process's GPU held in two steps."""
+    mesh = make_mesh(jax.devices()[: run.target.count], run.mesh)
+    step, (state, tokens) = training_step(run, mesh)
+    fill = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), (state, tokens)),
+        out_shardings=jax.tree.map(lambda x: x.sharding, (state, tokens)),
+    )
+    with jax.set_mesh(mesh):
+        state, tokens = fill()
+        state, _ = step(state, tokens)
+        jax.block_until_ready(step(state, tokens))
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
+
+
+def apart(run: Run) -> int | None:
+    """`measured_peak` in a new process, since an allocator's peak cannot be set back; None if it is out of memory."""
+    fields = {
+        f.name: getattr(run, f.name) for f in dataclasses.fields(run) if f.name not in ("model", "target", "mesh")
+    }
+    fields |= {"model": run.model.name, "device": run.target.name}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planner", "--measure", json.dumps(fields)], capture_output=True, text=True
+    )
+    if done.returncode:
+        if "RESOURCE_EXHAUSTED" in done.stderr:
+            return None
+        raise RuntimeError(done.stderr[-2000:])
+    return int(done.stdout.split()[-1])
+
+
+def rows(runs: list[Run], devices: list | None) -> list[list[str]]:
+    """The table; the GPU's own column where `devices` are given."""
+    found = []
+    for run in runs:
+        predicted = estimate(run)
+        measured = None if devices is None else apart(run)
+        compiled = compile_run(run, devices and devices[: run.target.count])
+        row = [run.model.name, f"{run.batch} × {run.seq}", run.remat, run.loss, run.target.name]
+        row += [
+            f"{predicted.total / GIB:.2f}",
+            f"{compiled.total / GIB:.2f}",
+            f"{predicted.total / compiled.total:.3f}",
+        ]
+        if devices is not None:
+            row += ["out of memory", "–"] if measured is None else [
+                f"{measured / GIB:.2f}", f"{compiled.total / measured:.3f}"
+            ]  # fmt: skip
+        found.append(row)
+        print(*row, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", help="only these")
+    parser.add_argument("--name", default="planner", help="of the file under results/")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(measured_peak(make_run(**json.loads(arguments.measure))))
+        return
+    header = [
+        "model",
+        "batch × seq",
+        "remat",
+        "loss",
+        "device",
+        "estimate, GiB",
+        "compiled, GiB",
+        "estimate / compiled",
+    ]
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu:
+        kind = jax.devices()[0].device_kind
+        (device,) = [name for name, gpu in GPUS.items() if gpu.kind == kind]
+        header += ["measured peak, GiB", "compiled / measured"]
+        found = rows(cases(device, arguments.models, several=False), jax.devices())
+    else:
+        found = rows(cases("h200", arguments.models, several=True), None)
+    found.sort(key=lambda row: row[:5])
+    ratios = [float(row[7]) for row in found]
+    text = heading("python -m benchmarks.planner") + "\n" + table(header, found)
+    text += f"\nestimate / compiled: {min(ratios):.3f} to {max(ratios):.3f}\n"
+    save(arguments.name, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""`liger-jax plan`: will a training run fit?
+
+liger-jax plan --model llama-3-8b --batch 16 --seq 4096 --device h200:8
+liger-jax plan --model config.json --batch 64 --seq 4096 --device v5e:8x8 --level compiled
+liger-jax plan --model qwen2-0.5b --batch 1 --seq 512 --device t4 --search batch
+"""
+
+import argparse
+import os
+import sys
+
+import jax
+
+from liger_jax.planner import compilers, planning, report
+from liger_jax.planner.devices import GIB, GPUS, TPUS
+from liger_jax.planner.planning import LEVELS, SEARCHES, MemoryPlan
+from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: its arguments; the command line's if none.
+
+    Returns:
+        The exit code: 0 if the run fits, 1 if not, 2 for an error.
+    """
+    args = _arguments(argv)
+    if "JAX_PLATFORMS" not in os.environ:  # nothing is run, and looking for an accelerator takes seconds
+        jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
+    names = ("optimizer", "state_dtype", "param_dtype", "dtype", "remat", "loss")
+    options = {name: getattr(args, name) for name in names}
+    where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
+    try:
+        if args.search:
+            args.level = "compiled"  # as the search is
+            where[args.search] = _searched(args, where, options)
+        found = planning.plan(args.model, **where, level=args.level, **options)
+        print(report.text(found))
+        _notes(found)
+        if args.picture:
+            report.picture(found, args.picture)
+            print(f"picture: {args.picture}")
+    except (ValueError, ImportError) as error:
+        print(f"liger-jax plan: {error}", file=sys.stderr)
+        return 2
+    return 0 if found.fits else 1
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser(prog="liger-jax", description="Kernels and models for training in JAX.")
+    command = parser.add_subparsers(required=True).add_parser(
+        "plan", help="will a training run fit?", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_argument("--model", required=True, help="a name such as llama-3-8b, or a config.json")
+    command.add_argument("--batch", type=int, required=True, help="sequences in a step, over all devices")
+    command.add_argument("--seq", type=int, required=True, help="tokens in a sequence")
+    command.add_argument(
+        "--device", required=True, help=f"{', '.join(GPUS)} (h200:8 for several); {', '.join(TPUS)} (v5e:8x8)"
+    )
+    command.add_argument("--mesh", help="such as data=2,fsdp=8; default: all devices along fsdp")
+    command.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    command.add_argument("--state-dtype", choices=_DTYPES, default="float32", help="of the optimizer's moments")
+    command.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="of parameters and gradients")
+    command.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the computation")
+    command.add_argument("--remat", choices=REMATS, default="full", help="what layers compute again")
+    command.add_argument("--loss", choices=LOSSES, default="fused", help="which must fit")
+    command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
+    command.add_argument(
+        "--search", choices=SEARCHES, help="the largest that fits, by the compiler; replaces that size"
+    )
+    command.add_argument("--picture", metavar="FILE", help="also draw it as a PNG")
+    return parser.parse_args(argv)
+
+
+def _searched(args, where, options) -> int:
+    # The size that is looked for need not be possible itself.
+    run = planning.make_run(args.model, **where, **options)
+    try:
+        from tqdm import tqdm
+
+        bar = tqdm(desc=f"largest {args.search}", unit="compilation")
+        step = lambda text: (bar.set_postfix_str(text, refresh=False), bar.update())
+    except ImportError:
+        bar, step = None, lambda text: print(text, file=sys.stderr)
+    tell = lambda size, needed, fits: step(f"{size}: {needed / GIB:.2f} GiB {'fits' if fits else 'is too much'}")
+    try:
+        found = planning.search(run, args.search, tell)
+    finally:
+        if bar is not None:
+            bar.close()
+    for size, needed in sorted(found.answers.items()):
+        print(f"  {args.search} {size}: {needed / GIB:.2f} GiB")
+    largest = getattr(found.run, args.search)
+    print(f"the largest {args.search} that fits, by {len(found.answers)} compilations: {largest}\n")
+    return largest
+
+
+def _notes(found: MemoryPlan) -> None:
+    if not found.compiled:
+        print("These are estimates; --level compiled asks the compiler.")
+    elif found.run.target.platform == "gpu" and (reason := compilers.without_cudnn()) is not None:
+        print(f"Note: {reason}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

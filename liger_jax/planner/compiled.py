@@ -1,0 +1,83 @@
+"""What a training step needs by its compiler's account: the step is compiled for its devices, and not run."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+
+from liger_jax.planner import compilers
+from liger_jax.planner.sharding import make_mesh
+from liger_jax.planner.step import Run, training_step
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Bytes of a step on each device.
+
+    Attributes:
+        total: arguments, results and temporaries, what is donated counted once.
+        arguments: parameters, optimizer state and tokens.
+        temporaries: what lives within the step.
+        program: the compiled program, or None where the compiler refused to make one with so much memory.
+    """
+
+    total: int
+    arguments: int
+    temporaries: int
+    program: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+
+def compile_run(run: Run, devices: list[Any] | None = None) -> Compiled:
+    """Compiles the step for the run's devices.
+
+    Args:
+        run: what is trained.
+        devices: other devices to compile for, as many, such as those that are there.
+
+    Returns:
+        What each device needs.
+
+    Raises:
+        ImportError: the compiler for these devices is not installed.
+    """
+    mesh = make_mesh(compilers.devices(run.target) if devices is None else devices, run.mesh)
+    step, arguments = training_step(run, mesh)
+    platforms = (compilers.LOWERING[run.target.platform],) if devices is None else None
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = step.trace(*arguments).lower(lowering_platforms=platforms)
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+        if (total := _refused(str(error), held)) is None:
+            raise
+        return Compiled(total, held, total - held)
+    return memory_of(program)
+
+
+def memory_of(program: Any) -> Compiled:
+    """What a compiled program needs on each device.
+
+    Args:
+        program: of `jax.stages.Compiled`.
+
+    Returns:
+        The bytes, and the program.
+    """
+    memory = program.memory_analysis()
+    own = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(sum(own) + new, *own, program)
+
+
+def _refused(message: str, arguments: int) -> int | None:
+    """The bytes that a program would need, where libtpu refuses it for its memory: it names all, or temporaries."""
+    if found := re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message):
+        return int(float(found[1]) * _UNITS[found[2]])
+    if found := re.search(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)", message):
+        return int(float(found[1]) * _UNITS[found[2]]) + arguments
+    return None

@@ -1,0 +1,173 @@
+"""Compilers for devices that are not there.
+
+A TPU is compiled for by libtpu, which knows every topology; an NVIDIA GPU by JAX's CUDA plugin, from a description of
+the device. Neither needs a driver, and both are installed by `pip install 'liger-jax[aot]'`.
+"""
+
+import importlib.util
+import os
+import pathlib
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+from liger_jax.models.attention import why_not_cudnn
+from liger_jax.planner.devices import GPUS, TPUS, Target, target
+
+COMPILERS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
+# libtpu asks a cloud's metadata server for these otherwise, and refuses a second process.
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+LOWERING = {"gpu": "cuda", "tpu": "tpu"}  # JAX's names of platforms when it lowers
+
+
+def devices(of: Target) -> list[Any]:
+    """The devices of a target, for meshes and shardings.
+
+    Args:
+        of: the target.
+
+    Returns:
+        As many as it has.
+
+    Raises:
+        ImportError: the plugin that compiles for them is not installed.
+    """
+    need_compiler(of.platform)
+    kind = of.name.partition(":")[0]
+    found = tpu_devices(kind, of.topology) if of.platform == "tpu" else gpu_devices(kind, of.count)
+    return found[: of.count]
+
+
+def missing_compiler(platform: str) -> str | None:
+    """Says why nothing can be compiled for a platform here.
+
+    Args:
+        platform: "gpu" or "tpu".
+
+    Returns:
+        The reason as a sentence, or None.
+    """
+    try:
+        found = importlib.util.find_spec(COMPILERS[platform]) is not None
+    except ModuleNotFoundError:
+        found = False
+    if found:
+        return None
+    return f"the compiler for {platform} targets, {COMPILERS[platform]}, is not installed: pip install 'liger-jax[aot]'"
+
+
+def need_compiler(platform: str) -> None:
+    """Refuses a platform for which nothing can be compiled here.
+
+    Args:
+        platform: "gpu" or "tpu".
+
+    Raises:
+        ImportError: with what to install.
+    """
+    if (reason := missing_compiler(platform)) is not None:
+        raise ImportError(reason)
+
+
+def gpu_devices(name: str, count: int = 1) -> list[Any]:
+    """GPUs that need not be there.
+
+    Args:
+        name: one of `GPUS`.
+        count: as in `target`.
+
+    Returns:
+        Devices for shardings.
+    """
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    jax.devices()  # JAX's own discovery of plugins goes first
+    shape = target(f"{name}:{count}").topology
+    describe = lambda: topologies.get_topology_desc(
+        platform="cuda", topology_name=shape, topology=shape, target_config=GPUS[name].description()
+    )
+    try:
+        return describe().devices
+    except Exception:  # the plugin is installed and was passed over, because there is no GPU
+        import jax_plugins.xla_cuda13 as plugin
+        from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # a compiled module
+
+        library = pathlib.Path(plugin.__file__).parent / "xla_cuda_plugin.so"
+        _jax.load_pjrt_plugin("cuda", str(library), None)
+        _jax.initialize_pjrt_plugin("cuda")
+        return describe().devices
+
+
+def tpu_devices(name: str, topology: str | None = None) -> list[Any]:
+    """TPUs that need not be there.
+
+    Args:
+        name: one of `TPUS`.
+        topology: of its chips; `None` for the smallest.
+
+    Returns:
+        Devices for shardings.
+    """
+    if jax.default_backend() != "tpu":
+        for variable, value in TPU_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+    name = f"{name}:{topology or TPUS[name].smallest}"
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+
+
+def described(device: Any, platform: str) -> AbstractDevice:
+    """What ops are told of a device.
+
+    Args:
+        device: of a topology.
+        platform: "gpu" or "tpu".
+
+    Returns:
+        Its kind and platform.
+    """
+    return AbstractDevice(device.device_kind, None, platform)
+
+
+def compile_for(
+    function: Any, arguments: Any, device: Any, platform: str, compiler_options: dict[str, str] | None = None
+) -> Any:
+    """A function compiled for one device.
+
+    Args:
+        function: of arrays.
+        arguments: their (shape, dtype) pairs.
+        device: of a topology.
+        platform: "gpu" or "tpu".
+        compiler_options: XLA's.
+
+    Returns:
+        The compiled program.
+    """
+    sharding = SingleDeviceSharding(device)
+    types = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arguments]
+    # By the mesh in context ops know for which device they are traced.
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=described(device, platform))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(function).trace(*types)
+        return traced.lower(lowering_platforms=(LOWERING[platform],)).compile(compiler_options)
+
+
+def without_cudnn() -> str | None:
+    """Says what differs where cuDNN, whose attention models run on NVIDIA GPUs, is not installed.
+
+    Returns:
+        The sentence, or None where it is.
+    """
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jax.numpy.bfloat16)
+    if why_not_cudnn(q, GPUS["h200"].kind) is None:
+        return None
+    return (
+        "cuDNN is not installed, so attention was compiled as XLA's chunks, which need other memory: "
+        "pip install nvidia-cudnn-cu13"
+    )

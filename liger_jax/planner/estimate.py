@@ -1,0 +1,183 @@
+"""The memory of a training step by formulas: nothing is compiled, and it takes milliseconds.
+
+All sizes are those of one device. The step is over when its largest moment is: the loss, when all activations are kept
+and the logits or the fused loss's buffers exist; or the backward of the last layer, when the gradients of all layers
+have their place as well.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.planner.sharding import split
+from liger_jax.planner.step import Run
+
+STATIC = ("parameters", "gradients", "optimizer state")
+DYNAMIC = ("layer inputs", "attention", "feed-forward", "one layer's work", "copies of parameters", "loss")
+MOMENTS = {"adamw": 2, "sgd": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Bytes on each device.
+
+    Attributes:
+        parts: by name, those of `STATIC` and `DYNAMIC` that live at the peak.
+        peak: "loss" or "backward", when the most is needed.
+        loss_bytes: the logits or the fused loss's buffers, whether or not they make the peak.
+    """
+
+    parts: dict[str, int]
+    peak: str
+    loss_bytes: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(self.parts.values())
+
+    @property
+    def static(self) -> int:
+        """What does not depend on the batch."""
+        return sum(self.parts[name] for name in STATIC)
+
+
+def static_bytes(
+    parameters: int, devices: int = 1, *, param_dtype: str = "float32", optimizer: str = "adamw", state_dtype="float32"
+) -> int:
+    """Parameters, gradients and optimizer state on each device, fully sharded: 16 bytes a parameter by default.
+
+    Held in bfloat16 beside a float32 master copy, as other frameworks do it, they are as many: 2 + 2 + 4 + 4 + 4.
+
+    Args:
+        parameters: how many.
+        devices: over which all three are split.
+        param_dtype: of parameters and gradients.
+        optimizer: "adamw" or "sgd".
+        state_dtype: of AdamW's two moments.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> static_bytes(14_000_000_000, 8) / 1e9
+        28.0
+    """
+    moments = MOMENTS[optimizer] * jnp.dtype(state_dtype).itemsize
+    return math.ceil(parameters * (2 * jnp.dtype(param_dtype).itemsize + moments) / devices)
+
+
+def logits_bytes(tokens: int, vocab_size: int, bytes_per_logit: int = 8) -> int:
+    """A loss on logits holds them and their gradient in float32.
+
+    Args:
+        tokens: of one device.
+        vocab_size: V.
+        bytes_per_logit: 12 for a framework that runs one operation after the other, and holds their softmax too; 6 for
+            a compiler that has the gradient in 16 bits.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> round(logits_bytes(4096, 152_064, bytes_per_logit=12) / 2**30, 2)
+        6.96
+    """
+    return bytes_per_logit * tokens * vocab_size
+
+
+def kept_by_a_layer(run: Run) -> dict[str, int]:
+    """What a layer keeps for its backward, by kind.
+
+    Args:
+        run: what is trained.
+
+    Returns:
+        Bytes of "layer inputs", "attention" and "feed-forward".
+    """
+    c, size = run.model.config, jnp.dtype(run.dtype).itemsize
+    d, f = c.hidden_size, c.intermediate_size
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    # Values a token. Attention keeps rotated queries and keys, values, its result and, in float32, a sum a head.
+    sums = 4 * c.num_attention_heads // size
+    kept = {
+        "full": dict(inputs=d, attention=0, feed_forward=0),
+        # the matrix products' results
+        "dots": dict(inputs=d, attention=q + 2 * kv + d, feed_forward=2 * f),
+        # with attention's own inputs and result
+        "none": dict(inputs=d, attention=d + 2 * q + 2 * kv + sums, feed_forward=2 * f),
+    }[run.remat]
+    names = ("layer inputs", "attention", "feed-forward")
+    return {name: run.tokens * size * values for name, values in zip(names, kept.values(), strict=True)}
+
+
+def estimate(run: Run) -> Estimate:
+    """The memory of a run on each device, and what takes it.
+
+    Args:
+        run: what is trained, and on what.
+
+    Returns:
+        The estimate.
+    """
+    config, sizes = run.model.config, _Parameters.of(run)
+    param, size = jnp.dtype(run.param_dtype).itemsize, jnp.dtype(run.dtype).itemsize
+    layers = config.num_hidden_layers
+    static = {
+        "parameters": param * sizes.own,
+        "optimizer state": MOMENTS[run.optimizer] * jnp.dtype(run.state_dtype).itemsize * sizes.own,
+    }
+    kept = {name: layers * value for name, value in kept_by_a_layer(run).items()}
+    # Gathered where they are used, those of two layers at a time; or cast.
+    gathered, is_cast = run.mesh["fsdp"] > 1, param != size
+    of_layers = size * sizes.layer * (2 if gathered else is_cast)
+    of_head = param * sizes.head if gathered else 0
+    loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
+    if run.loss == "fused":  # makes the head's gradient whole, before it is scattered
+        loss, head_gradient = loss + run.loss_plan().extra_bytes, param * sizes.head
+    else:  # makes it in the place of the logits; on several TPUs beside them, where the embedding is whole then, too
+        beside = run.target.platform == "tpu" and gathered
+        bytes_per_logit = 8 if run.target.platform == "gpu" or beside else 6
+        loss += logits_bytes(run.tokens, config.vocab_size, bytes_per_logit) + is_cast * size * sizes.head
+        loss, head_gradient = loss + beside * param * sizes.head, beside * param * sizes.head
+    at_loss = {"gradients": head_gradient, "copies of parameters": of_head, "loss": loss}
+    in_backward = {
+        "gradients": param * sizes.own,
+        "copies of parameters": of_layers + of_head,
+        "one layer's work": _work_of_a_layer(run),
+    }
+    peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
+    parts = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
+    return Estimate(parts, peak, loss)
+
+
+def _work_of_a_layer(run: Run) -> int:
+    """The backward of one layer: what it makes anew, and the gradients of that."""
+    c, size = run.model.config, jnp.dtype(run.dtype).itemsize
+    heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+    everything = 5 * c.hidden_size + 2 * heads + 3 * c.intermediate_size
+    gradients = 2 * c.intermediate_size + 2 * c.hidden_size
+    return run.tokens * size * (everything + gradients) - sum(kept_by_a_layer(run).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameters:
+    """How many: on a device, in one layer on all of them, and in the head."""
+
+    own: int
+    layer: int
+    head: int
+
+    @classmethod
+    def of(cls, run: Run) -> "_Parameters":
+        own = layer = 0
+        for path, x in run.model.parameters:
+            is_split = any(split(path, x.shape, run.mesh["fsdp"]))
+            own += math.prod(x.shape) // (run.mesh["fsdp"] if is_split else 1)
+            if "layers" in jax.tree_util.keystr(path):
+                layer += math.prod(x.shape)
+        config: Any = run.model.config
+        return cls(own, layer // config.num_hidden_layers, config.vocab_size * config.hidden_size)

@@ -1,0 +1,195 @@
+"""Will it fit? The plan of a training run, from formulas and, if asked, from the compiler."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from liger_jax.planner import compilers
+from liger_jax.planner.advice import Change, advice, changes_to_fit, largest
+from liger_jax.planner.architectures import architecture
+from liger_jax.planner.compiled import Compiled, compile_run
+from liger_jax.planner.devices import target
+from liger_jax.planner.estimate import Estimate, estimate
+from liger_jax.planner.sharding import parse_mesh
+from liger_jax.planner.step import LOSSES, Run
+
+LEVELS = ("estimate", "compiled")
+SEARCHES = ("batch", "seq")
+SEQ_UNIT = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What a run needs on each of its devices, with the fused loss and with logits.
+
+    Attributes:
+        run: what is trained, and on what.
+        estimates: for each of "fused" and "logits".
+        compiled: likewise by the compiler; empty where it was not asked.
+    """
+
+    run: Run
+    estimates: dict[str, Estimate]
+    compiled: dict[str, Compiled]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes of a step for each loss, by the compiler where it was asked."""
+        found: Any = self.compiled or self.estimates
+        return {loss: found[loss].total for loss in LOSSES}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run, with its own loss, has the memory it needs."""
+        return self.totals[self.run.loss] <= self.run.target.memory_bytes
+
+    @property
+    def advice(self) -> str:
+        """What follows from the numbers, in a sentence or two."""
+        return advice(self.run, self.totals, self.estimates)
+
+    def changes_to_fit(self) -> list[Change]:
+        """What would make the run fit, by estimates.
+
+        Returns:
+            Changes, one on top of the other, and what each bought; none where the run fits.
+        """
+        return [] if self.fits else changes_to_fit(self.run)
+
+
+def make_run(
+    model: str | os.PathLike[str], *, batch: int, seq: int, device: str, mesh: str | None = None, **options: str
+) -> Run:
+    """A run from names.
+
+    Args:
+        model: as `plan` takes it, like all others.
+        batch: see there.
+        seq: see there.
+        device: see there.
+        mesh: see there.
+        **options: see there.
+
+    Returns:
+        The run.
+
+    Raises:
+        ValueError: see there.
+    """
+    devices = target(device)
+    return Run(architecture(model), batch, seq, devices, parse_mesh(mesh, devices.count), **options)
+
+
+def plan(
+    model: str | os.PathLike[str],
+    *,
+    batch: int,
+    seq: int,
+    device: str,
+    mesh: str | None = None,
+    level: str = "estimate",
+    **options: str,
+) -> MemoryPlan:
+    """The memory of a training step on devices that need not be there.
+
+    "estimate" takes formulas, and milliseconds. "compiled" compiles the step for the devices and reads what the
+    compiler allocates: seconds to minutes, to the byte.
+
+    Args:
+        model: a name such as "llama-3-8b" (`architectures.MODELS`), or a config.json or its folder.
+        batch: sequences in a step, over all devices.
+        seq: tokens in a sequence.
+        device: such as "h200", "h200:8", "v5e:8x8" (`devices.target`).
+        mesh: such as "data=2,fsdp=8"; `None` for all devices along fsdp, over which parameters, gradients and
+            optimizer state are sharded. The batch is sharded over both.
+        level: "estimate" or "compiled".
+        **options: `optimizer` ("adamw", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat` ("none", "full",
+            "dots") and `loss` ("fused", "logits"): see `Run`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a model, device, mesh or option that does not exist or does not fit the others; each says the cure.
+        ImportError: the compiler for these devices is not installed.
+
+    Example:
+        >>> found = plan("qwen2-0.5b", batch=8, seq=512, device="t4")
+        >>> found.fits, round(found.totals["fused"] / 2**30, 1)
+        (True, 8.2)
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r} must be one of {LEVELS}.")
+    run = make_run(model, batch=batch, seq=seq, device=device, mesh=mesh, **options)
+    both = {loss: dataclasses.replace(run, loss=loss) for loss in LOSSES}
+    compiled = {loss: compile_run(each) for loss, each in both.items()} if level == "compiled" else {}
+    return MemoryPlan(run, {loss: estimate(each) for loss, each in both.items()}, compiled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The largest run that fits.
+
+    Attributes:
+        run: it.
+        answers: every size that was compiled, and what it needs.
+    """
+
+    run: Run
+    answers: dict[int, int]
+
+
+def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lambda size, needed, fits: None) -> Found:
+    """The largest batch or sequence that fits, by compiled answers.
+
+    The estimate's answer is tried first; doubling from there, then bisection. Batches go in multiples of the devices,
+    sequences in multiples of 128, up to the model's longest.
+
+    Args:
+        run: all else of it stays.
+        what: "batch" or "seq".
+        progress: told of each size, what it needs and whether it fits.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: `what` is unknown, or not even the smallest fits.
+        ImportError: the compiler for these devices is not installed.
+    """
+    if what not in SEARCHES:
+        raise ValueError(f"search={what!r} must be one of {SEARCHES}.")
+    compilers.need_compiler(run.target.platform)
+    unit = run.target.count if what == "batch" else SEQ_UNIT
+    most = run.model.config.max_position_embeddings // SEQ_UNIT if what == "seq" else None
+    capacity = run.target.memory_bytes
+    sized = lambda n: dataclasses.replace(run, **{what: n * unit})
+    answers: dict[int, int] = {}
+
+    def fits(n: int) -> bool:
+        if n * unit not in answers:
+            answers[n * unit] = compile_run(sized(n)).total
+            progress(n * unit, answers[n * unit], answers[n * unit] <= capacity)
+        return answers[n * unit] <= capacity
+
+    bounded = lambda n: most is None or n <= most
+    low = max(1, largest(lambda n: bounded(n) and estimate(sized(n)).total <= capacity))
+    step = max(1, low // 16)
+    if fits(low):
+        while bounded(low + step) and fits(low + step):
+            low, step = low + step, 2 * step
+        high = low + step if bounded(low + step) else most + 1
+    else:
+        high = low
+        while (low := max(0, high - step)) and not fits(low):
+            high, step = low, 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low == 0:
+        raise ValueError(
+            f"Not even {what}={unit} fits into {run.target.name}, whose memory is {capacity / 2**30:.1f} GiB: "
+            f"it needs {answers[unit] / 2**30:.1f} GiB. Take more or larger devices, remat='full', or a smaller model."
+        )
+    return Found(sized(low), answers)

@@ -1,0 +1,159 @@
+"""The training step that is planned: loss, gradients and update of a model, on one device or a mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models import KernelOptions
+from liger_jax.ops import plan_fused_linear_cross_entropy
+from liger_jax.planner.architectures import Architecture
+from liger_jax.planner.devices import Target
+from liger_jax.planner.sharding import AXES, shardings
+
+LOSSES = ("fused", "logits")
+OPTIMIZERS = ("adamw", "sgd")
+REMATS = ("none", "full", "dots")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run, as far as its memory goes.
+
+    Attributes:
+        model: the architecture.
+        batch: sequences in a step, over all devices.
+        seq: tokens in a sequence.
+        target: the devices.
+        mesh: sizes of "data" and "fsdp".
+        optimizer: "adamw" or "sgd", the latter without momentum.
+        state_dtype: of the optimizer's moments.
+        param_dtype: of parameters and gradients.
+        dtype: of the computation.
+        remat: as the models take it.
+        loss: "fused" or "logits".
+    """
+
+    model: Architecture
+    batch: int
+    seq: int
+    target: Target
+    mesh: dict[str, int]
+    optimizer: str = "adamw"
+    state_dtype: str = "float32"
+    param_dtype: str = "float32"
+    dtype: str = "bfloat16"
+    remat: str = "full"
+    loss: str = "fused"
+
+    def __post_init__(self):
+        for name, size in dict(batch=self.batch, seq=self.seq).items():
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1.")
+        for name, allowed in dict(optimizer=OPTIMIZERS, remat=REMATS, loss=LOSSES).items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
+        for name in ("state_dtype", "param_dtype", "dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16", "float16"):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 'float32', 'bfloat16' or 'float16'.")
+        devices = self.target.count
+        if self.batch % devices:
+            raise ValueError(
+                f"batch={self.batch} is not divided by the {devices} devices of {self.target.name!r}, which take equal "
+                f"numbers of sequences. Take batch={max(1, self.batch // devices) * devices}, or fewer devices."
+            )
+        longest = self.model.config.max_position_embeddings
+        if self.seq > longest:
+            raise ValueError(f"seq={self.seq} is longer than the {longest} positions that {self.model.name} takes.")
+
+    @property
+    def tokens(self) -> int:
+        """Of one device."""
+        return self.batch * self.seq // self.target.count
+
+    def loss_plan(self) -> Any:
+        """How the fused loss is computed on each device.
+
+        Returns:
+            What `plan_fused_linear_cross_entropy` returns.
+        """
+        config = self.model.config
+        return plan_fused_linear_cross_entropy(
+            self.tokens,
+            config.hidden_size,
+            config.vocab_size,
+            dtype=self.dtype,
+            weight_dtype=self.param_dtype,
+            reduction="sum",
+            device=self.target.description,
+            device_memory_bytes=self.target.memory_bytes,
+        )
+
+    def kernels(self) -> KernelOptions:
+        """The ops of the model that runs.
+
+        Returns:
+            Options with the loss's mode as the device's memory has it.
+        """
+        axes = AXES if self.target.count > 1 else None
+        if self.loss == "logits":
+            return KernelOptions(fused_linear_cross_entropy=False, batch_axes=axes)
+        return KernelOptions(mode=self.loss_plan().mode, batch_axes=axes)
+
+
+def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
+    """An optimizer whose moments are held in a dtype and computed with in float32.
+
+    Args:
+        name: "adamw" or "sgd".
+        state_dtype: of the moments.
+
+    Returns:
+        The transformation.
+    """
+    optimizer = optax.adamw(1e-4) if name == "adamw" else optax.sgd(1e-4)
+
+    def cast(tree, dtype):
+        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+    def update(grads, state, params):
+        updates, state = optimizer.update(cast(grads, jnp.float32), cast(state, jnp.float32), params)
+        return updates, cast(state, state_dtype)
+
+    return optax.GradientTransformation(lambda params: cast(optimizer.init(params), state_dtype), update)
+
+
+def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The step and the types of its arguments.
+
+    Args:
+        run: what is trained, and how.
+        mesh: its devices.
+
+    Returns:
+        A jitted `step(state, tokens) -> (state, loss)` with `state = (params, opt_state)`, donated, to be traced with
+        the mesh in context; and its abstract arguments.
+    """
+    graph, params = run.model.abstract(
+        kernels=run.kernels(), dtype=jnp.dtype(run.dtype), param_dtype=jnp.dtype(run.param_dtype), remat=run.remat
+    )
+    optimizer = make_optimizer(run.optimizer, run.state_dtype)
+    state = (params, jax.eval_shape(optimizer.init, params))
+    of_state = shardings(state, mesh)
+    of_tokens = NamedSharding(mesh, P(tuple(run.mesh)))
+    typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def step(state, tokens):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: nnx.merge(graph, p)(tokens, labels=tokens).loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
+    tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=of_tokens)
+    return jitted, (jax.tree.map(typed, state, of_state), tokens)

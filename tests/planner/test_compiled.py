@@ -1,0 +1,85 @@
+"""What the planner compiles for devices that are not there."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from liger_jax.planner.compilers import missing_compiler
+from tests.aot.targets import ENVIRONMENT
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = dict(
+    model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
+pytestmark = pytest.mark.aot
+
+
+def compiled(script, *arguments, platform="gpu"):
+    """The last line, as JSON, that a script prints in a fresh process, where compilers are loaded as plugins."""
+    if (message := missing_compiler(platform)) is not None:
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+PLAN = """
+import json, sys
+from liger_jax.planner import compile_run
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.planning import make_run
+model, batch, seq, device, options = sys.argv[1:]
+run = make_run(model, batch=int(batch), seq=int(seq), device=device, **json.loads(options))
+found = compile_run(run)
+text = found.program.as_text() if found.program else ""
+print(json.dumps(dict(
+    total=found.total, arguments=found.arguments, estimate=estimate(run).total, parts=estimate(run).parts,
+    memory=run.target.memory_bytes, refused=found.program is None,
+    kernels=[k for k in ("fused_linear_cross_entropy_statistics", "tpu_custom_call") if k in text],
+)))
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def test_a_sharded_step_compiled_for_gpus_holds_our_kernel_and_its_share_of_the_state(tiny):
+    found = compiled(PLAN, tiny, 8, 256, "h200:8", "{}")
+    assert found["kernels"] == ["fused_linear_cross_entropy_statistics"]
+    static = found["parts"]["parameters"] + found["parts"]["optimizer state"]
+    assert found["arguments"] == pytest.approx(static, rel=0.01)
+
+
+@pytest.mark.full
+def test_a_step_that_a_tpu_has_no_memory_for_is_a_number_and_no_error():
+    found = compiled(PLAN, "qwen2-0.5b", 16, 2048, "v5e", '{"loss": "logits"}', platform="tpu")
+    assert found["refused"] and found["total"] > found["memory"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", ["fused", "logits"])
+@pytest.mark.parametrize(
+    "model, batch, seq, remat",
+    [
+        ("qwen2-0.5b", 8, 512, "full"),
+        ("qwen2-0.5b", 8, 512, "none"),
+        ("qwen2-1.5b", 2, 4096, "dots"),
+        ("llama-3.2-1b", 8, 2048, "full"),
+    ],
+)
+def test_estimate_is_within_10_percent_of_what_is_compiled_for_an_h200(model, batch, seq, remat, loss):
+    found = compiled(PLAN, model, batch, seq, "h200", json.dumps(dict(remat=remat, loss=loss)))
+    assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
