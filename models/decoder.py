@@ -90,11 +90,16 @@ class LayerStack(nnx.Module):
         x, memory = carry
         return x if memory is None else (x, memory[0])
 
-    def _layer_call(self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool) -> Callable[[Any, Any], Any]:
+    def _layer_call(
+        self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool, place: int | None = None
+    ) -> Callable[[Any, Any], Any]:
+        """One layer's call, from its own state or from that of a group in which it has a place."""
+
         def call(carry, state):
-            state = gathered(state, self.batch_axes, carry[0].dtype)
             x, memory = carry
-            layer, x = nnx.merge(graphdef, state), checkpoint_name(x, INPUT)
+            if place is not None:  # taken out in here, it is not kept for the backward a second time
+                state = jax.tree.map(lambda leaf: leaf[place], state)
+            layer, x = nnx.merge(graphdef, gathered(state, self.batch_axes, x.dtype)), checkpoint_name(x, INPUT)
             if memory is None:
                 return layer(x, *inputs), None
             cache, number = memory
@@ -108,12 +113,12 @@ class LayerStack(nnx.Module):
         pattern = self.kinds[: pattern_length(self.kinds)]
         graphdef, stacked = nnx.split(self.layers)
         # A scan's loop keeps the recomputation apart from the forward by itself: no barriers needed.
-        calls = [self._layer_call(graphdef, inputs[kind], prevent_cse=False) for kind in pattern]
+        calls = [self._layer_call(graphdef, inputs[kind], prevent_cse=False, place=i) for i, kind in enumerate(pattern)]
         groups = jax.tree.map(lambda leaf: leaf.reshape(-1, len(pattern), *leaf.shape[1:]), stacked)
 
         def group(carry, states):
-            for i, call in enumerate(calls):
-                carry = call(carry, jax.tree.map(lambda leaf, i=i: leaf[i], states))
+            for call in calls:
+                carry = call(carry, states)
             return carry, None
 
         return jax.lax.scan(group, carry, groups)[0]

@@ -59,6 +59,17 @@ def test_a_pattern_is_compiled_once():
     assert program.count("dot_general") == 3 + 2  # the pattern's, and those left over
 
 
+def test_a_layers_parameters_are_not_kept_for_the_backward_a_second_time():
+    stack = LayerStack(Affine, "aab" * 4, scan=True, remat="none", rngs=nnx.Rngs(0))
+    graph, params = nnx.split(stack)
+    loss = lambda params, x: jnp.sum(nnx.merge(graph, params)(x, {"a": (0.1,), "b": (-0.7,)}))
+    program = jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((1, 2, 3)))
+    forward, _ = [equation for equation in program.eqns if equation.primitive.name == "scan"]
+    kept = [variable.aval.shape for variable in forward.outvars]
+    assert (4, 1, 2, 3) in kept  # a layer's input, of each of four groups
+    assert not [shape for shape in kept if shape[-2:] == (3, 3)], kept
+
+
 @pytest.mark.parametrize("kinds, length", [("a", 1), ("aaa", 1), ("abab", 2), ("ababa", 2), ("aabaa", 3), ("aabb", 4)])
 def test_the_pattern_is_the_shortest(kinds, length):
     assert pattern_length(kinds) == length
