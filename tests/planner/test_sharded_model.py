@@ -12,7 +12,17 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models import KernelOptions, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from liger_jax.models import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    KernelOptions,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from liger_jax.planner.sharding import make_mesh, shardings
 
 SIZES = dict(
@@ -24,11 +34,23 @@ FAMILIES = {
     "qwen2": lambda **options: Qwen2ForCausalLM(
         Qwen2Config(tie_word_embeddings=True, **SIZES), rngs=nnx.Rngs(0), **options
     ),
+    # Two of each three layers are stacked, and the third is by itself.
+    "gemma2": lambda **options: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES | dict(num_hidden_layers=3, head_dim=8, sliding_window=5)), rngs=nnx.Rngs(0), **options
+    ),
+    "gemma3": lambda **options: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES | dict(head_dim=8, sliding_window=5, sliding_window_pattern=2)),
+        rngs=nnx.Rngs(0),
+        **options,
+    ),
 }
 MESHES, REMATS, LOSSES = ((2, 2), (1, 4), (4, 1)), ("none", "full", "dots"), ("fused", "logits")
 CASES = [
     pytest.param(*case, marks=[] if case == ("llama", (2, 2), "none", "fused") else [pytest.mark.full])
-    for case in itertools.product(FAMILIES, MESHES, REMATS, LOSSES)
+    for case in (
+        *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES),
+        *itertools.product(("gemma2", "gemma3"), ((2, 2),), ("none",), LOSSES),
+    )
 ]
 
 
