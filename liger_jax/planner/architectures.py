@@ -70,6 +70,11 @@ class Architecture:
         """Path and type of every parameter."""
         return jax.tree_util.tree_leaves_with_path(self.abstract()[1])
 
+    @functools.cached_property
+    def norms_results(self) -> bool:
+        """Whether layers norm what attention and feed-forward give, as Gemma does from its second version on."""
+        return any("post_feedforward_layernorm" in jax.tree_util.keystr(path) for path, _ in self.parameters)
+
     @property
     def num_parameters(self) -> int:
         """How many numbers are trained, a tied head counted once."""

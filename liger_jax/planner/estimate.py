@@ -103,12 +103,15 @@ def kept_by_a_layer(run: Run) -> dict[str, int]:
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     # Values a token. Attention keeps rotated queries and keys, values, its result and, in float32, a sum a head.
     sums = 4 * c.num_attention_heads // size
+    # What a norm takes is kept for its backward: queries and keys before theirs, and the feed-forward's result.
+    unnormed = q + kv if c.qk_norm else 0
+    result = d if run.model.norms_results else 0
     kept = {
         "full": dict(inputs=d, attention=0, feed_forward=0),
         # the matrix products' results
-        "dots": dict(inputs=d, attention=q + 2 * kv + d, feed_forward=2 * f),
+        "dots": dict(inputs=d, attention=q + 2 * kv + d, feed_forward=2 * f + result),
         # with attention's own inputs and result
-        "none": dict(inputs=d, attention=d + 2 * q + 2 * kv + sums, feed_forward=2 * f),
+        "none": dict(inputs=d, attention=d + 2 * q + 2 * kv + unnormed + sums, feed_forward=2 * f + result),
     }[run.remat]
     names = ("layer inputs", "attention", "feed-forward")
     return {name: run.tokens * size * values for name, values in zip(names, kept.values(), strict=True)}
@@ -158,7 +161,8 @@ def _work_of_a_layer(run: Run) -> int:
     """The backward of one layer: what it makes anew, and the gradients of that."""
     c, size = run.model.config, jnp.dtype(run.dtype).itemsize
     heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    everything = 5 * c.hidden_size + 2 * heads + 3 * c.intermediate_size
+    everything = (7 if run.model.norms_results else 5) * c.hidden_size + 3 * c.intermediate_size
+    everything += (3 if c.qk_norm else 2) * heads
     gradients = 2 * c.intermediate_size + 2 * c.hidden_size
     return run.tokens * size * (everything + gradients) - sum(kept_by_a_layer(run).values())
 

@@ -13,7 +13,7 @@ from liger_jax.planner.architectures import MODELS, architecture
 from liger_jax.planner.command import main
 from liger_jax.planner.compiled import Compiled
 from liger_jax.planner.devices import GPUS, TPUS
-from liger_jax.planner.estimate import DYNAMIC, STATIC, logits_bytes, static_bytes
+from liger_jax.planner.estimate import DYNAMIC, STATIC, kept_by_a_layer, logits_bytes, static_bytes
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.report import bars
 
@@ -75,6 +75,26 @@ def test_remat_trades_what_layers_keep():
     assert at["full"] < at["dots"] < at["none"]
 
 
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_what_a_norm_takes_is_kept_for_its_backward(remat, tmp_path):
+    """Queries and keys where Qwen2 has Qwen3's norms of them; and what the feed-forward gives, in Gemma 2."""
+    sizes = dict(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, hidden_act="silu",
+    )  # fmt: skip
+    gelu = sizes | dict(hidden_act="gelu_pytorch_tanh")
+
+    def kept(values):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        run = make_run(str(tmp_path), batch=1, seq=16, device="h200", remat=remat)
+        return sum(kept_by_a_layer(run).values()) // (2 * 16)  # bfloat16 values a token
+
+    queries_and_keys = kept(sizes | dict(model_type="qwen3")) - kept(sizes | dict(model_type="llama"))
+    assert queries_and_keys == ((4 + 2) * 32 if remat == "none" else 0)
+    result = kept(gelu | dict(model_type="gemma2")) - kept(gelu | dict(model_type="gemma"))
+    assert result == (0 if remat == "full" else 64)
+
+
 def test_a_run_that_does_not_fit_gets_changes_that_each_save():
     run = make_run("llama-3-8b", batch=64, seq=4096, device="a100-40g:8", remat="none", loss="logits")
     changes = changes_to_fit(run)
@@ -93,7 +113,9 @@ def test_advice_follows_from_the_numbers():
     assert "shard over more devices first" in plan("llama-3-70b", batch=1, seq=128, device="h200").advice
 
 
-@pytest.mark.parametrize("bytes_per_token", [2**20, 2**21, 3 * 2**20])
+@pytest.mark.parametrize(
+    "bytes_per_token", [2**21, *(pytest.param(n, marks=pytest.mark.full) for n in (2**20, 3 * 2**20))]
+)
 def test_search_finds_the_largest_that_the_compiler_lets_fit(bytes_per_token, monkeypatch):
     """Wherever the estimate's guess lies; the compiler's answers are ours here."""
     answer = lambda run: Compiled(run.batch * run.seq * bytes_per_token, 0, 0)
