@@ -15,8 +15,8 @@ import re
 import jax, jax.numpy as jnp
 from flax import nnx
 from liger_jax.models import LlamaConfig, LlamaForCausalLM
-from tests.aot.targets import compile_for, context, gpu_devices
-device = gpu_devices("NVIDIA H200")[0]
+from liger_jax.planner.compilers import compile_for, gpu_devices
+device = gpu_devices("h200")[0]
 config = LlamaConfig(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=1,
                      num_attention_heads=4, tie_word_embeddings=True)
 make = lambda: LlamaForCausalLM(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
