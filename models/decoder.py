@@ -33,7 +33,7 @@ class LayerStack(nnx.Module):
         remat: what a layer keeps for the backward: `"none"` all but norms, gates and sums, which one pass over memory
             makes again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the
             host's memory.
-        batch_axes: as in `KernelOptions`.
+        kernels: of the layers; here its `batch_axes` count.
         rngs: source of the layers' keys.
 
     Raises:
@@ -50,13 +50,13 @@ class LayerStack(nnx.Module):
         *,
         scan: bool,
         remat: Remat,
-        batch_axes: tuple[str, ...] | None = None,
+        kernels: KernelOptions = KernelOptions(),
         rngs: nnx.Rngs,
     ):
         if remat not in POLICIES:
             raise ValueError(f"remat={remat!r} must be one of {list(POLICIES)}.")
         keys = jax.random.split(rngs.params(), len(kinds))
-        self.kinds, self.scan, self.remat, self.batch_axes = tuple(kinds), scan, remat, batch_axes
+        self.kinds, self.scan, self.remat, self.kernels = tuple(kinds), scan, remat, kernels
         if not scan:
             self.layers = nnx.List([make_layer(nnx.Rngs(key)) for key in keys])
             return
@@ -99,7 +99,7 @@ class LayerStack(nnx.Module):
             x, memory = carry
             if place is not None:  # taken out in here, it is not kept for the backward a second time
                 state = jax.tree.map(lambda leaf: leaf[place], state)
-            layer, x = nnx.merge(graphdef, gathered(state, self.batch_axes, x.dtype)), checkpoint_name(x, INPUT)
+            layer, x = nnx.merge(graphdef, gathered(state, self.kernels.batch_axes, x.dtype)), checkpoint_name(x, INPUT)
             if memory is None:
                 return layer(x, *inputs), None
             cache, number = memory
@@ -107,6 +107,8 @@ class LayerStack(nnx.Module):
             x = layer(x, *inputs, own)
             return x, (own.cache, number + 1)
 
+        if self.remat == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):
+            return call  # JAX's TPU interpreter has effects, which jax.checkpoint refuses
         return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[self.remat])
 
     def _scanned(self, carry: Any, inputs: Mapping[str, Sequence[Any]]) -> Any:
@@ -196,7 +198,7 @@ class Decoder(nnx.Module):
             config.layer_types,
             scan=scan_layers,
             remat=remat,
-            batch_axes=kernels.batch_axes,
+            kernels=kernels,
             rngs=rngs,
         )
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()

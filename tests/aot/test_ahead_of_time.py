@@ -52,7 +52,7 @@ def run(*command):
 @pytest.fixture(scope="session")
 def results(request, tmp_path_factory):
     """(target, case) → its row; each kind's targets are compiled once, by whichever worker comes first."""
-    extent = "full" if any("full" in item.keywords for item in request.session.items) else "default"
+    extent = "full" if any(item.get_closest_marker("full") for item in request.session.items) else "default"
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # the workers' common one
 
