@@ -112,18 +112,20 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
 
 def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
     """The sums that a forward pass saves; `along` makes a stage's."""
-    sums: Terms = ()
-    before, last = sums, sums
-    for stage in row_pass.statistics:
-        before, last = sums, along(stage, sums)
-        sums += last
+    if not row_pass.statistics:
+        return ()
+    before: Terms = ()
+    for stage in row_pass.statistics[:-1]:
+        before += along(stage, before)
+    last = along(row_pass.statistics[-1], before)
     if row_pass.rescue is None:
-        return sums
-    return sums + jax.lax.cond(
+        return before + last
+    rescued = jax.lax.cond(
         jnp.max((last[0] == jnp.inf).astype(jnp.int32)) > 0,  # not the largest: that may be NaN
         lambda: along(row_pass.rescue, before),
         lambda: tuple(jnp.zeros_like(x) for x in last),
     )
+    return before + last + rescued
 
 
 def _split(refs: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
