@@ -17,9 +17,9 @@ from liger_jax.ops import _dispatch
 
 # Positions in a splash block: the largest that divides the sequence. 512 × 512 scores are 1 MiB of VMEM in float32.
 _SPLASH_BLOCKS = (128, 256, 512)
-_CHUNK = 256  # queries at a time in XLA
+CHUNK = 256  # queries at a time in XLA
 _SPANS = 8  # of queries, each with keys of its own length: 9/16 of all scores are computed, where 8/16 are needed
-_HIDDEN = -1e30  # the score of what may not be seen; finite, so that a row without anything to see is no NaN
+HIDDEN = -1e30  # the score of what may not be seen; finite, so that a row without anything to see is no NaN
 
 
 def causal_attention(
@@ -190,7 +190,7 @@ def chunked_attention(
     batch, length, query_heads, width = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
     scale = width**-0.5 if scale is None else scale
-    chunk = min(_CHUNK, length)
+    chunk = min(CHUNK, length)
     segments = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
     grouped = q.reshape(batch, length, kv_heads, query_heads // kv_heads, width)
     # The gradients of keys and values are summed over chunks in the dtype that the chunks are handed.
@@ -207,7 +207,7 @@ def chunked_attention(
         distance = (start + jnp.arange(queries.shape[1]))[:, None] - (first + jnp.arange(count))[None]
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         visible = near[None] & (own_segments[:, :, None] == seen(segments)[:, None])
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _HIDDEN), axis=-1)
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN), axis=-1)
         return jnp.einsum("bkgcs,bskh->bckgh", weights.astype(dtype), seen_v)
 
     def span(first_query: int, chunks: int) -> Any:

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-_CHUNK = 256  # queries at a time, so that a long prompt has no scores of all queries at once
-_HIDDEN = -1e30  # the score of what may not be seen; finite, so that a row without anything to see is no NaN
+from liger_jax.models.attention import CHUNK, HIDDEN
 
 
 @chex.dataclass(frozen=True)
@@ -186,13 +185,13 @@ def cached_attention(
         visible = (distance >= 0) & (key_positions >= 0)
         if window is not None:
             visible &= distance < window
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _HIDDEN), axis=-1)
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN), axis=-1)
         return jnp.einsum("bkgs,bskh->bkgh", weights.astype(dtype), v)
 
     queries = q.reshape(batch, length, kv_heads, -1, width).swapaxes(0, 1)
     inputs = (queries, query_positions.T)
-    if length <= _CHUNK:
+    if length <= CHUNK:
         out = jax.vmap(attend)(*inputs)
     else:
-        out = jax.lax.map(lambda x: attend(*x), inputs, batch_size=_CHUNK)
+        out = jax.lax.map(lambda x: attend(*x), inputs, batch_size=CHUNK)
     return out.swapaxes(0, 1).reshape(q.shape)

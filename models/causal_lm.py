@@ -1,7 +1,6 @@
 """The call that all causal language models share: labels, what is scored, and whether logits come to exist."""
 
 import dataclasses
-import operator
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -10,18 +9,18 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from liger_jax import ops
 from liger_jax.losses import shifted_labels
 from liger_jax.losses._language_model import IGNORE
-from liger_jax.models import checkpoint, config_json, plain
+from liger_jax.models import arguments, checkpoint, config_json, plain
 from liger_jax.models.cache import KVCache, empty_cache
 from liger_jax.models.common import CausalLMOutput, KernelOptions
 from liger_jax.models.decoder import Decoder
 from liger_jax.models.generation import generate
+from liger_jax.models.head import head_logits
 from liger_jax.models.remat import Remat
 from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards
 from liger_jax.ops import LossMetrics
@@ -236,10 +235,10 @@ class CausalLM(nnx.Module):
             ValueError: a shape, an exclusive pair, or an argument that would be ignored.
             TypeError: integers are expected and something else comes.
         """
-        _check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
+        arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
         shape = input_ids.shape
-        _check_shapes(shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
-        _check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
+        arguments.check_shapes(shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
+        arguments.check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
         if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids is given with a cache, whose rows hold one sequence each. Unpack the rows.")
         if positions is not None and positions.shape not in (shape, (1, shape[1])):
@@ -250,7 +249,7 @@ class CausalLM(nnx.Module):
             hidden = self.model(input_ids, **per_token)
         else:
             hidden, cache = self.model(input_ids, **per_token, cache=cache)
-        hidden, targets, loss_weights = _keep(logits_to_keep, hidden, targets, loss_weights)
+        hidden, targets, loss_weights = arguments.keep(logits_to_keep, hidden, targets, loss_weights)
         if targets is None:
             out = self._predict(hidden, return_logits is not False, return_metrics)
         else:
@@ -340,85 +339,3 @@ class CausalLM(nnx.Module):
             loss, metrics = plain.cross_entropy(logits, targets, loss_weights, IGNORE, reduction)
             return loss, metrics if return_metrics else None
         return result if return_metrics else (result, None)
-
-
-@jax.custom_vjp
-def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """hidden·weightᵀ in float32 from a float32 accumulator, the factors in hidden's dtype.
-
-    The gradient's products take hidden's dtype too, as the fused loss's do; JAX's own derivative of a product with
-    a wider result runs them in float32.
-
-    Args:
-        hidden: hidden states.
-        weight: the head, any float dtype.
-
-    Returns:
-        float32 logits.
-    """
-    return jnp.einsum("btd,vd->btv", hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
-
-
-def _head_logits_forward(hidden, weight):
-    return head_logits(hidden, weight), (hidden, weight)
-
-
-def _head_logits_backward(residuals, dlogits):
-    hidden, weight = residuals
-    dlogits = dlogits.astype(hidden.dtype)
-    dhidden = jnp.einsum("btv,vd->btd", dlogits, weight.astype(hidden.dtype))
-    dweight = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32)
-    return dhidden, dweight.astype(weight.dtype)
-
-
-head_logits.defvjp(_head_logits_forward, _head_logits_backward)
-
-
-def _keep(logits_to_keep, hidden, *per_token):
-    """Cuts the T axis of hidden states and of per-token arrays down to the kept positions."""
-    length = hidden.shape[1]
-    if isinstance(logits_to_keep, jax.Array) or getattr(logits_to_keep, "ndim", 0):
-        index = jnp.asarray(logits_to_keep)
-        if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
-            raise ValueError(
-                f"logits_to_keep has shape {index.shape} and dtype {index.dtype}; pass an int k for the last k "
-                "positions, or a one-dimensional integer array of positions."
-            )
-        if not isinstance(index, Tracer):
-            wrong = index[(index < -length) | (index >= length)]
-            if wrong.size:
-                raise ValueError(f"logits_to_keep holds {wrong[0]}, which is no position in [-{length}, {length}).")
-        # Under jit, hidden states out of range become NaN, and so do logits and loss.
-        return tuple(None if x is None else jnp.take(x, index, axis=1) for x in (hidden, *per_token))
-    try:
-        count = operator.index(logits_to_keep)
-    except TypeError:
-        raise TypeError(
-            f"logits_to_keep={logits_to_keep!r} must be an int or a one-dimensional integer array of positions."
-        ) from None
-    if not 0 <= count <= length:
-        raise ValueError(f"logits_to_keep={count} must lie in [0, {length}], the sequence's length; 0 keeps all.")
-    return tuple(None if x is None else x[:, length - count if count else 0 :] for x in (hidden, *per_token))
-
-
-def _check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer):
-    if input_ids.ndim != 2:
-        raise ValueError(f"input_ids has shape {input_ids.shape}; it must be (batch, length). Add the missing axis.")
-    if labels is not None and shift_labels is not None:
-        raise ValueError("labels and shift_labels exclude each other: pass the unshifted or the shifted ones.")
-    if labels is None and shift_labels is None:
-        for name, value in (("loss_weights", loss_weights), ("loss_normalizer", loss_normalizer)):
-            if value is not None:
-                raise ValueError(f"{name} is given without labels, so there is no loss to use it. Pass labels.")
-    if jnp.ndim(loss_normalizer if loss_normalizer is not None else 0):
-        raise ValueError(f"loss_normalizer has shape {jnp.shape(loss_normalizer)}; it must be a scalar.")
-    for name, value in (("input_ids", input_ids), ("labels", labels), ("shift_labels", shift_labels)):
-        if value is not None and not jnp.issubdtype(value.dtype, jnp.integer):
-            raise TypeError(f"{name} has dtype {value.dtype}; it must be an integer array.")
-
-
-def _check_shapes(shape, **arrays):
-    for name, array in arrays.items():
-        if array is not None and array.shape != shape:
-            cure = "Labels are not shifted by the caller: pass as many as tokens." if name == "labels" else ""
-            raise ValueError(f"{name} has shape {array.shape}; it must be {shape}, like input_ids. {cure}".strip())

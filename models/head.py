@@ -1,0 +1,37 @@
+"""The head's product, where logits are asked for."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@jax.custom_vjp
+def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+    """hidden·weightᵀ in float32 from a float32 accumulator, the factors in hidden's dtype.
+
+    The gradient's products take hidden's dtype too, as the fused loss's do; JAX's own derivative of a product with
+    a wider result runs them in float32.
+
+    Args:
+        hidden: hidden states.
+        weight: the head, any float dtype.
+
+    Returns:
+        float32 logits.
+    """
+    return jnp.einsum("btd,vd->btv", hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def _head_logits_forward(hidden, weight):
+    return head_logits(hidden, weight), (hidden, weight)
+
+
+def _head_logits_backward(residuals, dlogits):
+    hidden, weight = residuals
+    dlogits = dlogits.astype(hidden.dtype)
+    dhidden = jnp.einsum("btv,vd->btd", dlogits, weight.astype(hidden.dtype))
+    dweight = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32)
+    return dhidden, dweight.astype(weight.dtype)
+
+
+head_logits.defvjp(_head_logits_forward, _head_logits_backward)
