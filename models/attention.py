@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
+from liger_jax.models.remat import ATTENDED
 from liger_jax.ops import _dispatch
 
 # Positions in a splash block: the largest that divides the sequence. 512 × 512 scores are 1 MiB of VMEM in float32.
@@ -66,7 +68,7 @@ def causal_attention(
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, scale=scale, local_window_size=before, implementation="cudnn"
         )
-    return chunked_attention(q, k, v, segment_ids, **options)
+    return checkpoint_name(chunked_attention(q, k, v, segment_ids, **options), ATTENDED)
 
 
 def why_not_cudnn(q: Float[Array, "B T Q H"], device_kind: str) -> str | None:

@@ -1,6 +1,8 @@
 """The blocks from which the families' layers are put together: norm, gated feed-forward, attention."""
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ class RMSNorm(nnx.Module):
         eps: added to the mean square.
         offset: added to the scale, which starts at 1 − offset.
         casting_mode: where `ops.rms_norm` rounds, "llama" or "gemma".
-        kernels: whether and how that op runs.
+        kernels: whether and how that op, and its fusion with a sum before it, run.
         param_dtype: dtype of the scale.
     """
 
@@ -37,11 +39,27 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset, self.casting_mode, self.kernels = eps, offset, casting_mode, kernels
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        options = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
-        if not self.kernels.rms_norm:
-            return plain.rms_norm(x, self.scale[...], **options)
-        norm = functools.partial(ops.rms_norm, **options, implementation=self.kernels.implementation)
-        return on_batch_shards(norm, self.kernels.batch_axes, (x,), (self.scale[...],))
+        return self._run(ops.rms_norm if self.kernels.rms_norm else plain.rms_norm, x)
+
+    def add(self, x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"]) -> Any:
+        """Adds to the residual stream and normalises it, in one pass.
+
+        Args:
+            x: what a sublayer made.
+            residual: the stream that it is added to.
+
+        Returns:
+            The normalised sum, and the sum.
+        """
+        fused = ops.fused_add_rms_norm if self.kernels.rms_norm else plain.fused_add_rms_norm
+        return self._run(fused, x, residual)
+
+    def _run(self, norm: Callable[..., Any], *rows: Array) -> Any:
+        options: dict[str, Any] = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
+        if self.kernels.rms_norm:
+            options["implementation"] = self.kernels.implementation
+        norm = functools.partial(norm, **options)
+        return on_batch_shards(norm, self.kernels.batch_axes, rows, (self.scale[...],))
 
 
 class _SwiGLU(SwiGLUMLP):
@@ -61,6 +79,29 @@ class _GeGLU(GeGLUMLP):
 
 
 _MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate
+
+
+def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
+    """What projections make of the same input: one product with all their weights, and one gradient by the input.
+
+    Args:
+        x: (..., D).
+        *projections: `nnx.Linear` of one dtype; where one of them is something else, such as a `nnx.LoRALinear`, each
+            is called by itself.
+
+    Returns:
+        An array for each.
+    """
+    if not all(type(projection) is nnx.Linear for projection in projections):
+        return [projection(x) for projection in projections]
+    first = projections[0]
+    kernel = jnp.concatenate([projection.kernel[...] for projection in projections], axis=1)
+    ends = list(itertools.accumulate(projection.out_features for projection in projections))
+    parts = jnp.split(x.astype(first.dtype) @ kernel.astype(first.dtype), ends[:-1], axis=-1)
+    return [
+        part if projection.bias is None else part + projection.bias[...].astype(first.dtype)
+        for part, projection in zip(parts, projections, strict=True)
+    ]
 
 
 class Attention(nnx.Module):
@@ -94,7 +135,7 @@ class Attention(nnx.Module):
         def heads(y):
             return y.reshape(*y.shape[:2], -1, self.head_width)
 
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        q, k, v = map(heads, in_one_product(x, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         rope = plain.apply_rope
@@ -109,7 +150,6 @@ class Attention(nnx.Module):
             out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segment_ids))
         else:
             out = cache.attend(q, k, v, **options)
-        out = checkpoint_name(out, ATTENDED)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
 

@@ -1,5 +1,7 @@
 """The ops as plain jnp, with the ops' rounding: what a model runs where `KernelOptions` switches a kernel off."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -27,6 +29,24 @@ def rms_norm(
     if casting_mode == "gemma":
         return (normed * (offset + scale.astype(jnp.float32))).astype(x.dtype)
     return (normed.astype(x.dtype) * (offset + scale)).astype(x.dtype)
+
+
+def fused_add_rms_norm(
+    x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"], scale: Float[Array, " D"], **options: Any
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """The sum and its norm, one after the other.
+
+    Args:
+        x: float array.
+        residual: float array of the same shape and dtype.
+        scale: as `rms_norm` takes it.
+        **options: likewise.
+
+    Returns:
+        The normalised sum, and the sum.
+    """
+    added = residual + x
+    return rms_norm(added, scale, **options), added
 
 
 def apply_rope(

@@ -12,7 +12,7 @@ INPUT, ATTENDED = "layer_input", "attended"
 def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     """Whether a result costs more than one pass over memory: all do but norms, gates, rotations and sums."""
     if primitive.name == "pallas_call":
-        return not any(kind in params["name"] for kind in ("norm", "glu"))
+        return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
     if primitive.name == "name":
         return params["name"] == ATTENDED
     is_cudnn = primitive.name.startswith("dot_product_attention")

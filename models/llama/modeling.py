@@ -19,8 +19,9 @@ class LlamaLayer(nnx.Module):
         self.mlp = blocks.mlp()
 
     def __call__(self, x: Float[Array, "B T D"], *attention_inputs) -> Float[Array, "B T D"]:
-        x = x + self.self_attn(self.input_layernorm(x), *attention_inputs)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), *attention_inputs)
+        normed, x = self.post_attention_layernorm.add(attended, x)
+        return x + self.mlp(normed)
 
 
 class LlamaForCausalLM(CausalLM):
