@@ -1,6 +1,7 @@
 """A training step of a Hugging Face model in torch: as it is, with Liger's kernels, compiled, layers recomputed."""
 
 import importlib
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,10 +39,10 @@ def training_step(
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     cuda = torch.cuda if torch.cuda.is_available() else None
     with torch.device("cuda" if cuda else "cpu"):
+        values = json.loads(json.dumps(values))  # lists rather than tuples, as out of the file
         config = transformers.AutoConfig.for_model(**values, use_cache=False)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        ).train()
+        # Attention is transformers' choice: torch's fused one, or, where that lacks a softcap, separate operations.
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         ids = torch.tensor(tokens, dtype=torch.int64)
     if recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -83,7 +83,15 @@ def extra_mib(f, *args) -> float:
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) in a new process, which takes its memory along when it ends, or only itself when it fails."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
+        return pool.submit(_with_plain_errors, function, *args).result()
+
+
+def _with_plain_errors(function: Callable[..., Any], *args: Any) -> Any:
+    """Some packages' errors cannot be sent to another process, where a broken pool is all that would be seen."""
+    try:
+        return function(*args)
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def versions(*packages: str) -> str:

@@ -18,7 +18,16 @@ import optax
 from flax import nnx
 
 from benchmarks._measure import heading, in_rounds, save, table
-from liger_jax.models import CausalLM, KernelOptions, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from liger_jax.models import (
+    CausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    KernelOptions,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from liger_jax.ops import Llama3Rope
 
 SIZES = {
@@ -33,11 +42,12 @@ SIZES = {
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, max_position_embeddings=32768, rope_theta=1000000.0, tie_word_embeddings=True,
     ),
+    "gemma-2-2b": Gemma2Config(),
     "tiny": LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     ),
 }  # fmt: skip
-FAMILIES: tuple[type[CausalLM], ...] = (LlamaForCausalLM, Qwen2ForCausalLM)
+FAMILIES: tuple[type[CausalLM], ...] = (LlamaForCausalLM, Qwen2ForCausalLM, Gemma2ForCausalLM)
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
 KERNELS = ("rope", "rms_norm", "glu", "fused_linear_cross_entropy")
 
