@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,0)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full lint types wheel clean
+.PHONY: help train test test-full parity lint types wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -69,6 +69,7 @@ EXTRAS_TEST_cpu := test,aot
 EXTRAS_TEST_gpu := test,cuda
 EXTRAS_TEST_tpu := test,tpu
 EXTRAS_DEV := $(EXTRAS_TEST_$(PLATFORM)),dev
+EXTRAS_PARITY := $(EXTRAS_TEST_$(PLATFORM)),parity
 
 # $(call install,environment,extras)
 define install
@@ -87,12 +88,16 @@ $(TEST_ENV)/.installed: pyproject.toml
 $(TEST_ENV)/.installed-dev: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_DEV))
 
+$(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
+	$(call install,$(TEST_ENV),$(EXTRAS_PARITY))
+
 # --- what one can make ----------------------------------------------------------------------------------------------
 
 help:
 	@echo 'make train      train a small LLaMA on real text         ARGS="--steps 50"  EXTRA=cuda|tpu|none'
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
 	@echo 'make test-full  all shapes, targets and model families   the same'
+	@echo 'make parity     our models beside Hugging Face'"'"'s, which it installs'
 	@echo 'make lint       ruff'
 	@echo 'make types      basedpyright'
 	@echo 'make wheel      dist/*.whl, and what is in it'
@@ -114,6 +119,9 @@ test: $(TEST_ENV)/.installed
 
 test-full: $(TEST_ENV)/.installed
 	@$(PYTEST) $(PYTEST_ARGS) $(TESTS)
+
+parity: $(TEST_ENV)/.installed-parity
+	@$(PYTEST) -m parity $(PYTEST_ARGS) $(TESTS)
 
 lint: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/ruff check .

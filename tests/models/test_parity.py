@@ -17,7 +17,12 @@ from tests.models import _hugging_face as hugging_face
 from tests.ops._oracle import first
 
 HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
-live = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="torch or transformers is not installed")
+
+
+def live(test):
+    """Marks a test that runs Hugging Face's models: `make parity` installs them, and runs these tests alone."""
+    is_absent = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="torch or transformers is not installed")
+    return pytest.mark.parity(is_absent(test))
 
 
 def relative(ours, theirs):
