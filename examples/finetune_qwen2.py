@@ -7,13 +7,13 @@ Started again, it goes on from its last checkpoint. The second form needs the pa
 """
 
 import argparse
+import dataclasses
 import glob
 import importlib
 import shutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -21,33 +21,38 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from examples.checkpoints import Checkpoints
+from examples.configuration import Training, add_flags, from_flags
 from examples.text import Text
-from examples.train_step import loss_and_accuracy, make_train_step
+from examples.train_step import loss_and_accuracy
 from liger_jax.models import AutoModelForCausalLM, checkpoint
+from liger_jax.training import make_step
 
 TOKENIZER = "tokenizer.json"
+DEFAULT = Training(batch=8, length=512, steps=100, learning_rate=1e-5, remat="none")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the program with these arguments, or the command line's."""
     args = _arguments(argv)
     folder, out = checkpoint.find(args.model), Path(args.out)
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(folder, param_dtype=dtype, remat=args.remat)
-    corpus = _tokens(_documents(args), folder / TOKENIZER, model.config.vocab_size, args.length)
+    training = from_flags(args, DEFAULT)
+    model = AutoModelForCausalLM.from_pretrained(folder, **training.model_options())
+    corpus = _tokens(_documents(args), folder / TOKENIZER, model.config.vocab_size, training.length)
 
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, weight_decay=0.01))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(training.learning_rate, weight_decay=0.01))
     graph, params = nnx.split(model)
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "fresh", "steps", "every")}
+    settings = {name: getattr(args, name) for name in ("model", "data", "dataset", "subset", "column")}
+    settings |= dataclasses.asdict(dataclasses.replace(training, steps=0))  # more steps go on
     checkpoints = Checkpoints(out / "checkpoints", settings, fresh=args.fresh)
     start = (params, optimizer.init(params))
     state, log = checkpoints.restore(start) or (start, {"loss": [], "train_mean_token_accuracy": []})
     del model, params, start  # the step overwrites the state in place: nothing else may hold it
 
-    train_step = make_train_step(graph, optimizer, loss_and_accuracy, has_aux=True)
-    with tqdm(total=args.steps, initial=len(log["loss"]), unit="step", dynamic_ncols=True) as bar:
-        while len(log["loss"]) < args.steps:
-            batch = corpus.batch(len(log["loss"]), args.batch, args.length)
+    step = make_step(graph, optimizer, loss_and_accuracy, has_aux=True, micro_batches=training.micro_batches)
+    train_step = jax.jit(step, donate_argnums=0)
+    with tqdm(total=training.steps, initial=len(log["loss"]), unit="step", dynamic_ncols=True) as bar:
+        while len(log["loss"]) < training.steps:
+            batch = corpus.batch(len(log["loss"]), training.batch, training.length)
             state, (loss, accuracy) = train_step(state, batch)
             log["loss"].append(float(loss))
             log["train_mean_token_accuracy"].append(float(accuracy))
@@ -69,11 +74,7 @@ def _arguments(argv):
     source.add_argument("--dataset", help="a dataset that `datasets` loads")
     parser.add_argument("--subset", help="of the dataset")
     parser.add_argument("--column", default="text", help="of the dataset (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a sequence")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--remat", default="none", help="what layers keep: none, full, dots or offload")
+    add_flags(parser)
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--out", default="runs/finetune_qwen2", help="folder for checkpoints and the model")
     parser.add_argument("--fresh", action="store_true", help="start over, whatever checkpoint there is")

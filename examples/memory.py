@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from examples.train_step import language_model_loss, make_train_step
 from liger_jax.planner.compiled import memory_of
+from liger_jax.training import language_model_loss, make_step
 
 BATCHES = (1, 2, 4, 8)
 LOSSES = ("fused", "logits")
@@ -63,7 +63,8 @@ def measure(
 
     def total(loss, batch):
         graph, params = nnx.split(nnx.eval_shape(lambda: make_model("fused" if loss == "sum" else loss)))
-        step = make_train_step(graph, optimizer, _sum_of_hidden_states if loss == "sum" else language_model_loss)
+        loss_fn = _sum_of_hidden_states if loss == "sum" else language_model_loss
+        step = jax.jit(make_step(graph, optimizer, loss_fn), donate_argnums=0)
         state = (params, jax.eval_shape(optimizer.init, params))
         return compiled_bytes(step, state, jax.ShapeDtypeStruct((batch, length), jnp.int32))
 
@@ -94,5 +95,5 @@ def table(rows: list[Memory]) -> str:
     return "\n".join(lines)
 
 
-def _sum_of_hidden_states(model: Any, tokens: jax.Array) -> jax.Array:
+def _sum_of_hidden_states(model: Any, tokens: jax.Array, normalizer: None) -> jax.Array:
     return jnp.sum(model.model(tokens), dtype=jnp.float32)

@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from examples import memory, report, text
 from examples.checkpoints import Checkpoints
-from examples.train_step import language_model_loss, make_train_step
-from liger_jax.models import KernelOptions, LlamaConfig, LlamaForCausalLM
+from examples.configuration import Training, add_flags, from_flags, with_loss
+from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from liger_jax.training import language_model_loss, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +36,12 @@ class Size:
     Attributes:
         model: fields of `LlamaConfig`, without the vocabulary's size.
         vocab: entries of the vocabulary to train.
-        batch: sequences in a step.
-        length: tokens in a sequence.
-        steps: training steps.
-        learning_rate: the peak.
+        training: all that does not depend on the model.
     """
 
     model: dict[str, int]
     vocab: int
-    batch: int
-    length: int
-    steps: int
-    learning_rate: float
+    training: Training
 
 
 HELD_OUT_TOKENS = 65_536  # scored at the start and at the end
@@ -54,17 +49,17 @@ SECONDS_BETWEEN_CHECKPOINTS = 30
 SIZES = {
     "tiny": Size(  # for tests: seconds
         dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
-        vocab=1024, batch=2, length=64, steps=8, learning_rate=1e-2,
+        vocab=1024, training=Training(batch=2, length=64, steps=8, learning_rate=1e-2),
     ),
     "small": Size(  # 2 million parameters: minutes on two CPU cores
         dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2),
-        vocab=8192, batch=4, length=512, steps=300, learning_rate=3e-3,
+        vocab=8192, training=Training(batch=4, length=512, steps=300, learning_rate=3e-3),
     ),
     "100m": Size(  # 100 million parameters: minutes on a datacentre GPU
         dict(
             hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4
         ),
-        vocab=32000, batch=16, length=2048, steps=200, learning_rate=6e-4,
+        vocab=32000, training=Training(batch=16, length=2048, steps=200, learning_rate=6e-4),
     ),
 }  # fmt: skip
 
@@ -77,36 +72,37 @@ def main(argv: list[str] | None = None) -> None:
     """
     args = _arguments(argv)
     size = SIZES[args.size]
-    size = dataclasses.replace(size, **{k: v for k in ("batch", "length", "steps") if (v := getattr(args, k))})
+    training = from_flags(args, size.training)
     out = Path(args.out or f"runs/llama-{args.size}")
     device = jax.devices()[0]
     corpus = text.load(args.data, size.vocab, out.parent)
     print(f"text: {corpus.source}, vocabulary {corpus.vocab_size:,}")
 
-    make_model = _model_maker(size, corpus.vocab_size, jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
-    optimizer = _optimizer(size)
-    graph, params = nnx.split(make_model(args.loss))
+    model = lambda training: make_model(size.model, corpus.vocab_size, training)
+    optimizer = make_optimizer(training)
+    graph, params = nnx.split(model(training))
     millions = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
-    print(f"model: LLaMA, {millions:.1f} million parameters, on {device.device_kind}; loss: {args.loss}")
+    print(f"model: LLaMA, {millions:.1f} million parameters, on {device.device_kind}")
+    print(f"training: {training}")
 
     held_out = corpus.held_out_batches(
-        size.batch, size.length, most=max(1, HELD_OUT_TOKENS // size.batch // size.length)
+        training.batch, training.length, most=max(1, HELD_OUT_TOKENS // training.batch // training.length)
     )
     evaluate = jax.jit(lambda params, tokens: language_model_loss(nnx.merge(graph, params), tokens))
     mean_loss = lambda params: float(np.mean([evaluate(params, tokens) for tokens in held_out]))
-    settings = dataclasses.asdict(size) | {"data": corpus.source, "loss": args.loss}
+    settings = dataclasses.asdict(training) | {"model": size.model, "vocab": size.vocab, "data": corpus.source}
     checkpoints = Checkpoints(out / "checkpoints", settings, fresh=args.fresh)
     start = (params, optimizer.init(params))
     state, log = checkpoints.restore(start) or (start, {"losses": [], "held_out_start": mean_loss(params)})
-    train_step = make_train_step(graph, optimizer)
+    train_step = jax.jit(make_step(graph, optimizer, micro_batches=training.micro_batches), donate_argnums=0)
 
     state, step_seconds = _train(
-        train_step, state, log["losses"], corpus, size, lambda s: checkpoints.save(len(log["losses"]), s, log)
+        train_step, state, log["losses"], corpus, training, lambda s: checkpoints.save(len(log["losses"]), s, log)
     )
-    if len(log["losses"]) < size.steps:
-        print(f"stopped after step {len(log['losses'])} of {size.steps}; the same command goes on from there")
+    if len(log["losses"]) < training.steps:
+        print(f"stopped after step {len(log['losses'])} of {training.steps}; the same command goes on from there")
         return
-    _print_speed(train_step, state, step_seconds, size, device)
+    _print_speed(train_step, state, step_seconds, training, device)
     scores = {
         "start": log["held_out_start"],
         "unigram model": text.unigram_loss(corpus, held_out),
@@ -116,54 +112,65 @@ def main(argv: list[str] | None = None) -> None:
     report.loss_curve(log["losses"], scores, out / "loss.png")
     print(f"picture of the loss: {out / 'loss.png'}")
     if not args.no_memory:
-        _report_memory(make_model, optimizer, size, corpus.vocab_size, out / "memory.png")
+        losses = lambda loss: model(dataclasses.replace(training, kernels=with_loss(training.kernels, loss)))
+        _report_memory(losses, optimizer, training, corpus.vocab_size, out / "memory.png")
 
 
 def _arguments(argv):
     parser = argparse.ArgumentParser(description="Trains a small LLaMA on real text.")
     parser.add_argument("--data", help="a UTF-8 text file, or a quoted glob; default: the text that comes with Python")
     parser.add_argument("--size", choices=SIZES, default="small", help="model and training (default: %(default)s)")
-    parser.add_argument("--loss", choices=memory.LOSSES, default="fused", help="how the loss is computed")
-    parser.add_argument("--batch", type=int, help="sequences in a step")
-    parser.add_argument("--length", type=int, help="tokens in a sequence")
-    parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--out", help="folder for pictures and checkpoints (default: runs/llama-SIZE)")
     parser.add_argument("--fresh", action="store_true", help="start over, whatever checkpoint there is")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory table out")
+    add_flags(parser)
     return parser.parse_args(argv)
 
 
-def _model_maker(size, vocab_size, dtype):
+def make_model(model: dict[str, int], vocab_size: int, training: Training) -> LlamaForCausalLM:
+    """A random model.
+
+    Args:
+        model: a size's.
+        vocab_size: entries of the vocabulary.
+        training: says which ops run as kernels, and in which dtypes.
+
+    Returns:
+        The model.
+    """
     config = LlamaConfig(
-        vocab_size=vocab_size, tie_word_embeddings=True, max_position_embeddings=size.length, **size.model
+        vocab_size=vocab_size, tie_word_embeddings=True, max_position_embeddings=training.length, **model
     )
-
-    def make_model(loss):
-        kernels = KernelOptions(fused_linear_cross_entropy=loss == "fused")
-        return LlamaForCausalLM(config, kernels=kernels, dtype=dtype, remat="full", rngs=nnx.Rngs(0))
-
-    return make_model
+    return LlamaForCausalLM(config, **training.model_options(), rngs=nnx.Rngs(0))
 
 
-def _optimizer(size):
-    warmup = max(1, size.steps // 10)
-    rate = optax.warmup_cosine_decay_schedule(0.0, size.learning_rate, warmup, size.steps, size.learning_rate / 10)
+def make_optimizer(training: Training) -> optax.GradientTransformation:
+    """AdamW with warm-up, cosine decay and clipped gradients.
+
+    Args:
+        training: says how many steps, and the rate.
+
+    Returns:
+        The transformation.
+    """
+    steps, peak = training.steps, training.learning_rate
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 10), steps, peak / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01))
 
 
-def _train(train_step, state, losses, corpus, size, save):
+def _train(train_step, state, losses, corpus, training, save):
     """Runs the steps that are missing, or until a signal; appends to `losses`; returns state and seconds a step."""
     signals, step_seconds, since_save = [], [], time.monotonic()
     stop = lambda number, frame: signals.append(number)  # a step's donated state must not be torn: stop between steps
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with tqdm(total=size.steps, initial=len(losses), unit="step", dynamic_ncols=True) as bar:
-            while len(losses) < size.steps and not signals:
+        with tqdm(total=training.steps, initial=len(losses), unit="step", dynamic_ncols=True) as bar:
+            while len(losses) < training.steps and not signals:
                 start = time.perf_counter()
-                state, loss = train_step(state, corpus.batch(len(losses), size.batch, size.length))
+                state, loss = train_step(state, corpus.batch(len(losses), training.batch, training.length))
                 losses.append(float(loss))
                 step_seconds.append(time.perf_counter() - start)
-                rate = size.batch * size.length / statistics.median(step_seconds[-20:])
+                rate = training.batch * training.length / statistics.median(step_seconds[-20:])
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
                 bar.update()
                 if time.monotonic() - since_save > SECONDS_BETWEEN_CHECKPOINTS:
@@ -176,14 +183,13 @@ def _train(train_step, state, losses, corpus, size, save):
     return state, step_seconds
 
 
-def _print_speed(train_step, state, step_seconds, size, device):
+def _print_speed(train_step, state, step_seconds, training, device):
     warm = step_seconds[min(3, len(step_seconds) - 1) :]  # the first step compiles
     if not warm:
         return
-    print(
-        f"speed: {size.batch * size.length / statistics.median(warm):,.0f} tokens/s, median of {len(warm)} warm steps"
-    )
-    tokens = jax.ShapeDtypeStruct((size.batch, size.length), jnp.int32)
+    speed = training.batch * training.length / statistics.median(warm)
+    print(f"speed: {speed:,.0f} tokens/s, median of {len(warm)} warm steps")
+    tokens = jax.ShapeDtypeStruct((training.batch, training.length), jnp.int32)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     peaks = [f"{memory.compiled_bytes(train_step, shapes, tokens) / 2**20:,.0f} MiB by the compiler"]
     if allocator := device.memory_stats():
@@ -191,10 +197,10 @@ def _print_speed(train_step, state, step_seconds, size, device):
     print(f"peak memory of the training step: {', '.join(peaks)}")
 
 
-def _report_memory(make_model, optimizer, size, vocab_size, path):
-    title = f"sequences of {size.length}, vocabulary {vocab_size:,}, layers rematerialised"
+def _report_memory(make_model, optimizer, training, vocab_size, path):
+    title = f"sequences of {training.length}, vocabulary {vocab_size:,}, remat {training.remat}"
     print("compiling the training step for batches of 1, 2, 4, 8, with and without the fused loss …", flush=True)
-    rows = memory.measure(make_model, optimizer, size.length)
+    rows = memory.measure(make_model, optimizer, training.length)
     print(f"memory of a training step: {title}\n{memory.table(rows)}\n{report.MEMORY_CAPTION}")
     report.memory_picture(rows, title, path)
     print(f"picture of the memory: {path}")

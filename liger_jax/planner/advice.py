@@ -88,7 +88,7 @@ def changes_to_fit(run: Run) -> list[Change]:
 
 
 def largest_batch(run: Run, correction: int = 0) -> int:
-    """The largest batch that fits by its estimate, in multiples of the devices; 0 if none does.
+    """The largest batch that fits by its estimate, in multiples of devices and micro-batches; 0 if none does.
 
     Args:
         run: whose batch is not read.
@@ -98,9 +98,9 @@ def largest_batch(run: Run, correction: int = 0) -> int:
         The batch.
     """
     fits = lambda n: (
-        estimate(dataclasses.replace(run, batch=n * run.target.count)).total + correction <= run.target.memory_bytes
+        estimate(dataclasses.replace(run, batch=n * run.batch_unit)).total + correction <= run.target.memory_bytes
     )
-    return largest(fits) * run.target.count
+    return largest(fits) * run.batch_unit
 
 
 def largest(fits: Callable[[int], bool]) -> int:
@@ -144,11 +144,16 @@ def _changes(run: Run) -> Iterator[tuple[str, dict]]:
         yield "the fused loss", dict(loss="fused")
     if run.remat != "full":
         yield "remat=full", dict(remat="full")
+    parts = 2 * run.micro_batches
+    while run.batch % (run.target.count * parts) == 0:
+        yield f"{parts} micro-batches", dict(micro_batches=parts)
+        parts *= 2
     if run.mesh["data"] > 1:
         yield f"fsdp={run.target.count} instead of {run.mesh['fsdp']}", dict(mesh={"data": 1, "fsdp": run.target.count})
     devices = run.target
-    while (devices := _twice(devices)) is not None and run.batch % devices.count == 0:
-        yield f"{devices.name}", dict(target=devices, mesh={"data": 1, "fsdp": devices.count})
+    while (devices := _twice(devices)) is not None and run.batch % (devices.count * run.micro_batches) == 0:
+        mesh = {"data": 1, "fsdp": devices.count}
+        yield f"{devices.name}", dict(target=devices, mesh=mesh, micro_batches=run.micro_batches)
     if run.optimizer == "adamw" and run.state_dtype == "float32":
         yield "optimizer state in bfloat16", dict(state_dtype="bfloat16")
 

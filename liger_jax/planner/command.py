@@ -14,7 +14,7 @@ import jax
 from liger_jax.planner import compilers, planning, report
 from liger_jax.planner.devices import GIB, GPUS, TPUS
 from liger_jax.planner.planning import LEVELS, SEARCHES, MemoryPlan
-from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS
+from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     if "JAX_PLATFORMS" not in os.environ:  # nothing is run, and looking for an accelerator takes seconds
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
-    names = ("optimizer", "state_dtype", "param_dtype", "dtype", "remat", "loss")
+    names = "optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches".split()
     options = {name: getattr(args, name) for name in names}
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
     try:
@@ -69,6 +69,10 @@ def _arguments(argv):
     command.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the computation")
     command.add_argument("--remat", choices=REMATS, default="full", help="what layers compute again")
     command.add_argument("--loss", choices=LOSSES, default="fused", help="which must fit")
+    command.add_argument(
+        "--micro-batches", type=int, default=1, help="equal parts of a step's batch, one after the other"
+    )
+    command.add_argument("--state-memory", choices=STATE_MEMORIES, default="device", help="where the moments lie")
     command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
     command.add_argument(
         "--search", choices=SEARCHES, help="the largest that fits, by the compiler; replaces that size"

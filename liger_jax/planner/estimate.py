@@ -108,6 +108,7 @@ def kept_by_a_layer(run: Run) -> dict[str, int]:
     result = d if run.model.norms_results else 0
     kept = {
         "full": dict(inputs=d, attention=0, feed_forward=0),
+        "offload": dict(inputs=0, attention=0, feed_forward=0),
         # the matrix products' results
         "dots": dict(inputs=d, attention=q + 2 * kv + d, feed_forward=2 * f + result),
         # with attention's own inputs and result
@@ -133,6 +134,8 @@ def estimate(run: Run) -> Estimate:
         "parameters": param * sizes.own,
         "optimizer state": MOMENTS[run.optimizer] * jnp.dtype(run.state_dtype).itemsize * sizes.own,
     }
+    if run.state_memory == "host":
+        static["optimizer state"] = 0
     kept = {name: layers * value for name, value in kept_by_a_layer(run).items()}
     # Gathered where they are used, those of two layers at a time; or cast.
     gathered, is_cast = run.mesh["fsdp"] > 1, param != size
@@ -146,9 +149,10 @@ def estimate(run: Run) -> Estimate:
         bytes_per_logit = 8 if run.target.platform == "gpu" or beside else 6
         loss += logits_bytes(run.tokens, config.vocab_size, bytes_per_logit) + is_cast * size * sizes.head
         loss, head_gradient = loss + beside * param * sizes.head, beside * param * sizes.head
-    at_loss = {"gradients": head_gradient, "copies of parameters": of_head, "loss": loss}
+    sums = 4 * sizes.own if run.micro_batches > 1 else 0  # of the micro-batches' gradients, in float32
+    at_loss = {"gradients": head_gradient + sums, "copies of parameters": of_head, "loss": loss}
     in_backward = {
-        "gradients": param * sizes.own,
+        "gradients": param * sizes.own + sums,
         "copies of parameters": of_layers + of_head,
         "one layer's work": _work_of_a_layer(run),
     }

@@ -59,7 +59,7 @@ class MemoryPlan:
 
 
 def make_run(
-    model: str | os.PathLike[str], *, batch: int, seq: int, device: str, mesh: str | None = None, **options: str
+    model: str | os.PathLike[str], *, batch: int, seq: int, device: str, mesh: str | None = None, **options: Any
 ) -> Run:
     """A run from names.
 
@@ -89,7 +89,7 @@ def plan(
     device: str,
     mesh: str | None = None,
     level: str = "estimate",
-    **options: str,
+    **options: Any,
 ) -> MemoryPlan:
     """The memory of a training step on devices that need not be there.
 
@@ -105,7 +105,8 @@ def plan(
             optimizer state are sharded. The batch is sharded over both.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat` ("none", "full",
-            "dots") and `loss` ("fused", "logits"): see `Run`.
+            "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number) and `state_memory` ("device",
+            "host"): see `Run`.
 
     Returns:
         The plan.
@@ -143,8 +144,8 @@ class Found:
 def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lambda size, needed, fits: None) -> Found:
     """The largest batch or sequence that fits, by compiled answers.
 
-    The estimate's answer is tried first; doubling from there, then bisection. Batches go in multiples of the devices,
-    sequences in multiples of 128, up to the model's longest.
+    The estimate's answer is tried first; doubling from there, then bisection. Batches go in multiples of devices and
+    micro-batches, sequences in multiples of 128, up to the model's longest.
 
     Args:
         run: all else of it stays.
@@ -161,7 +162,7 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
     if what not in SEARCHES:
         raise ValueError(f"search={what!r} must be one of {SEARCHES}.")
     compilers.need_compiler(run.target.platform)
-    unit = run.target.count if what == "batch" else SEQ_UNIT
+    unit = run.batch_unit if what == "batch" else SEQ_UNIT
     most = run.model.config.max_position_embeddings // SEQ_UNIT if what == "seq" else None
     capacity = run.target.memory_bytes
     sized = lambda n: dataclasses.replace(run, **{what: n * unit})

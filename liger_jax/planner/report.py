@@ -25,9 +25,11 @@ def heading(plan: MemoryPlan) -> str:
     """
     run = plan.run
     mesh = ",".join(f"{axis}={size}" for axis, size in run.mesh.items())
-    state = f" ({run.state_dtype} state)" if run.optimizer == "adamw" else ""
+    where = " on the host" if run.state_memory == "host" else ""
+    state = f" ({run.state_dtype} state{where})" if run.optimizer == "adamw" else ""
+    parts = f" in {run.micro_batches} parts" if run.micro_batches > 1 else ""
     return (
-        f"{run.model.name}, {run.batch} × {run.seq} tokens on {run.target.name} ({run.target.kind}, {mesh}), "
+        f"{run.model.name}, {run.batch} × {run.seq} tokens{parts} on {run.target.name} ({run.target.kind}, {mesh}), "
         f"{run.optimizer}{state}, {run.param_dtype} parameters, {run.dtype} computation, remat {run.remat}"
     )
 

@@ -1,24 +1,26 @@
 """The training step that is planned: loss, gradients and update of a model, on one device or a mesh."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions
+from liger_jax.models.remat import Remat
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.sharding import AXES, shardings
+from liger_jax.training import make_step
 
 LOSSES = ("fused", "logits")
 OPTIMIZERS = ("adamw", "sgd")
-REMATS = ("none", "full", "dots")
+REMATS = get_args(Remat)
+STATE_MEMORIES = ("device", "host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Run:
         dtype: of the computation.
         remat: as the models take it.
         loss: "fused" or "logits".
+        micro_batches: into how many equal parts a step cuts the batch.
+        state_memory: where the optimizer's moments lie, "device" or "host".
     """
 
     model: Architecture
@@ -50,22 +54,26 @@ class Run:
     dtype: str = "bfloat16"
     remat: str = "full"
     loss: str = "fused"
+    micro_batches: int = 1
+    state_memory: str = "device"
 
     def __post_init__(self):
-        for name, size in dict(batch=self.batch, seq=self.seq).items():
+        for name, size in dict(batch=self.batch, seq=self.seq, micro_batches=self.micro_batches).items():
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1.")
-        for name, allowed in dict(optimizer=OPTIMIZERS, remat=REMATS, loss=LOSSES).items():
+        choices = dict(optimizer=OPTIMIZERS, remat=REMATS, loss=LOSSES, state_memory=STATE_MEMORIES)
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}.")
         for name in ("state_dtype", "param_dtype", "dtype"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 'float32', 'bfloat16' or 'float16'.")
-        devices = self.target.count
-        if self.batch % devices:
+        devices, unit = self.target.count, self.batch_unit
+        if self.batch % unit:
+            parts = f" in micro_batches={self.micro_batches}" if self.micro_batches > 1 else ""
             raise ValueError(
                 f"batch={self.batch} is not divided by the {devices} devices of {self.target.name!r}, which take equal "
-                f"numbers of sequences. Take batch={max(1, self.batch // devices) * devices}, or fewer devices."
+                f"numbers of sequences{parts}. Take batch={max(1, self.batch // unit) * unit}, or fewer devices."
             )
         longest = self.model.config.max_position_embeddings
         if self.seq > longest:
@@ -73,8 +81,13 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of one device."""
-        return self.batch * self.seq // self.target.count
+        """Of one device, in a micro-batch."""
+        return self.batch * self.seq // self.batch_unit
+
+    @property
+    def batch_unit(self) -> int:
+        """What divides the batch: each device has a share of every micro-batch."""
+        return self.target.count * self.micro_batches
 
     def loss_plan(self) -> Any:
         """How the fused loss is computed on each device.
@@ -144,16 +157,15 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     )
     optimizer = make_optimizer(run.optimizer, run.state_dtype)
     state = (params, jax.eval_shape(optimizer.init, params))
-    of_state = shardings(state, mesh)
+    of_params, of_moments = shardings(state, mesh)
+    if run.state_memory == "host":
+        on_host = lambda x, sharding: sharding.with_memory_kind("pinned_host") if x.ndim else sharding
+        of_moments = jax.tree.map(on_host, state[1], of_moments)
+    of_state = (of_params, of_moments)
     of_tokens = NamedSharding(mesh, P(tuple(run.mesh)))
     typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def step(state, tokens):
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(lambda p: nnx.merge(graph, p)(tokens, labels=tokens).loss)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
+    step = make_step(graph, optimizer, micro_batches=run.micro_batches, state_on_host=run.state_memory == "host")
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
     tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=of_tokens)
     return jitted, (jax.tree.map(typed, state, of_state), tokens)

@@ -1,5 +1,6 @@
 """The training example learns, stops, goes on where it stopped, and accounts for its memory."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,9 @@ import pytest
 from flax import nnx
 
 from examples import memory, report, text, train_llama
-from examples.train_step import language_model_loss, make_train_step, nnx_train_step
+from examples.configuration import with_loss
+from examples.train_step import nnx_train_step
+from liger_jax.training import make_step
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +90,12 @@ def test_loss_on_logits_trains_alike(train, tmp_path):
 
 def test_both_train_steps_give_the_same_numbers(rng):
     size = train_llama.SIZES["tiny"]
-    make_model = train_llama._model_maker(size, 64, np.float32)
+    make_model = lambda: train_llama.make_model(size.model, 64, size.training)
     optimizer = optax.adamw(1e-2)
-    model = make_model("fused")
+    model = make_model()
     nnx_optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-    graph, params = nnx.split(make_model("fused"))
-    state, step = (params, optimizer.init(params)), make_train_step(graph, optimizer)
+    graph, params = nnx.split(make_model())
+    state, step = (params, optimizer.init(params)), jax.jit(make_step(graph, optimizer), donate_argnums=0)
     for _ in range(2):
         tokens = rng.integers(0, 64, (2, 16)).astype(np.int32)
         state, loss = step(state, tokens)
@@ -102,8 +105,9 @@ def test_both_train_steps_give_the_same_numbers(rng):
 def small_memory(batches, monkeypatch):
     size = train_llama.SIZES["small"]
     monkeypatch.setattr(memory, "BATCHES", batches)
-    make_model = train_llama._model_maker(size, size.vocab, np.float32)
-    return memory.measure(make_model, train_llama._optimizer(size), size.length)
+    with_loss_of = lambda loss: dataclasses.replace(size.training, kernels=with_loss(size.training.kernels, loss))
+    make_model = lambda loss: train_llama.make_model(size.model, size.vocab, with_loss_of(loss))
+    return memory.measure(make_model, train_llama.make_optimizer(size.training), size.training.length)
 
 
 def assert_flat_and_growing(rows):
@@ -132,7 +136,7 @@ def test_the_memory_table_and_picture(monkeypatch, platform, tmp_path):
 
 def test_the_hundred_million_setting_has_a_hundred_million_parameters():
     size = train_llama.SIZES["100m"]
-    params = nnx.state(nnx.eval_shape(lambda: train_llama._model_maker(size, size.vocab, np.float32)("fused")))
+    make_model = lambda: train_llama.make_model(size.model, size.vocab, size.training)
+    params = nnx.state(nnx.eval_shape(make_model))
     assert 95e6 < sum(leaf.size for leaf in jax.tree.leaves(params)) < 105e6
-    assert (size.vocab, size.length) == (32000, 2048)
-    assert callable(language_model_loss)
+    assert (size.vocab, size.training.length) == (32000, 2048)

@@ -1,0 +1,148 @@
+"""A training step: loss, gradients and update, of one batch or of its micro-batches one after the other."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from liger_jax.losses import shifted_labels
+from liger_jax.losses._language_model import IGNORE
+
+Batch = jax.Array | Mapping[str, jax.Array]
+
+
+def model_arguments(batch: Batch) -> Mapping[str, jax.Array]:
+    """What a model is called with: tokens are their own labels.
+
+    Args:
+        batch: (B, T) token ids; or the model's arguments, among them `input_ids` and `labels`.
+
+    Returns:
+        The arguments by name.
+    """
+    return batch if isinstance(batch, Mapping) else dict(input_ids=batch, labels=batch)
+
+
+def language_model_loss(model: nnx.Module, batch: Batch, normalizer: jax.Array | None = None) -> jax.Array:
+    """The mean loss of predicting each token from those before it; no logits are held.
+
+    Args:
+        model: a causal language model.
+        batch: as `model_arguments` takes it.
+        normalizer: the mean's denominator; `None` for the batch's own.
+
+    Returns:
+        A float32 scalar.
+    """
+    return model(**model_arguments(batch), loss_normalizer=normalizer).loss
+
+
+def scored_tokens(batch: Batch) -> jax.Array:
+    """The denominator of a batch's mean loss: the weights of all positions that are scored, in sum.
+
+    Args:
+        batch: as `model_arguments` takes it.
+
+    Returns:
+        A float32 scalar; 1 where nothing is scored, whose loss is 0.
+    """
+    named = model_arguments(batch)
+    targets = named["shift_labels"] if "shift_labels" in named else None
+    if targets is None:
+        targets = shifted_labels(named["labels"], named.get("segment_ids"))
+    weights = named.get("loss_weights", jnp.ones(targets.shape, jnp.float32)).astype(jnp.float32)
+    scored = targets != IGNORE
+    return jnp.where(jnp.any(scored & (weights != 0)), jnp.sum(weights, where=scored), 1.0)
+
+
+def make_step(
+    graph: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    loss_fn: Callable = language_model_loss,
+    *,
+    has_aux: bool = False,
+    micro_batches: int = 1,
+    state_on_host: bool = False,
+) -> Callable[[Any, Batch], tuple[Any, Any]]:
+    """The step of a model that is split into `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
+
+    With micro-batches, activations are those of one, and the sums of their gradients, in float32, are the gradient of
+    the whole batch: each has the whole batch's denominator.
+
+    Args:
+        graph: the model's structure.
+        optimizer: any optax transformation.
+        loss_fn: called with model, batch and the mean's denominator, which is `None` for one batch. What it returns is
+            summed over micro-batches.
+        has_aux: it returns a pair, and so does the step: the loss and something else.
+        micro_batches: into how many equal parts a batch is cut. Sequence i belongs to part i mod `micro_batches`, so
+            that each device of a mesh has its share of every part.
+        state_on_host: the optimizer's arrays lie in the host's memory, and come to the device for the update.
+
+    Returns:
+        `step(state, batch) -> (state, loss)` with `state = (params, optimizer.init(params))`.
+
+    Raises:
+        ValueError: `micro_batches` is less than 1; and, from the step, that it does not divide the batch.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> graph, params = nnx.split(LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
+        >>> optimizer = optax.sgd(0.1)
+        >>> step = jax.jit(make_step(graph, optimizer, micro_batches=2), donate_argnums=0)
+        >>> state, loss = step((params, optimizer.init(params)), jnp.ones((4, 8), jnp.int32))
+        >>> loss.shape
+        ()
+    """
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches} must be at least 1.")
+
+    def value_and_grad(params, batch, normalizer):
+        return jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch, normalizer), has_aux=has_aux)(params)
+
+    def step(state, batch):
+        params, opt_state = state
+        if micro_batches == 1:
+            value, grads = value_and_grad(params, batch, None)
+        else:
+            value, grads = _accumulated(value_and_grad, params, batch, micro_batches)
+        if state_on_host:
+            opt_state = _moved(opt_state, jax.memory.Space.Device)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        if state_on_host:
+            opt_state = _moved(opt_state, jax.memory.Space.Host)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+def _accumulated(value_and_grad, params, batch, micro_batches):
+    """The sum of what `value_and_grad` returns for each micro-batch, gradients in their parameters' dtypes."""
+
+    def parts(x):
+        if x.shape[0] % micro_batches:
+            raise ValueError(
+                f"micro_batches={micro_batches} does not divide a batch of {x.shape[0]} sequences. Choose another "
+                "batch, or another number."
+            )
+        return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+
+    normalizer, batches = scored_tokens(batch), jax.tree.map(parts, batch)
+
+    def add(sums, micro_batch):
+        found = value_and_grad(params, micro_batch, normalizer)
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found), None
+
+    one = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), normalizer)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), one)
+    (value, grads), _ = jax.lax.scan(add, zeros, batches)
+    return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
+
+
+def _moved(state: Any, space: Any) -> Any:
+    """Arrays in that memory; numbers stay where they are."""
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)

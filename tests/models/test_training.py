@@ -1,0 +1,136 @@
+"""A step in micro-batches, in mixed precision, and with the optimizer's state on the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from liger_jax.models import KernelOptions, LlamaConfig, LlamaForCausalLM
+from liger_jax.training import make_step, scored_tokens
+
+CONFIG = LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+SGD = optax.sgd(1.0)
+# Its state is the last gradient, and parameters stay as they are.
+RECORD = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, state, params: (jax.tree.map(jnp.zeros_like, params), grads),
+)
+
+
+@pytest.fixture
+def batch(rng):
+    """Packed sequences with unequal numbers of scored tokens, and weights."""
+    tokens = rng.integers(0, CONFIG.vocab_size, (8, 21))
+    labels = np.where(rng.random(tokens.shape) < np.linspace(0, 0.8, 8)[:, None], -100, tokens)
+    segments = np.cumsum(rng.random(tokens.shape) < 0.1, axis=1)
+    arrays = dict(input_ids=tokens, labels=labels, segment_ids=segments)
+    weights = jnp.asarray(rng.random(tokens.shape), jnp.float32)
+    return {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()} | {"loss_weights": weights}
+
+
+def split(**options):
+    return nnx.split(LlamaForCausalLM(CONFIG, rngs=nnx.Rngs(0), **options))
+
+
+def stepped(batch, *, optimizer=SGD, model=None, **options):
+    """Loss and state after a step."""
+    graph, params = split(**model or {})
+    state, loss = jax.jit(make_step(graph, optimizer, **options))((params, optimizer.init(params)), batch)
+    return loss, state
+
+
+OTHERS = [pytest.param(*case, marks=pytest.mark.full) for case in ((2, "fused"), (8, "fused"), (4, "logits"))]
+
+
+@pytest.mark.parametrize("micro_batches, loss", [(4, "fused"), *OTHERS])
+def test_gradients_of_micro_batches_add_up_to_those_of_the_batch(micro_batches, loss, batch):
+    model = dict(kernels=KernelOptions(fused_linear_cross_entropy=loss == "fused"))
+    whole, (_, expected) = stepped(batch, optimizer=RECORD, model=model)
+    value, (_, gradients) = stepped(batch, optimizer=RECORD, model=model, micro_batches=micro_batches)
+    np.testing.assert_allclose(value, whole, rtol=1e-6)
+    for found, truth in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert np.abs(found - truth).max() < 2e-5 * np.abs(truth).max()
+
+
+def test_bfloat16_gradients_are_accumulated_in_float32(batch):
+    """Each part's gradient is less than half a unit in the last place of the sum of those before it."""
+    graph, params = split(param_dtype=jnp.bfloat16)
+
+    def loss_fn(model, batch, normalizer):
+        x = model.head.astype(jnp.float32)
+        return jnp.sum(x) * jnp.where(jnp.any(batch == 0), 1.0, 2.0**-9)
+
+    step = jax.jit(make_step(graph, optax.sgd(1.0), loss_fn, micro_batches=9))
+    (found, _), _ = step((jax.tree.map(jnp.zeros_like, params), SGD.init(params)), jnp.arange(9)[:, None])
+    head = found["lm_head"][...]
+    assert head.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(head.astype(jnp.float32), -(1 + 8 * 2.0**-9))
+
+
+def test_what_a_loss_function_returns_beside_the_loss_adds_up(batch):
+    def loss_fn(model, batch, normalizer):
+        return jnp.sum(model.head), jnp.sum(batch["input_ids"])
+
+    (_, total), _ = stepped(batch, loss_fn=loss_fn, has_aux=True, micro_batches=4)
+    assert total == jnp.sum(batch["input_ids"])
+
+
+@pytest.mark.full
+def test_a_batch_in_which_nothing_is_scored_has_loss_0(batch):
+    nothing = batch | {"labels": jnp.full_like(batch["labels"], -100)}
+    assert scored_tokens(nothing) == 1
+    loss, (params, _) = stepped(nothing, micro_batches=2)
+    assert loss == 0
+    jax.tree.map(np.testing.assert_array_equal, params, split()[1])
+
+
+def test_micro_batches_must_divide_the_batch(batch):
+    with pytest.raises(ValueError, match="micro_batches=3 does not divide a batch of 8 sequences"):
+        stepped(batch, micro_batches=3)
+    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
+        make_step(split()[0], SGD, micro_batches=0)
+
+
+# --- mixed precision --------------------------------------------------------------------------------------------------
+
+
+def test_float32_masters_learn_what_bfloat16_weights_would_round_away(batch):
+    """Gradients of a computation in bfloat16 reach parameters in float32, and are near those of float32."""
+    start = split()[1]
+    small = optax.sgd(1e-4)  # below a bfloat16's last place for most weights
+    mixed = dict(dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    _, (masters, _) = stepped(batch, optimizer=small, model=mixed)
+    _, (exact, _) = stepped(batch, optimizer=small)
+    moved = 0
+    for before, ours, truth in zip(*map(jax.tree.leaves, (start, masters, exact)), strict=True):
+        assert ours.dtype == jnp.float32
+        found, wanted = np.asarray(ours, np.float64) - before, np.asarray(truth, np.float64) - before
+        assert np.sqrt(np.mean((found - wanted) ** 2)) < 0.05 * np.sqrt(np.mean(wanted**2))
+        rounded = ours.astype(jnp.bfloat16) == before.astype(jnp.bfloat16)
+        moved += np.sum((found != 0) & np.asarray(rounded))
+    assert moved > 1000  # updates that bfloat16 weights would not have seen
+
+
+# --- memory of the host -----------------------------------------------------------------------------------------------
+
+
+def test_state_on_the_host_stays_there_and_updates_alike(batch, platform):
+    optimizer = optax.adamw(1e-2)
+    graph, params = split()
+    expected = stepped(batch, optimizer=optimizer)
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    state = (params, jax.tree.map(lambda x: jax.device_put(x, on_host) if x.ndim else x, optimizer.init(params)))
+    step = jax.jit(make_step(graph, optimizer, state_on_host=True), donate_argnums=0)
+    for _ in range(2):
+        state, loss = step(state, batch)
+        moments = [x for x in jax.tree.leaves(state[1]) if x.ndim]
+        assert moments and {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+        if expected is not None:
+            np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state[0], expected[1][0])
+        expected = None
