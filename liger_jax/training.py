@@ -137,9 +137,9 @@ def _accumulated(value_and_grad, params, batch, micro_batches):
         found = value_and_grad(params, micro_batch, normalizer)
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found), None
 
-    one = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), normalizer)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), one)
-    (value, grads), _ = jax.lax.scan(add, zeros, batches)
+    value, _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), normalizer)
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
+    (value, grads), _ = jax.lax.scan(add, zeros((value, params)), batches)
     return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
 
 

@@ -22,7 +22,7 @@ from liger_jax.models.decoder import Decoder
 from liger_jax.models.generation import generate
 from liger_jax.models.head import head_logits
 from liger_jax.models.remat import Remat
-from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards
+from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards, with_auto_axes
 from liger_jax.ops import LossMetrics
 
 Model = TypeVar("Model", bound="CausalLM")
@@ -183,6 +183,7 @@ class CausalLM(nnx.Module):
         """
         return empty_cache(self.config, batch, length, self.model.dtype if dtype is None else dtype)
 
+    @with_auto_axes
     def __call__(
         self,
         input_ids: Int[Array, "B T"],

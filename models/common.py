@@ -22,8 +22,8 @@ class KernelOptions:
         fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, which holds none.
         mode: how `fused_linear_cross_entropy` trades time for memory: `"auto"`, `"fast"` or `"lean"`.
         implementation: the ops' `implementation`: `None` for the platform's default, a name, or names in order.
-        batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`, Auto axes) over which the
-            batch is sharded. Ops then run on each device's part of it, and a layer's parameters, however they are
+        batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
+            over which the batch is sharded. Ops then run on each device's part of it, and a layer's parameters, however they are
             sharded, are gathered where they are used. `None` on one device.
 
     Raises:

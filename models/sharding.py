@@ -1,10 +1,64 @@
 """A model on a mesh: each op on its device's part of the batch, each parameter gathered where it is used."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+
+def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's call that, on a mesh with Explicit axes, runs with these as Auto ones.
+
+    Inside, the specs are those of `on_batch_shards` and `gathered`, and the compiler propagates them; outside, every
+    result and every gradient has a type that says how it lies: as its parameter does, or split along the batch.
+
+    Args:
+        call: a method that takes arrays by name and returns a tree of numbers and of arrays with a leading batch axis.
+
+    Returns:
+        The method.
+    """
+
+    @functools.wraps(call)
+    def on_mesh(model: nnx.Module, input_ids: jax.Array, **arguments: Any) -> Any:
+        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            return call(model, input_ids, **arguments)
+        axes = model.kernels.batch_axes
+        _check_batch(jax.typeof(input_ids).sharding.spec, axes, arguments)
+        graph, state = nnx.split(model)
+        arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
+        others = {name: x for name, x in arguments.items() if name not in arrays}
+        structure: Any = None
+
+        def run(state, input_ids, arrays):
+            nonlocal structure
+            leaves, tree = jax.tree.flatten(call(nnx.merge(graph, state), input_ids, **arrays, **others))
+            is_number = [x.ndim == 0 for x in leaves]
+            structure = tree, is_number
+            return [[x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)]
+
+        numbers, of_batch = jax.sharding.auto_axes(run, out_sharding=[P(), P(axes)])(state, input_ids, arrays)
+        tree, is_number = structure
+        rest = {True: iter(numbers), False: iter(of_batch)}
+        return jax.tree.unflatten(tree, [next(rest[number]) for number in is_number])
+
+    return on_mesh
+
+
+def _check_batch(spec: P, axes: tuple[str, ...] | None, arguments: dict[str, Any]) -> None:
+    """Raises a ValueError unless input_ids lie on an Explicit mesh as the model's options say."""
+    split = spec[0] if len(spec) else None
+    if axes is None or ((split,) if isinstance(split, str) else split) != axes or any(spec[1:]):
+        raise ValueError(
+            f"input_ids lie on a mesh with Explicit axes as {spec}, and kernels.batch_axes={axes}. Pass "
+            "KernelOptions(batch_axes=…) with the axes that split the batch, and split nothing else of input_ids."
+        )
+    if arguments.get("cache") is not None:
+        raise ValueError("cache is given on a mesh with Explicit axes, which it cannot lie on. Make the axes Auto.")
 
 
 def on_batch_shards(

@@ -53,6 +53,7 @@ class LossOptions:
     logit_scale: float
     logit_softcap: float | None
     reduction: str
+    token_axes: tuple[str, ...] = ()  # over which tokens are split, inside shard_map: sums go over them, too
 
     def __post_init__(self) -> None:
         op = self.op
@@ -66,6 +67,11 @@ class LossOptions:
             _checks.check_number(op, logit_softcap=self.logit_softcap)
             if self.logit_softcap <= 0:
                 raise ValueError(f"{op}: logit_softcap={self.logit_softcap} must be > 0; None switches it off.")
+
+    def sum(self, per_token: jax.Array) -> jax.Array:
+        """Over all tokens, those of other devices too."""
+        own = jnp.sum(per_token)
+        return jax.lax.psum(own, self.token_axes) if self.token_axes else own
 
     def logit_options(self, metrics: bool) -> LogitOptions:
         """What the kernels have to know of it."""
@@ -158,9 +164,9 @@ def token_rows(
         c_target = class_weights[jnp.where(in_range, labels, 0)]
     ce_norm = z_norm = jnp.ones((), jnp.float32)
     if options.reduction == "mean":
-        any_counts = jnp.any(counts)
-        ce_norm = _denominator(jnp.sum(t * c_target), any_counts)
-        z_norm = _denominator(jnp.sum(t), any_counts)
+        any_counts = options.sum(jnp.any(counts).astype(jnp.int32)) > 0
+        ce_norm = _denominator(options.sum(t * c_target), any_counts)
+        z_norm = _denominator(options.sum(t), any_counts)
     smoothing = options.label_smoothing
     coefficients = Coefficients(
         target=(1.0 - smoothing) * c_target * (poisoned / ce_norm),
@@ -168,7 +174,7 @@ def token_rows(
         squared=options.z_loss * (poisoned / z_norm) if options.z_loss else None,
     )
     kernel_labels = jnp.where(counts, jnp.where(in_range, labels, IMPOSSIBLE_LABEL), NO_LABEL).astype(jnp.int32)
-    return Rows(kernel_labels, counts, coefficients, c_sum, jax.lax.stop_gradient(jnp.sum(t)))
+    return Rows(kernel_labels, counts, coefficients, c_sum, jax.lax.stop_gradient(options.sum(t)))
 
 
 def _denominator(total: jax.Array, any_counts: jax.Array) -> jax.Array:
@@ -178,15 +184,15 @@ def _denominator(total: jax.Array, any_counts: jax.Array) -> jax.Array:
 
 def reduced(losses: jax.Array, options: LossOptions, shape: tuple[int, ...]) -> jax.Array:
     """The row losses in the labels' shape, or their sum: a mean's denominator is in the coefficients already."""
-    return losses.reshape(shape) if options.reduction == "none" else jnp.sum(losses)
+    return losses.reshape(shape) if options.reduction == "none" else options.sum(losses)
 
 
 def metrics(statistics: Statistics, rows: Rows, options: LossOptions, shape: tuple[int, ...]) -> LossMetrics:
     """The metrics of (N,) statistics, in the labels' shape."""
     statistics, rows = jax.lax.stop_gradient((statistics, rows))
     masked = lambda x, other: jnp.where(rows.counts, x, other).reshape(shape)
-    correct = jnp.sum((statistics.predicted_token == rows.labels) & rows.counts, dtype=jnp.float32)
-    num_counting = jnp.sum(rows.counts, dtype=jnp.float32)
+    right = (statistics.predicted_token == rows.labels) & rows.counts
+    correct, num_counting = (options.sum(x.astype(jnp.float32)) for x in (right, rows.counts))
     squared = rows.coefficients.squared
     z_losses = jnp.zeros(rows.counts.shape) if squared is None else squared * jnp.square(statistics.log_normalizer)
     return LossMetrics(

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from liger_jax.ops import _checks, _dispatch, _loss, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh
 from liger_jax.pallas_kernels.cross_entropy import mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
@@ -134,6 +135,14 @@ def reduced_cross_entropy(
     implementation: _dispatch.Implementation = None,
 ) -> Any:
     """`cross_entropy` after its checks; a label that is out of range is NaN, concrete or not."""
+    if _explicit.row_spec(logits) is not None:
+        tokens, axes = _explicit.token_spec(loss_options.op, logits)
+        own_options = dataclasses.replace(loss_options, token_axes=axes)
+        local = lambda *arrays: reduced_cross_entropy(*arrays, own_options, return_metrics, implementation)
+        arrays = logits, labels, where, token_weights, class_weights
+        specs = _explicit.spec_of(logits), tokens, tokens, tokens, P()
+        out = _explicit.loss_specs(tokens, loss_options.reduction, return_metrics)
+        return _explicit.on_parts(loss_options.op, local, arrays, specs, out)
     vocab_size = logits.shape[-1]
     flat = lambda x: None if x is None else x.reshape(-1)
     z = logits.reshape(-1, vocab_size)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.pallas_kernels.dyt import mosaic_tpu, triton, xla
 
 _OP = "dyt"
@@ -71,6 +71,9 @@ def dyt(
     _checks.check_floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
     _checks.check_shape(_OP, "alpha", alpha, (), "one number scales all of x")
+    if (spec := _explicit.row_spec(x)) is not None:
+        op = functools.partial(dyt, implementation=implementation)
+        return _explicit.on_rows(_OP, op, spec, (x,), (alpha, scale, bias))
     rows = x.reshape(-1, x.shape[-1])
     choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, alpha, scale, bias)
     return jnp.reshape(_dyt(*_mesh.align_varying(rows, alpha, scale, bias), choice), x.shape)

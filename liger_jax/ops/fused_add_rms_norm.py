@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.ops.rms_norm import CASTING_MODES
 from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_tpu, triton, xla
 
@@ -98,6 +98,10 @@ def fused_add_rms_norm(
     _checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows(_OP, x, scale=scale)
     _checks.check_shape(_OP, "residual", residual, x.shape, "it is added to x element by element")
+    if (spec := _explicit.row_spec(x)) is not None:
+        options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
+        op = functools.partial(fused_add_rms_norm, **options)
+        return _explicit.on_rows(_OP, op, spec, (x, residual), (scale,), results=2)
     rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
     choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, added, scale)
     options = _Options(float(eps), float(offset), casting_mode, choice)

@@ -1,13 +1,15 @@
 """Softmax cross-entropy of a linear layer's output, without ever holding the logits."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from liger_jax.ops import _checks, _dispatch, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._linear_plan import KERNELS, OP, Decision, check_choices, decide, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import xla as rows_xla
 from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
@@ -236,48 +238,89 @@ def fused_linear_cross_entropy(
     _check_sizes(hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
-    tokens_shape = labels.shape
     _loss.check_tokens(OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
     _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
 
+    static = dict(
+        return_metrics=return_metrics,
+        weight_layout=weight_layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        memory_budget_bytes=memory_budget_bytes,
+        precision=_precision(precision),
+        implementation=implementation,
+    )
+    arrays = hidden, weight, labels, bias, where, token_weights, class_weights
+    if vocab_axis is not None:
+        return _local(*arrays, options=loss_options, vocab_axis=vocab_axis, **static)
+    _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    by_device = _on_parts if _explicit.is_explicit(hidden) else _local
+    return by_device(*arrays, options=loss_options, **static)
+
+
+# --- the computation of one device ------------------------------------------------------------------------------------
+
+
+def _on_parts(hidden, weight, labels, bias, where, token_weights, class_weights, *, options, **static):
+    """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
+    tokens, token_axes = _explicit.token_spec(OP, hidden)
+    vocab_dim = static["weight_layout"].index("v")
+    of_weight, vocab_axis = _explicit.head_spec(OP, weight, vocab_dim, token_axes)
+
+    def local(hidden, weight, *others):
+        weight = _explicit.gathered(weight, of_weight, token_axes)
+        own = dataclasses.replace(options, token_axes=token_axes)
+        return _local(hidden, weight, *others, options=own, vocab_axis=vocab_axis, **static)
+
+    classes = P(vocab_axis)
+    specs = _explicit.spec_of(hidden), of_weight, tokens, classes, tokens, tokens, classes
+    out = _explicit.loss_specs(tokens, options.reduction, static["return_metrics"])
+    return _explicit.on_parts(
+        OP, local, (hidden, weight, labels, bias, where, token_weights, class_weights), specs, out
+    )
+
+
+def _local(
+    hidden, weight, labels, bias, where, token_weights, class_weights, *, options, return_metrics, weight_layout,
+    precision, implementation, mode, vocab_axis=None, **limits,
+):  # fmt: skip
+    vocab_size, tokens_shape = weight.shape[weight_layout.index("v")], labels.shape
     flat = lambda x: None if x is None else x.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, where, token_weights = labels.reshape(-1), flat(where), flat(token_weights)
     class_weights = _loss.constant_class_weights(OP, class_weights)
-    logit = loss_options.logit_options(return_metrics)
     decision = decide(
         hidden,
         weight,
         bias,
         class_weights,
-        options=LinearOptions(logit, weight_layout, _precision(precision), mode, chunk_size=0),
-        fast_is_impossible=why_not_fast(reduction, vocab_axis),
+        options=LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0),
+        fast_is_impossible=why_not_fast(options.reduction, vocab_axis),
         implementation=implementation,
-        chunk_size=chunk_size,
-        memory_budget_bytes=memory_budget_bytes,
         device_memory_bytes=_dispatch.memory_of_device(hidden, weight),
+        **limits,
     )
     if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
         raise ValueError(f"{OP}: {reason}")
 
     if vocab_axis is None:
-        _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
-        rows = _loss.token_rows(labels, where, token_weights, class_weights, loss_options, vocab_size)
+        rows = _loss.token_rows(labels, where, token_weights, class_weights, options, vocab_size)
         kernel_labels = rows.labels
     else:
         rows, kernel_labels = _vocab_shards.sharded_rows(
-            labels, where, token_weights, class_weights, loss_options, vocab_size, vocab_axis
+            labels, where, token_weights, class_weights, options, vocab_size, vocab_axis
         )
     if decision.options.mode == "fast":
         loss, statistics = _fast_loss(hidden, weight, bias, class_weights, kernel_labels, rows, decision)
+        loss = options.sum(loss)  # of other devices, too
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
         statistics = rows_xla.where(rows.counts, _statistics(h, w, b, c, y, decision))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         losses = rows_xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
-        loss = _loss.reduced(losses, loss_options, tokens_shape)
-    return (loss, _loss.metrics(statistics, rows, loss_options, tokens_shape)) if return_metrics else loss
+        loss = _loss.reduced(losses, options, tokens_shape)
+    return (loss, _loss.metrics(statistics, rows, options, tokens_shape)) if return_metrics else loss
 
 
 def _fast_loss(hidden, weight, bias, class_weights, labels, rows, decision):

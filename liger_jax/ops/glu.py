@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.pallas_kernels.glu import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
@@ -142,6 +142,10 @@ def _glu(
             f"{op}: gate has shape {gate.shape}, but without `up` it must hold gate and up side by side, an even "
             "number of columns; pass up if it comes as an array of its own."
         )
+    # Element by element, columns may be split as well.
+    if (spec := _explicit.row_spec(gate) if up is None else _explicit.spec_of_explicit(gate)) is not None:
+        local = functools.partial(_glu, op, activation=activation, implementation=implementation)
+        return _explicit.on_rows(op, local, spec, (gate, up))
     defaults = {} if up is None else _DEFAULTS[op]  # one array of both: not measured
     choice = _dispatch.choose(op, _KERNELS, defaults, implementation, gate, up, activation=activation)
     gate, up = _mesh.align_varying(gate, up)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.pallas_kernels.layer_norm import mosaic_tpu, triton, xla
 
 _OP = "layer_norm"
@@ -84,6 +84,9 @@ def layer_norm(
     _checks.check_floating(_OP, x=x, scale=scale, bias=bias)
     _checks.check_number(_OP, eps=eps)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
+    if (spec := _explicit.row_spec(x)) is not None:
+        op = functools.partial(layer_norm, eps=eps, implementation=implementation)
+        return _explicit.on_rows(_OP, op, spec, (x,), (scale, bias))
     rows = x.reshape(-1, x.shape[-1])
     choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias)
     y = _layer_norm(*_mesh.align_varying(rows, scale, bias), _Options(float(eps), choice))

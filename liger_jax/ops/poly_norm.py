@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.pallas_kernels.poly_norm import xla
 
 _OP = "poly_norm"
@@ -70,5 +70,8 @@ def poly_norm(
     _checks.check_rows(_OP, x)
     _checks.check_shape(_OP, "weight", weight, (3,), "one coefficient for each of x³, x² and x")
     _checks.check_shape(_OP, "bias", bias, (), "one number is added to all elements")
+    if (spec := _explicit.row_spec(x)) is not None:
+        op = functools.partial(poly_norm, eps=eps, implementation=implementation)
+        return _explicit.on_rows(_OP, op, spec, (x,), (weight, bias))
     _dispatch.choose(_OP, _KERNELS, {}, implementation, x, weight, bias)
     return _poly_norm(*_mesh.align_varying(x, weight, bias), float(eps))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.pallas_kernels.rms_norm import mosaic_tpu, triton, xla
 
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
@@ -92,6 +92,10 @@ def rms_norm(
     _checks.check_number("rms_norm", eps=eps, offset=offset)
     _checks.check_choice("rms_norm", "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows("rms_norm", x, scale=scale)
+    if (spec := _explicit.row_spec(x)) is not None:
+        options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
+        op = functools.partial(rms_norm, **options)
+        return _explicit.on_rows("rms_norm", op, spec, (x,), (scale,))
     choice = _dispatch.choose("rms_norm", _KERNELS, _DEFAULTS, implementation, x.reshape(-1, x.shape[-1]), scale)
     x, scale = _mesh.align_varying(x, scale)
     y = _rms_norm(x.reshape(-1, x.shape[-1]), scale, _Options(float(eps), float(offset), casting_mode, choice))

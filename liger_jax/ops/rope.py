@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.pallas_kernels.rope import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
@@ -170,6 +171,12 @@ def _rope(op, q, k, cos, sin, layout, implementation) -> tuple[jax.Array, jax.Ar
     _checks.check_choice(op, "layout", layout, _LAYOUTS)
     _check_shapes(op, q, k, cos, sin)
     cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
+    if (spec := _explicit.row_spec(q)) is not None:
+        of_table = P(spec[0] if cos.shape[0] > 1 else None, spec[1])
+        of_keys = P(*spec[:2], *_explicit.spec_of(k)[2:])  # its heads may be split as the queries' are, or not
+        local = functools.partial(_rope, op, layout=layout, implementation=implementation)
+        specs = spec, of_keys, of_table, of_table
+        return _explicit.on_parts(op, local, (q, k, cos, sin), specs, specs[:2])
     choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, q, k, cos, sin, layout=layout)
     return _rotate(*_mesh.align_varying(q, k, cos, sin), _Options(op, layout, choice))
 

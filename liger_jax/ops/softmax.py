@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch
+from liger_jax.ops import _checks, _dispatch, _explicit
 from liger_jax.pallas_kernels.softmax import triton, xla
 
 _KERNELS = {"xla": xla, "triton": triton}
@@ -115,5 +115,8 @@ def _along_axis(op: str, x: jax.Array, axis: int, implementation: _dispatch.Impl
         cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
         raise ValueError(f"{op}: axis={axis} is no axis of x, whose shape is {x.shape}; {cure}.")
     rows = jnp.moveaxis(x, axis, -1)
+    if (spec := _explicit.row_spec(rows)) is not None:
+        local = functools.partial(_along_axis, op, axis=-1, implementation=implementation)
+        return jnp.moveaxis(_explicit.on_rows(op, local, spec, (rows,)), -1, axis)
     choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, rows, kind=op)
     return jnp.moveaxis(_probabilities(rows, _Options(op, choice)), -1, axis)

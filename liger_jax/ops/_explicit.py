@@ -1,0 +1,147 @@
+"""Ops on meshes with Explicit axes: inputs' types say how they lie there, and each device computes on its own part.
+
+Each public op, after its checks, calls itself inside a `jax.shard_map` that these functions make. What is sent are
+parameters and their gradients, and for a loss a few numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.ops._loss import LossMetrics
+
+Names = tuple[str, ...]
+
+
+def is_explicit(x: jax.Array) -> bool:
+    """Whether the type of `x` says how it lies on a mesh."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def spec_of(x: jax.Array) -> P:
+    """How `x` lies on its mesh, with an entry for each of its axes."""
+    spec = jax.typeof(x).sharding.spec
+    return P(*spec, *[None] * (x.ndim - len(spec)))
+
+
+def spec_of_explicit(x: jax.Array) -> P | None:
+    """`spec_of` where `x` lies on an Explicit mesh, else None."""
+    return spec_of(x) if is_explicit(x) else None
+
+
+def names(entry: Any) -> Names:
+    """The mesh axes of one or several entries of a spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(name for part in entry for name in names(part))
+
+
+def row_spec(x: jax.Array) -> P | None:
+    """How rows lie on an Explicit mesh; None on another mesh, or where the rows themselves are split."""
+    if x.ndim == 0 or not is_explicit(x):
+        return None
+    spec = spec_of(x)
+    return spec if spec[-1] is None else None
+
+
+def on_rows(
+    op: str, function: Callable[..., Any], spec: P, rows: tuple[Any, ...], whole: tuple[Any, ...] = (), results: int = 1
+) -> Any:
+    """`on_parts` for rows that all lie alike, as the results do, and parameters that each device has whole."""
+    specs = *[spec] * len(rows), *[P()] * len(whole)
+    return on_parts(op, function, (*rows, *whole), specs, spec if results == 1 else (spec,) * results)
+
+
+def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], specs: tuple[P, ...], out: Any) -> Any:
+    """`function(*arrays)` on every device's parts of them.
+
+    Args:
+        op: the op's public name, for messages.
+        function: sees arrays of one device.
+        arrays: the first of them on an Explicit mesh; `None` entries pass.
+        specs: how each has to lie there. One that every device has whole is cut for it, and a vector is gathered.
+        out: how the results lie there.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        ValueError: an array would have to be gathered or sent.
+    """
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    placed = [x if x is None else _placed(op, x, spec, mesh) for x, spec in zip(arrays, specs, strict=True)]
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    in_context = not jax.sharding.get_abstract_mesh().empty
+    # Without check_vma: where that is checked, Hopper's kernels of the loss cannot write in place.
+    mapped = jax.shard_map(
+        function, mesh=None if in_context else mesh, in_specs=specs, out_specs=out, axis_names=explicit, check_vma=False
+    )
+    return mapped(*placed)
+
+
+def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
+    found = spec_of(x) if is_explicit(x) else P(*[None] * x.ndim)
+    wanted = P(*spec, *[None] * (x.ndim - len(spec)))
+    if found == wanted and is_explicit(x):
+        return x
+    is_cut = all(there in (None, here) for there, here in zip(found, wanted, strict=True))
+    if x.ndim > 1 and not is_cut:
+        raise ValueError(
+            f"{op}: an array of shape {x.shape} lies on the mesh as {found}, but beside the others must lie as "
+            f"{wanted}. Move it by jax.sharding.reshard."
+        )
+    return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+
+
+def token_spec(op: str, rows: jax.Array) -> tuple[P, Names]:
+    """How the tokens of a loss lie on the mesh, and the axes that split them.
+
+    Raises:
+        ValueError: the last axis of `rows` is split.
+    """
+    spec = row_spec(rows)
+    if spec is None:
+        raise ValueError(
+            f"{op}: the first argument lies on the mesh as {spec_of(rows)}, but each device must have its last axis "
+            "whole. Move it by jax.sharding.reshard."
+        )
+    return P(*spec[:-1]), names(spec[:-1])
+
+
+def loss_specs(tokens: P, reduction: str, return_metrics: bool) -> Any:
+    """How a loss and its metrics lie on the mesh: what is summed is everywhere."""
+    loss = tokens if reduction == "none" else P()
+    if not return_metrics:
+        return loss
+    per_token = dict(predicted_tokens=tokens, max_logit=tokens, log_normalizer=tokens)
+    return loss, LossMetrics(accuracy=P(), num_tokens=P(), z_loss=loss, **per_token)
+
+
+def head_spec(op: str, weight: jax.Array, vocab_dim: int, token_axes: Names) -> tuple[P, str | None]:
+    """How a head lies on the mesh, and the axis over which its vocabulary stays split, if there is one.
+
+    Axes that split the tokens too are FSDP's: along these the head is gathered (`gathered`).
+
+    Raises:
+        ValueError: another axis splits something else than the vocabulary.
+    """
+    spec = spec_of(weight) if is_explicit(weight) else P(None, None)
+    stay = [[name for name in names(entry) if name not in token_axes] for entry in spec]
+    whole, vocabulary = stay[1 - vocab_dim], stay[vocab_dim]
+    if whole or len(vocabulary) > 1 or (vocabulary and len(names(spec[vocab_dim])) > 1):
+        raise ValueError(
+            f"{op}: weight lies on the mesh as {spec}, and the tokens over {token_axes}. A mesh axis that does not "
+            "split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
+        )
+    return spec, vocabulary[0] if vocabulary else None
+
+
+def gathered(weight: jax.Array, spec: P, token_axes: Names) -> jax.Array:
+    """Inside of `on_parts`: the weight, whole along the tokens' axes; its gradient is scattered over them."""
+    for dim, entry in enumerate(spec):
+        if names(entry) and set(names(entry)) <= set(token_axes):
+            weight = jax.lax.all_gather(weight, names(entry), axis=dim, tiled=True)
+    return weight
