@@ -23,8 +23,8 @@ class KernelOptions:
         mode: how `fused_linear_cross_entropy` trades time for memory: `"auto"`, `"fast"` or `"lean"`.
         implementation: the ops' `implementation`: `None` for the platform's default, a name, or names in order.
         batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
-            over which the batch is sharded. Ops then run on each device's part of it, and a layer's parameters, however they are
-            sharded, are gathered where they are used. `None` on one device.
+            over which the batch is sharded. Ops then run on each device's part of it, and a layer's parameters,
+            however they are sharded, are gathered where they are used. `None` on one device.
 
     Raises:
         ValueError: both losses are asked for, or `mode` is unknown.

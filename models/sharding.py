@@ -39,7 +39,9 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
             leaves, tree = jax.tree.flatten(call(nnx.merge(graph, state), input_ids, **arrays, **others))
             is_number = [x.ndim == 0 for x in leaves]
             structure = tree, is_number
-            return [[x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)]
+            return [
+                [x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)
+            ]
 
         numbers, of_batch = jax.sharding.auto_axes(run, out_sharding=[P(), P(axes)])(state, input_ids, arrays)
         tree, is_number = structure

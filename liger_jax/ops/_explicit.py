@@ -111,13 +111,28 @@ def token_spec(op: str, rows: jax.Array) -> tuple[P, Names]:
     return P(*spec[:-1]), names(spec[:-1])
 
 
-def loss_specs(tokens: P, reduction: str, return_metrics: bool) -> Any:
-    """How a loss and its metrics lie on the mesh: what is summed is everywhere."""
-    loss = tokens if reduction == "none" else P()
+def loss_on_parts(
+    op: str,
+    loss: Callable[..., Any],
+    arrays: tuple[Any, ...],
+    specs: tuple[P, ...],
+    tokens: P,
+    reduction: str,
+    return_metrics: bool,
+) -> Any:
+    """`on_parts` for a loss, and perhaps its metrics, of tokens that lie so: what is summed is everywhere."""
+    value = tokens if reduction == "none" else P()
     if not return_metrics:
-        return loss
+        return on_parts(op, loss, arrays, specs, value)
     per_token = dict(predicted_tokens=tokens, max_logit=tokens, log_normalizer=tokens)
-    return loss, LossMetrics(accuracy=P(), num_tokens=P(), z_loss=loss, **per_token)
+
+    def fields(*arrays):
+        value, metrics = loss(*arrays)
+        return value, vars(metrics)
+
+    out = value, dict(accuracy=P(), num_tokens=P(), z_loss=value, **per_token)
+    value, metrics = on_parts(op, fields, arrays, specs, out)
+    return value, LossMetrics(**metrics)
 
 
 def head_spec(op: str, weight: jax.Array, vocab_dim: int, token_axes: Names) -> tuple[P, str | None]:

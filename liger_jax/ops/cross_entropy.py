@@ -141,8 +141,8 @@ def reduced_cross_entropy(
         local = lambda *arrays: reduced_cross_entropy(*arrays, own_options, return_metrics, implementation)
         arrays = logits, labels, where, token_weights, class_weights
         specs = _explicit.spec_of(logits), tokens, tokens, tokens, P()
-        out = _explicit.loss_specs(tokens, loss_options.reduction, return_metrics)
-        return _explicit.on_parts(loss_options.op, local, arrays, specs, out)
+        kind = loss_options.reduction, return_metrics
+        return _explicit.loss_on_parts(loss_options.op, local, arrays, specs, tokens, *kind)
     vocab_size = logits.shape[-1]
     flat = lambda x: None if x is None else x.reshape(-1)
     z = logits.reshape(-1, vocab_size)

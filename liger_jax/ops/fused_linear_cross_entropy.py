@@ -274,10 +274,8 @@ def _on_parts(hidden, weight, labels, bias, where, token_weights, class_weights,
 
     classes = P(vocab_axis)
     specs = _explicit.spec_of(hidden), of_weight, tokens, classes, tokens, tokens, classes
-    out = _explicit.loss_specs(tokens, options.reduction, static["return_metrics"])
-    return _explicit.on_parts(
-        OP, local, (hidden, weight, labels, bias, where, token_weights, class_weights), specs, out
-    )
+    arrays = hidden, weight, labels, bias, where, token_weights, class_weights
+    return _explicit.loss_on_parts(OP, local, arrays, specs, tokens, options.reduction, static["return_metrics"])
 
 
 def _local(

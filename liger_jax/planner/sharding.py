@@ -48,19 +48,18 @@ def parse_mesh(text: str | None, num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(devices: list[Any], sizes: dict[str, int]) -> Mesh:
+def make_mesh(devices: list[Any], sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
     """The mesh of these devices.
 
     Args:
         devices: real ones, or a topology's.
         sizes: of its axes.
+        axis_type: of all axes.
 
     Returns:
-        A mesh of Auto axes.
+        The mesh.
     """
-    return Mesh(
-        np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(axis_type,) * len(sizes))
 
 
 def split(path: tuple[Any, ...], shape: tuple[int, ...], fsdp: int) -> P:

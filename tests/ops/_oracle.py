@@ -7,6 +7,7 @@ Every gradient is taken by all arrays unless `wrt` names some, against random co
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 
 import jax
@@ -185,3 +186,12 @@ def collectives(lowered: jax.stages.Lowered) -> list[str]:
     """The instructions of the compiled program by which devices exchange data."""
     names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     return [line for line in str(lowered.compile().as_text()).splitlines() if any(f" {name}" in line for name in names)]
+
+
+def sent(text: str) -> set[tuple[str, int]]:
+    """Kind and number of elements of every array that a collective puts out."""
+    found = re.findall(
+        r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text
+    )
+    shapes = [(kind, dims) for types, kind in found for dims in re.findall(r"\w+\[([\d,]*)\]", types)]
+    return {(kind, math.prod(int(n) for n in dims.split(",") if n)) for kind, dims in shapes}

@@ -1,8 +1,6 @@
 """A model on a mesh of four devices computes what it computes on one, and sends nothing but parameters."""
 
 import itertools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,8 @@ from liger_jax.models import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from liger_jax.planner.sharding import make_mesh, shardings
+from liger_jax.planner.sharding import shardings
+from tests.ops._oracle import sent
 
 SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
@@ -63,15 +62,6 @@ def on_mesh(function, params, sizes, *tokens):
         placed = jax.device_put(params, of_params), *jax.device_put(tokens, of_tokens)
         compiled = jitted.lower(*placed).compile()
         return compiled(*placed), compiled.as_text()
-
-
-def sent(text):
-    """Kind and number of elements of every array that a collective puts out."""
-    found = re.findall(
-        r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text
-    )
-    shapes = [(kind, dims) for types, kind in found for dims in re.findall(r"\w+\[([\d,]*)\]", types)]
-    return {(kind, math.prod(int(n) for n in dims.split(",") if n)) for kind, dims in shapes}
 
 
 @pytest.mark.parametrize("family, sizes, remat, loss", CASES)

@@ -1,0 +1,211 @@
+"""On a mesh with Explicit axes every op computes what it computes on one device, and sends nothing but parameters."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax import ops
+from tests.ops._oracle import SAME, largest_error, sent
+
+BATCH = P(("data", "fsdp"))
+ROWS = (8, 5, 70)
+B, T, Q, K, H, D, V = 8, 6, 4, 2, 8, 16, 72
+NAMES = ("xla", "triton:interpret", "mosaic_tpu:interpret")
+# By name: the op, shapes of its rows and how they lie on the mesh, then the same of its parameters; its kernels.
+CASES = {
+    "rms_norm": (ops.rms_norm, [(ROWS, BATCH)], [((70,), P())], 3),
+    "rms_norm of a split sequence": (ops.rms_norm, [((8, 6, 70), P("data", "fsdp"))], [((70,), P("fsdp"))], 3),
+    "layer_norm": (ops.layer_norm, [(ROWS, BATCH)], [((70,), P())] * 2, 3),
+    "fused_add_rms_norm": (ops.fused_add_rms_norm, [(ROWS, BATCH)] * 2, [((70,), P())], 3),
+    "dyt": (ops.dyt, [(ROWS, BATCH)], [((), P()), ((70,), P()), ((70,), P())], 3),
+    "poly_norm": (ops.poly_norm, [(ROWS, BATCH)], [((3,), P()), ((), P())], 1),
+    "group_norm": (functools.partial(ops.group_norm, num_groups=5), [(ROWS, BATCH)], [((5,), P())] * 2, 1),
+    "relu_squared": (ops.relu_squared, [(ROWS, BATCH)], [], 1),
+    "swiglu": (ops.swiglu, [(ROWS, BATCH)] * 2, [], 2),
+    "swiglu of split columns": (ops.swiglu, [(ROWS, P("data", None, "fsdp"))] * 2, [], 2),
+    "geglu of one array": (ops.geglu, [(ROWS, BATCH)], [], 2),
+    "softmax": (functools.partial(ops.softmax, axis=1), [(ROWS, BATCH)], [], 2),
+    "sparsemax": (ops.sparsemax, [(ROWS, BATCH)], [], 2),
+}
+IN_TRITON = ("rms_norm", "swiglu")  # by default; in the full suite all
+
+
+def runs(names, others):
+    return [*names, *(pytest.param(*case, marks=pytest.mark.full) for case in others)]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
+
+
+def check(op, arrays, specs, mesh, rng):
+    """Value and all gradients, and what they take: numbers of elements that the devices send each other."""
+
+    def value_and_gradients(arrays, cotangents):
+        value, pullback = jax.vjp(op, *arrays)
+        return value, pullback(cotangents)
+
+    draw = lambda out: jnp.asarray(rng.standard_normal(out.shape), out.dtype)
+    cotangents = jax.tree.map(draw, jax.eval_shape(op, *arrays))
+    expected = jax.jit(value_and_gradients)(arrays, cotangents)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        types = jax.eval_shape(op, *placed)
+        cotangents = jax.tree.map(
+            lambda x, y: jax.device_put(x, NamedSharding(mesh, y.sharding.spec)), cotangents, types
+        )
+        compiled = jax.jit(value_and_gradients).lower(placed, cotangents).compile()
+        results = compiled(placed, cotangents)
+    for found, truth in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert largest_error(np.asarray(found), truth) <= SAME
+    value, gradients = results
+    for x, gradient in zip(placed, gradients, strict=True):
+        assert gradient.sharding.is_equivalent_to(x.sharding, x.ndim)
+    return value, {size for _, size in sent(compiled.as_text())}
+
+
+@pytest.mark.parametrize(
+    "name, kernel",
+    runs(
+        [(name, "xla") for name in CASES] + [(name, "triton:interpret") for name in IN_TRITON],
+        [
+            (name, kernel)
+            for name, (*_, kernels) in CASES.items()
+            for kernel in NAMES[1:kernels]
+            if (name, kernel) not in [(each, "triton:interpret") for each in IN_TRITON]
+        ],
+    ),
+)
+def test_rows_stay_where_they_are(name, kernel, mesh, rng):
+    function, rows, parameters, _ = CASES[name]
+    shapes, specs = zip(*rows, *parameters, strict=True)
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    op = functools.partial(function, implementation=kernel)
+    value, sizes = check(op, arrays, specs, mesh, rng)
+    for y in jax.tree.leaves(value):
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, specs[0]), y.ndim)
+    assert sizes <= {math.prod(shape) for shape, _ in parameters}
+    if not parameters:
+        assert not sizes
+
+
+@pytest.mark.parametrize("kernel", runs(["xla"], [["triton:interpret"]]))
+@pytest.mark.parametrize("spec", runs([BATCH], [[P("data", "fsdp")], [P("data", None, "fsdp")]]), ids=str)
+@pytest.mark.parametrize("table_batch", runs([1], [[B]]))
+def test_rope_keeps_batch_sequence_and_heads_split(table_batch, spec, kernel, mesh, rng):
+    q, k = (jnp.asarray(rng.standard_normal((B, T, heads, H)), jnp.float32) for heads in (Q, K))
+    angles = jnp.asarray(rng.standard_normal((table_batch, T, H)), jnp.float32)
+    rope = lambda q, k: ops.apply_rope(q, k, jnp.cos(angles), jnp.sin(angles), implementation=kernel)
+    value, sizes = check(rope, [q, k], [spec, spec], mesh, rng)
+    assert not sizes
+    assert all(y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4) for y in value)
+
+
+def losses(rng):
+    """Labels of which some do not count, token weights, class weights and a bias."""
+    labels = jnp.where(jnp.asarray(rng.random((B, T)) < 0.3), -100, jnp.asarray(rng.integers(0, V, (B, T))))
+    weights, class_weights = (jnp.asarray(rng.random(shape), jnp.float32) for shape in ((B, T), (V,)))
+    return labels, weights, class_weights
+
+
+@pytest.mark.parametrize("kernel", runs(["xla"], [["triton:interpret"], ["mosaic_tpu:interpret"]]))
+@pytest.mark.parametrize("reduction", runs(["mean"], [["sum"], ["none"]]))
+def test_cross_entropy_sends_a_few_numbers(reduction, kernel, mesh, rng):
+    labels, weights, class_weights = losses(rng)
+    options = dict(reduction=reduction, label_smoothing=0.1, z_loss=0.01, implementation=kernel)
+
+    def op(logits, weights):
+        return ops.cross_entropy(logits, labels, token_weights=weights, class_weights=class_weights, **options)
+        return ops.cross_entropy(
+            logits, place(labels, BATCH), token_weights=weights, class_weights=place(class_weights, P()), **options
+        )
+
+    logits = jnp.asarray(rng.standard_normal((B, T, V)), jnp.float32)
+    _, sizes = check(op, [logits, weights], [BATCH, BATCH], mesh, rng)
+    assert sizes <= (set() if reduction == "none" else {1})
+
+
+HEADS = {"whole": P(), "of FSDP": P("fsdp"), "split over D": P(None, "fsdp"), "of a split vocabulary": P("fsdp")}
+FUSED = [(reduction, mode, head) for head in HEADS for reduction, mode in (
+    ("mean", "fast"), ("mean", "lean"), ("sum", "fast"), ("none", "lean")
+) if mode == "lean" or head != "of a split vocabulary"]  # fmt: skip
+FUSED_DEFAULT = [("mean", "fast", "of FSDP"), ("mean", "lean", "of a split vocabulary")]
+
+
+@pytest.mark.parametrize("kernel", runs(["xla"], [["triton:interpret"], ["mosaic_tpu:interpret"]]))
+@pytest.mark.parametrize("reduction, mode, head", runs(FUSED_DEFAULT, [c for c in FUSED if c not in FUSED_DEFAULT]))
+def test_fused_loss_sends_the_head_and_a_few_numbers(reduction, mode, head, kernel, mesh, rng):
+    if mode == "fast" and kernel != "xla":
+        pytest.skip("fast mode is XLA's and Hopper's")
+    tokens = P("data") if head == "of a split vocabulary" else BATCH
+    labels, weights, class_weights = losses(rng)
+    options = dict(reduction=reduction, mode=mode, label_smoothing=0.1, z_loss=0.01, implementation=kernel)
+
+    def op(hidden, weight, bias, weights):
+        return ops.fused_linear_cross_entropy(
+            hidden, weight, labels, bias=bias, token_weights=weights, class_weights=class_weights, **options
+        )
+
+    hidden, weight, bias = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, T, D), (V, D), (V,)))
+    value, sizes = check(op, [hidden, weight, bias, weights], [tokens, HEADS[head], P(), tokens], mesh, rng)
+    allowed = {1, V, V // 2, V * D, V * D // 2}
+    if (
+        head == "of a split vocabulary"
+    ):  # a few numbers a token, and the gradient of hidden states: sums over the shards
+        allowed |= {B * T // 2, B * T * D // 2}
+    assert sizes <= allowed
+    spec = tokens if reduction == "none" else P()
+    assert value.sharding.is_equivalent_to(NamedSharding(mesh, spec), value.ndim)
+
+
+def test_metrics_of_split_tokens_are_those_of_all(mesh, rng):
+    labels, weights, _ = losses(rng)
+    hidden, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((B, T, D), (V, D)))
+    run = jax.jit(functools.partial(ops.fused_linear_cross_entropy, z_loss=0.1, return_metrics=True))
+    expected = run(hidden, weight, labels, token_weights=weights)
+    with jax.set_mesh(mesh):
+        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+        found = run(place(hidden, BATCH), place(weight, P()), place(labels, BATCH), token_weights=place(weights, BATCH))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_arrays_that_would_have_to_be_gathered_are_refused(mesh):
+    place = lambda shape, spec, dtype=jnp.float32: jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, spec))
+    rows = place((8, 4), P("data"))
+    with pytest.raises(ValueError, match=r"fused_add_rms_norm: an array of shape \(8, 4\) lies.*jax.sharding.reshard"):
+        ops.fused_add_rms_norm(rows, place((8, 4), P("fsdp")), implementation="triton:interpret")
+    labels = place((8,), P("data"), jnp.int32)
+    loss = ops.fused_linear_cross_entropy
+    with pytest.raises(ValueError, match=r"the first argument lies on the mesh as P.None, 'fsdp'.*whole"):
+        loss(place((8, 4), P(None, "fsdp")), place((12, 4), P()), labels)
+    with pytest.raises(ValueError, match="weight lies on the mesh as P.None, 'fsdp'., and the tokens over .'data',."):
+        loss(rows, place((12, 4), P(None, "fsdp")), labels)
+    with pytest.raises(ValueError, match="weight lies on the mesh as .*may split the vocabulary, by itself"):
+        loss(rows, place((12, 4), P(("data", "fsdp"))), labels)
+
+
+def test_ops_run_outside_of_jit_and_of_a_mesh_in_context(mesh, rng):
+    x, scale = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 70), (70,)))
+    placed = jax.device_put(x, NamedSharding(mesh, BATCH))
+    y = ops.rms_norm(placed, jax.device_put(scale, NamedSharding(mesh, P())), implementation="triton:interpret")
+    assert largest_error(np.asarray(y), ops.rms_norm(x, scale)) <= SAME
+    assert y.sharding.spec == P(("data", "fsdp"), None)
+
+
+def test_a_frozen_head_takes_no_gradient_work(mesh):
+    with jax.set_mesh(mesh):
+        place = lambda shape, spec, dtype=jnp.float32: jax.device_put(
+            jnp.zeros(shape, dtype), NamedSharding(mesh, spec)
+        )
+        arrays = place((16, 8), BATCH), place((32, 8), P("fsdp")), place((16,), BATCH, jnp.int32)
+        frozen = jax.grad(lambda h, w, y: ops.fused_linear_cross_entropy(h, w, y))
+        both = jax.grad(lambda h, w, y: ops.fused_linear_cross_entropy(h, w, y), argnums=(0, 1))
+        count = lambda f: jax.jit(f).lower(*arrays).compile().as_text().count(" dot(")
+        assert count(frozen) < count(both)
