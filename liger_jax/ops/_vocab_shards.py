@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from liger_jax.ops import _loss
 from liger_jax.pallas_kernels._tiles import full_like
-from liger_jax.pallas_kernels.cross_entropy.xla import NO_LABEL, Statistics
+from liger_jax.pallas_kernels.cross_entropy.xla import IMPOSSIBLE_LABEL, NO_LABEL, Statistics
 
 _NO_TOKEN = jnp.iinfo(jnp.int32).max
 
@@ -34,7 +34,10 @@ def sharded_rows(
         )
         class_weights = jax.lax.psum(own_part, axis)
     rows = _loss.token_rows(labels, where, token_weights, class_weights, options, vocab_size)
-    return rows, jnp.where(rows.labels >= 0, rows.labels - start, NO_LABEL)
+    own = rows.labels - start
+    is_own = (rows.labels >= 0) & (own >= 0) & (own < shard_size)
+    # Another shard's label matches no column here, nor the padding behind the last of them.
+    return rows, jnp.where(is_own, own, jnp.where(rows.labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
 
 
 def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistics:

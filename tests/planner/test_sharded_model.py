@@ -1,13 +1,14 @@
-"""A model on a mesh of four devices computes what it computes on one, and sends nothing but parameters."""
+"""A model on a mesh of several devices computes what it computes on one, and sends nothing but parameters."""
 
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import (
@@ -21,7 +22,9 @@ from liger_jax.models import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from liger_jax.planner import sharding
 from liger_jax.planner.sharding import shardings
+from liger_jax.training import make_step
 from tests.ops._oracle import sent
 
 SIZES = dict(
@@ -43,20 +46,33 @@ FAMILIES = {
         **options,
     ),
 }
-MESHES, REMATS, LOSSES = ((2, 2), (1, 4), (4, 1)), ("none", "full", "dots"), ("fused", "logits")
+AXES = ("data", "fsdp")
+MESHES, REMATS, LOSSES = ("both", "fsdp", "data"), ("none", "full", "dots", "offload"), ("fused", "logits")
+AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
+BY_DEFAULT = [("llama", "both", "none", "fused", kind) for kind in AXIS_TYPES]
 CASES = [
-    pytest.param(*case, marks=[] if case == ("llama", (2, 2), "none", "fused") else [pytest.mark.full])
+    pytest.param(*case, marks=[] if case in BY_DEFAULT else [pytest.mark.full])
     for case in (
-        *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES),
-        *itertools.product(("gemma2", "gemma3"), ((2, 2),), ("none",), LOSSES),
+        *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES, AXIS_TYPES[:1]),
+        *itertools.product(("gemma2", "gemma3"), ("both",), ("none",), LOSSES, AXIS_TYPES[:1]),
+        *itertools.product(("llama",), MESHES, ("none",), LOSSES, AXIS_TYPES[1:]),
+        *itertools.product(("qwen2", "gemma2", "gemma3"), ("both",), ("full",), ("fused",), AXIS_TYPES[1:]),
     )
 ]
 
 
-def on_mesh(function, params, sizes, *tokens):
+def make_mesh(split, axis_type=AxisType.Auto):
+    """All devices, up to four, along one axis or both."""
+    devices = jax.devices()[:4]
+    if len(devices) < 2:
+        pytest.skip("a mesh needs several devices")
+    data = {"both": 2, "fsdp": 1, "data": len(devices)}[split]
+    return sharding.make_mesh(devices, dict(zip(AXES, (data, len(devices) // data), strict=True)), axis_type)
+
+
+def on_mesh(function, params, mesh, *tokens):
     """The function compiled for parameters that are fully sharded and tokens that are split over both axes."""
-    mesh = make_mesh(jax.devices()[:4], dict(zip(("data", "fsdp"), sizes, strict=True)))
-    of_params, of_tokens = shardings(params, mesh), NamedSharding(mesh, P(("data", "fsdp")))
+    of_params, of_tokens = shardings(params, mesh), NamedSharding(mesh, P(AXES))
     with jax.set_mesh(mesh):
         jitted = jax.jit(function, out_shardings=(NamedSharding(mesh, P()), of_params))
         placed = jax.device_put(params, of_params), *jax.device_put(tokens, of_tokens)
@@ -64,8 +80,9 @@ def on_mesh(function, params, sizes, *tokens):
         return compiled(*placed), compiled.as_text()
 
 
-@pytest.mark.parametrize("family, sizes, remat, loss", CASES)
-def test_sharded_loss_and_gradients_are_those_of_one_device(family, sizes, remat, loss, rng):
+@pytest.mark.parametrize("family, split, remat, loss, axis_type", CASES)
+def test_sharded_loss_and_gradients_are_those_of_one_device(family, split, remat, loss, axis_type, rng):
+    mesh = make_mesh(split, axis_type)
     tokens = jnp.asarray(rng.integers(0, SIZES["vocab_size"], (8, 37)))
     labels = jnp.where(jnp.asarray(rng.random((8, 37)) < 0.3), -100, tokens)  # unequal numbers count on each device
     weights = jnp.asarray(rng.random((8, 37)), jnp.float32)
@@ -78,7 +95,7 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(family, sizes, remat
 
     single, params = value_and_grad(None)
     expected = jax.jit(single)(params, tokens, labels, weights)
-    (value, grads), text = on_mesh(value_and_grad(("data", "fsdp"))[0], params, sizes, tokens, labels, weights)
+    (value, grads), text = on_mesh(value_and_grad(AXES)[0], params, mesh, tokens, labels, weights)
 
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     for (path, grad), truth in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected[1]), strict=True):
@@ -87,30 +104,88 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(family, sizes, remat
     of_parameters = {1}
     for leaf in jax.tree.leaves(params):
         whole = leaf.size, leaf.size // SIZES["num_hidden_layers"]
-        of_parameters |= {size // part for size in whole for part in (1, sizes[1])}
+        of_parameters |= {size // part for size in whole for part in (1, mesh.shape["fsdp"])}
     others = {(kind, size) for kind, size in sent(text) if size not in of_parameters}
     assert not others, f"no parameters: {others}"
     assert not {kind for kind, _ in sent(text)} & {"all-to-all", "collective-permute"}
 
 
 @pytest.mark.full
-def test_metrics_of_a_sharded_batch_are_global(rng):
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_metrics_and_logits_of_a_sharded_batch_are_global(axis_type, rng):
     tokens = jnp.asarray(rng.integers(0, SIZES["vocab_size"], (8, 11)))
 
-    def metrics(batch_axes):
+    def call(batch_axes):
         graph, params = nnx.split(FAMILIES["llama"](kernels=KernelOptions(batch_axes=batch_axes)))
-        return lambda p, t: nnx.merge(graph, p)(t, labels=t, return_metrics=True).metrics, params
+        options = dict(return_metrics=True, return_logits=True)
+        return lambda p, t: nnx.merge(graph, p)(t, labels=t, **options), params
 
-    single, params = metrics(None)
+    single, params = call(None)
     expected = jax.jit(single)(params, tokens)
-    mesh = make_mesh(jax.devices()[:4], {"data": 2, "fsdp": 2})
+    mesh = make_mesh("both", axis_type)
     with jax.set_mesh(mesh):
-        found = jax.jit(metrics(("data", "fsdp"))[0])(
-            jax.device_put(params, shardings(params, mesh)),
-            jax.device_put(tokens, NamedSharding(mesh, P(("data", "fsdp")))),
+        found = jax.jit(call(AXES)[0])(
+            jax.device_put(params, shardings(params, mesh)), jax.device_put(tokens, NamedSharding(mesh, P(AXES)))
         )
-    for name, value in vars(expected).items():
-        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    assert found.logits.sharding.spec[0] == AXES
+    for name, value in vars(expected.metrics).items():
+        np.testing.assert_allclose(getattr(found.metrics, name), value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "axis_type, state_memory",
+    [(AxisType.Auto, "device"), *(pytest.param(kind, "host", marks=pytest.mark.full) for kind in AXIS_TYPES)],
+    ids=str,
+)
+def test_sharded_steps_in_micro_batches_learn_what_one_device_does_in_one(axis_type, state_memory, rng):
+    """Two steps with clipping, momentum and unequal numbers of tokens on each device; the state stays where it is."""
+    tokens = rng.integers(0, SIZES["vocab_size"], (8, 21))
+    labels = np.where(rng.random(tokens.shape) < np.linspace(0, 0.8, 8)[:, None], -100, tokens)
+    batch = {name: jnp.asarray(x, jnp.int32) for name, x in dict(input_ids=tokens, labels=labels).items()}
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+    start = nnx.split(FAMILIES["llama"]())[1]
+
+    def two_steps(mesh, **options):
+        graph, _ = nnx.split(FAMILIES["llama"](kernels=KernelOptions(batch_axes=mesh and AXES), remat="full"))
+        state = jax.tree.map(jnp.copy, (start, optimizer.init(start)))
+        step = jax.jit(make_step(graph, optimizer, **options), donate_argnums=0)
+        if mesh is None:
+            return step(step(state, batch)[0], batch)
+        on_mesh = shardings(state, mesh)
+        on_host = [x.with_memory_kind("pinned_host") for x in jax.tree.leaves(on_mesh[1])]
+        if options["state_on_host"]:
+            on_mesh = on_mesh[0], jax.tree.unflatten(jax.tree.structure(on_mesh[1]), on_host)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(batch, NamedSharding(mesh, P(AXES)))
+            state = jax.device_put(state, on_mesh)
+            where = [x.sharding for x in jax.tree.leaves(state)]
+            (state, loss) = step(step(state, placed)[0], placed)
+            assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+        for x, before in zip(jax.tree.leaves(state), where, strict=True):
+            assert x.sharding.is_equivalent_to(before, x.ndim) and x.sharding.memory_kind == before.memory_kind
+        return state, loss
+
+    mesh = make_mesh("both", axis_type)
+    (expected, _), loss = two_steps(None)
+    (found, _), sharded_loss = two_steps(mesh, micro_batches=2, state_on_host=state_memory == "host")
+    np.testing.assert_allclose(sharded_loss, loss, rtol=1e-5)
+    for ours, truth, before in zip(*map(jax.tree.leaves, (found, expected, start)), strict=True):
+        assert np.abs(np.asarray(ours) - truth).max() < 1e-4 * np.abs(truth - before).max() + 1e-7
+
+
+def test_on_an_explicit_mesh_the_batch_must_lie_as_the_options_say():
+    mesh = make_mesh("both", AxisType.Explicit)
+    tokens = jnp.zeros((8, 5), jnp.int32)
+    with jax.set_mesh(mesh):
+        place = lambda *axes: jax.device_put(tokens, NamedSharding(mesh, P(*axes)))
+        with pytest.raises(ValueError, match=r"P\('data', None\), and kernels.batch_axes=None"):
+            FAMILIES["llama"]()(place("data"))
+        model = FAMILIES["llama"](kernels=KernelOptions(batch_axes=("data",)))
+        with pytest.raises(ValueError, match=r"P\('fsdp', None\), and kernels.batch_axes=\('data',\)"):
+            model(place("fsdp"))
+        with pytest.raises(ValueError, match="cache is given on a mesh with Explicit axes"):
+            model(place("data"), cache=model.init_cache(8, 8))
 
 
 def test_batch_axes_must_be_names(unchecked_types):
