@@ -115,7 +115,7 @@ PYTEST = $(if $(filter cpu,$(PLATFORM)),$(CPU_ONLY)) $(TEST_ENV)/bin/python -m p
   $(if $(filter-out cpu,$(PLATFORM)),--platform=$(PLATFORM))
 
 test: $(TEST_ENV)/.installed
-	@$(PYTEST) -m 'not full' $(PYTEST_ARGS) $(TESTS)
+	@$(PYTEST) -m 'not full and not parity' $(PYTEST_ARGS) $(TESTS)
 
 test-full: $(TEST_ENV)/.installed
 	@$(PYTEST) $(PYTEST_ARGS) $(TESTS)

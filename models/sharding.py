@@ -24,7 +24,7 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(call)
-    def on_mesh(model: nnx.Module, input_ids: jax.Array, **arguments: Any) -> Any:
+    def on_mesh(model: Any, input_ids: jax.Array, **arguments: Any) -> Any:
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             return call(model, input_ids, **arguments)
         axes = model.kernels.batch_axes

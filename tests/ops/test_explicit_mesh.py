@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import ops
-from tests.ops._oracle import SAME, largest_error, sent
+from tests.ops._oracle import SAME, TOLERANCE, largest_error, sent
 
 BATCH = P(("data", "fsdp"))
 ROWS = (8, 5, 70)
@@ -52,7 +52,7 @@ def check(op, arrays, specs, mesh, rng):
         value, pullback = jax.vjp(op, *arrays)
         return value, pullback(cotangents)
 
-    draw = lambda out: jnp.asarray(rng.standard_normal(out.shape), out.dtype)
+    draw = lambda out: jnp.asarray(rng.uniform(0.5, 1.5, out.shape), out.dtype)
     cotangents = jax.tree.map(draw, jax.eval_shape(op, *arrays))
     expected = jax.jit(value_and_gradients)(arrays, cotangents)
     with jax.set_mesh(mesh):
@@ -64,7 +64,7 @@ def check(op, arrays, specs, mesh, rng):
         compiled = jax.jit(value_and_gradients).lower(placed, cotangents).compile()
         results = compiled(placed, cotangents)
     for found, truth in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        assert largest_error(np.asarray(found), truth) <= SAME
+        assert largest_error(np.asarray(found), truth) <= TOLERANCE
     value, gradients = results
     for x, gradient in zip(placed, gradients, strict=True):
         assert gradient.sharding.is_equivalent_to(x.sharding, x.ndim)
@@ -86,7 +86,8 @@ def check(op, arrays, specs, mesh, rng):
 def test_rows_stay_where_they_are(name, kernel, mesh, rng):
     function, rows, parameters, _ = CASES[name]
     shapes, specs = zip(*rows, *parameters, strict=True)
-    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    # All of one sign: a sum over rows that cancels would have no relative error to speak of.
+    arrays = [jnp.asarray(rng.uniform(0.5, 1.5, shape), jnp.float32) for shape in shapes]
     op = functools.partial(function, implementation=kernel)
     value, sizes = check(op, arrays, specs, mesh, rng)
     for y in jax.tree.leaves(value):
@@ -196,7 +197,7 @@ def test_ops_run_outside_of_jit_and_of_a_mesh_in_context(mesh, rng):
     placed = jax.device_put(x, NamedSharding(mesh, BATCH))
     y = ops.rms_norm(placed, jax.device_put(scale, NamedSharding(mesh, P())), implementation="triton:interpret")
     assert largest_error(np.asarray(y), ops.rms_norm(x, scale)) <= SAME
-    assert y.sharding.spec == P(("data", "fsdp"), None)
+    assert y.sharding.is_equivalent_to(placed.sharding, 2)
 
 
 def test_a_frozen_head_takes_no_gradient_work(mesh):

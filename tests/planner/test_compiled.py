@@ -41,9 +41,12 @@ model, batch, seq, device, options = sys.argv[1:]
 run = make_run(model, batch=int(batch), seq=int(seq), device=device, **json.loads(options))
 found = compile_run(run)
 text = found.program.as_text() if found.program else ""
+memory = found.program.memory_analysis() if found.program else None
 print(json.dumps(dict(
     total=found.total, arguments=found.arguments, estimate=estimate(run).total, parts=estimate(run).parts,
     memory=run.target.memory_bytes, refused=found.program is None,
+    host_arguments=memory and memory.host_argument_size_in_bytes,
+    host_temporaries=memory and memory.host_temp_size_in_bytes,
     kernels=[k for k in ("fused_linear_cross_entropy_statistics", "tpu_custom_call") if k in text],
 )))
 """
@@ -67,6 +70,23 @@ def test_a_sharded_step_compiled_for_gpus_holds_our_kernel_and_its_share_of_the_
 def test_a_step_that_a_tpu_has_no_memory_for_is_a_number_and_no_error():
     found = compiled(PLAN, "qwen2-0.5b", 16, 2048, "v5e", '{"loss": "logits"}', platform="tpu")
     assert found["refused"] and found["total"] > found["memory"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options, where_it_went",
+    [({"micro_batches": 4}, None), ({"state_memory": "host"}, "host_arguments"), ({"remat": "offload"}, "host_temporaries")],
+    ids=["micro-batches", "state on the host", "layer inputs on the host"],
+)  # fmt: skip
+def test_what_saves_memory_is_compiled_for_gpus_and_is_what_the_estimate_says(options, where_it_went):
+    common = dict(remat="none", loss="logits") if "micro_batches" in options else dict(remat="full")
+    model = "qwen2-0.5b", 16, 2048, "h200"
+    without, found = (compiled(PLAN, *model, json.dumps(common | more)) for more in ({}, options))
+    saved = without["total"] - found["total"]
+    assert saved > 0
+    assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
+    if where_it_went is not None:
+        assert found[where_it_went] > 0.9 * saved
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from liger_jax.planner.architectures import MODELS, architecture
 from liger_jax.planner.command import main
 from liger_jax.planner.compiled import Compiled
 from liger_jax.planner.devices import GPUS, TPUS
-from liger_jax.planner.estimate import DYNAMIC, STATIC, kept_by_a_layer, logits_bytes, static_bytes
+from liger_jax.planner.estimate import DYNAMIC, STATIC, estimate, kept_by_a_layer, logits_bytes, static_bytes
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.report import bars
 
@@ -93,6 +93,31 @@ def test_what_a_norm_takes_is_kept_for_its_backward(remat, tmp_path):
     assert queries_and_keys == ((4 + 2) * 32 if remat == "none" else 0)
     result = kept(gelu | dict(model_type="gemma2")) - kept(gelu | dict(model_type="gemma"))
     assert result == (0 if remat == "full" else 64)
+
+
+def test_micro_batches_hold_the_activations_of_one_and_a_sum_of_gradients():
+    run = make_run("qwen2-0.5b", batch=64, seq=2048, device="h200", remat="none", loss="logits")
+    one, four = estimate(run), estimate(dataclasses.replace(run, micro_batches=4))
+    for name in ("layer inputs", "attention", "feed-forward"):
+        assert four.parts[name] * 4 == one.parts[name] > 0
+    assert four.parts["gradients"] == one.parts["gradients"] + 4 * architecture("qwen2-0.5b").num_parameters
+    with pytest.raises(
+        ValueError, match="batch=12 is not divided by the 2 devices .* in micro_batches=4. Take batch=8"
+    ):
+        make_run("qwen2-0.5b", batch=12, seq=128, device="h200:2", micro_batches=4)
+
+
+def test_what_lies_on_the_host_takes_no_memory_of_a_device():
+    at = lambda **options: plan("qwen2-0.5b", batch=8, seq=512, device="h200", **options).estimates["fused"].parts
+    assert at(state_memory="host")["optimizer state"] == 0 < at()["optimizer state"]
+    assert at(remat="offload")["layer inputs"] == 0 < at()["layer inputs"]
+
+
+def test_micro_batches_make_a_large_batch_fit():
+    run = make_run("qwen2-0.5b", batch=256, seq=4096, device="l4")
+    changes = changes_to_fit(run)
+    assert "micro-batches" in changes[0].name and changes[-1].total_bytes <= run.target.memory_bytes
+    assert changes[-1].run.target == run.target
 
 
 def test_a_run_that_does_not_fit_gets_changes_that_each_save():
