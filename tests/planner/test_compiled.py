@@ -75,9 +75,13 @@ def test_a_step_that_a_tpu_has_no_memory_for_is_a_number_and_no_error():
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options, where_it_went",
-    [({"micro_batches": 4}, None), ({"state_memory": "host"}, "host_arguments"), ({"remat": "offload"}, "host_temporaries")],
+    [
+        ({"micro_batches": 4}, None),
+        ({"state_memory": "host"}, "host_arguments"),
+        ({"remat": "offload"}, "host_temporaries"),
+    ],
     ids=["micro-batches", "state on the host", "layer inputs on the host"],
-)  # fmt: skip
+)
 def test_what_saves_memory_is_compiled_for_gpus_and_is_what_the_estimate_says(options, where_it_went):
     common = dict(remat="none", loss="logits") if "micro_batches" in options else dict(remat="full")
     model = "qwen2-0.5b", 16, 2048, "h200"
