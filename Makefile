@@ -97,7 +97,7 @@ help:
 	@echo 'make train      train a small LLaMA on real text         ARGS="--steps 50"  EXTRA=cuda|tpu|none'
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
 	@echo 'make test-full  all shapes, targets and model families   the same'
-	@echo 'make parity     our models beside Hugging Face'"'"'s, which it installs'
+	@echo 'make parity     our models beside those of Hugging Face, which it installs'
 	@echo 'make lint       ruff'
 	@echo 'make types      basedpyright'
 	@echo 'make wheel      dist/*.whl, and what is in it'

@@ -3,6 +3,8 @@
     python -m examples.train_llama                              # the text that comes with Python
     python -m examples.train_llama --data 'books/*.txt'         # one's own
     python -m examples.train_llama --size 100m --steps 100      # for a GPU or TPU
+    python -m examples.train_llama --no-rms-norm --loss logits  # without this kernel, and on logits
+    python -m examples.train_llama --kernels off                # all in plain jnp
 
 Stopped by Ctrl-C or kill, it saves; started again, it goes on. In its folder (--out) it leaves loss.png, memory.png
 and its checkpoints.

@@ -52,6 +52,38 @@ print(json.dumps(dict(
 """
 
 
+EXPLICIT = """
+import json
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from liger_jax import ops
+from liger_jax.planner import compilers
+from liger_jax.planner.devices import target
+from liger_jax.planner.sharding import make_mesh
+from tests.ops._oracle import sent
+mesh = make_mesh(compilers.devices(target("h200:2")), dict(data=1, fsdp=2), AxisType.Explicit)
+batch = P(("data", "fsdp"))
+typed = lambda shape, spec, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+loss = lambda x, scale, head, labels: ops.fused_linear_cross_entropy(ops.rms_norm(x, scale), head, labels)
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(
+        typed((4, 512, 1024), batch, jnp.bfloat16), typed((1024,), P(), jnp.bfloat16),
+        typed((32000, 1024), P("fsdp"), jnp.float32), typed((4, 512), batch, jnp.int32),
+    ).lower(lowering_platforms=("cuda",)).compile()
+text = program.as_text()
+names = "rms_norm_forward", "rms_norm_backward", "fused_linear_cross_entropy_statistics"
+print(json.dumps(dict(kernels=[name for name in names if name in text], sent=sorted({n for _, n in sent(text)}))))
+"""
+
+
+@pytest.mark.full
+def test_ops_on_an_explicit_mesh_of_gpus_run_our_kernels_and_send_no_activations():
+    found = compiled(EXPLICIT)
+    assert len(found["kernels"]) == 3
+    head = 32000 * 1024
+    assert set(found["sent"]) <= {1, 2, 1024, head // 2, head} and head in found["sent"]
+
+
 @pytest.fixture
 def tiny(tmp_path):
     path = tmp_path / "config.json"
