@@ -49,6 +49,7 @@ def spec_of(cell: str, card: str, batch: int | None = None) -> dict[str, Any]:
 
 def gpu_there(_=None) -> tuple[str, int] | None:
     """The GPU's name in `GPUS` and its bytes, by a process that goes; None if there is none."""
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     os.environ |= {"XLA_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if jax.default_backend() != "gpu":
         return None
@@ -63,6 +64,7 @@ def gpu_there(_=None) -> tuple[str, int] | None:
 
 def measured(spec: dict[str, Any], device_bytes: int) -> dict[str, Any]:
     """The most that the allocator held in two steps, or None where the process' share was not enough."""
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both names at once
     os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{min(0.98, CAP_GIB * GIB / device_bytes):.6f}"
     device = jax.devices()[0]
     try:
@@ -203,6 +205,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, which a GPU must have room for")
     parser.add_argument("--folder", type=pathlib.Path, help="of figures, table and picture")
     options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # of this process alone: the GPU is for those that it starts
     figures = Figures(NAME, options.folder)
     there = _measure.in_own_process(gpu_there)
     pairs = [(cell, card) for cell in options.cells for card in options.cards]

@@ -1,0 +1,124 @@
+"""Pods without pods: a training step of LLaMA-3-8B, and of 70B, compiled for many devices that are not there.
+
+    python -m benchmarks.pods [--targets v5e:8x8 h200:8 …] [--models llama-3-8b]
+
+One sequence of 8,192 tokens on each device (4,096 for 70B), AdamW in float32, bfloat16 computation, remat "full", all
+devices along FSDP, with the fused loss and on logits. Each program is searched for the Pallas kernels that it calls,
+and the command fails if one is missing that the platform's defaults choose. Figures are kept in `results/pods.json`;
+what is there is not made again.
+"""
+
+import argparse
+import pathlib
+import sys
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks import _measure
+from benchmarks._memory import COLORS, Figures, both, draw, estimated, gib, run_of
+from liger_jax.planner import target
+from liger_jax.planner.devices import GIB
+
+NAME = "pods"
+TARGETS = ("a100-80g:8", "v5e:8x8", "h200:8", "v6e:8x8", "h200:32", "v5p:4x4x4")  # by memory in all
+SEQ = {"llama-3-8b": 8192, "llama-3-70b": 4096}
+
+
+def spec_of(model: str, where: str) -> dict[str, Any]:
+    return dict(model=model, batch=target(where).count, seq=SEQ[model], device=where)
+
+
+def expected(spec: dict[str, Any]) -> list[str]:
+    """The kernels that a step must call: norms everywhere, the fused loss where its plan chooses one."""
+    run = run_of(spec)
+    norms = ["rms_norm_backward", "rms_norm_forward"]
+    of_loss = ["fused_linear_cross_entropy_logit_gradients", "fused_linear_cross_entropy_statistics"]
+    return (of_loss if run.loss == "fused" and run.loss_plan().implementation != "xla" else []) + norms
+
+
+def missing(figures: Figures) -> list[str]:
+    """Sentences on programs that lack a kernel; one that was refused for its memory is not there to be read."""
+    found = []
+    for model in SEQ:
+        for where in TARGETS:
+            for loss, spec in both(spec_of(model, where)).items():
+                figure = figures.compiled(spec)
+                if not figure or figure.get("kernels") is None:
+                    continue
+                if lacks := [kernel for kernel in expected(spec) if kernel not in figure["kernels"]]:
+                    found.append(f"{model} on {where}, {loss}: {', '.join(lacks)} not in the compiled program")
+    return found
+
+
+def lines(figures: Figures) -> list[list[str]]:
+    rows = []
+    for model, seq in SEQ.items():
+        for where in TARGETS:
+            for loss, spec in both(spec_of(model, where)).items():
+                figure, run = figures.compiled(spec), run_of(spec)
+                if figure is None:
+                    continue
+                capacity = run.target.memory_bytes
+                row = [model, where, f"{run.batch} × {seq}", loss, gib(capacity), gib(estimated(spec).total)]
+                if "failure" in figure:
+                    rows.append([*row, "failed", "–", figure["failure"]])
+                    continue
+                fits = "fits" if figure["total"] <= capacity else "does not fit"
+                kernels = figure["kernels"]
+                told = "no program: refused for its memory" if kernels is None else ", ".join(kernels) or "none"
+                rows.append([*row, gib(figure), fits, told])
+    return rows
+
+
+def picture(figures: Figures) -> Figure:
+    """Compiled GiB on each device, on logits and fused, against what it has."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    cases = [(model, where) for model in SEQ for where in TARGETS]
+    cases = [
+        case for case in cases if all("total" in (figures.compiled(s) or {}) for s in both(spec_of(*case)).values())
+    ]
+    for place, case in enumerate(cases):
+        for (loss, spec), shift in zip(both(spec_of(*case)).items(), (-0.2, 0.2), strict=True):
+            needed = figures.compiled(spec)["total"] / GIB
+            axes.barh(place + shift, needed, 0.38, color=COLORS[loss], label=None if place else loss)
+            axes.text(needed + 0.5, place + shift, f"{needed:.1f}", va="center", fontsize=7)
+        capacity = run_of(spec_of(*case)).target.memory_bytes / GIB
+        axes.plot([capacity] * 2, [place - 0.45, place + 0.45], "k", lw=2, label=None if place else "of the device")
+    axes.set_yticks(range(len(cases)), [f"{model}\n{where}" for model, where in cases], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="GiB on each device, compiled", title="One sequence on each device, remat full, AdamW")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def report(figures: Figures, folder: pathlib.Path | None) -> None:
+    command = " ".join(["python -m benchmarks.pods", *sys.argv[1:]])
+    header = ["model", "devices", "batch × seq", "loss", "GiB of a device", "estimate, GiB", "compiled, GiB", ""]
+    text = f"`{command}`; figures of: {figures.stamps()}\n\nGiB on each device.\n\n"
+    text += _measure.table([*header, "Pallas kernels in the program"], lines(figures))
+    text += "\nKernels that the platform's defaults choose, and that are missing: "
+    text += "".join(f"\n- {sentence}" for sentence in missing(figures)) or "none"
+    _measure.save(NAME, text + ".\n", folder or _measure.RESULTS)
+    draw(picture(figures), NAME, folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pods")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
+    parser.add_argument("--models", nargs="+", choices=tuple(SEQ), default=tuple(SEQ))
+    parser.add_argument("--folder", type=pathlib.Path, help="of figures, table and picture")
+    options = parser.parse_args()
+    figures = Figures(NAME, options.folder)
+    for model in options.models:
+        for where in options.targets:
+            for spec in both(spec_of(model, where)).values():
+                figures.compile(spec)
+        report(figures, options.folder)
+    if sentences := missing(figures):
+        raise SystemExit("\n".join(sentences))
+
+
+if __name__ == "__main__":
+    main()
