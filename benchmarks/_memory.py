@@ -40,8 +40,9 @@ def kernels_in(program: str) -> list[str]:
     A kernel is a custom call to one of Pallas' backends, of an operation named ".../KERNEL/pallas_call", or "/mpmd_map"
     where it is Mosaic's for GPUs. Other operations of that name prepare its arguments.
     """
-    targets = r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu\$xla\.gpu\.triton)[^"]*"'
-    names = re.findall(targets + r'.*?op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)"', program)
+    kernel = re.compile(r'custom_call_target="(tpu_custom_call|mosaic_gpu|__gpu\$xla\.gpu\.triton)')
+    calls = filter(kernel.search, re.split(r"\n(?= +(?:ROOT )?%)", program))  # an operation may have several lines
+    names = [name for call in calls for name in re.findall(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)"', call)]
     return sorted({re.sub(r".*\(|\)", "", name) for name in names})  # without "transpose(jvp(…))"
 
 

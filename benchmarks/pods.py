@@ -65,8 +65,8 @@ def lines(figures: Figures) -> list[list[str]]:
                     rows.append([*row, "failed", "–", figure["failure"]])
                     continue
                 fits = "fits" if figure["total"] <= capacity else "does not fit"
-                kernels = figure["kernels"]
-                told = "no program: refused for its memory" if kernels is None else ", ".join(kernels) or "none"
+                ours = [kernel for kernel in figure["kernels"] or () if not kernel.startswith("splash")]  # JAX's own
+                told = "no program: refused for its memory" if figure["kernels"] is None else ", ".join(ours) or "none"
                 rows.append([*row, gib(figure), fits, told])
     return rows
 
@@ -97,7 +97,7 @@ def report(figures: Figures, folder: pathlib.Path | None) -> None:
     command = " ".join(["python -m benchmarks.pods", *sys.argv[1:]])
     header = ["model", "devices", "batch × seq", "loss", "GiB of a device", "estimate, GiB", "compiled, GiB", ""]
     text = f"`{command}`; figures of: {figures.stamps()}\n\nGiB on each device.\n\n"
-    text += _measure.table([*header, "Pallas kernels in the program"], lines(figures))
+    text += _measure.table([*header, "our kernels in the program"], lines(figures))
     text += "\nKernels that the platform's defaults choose, and that are missing: "
     text += "".join(f"\n- {sentence}" for sentence in missing(figures)) or "none"
     _measure.save(NAME, text + ".\n", folder or _measure.RESULTS)

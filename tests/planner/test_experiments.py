@@ -10,6 +10,9 @@ PROGRAM = r"""
   %pallas_call.70 = (bf16[2048,1024]{1,0}, f32[528,1024]{1,0}) custom-call(%wrapped_add), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/transpose(jvp(rms_norm_backward))/pallas_call" stack_frame_id=3}
   %mpmd_map.14 = (f32[32,2048]{1,0}) custom-call(%fusion.18), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/jvp()/shard_map/fused_linear_cross_entropy_statistics/mpmd_map" scheduling_name="mpmd_map.14"}
   %fwd.3 = f32[8,128] custom-call(%copy.1), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/jvp()/while/body/closed_call/rms_norm_forward/pallas_call"}
+  %splash.2 = bf16[8,2048,128] custom-call(%iota.80), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block_q": 512
+}}, metadata={op_name="jit(step)/jit(_splash_attention)/splash_mha_fwd_residuals/pallas_call" stack_frame_id=165}
   %pad.9 = bf16[2048,1024] pad(%p.1, %c.2), padding=0_0x0_0, metadata={op_name="jit(step)/jvp()/swiglu_forward/pallas_call"}
   %sort.1 = s32[4] custom-call(%p.3), custom_call_target="AssumeGatherIndicesInBound", metadata={op_name="jit(step)/softmax_forward/pallas_call"}
 """  # noqa: E501  # a line of a program is one line
@@ -17,7 +20,8 @@ PROGRAM = r"""
 
 def test_kernels_are_the_custom_calls_of_pallas_by_their_names():
     """Neither what prepares a kernel's arguments nor another custom call is one."""
-    assert kernels_in(PROGRAM) == ["fused_linear_cross_entropy_statistics", "rms_norm_backward", "rms_norm_forward"]
+    ours = ["fused_linear_cross_entropy_statistics", "rms_norm_backward", "rms_norm_forward"]
+    assert kernels_in(PROGRAM) == [*ours, "splash_mha_fwd_residuals"]
     assert kernels_in(PROGRAM.replace("custom_call_target", "target")) == []
 
 
