@@ -159,6 +159,19 @@ def largest_lines(figures: Figures) -> list[list[str]]:
     return lines
 
 
+def beside_published(figures: Figures) -> str:
+    """Where XLA's step on logits fits, in the published cases, and up to where."""
+    told = []
+    for batch, seq in STEPS[1:]:
+        spec = spec_of(f"logits:{batch}x{seq}", "t4")
+        if (figure := figures.compiled(spec)) and "total" in figure:
+            fits = figure["total"] <= run_of(spec).target.memory_bytes
+            told.append(f"{batch} × {seq} {'fits' if fits else 'does not fit'} ({gib(figure)} GiB)")
+    edges = [(figures[f"t4, logits:{seq}"], seq) for seq in LENGTHS]
+    edge = ", ".join(f"{figure['batch']} × {seq}" for figure, seq in edges if figure and "batch" in figure)
+    return f"XLA's step on logits, compiled for a T4: {', '.join(told)}. Its edge: {edge}.\n"
+
+
 def picture(figures: Figures) -> Figure:
     """Tokens in the largest step that fits, against length."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -194,6 +207,7 @@ def report(figures: Figures, folder: pathlib.Path | None) -> None:
     text += "\nThe largest batch that fits (its tokens):\n\n" + _measure.table(
         ["length", "loss", *columns], largest_lines(figures)
     )
+    text += f"\n{beside_published(figures)}"
     _measure.save(NAME, text, folder or _measure.RESULTS)
     draw(picture(figures), NAME, folder)
 
