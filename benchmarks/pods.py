@@ -65,6 +65,8 @@ def lines(figures: Figures) -> list[list[str]]:
                     rows.append([*row, "failed", "–", figure["failure"]])
                     continue
                 fits = "fits" if figure["total"] <= capacity else "does not fit"
+                if figure["total"] > capacity and run.target.platform == "tpu" and figure["kernels"] is not None:
+                    fits = "too much by the program's account, but libtpu did not refuse it"
                 ours = [kernel for kernel in figure["kernels"] or () if not kernel.startswith("splash")]  # JAX's own
                 told = "no program: refused for its memory" if figure["kernels"] is None else ", ".join(ours) or "none"
                 rows.append([*row, gib(figure), fits, told])
