@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 
 from benchmarks import _measure
 from liger_jax.planner import compile_run, search
@@ -20,6 +19,11 @@ from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.step import Run
+
+try:
+    from matplotlib.figure import Figure
+except ImportError:  # the figures and their tables are made without it
+    Figure = None
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 COLORS = {"logits": "#c00000", "fused": "#2e75b6"}
@@ -145,10 +149,13 @@ def in_threads(function: Callable[[Any], Any], items: list[Any], workers: int) -
         return list(pool.map(function, items))
 
 
-def draw(figure: Figure, name: str, folder: pathlib.Path | None) -> None:
-    """Writes a picture to a folder, or to `docs/`."""
+def draw(picture: Callable[[Figures], Any], figures: Figures, name: str, folder: pathlib.Path | None) -> None:
+    """Writes a picture of the figures to a folder, or to `docs/`."""
+    if Figure is None:
+        print("no picture: matplotlib is not installed")
+        return
     (folder or DOCS).mkdir(parents=True, exist_ok=True)
-    figure.savefig((folder or DOCS) / f"{name}.png", dpi=130)
+    picture(figures).savefig((folder or DOCS) / f"{name}.png", dpi=130)
 
 
 def estimated(spec: dict[str, Any]):

@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 
 from benchmarks import _measure
-from benchmarks._memory import COLORS, Figures, both, draw, estimated, gib, named, run_of, stamp
+from benchmarks._memory import COLORS, Figure, Figures, both, draw, estimated, gib, named, run_of, stamp
 from liger_jax import fused_linear_cross_entropy
 from liger_jax.models import plain
 from liger_jax.models.head import head_logits
@@ -172,8 +171,8 @@ def report(figures: Figures, folder: pathlib.Path | None) -> None:
         header += [f"{loss}: estimate", "compiled", "the loss alone, compiled"]
     text += f"\n{FLAT_MODEL} on one H200, GiB:\n\n" + _measure.table(header, flat_lines(figures))
     _measure.save(NAME, text, folder or _measure.RESULTS)
-    draw(scale_picture(figures), "memory_scale", folder)
-    draw(flat_picture(figures), "memory_flat", folder)
+    draw(scale_picture, figures, "memory_scale", folder)
+    draw(flat_picture, figures, "memory_flat", folder)
 
 
 def main() -> None:

@@ -13,10 +13,8 @@ import pathlib
 import sys
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from benchmarks import _measure
-from benchmarks._memory import COLORS, Figures, both, draw, estimated, gib, run_of
+from benchmarks._memory import COLORS, Figure, Figures, both, draw, estimated, gib, run_of
 from liger_jax.planner import target
 from liger_jax.planner.devices import GIB
 
@@ -103,7 +101,7 @@ def report(figures: Figures, folder: pathlib.Path | None) -> None:
     text += "\nKernels that the platform's defaults choose, and that are missing: "
     text += "".join(f"\n- {sentence}" for sentence in missing(figures)) or "none"
     _measure.save(NAME, text + ".\n", folder or _measure.RESULTS)
-    draw(picture(figures), NAME, folder)
+    draw(picture, figures, NAME, folder)
 
 
 def main() -> None:

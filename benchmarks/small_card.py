@@ -16,10 +16,9 @@ import sys
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 
 from benchmarks import _measure
-from benchmarks._memory import COLORS, GIB, Figures, draw, gib, in_threads, largest_compiled, run_of, stamp
+from benchmarks._memory import COLORS, GIB, Figure, Figures, draw, gib, in_threads, largest_compiled, run_of, stamp
 from benchmarks.planner import measured_peak
 from liger_jax.planner.devices import GPUS
 from liger_jax.planner.step import LOSSES
@@ -209,7 +208,7 @@ def report(figures: Figures, folder: pathlib.Path | None) -> None:
     )
     text += f"\n{beside_published(figures)}"
     _measure.save(NAME, text, folder or _measure.RESULTS)
-    draw(picture(figures), NAME, folder)
+    draw(picture, figures, NAME, folder)
 
 
 def main() -> None:
