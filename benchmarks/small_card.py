@@ -65,6 +65,7 @@ def measured(spec: dict[str, Any], device_bytes: int) -> dict[str, Any]:
     """The most that the allocator held in two steps, or None where the process' share was not enough."""
     os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both names at once
     os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{min(0.98, CAP_GIB * GIB / device_bytes):.6f}"
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"  # one piece of memory, as a card has
     device = jax.devices()[0]
     try:
         peak = measured_peak(run_of(spec))

@@ -164,6 +164,7 @@ def without_cudnn() -> str | None:
     Returns:
         The sentence, or None where it is.
     """
+    gpu_devices("h200")  # where JAX looks for cuDNN before its plugin is there, it never finds it
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jax.numpy.bfloat16)
     if why_not_cudnn(q, GPUS["h200"].kind) is None:
         return None
