@@ -103,20 +103,24 @@ def training_step(config: LlamaConfig, kernels: KernelOptions, tokens: jax.Array
 
 def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq: int):
     """How often each dtype and shape is among the activations that a layer hands to its backward, and their bytes."""
-    config = dataclasses.replace(config, num_hidden_layers=1)
-    model = jax.eval_shape(lambda: make_model(config, kernels, scan_layers=False))
+    layers = config.num_hidden_layers
+    model = jax.eval_shape(lambda: make_model(config, kernels))
     graphdef, params = nnx.split(model.model.layers)
     x = jax.ShapeDtypeStruct((batch, seq, config.hidden_size), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((1, seq, config.head_dim), jnp.float32)
-    # What jax.vjp returns is a tree whose leaves are the residuals.
-    backward = jax.eval_shape(
-        lambda x, params, cos, sin: jax.vjp(lambda x, p: nnx.merge(graphdef, p)(x, cos, sin, None), x, params)[1],
-        x, params, table, table,
-    )  # fmt: skip
-    activations = [r for r in jax.tree.leaves(backward) if r.size >= batch * seq and r.shape[:1] == (batch,)]
-    return collections.Counter(f"{a.dtype} {a.shape}" for a in activations), sum(
-        a.size * a.dtype.itemsize for a in activations
-    )
+
+    def pullback(x, params, cos, sin):
+        inputs = {kind: (cos, sin, None, config.window_of(kind)) for kind in config.layer_types}
+        return jax.vjp(lambda x, params: nnx.merge(graphdef, params)(x, inputs), x, params)[1]
+
+    # What jax.vjp returns is a tree whose leaves are the residuals; the scan stacks those of its layers.
+    backward = jax.tree.leaves(jax.eval_shape(pullback, x, params, table, table))
+    activations = [r for r in backward if r.ndim > 2 and r.shape[1] == batch]
+    counts = collections.Counter()
+    for r in activations:
+        counts[f"{r.dtype} {r.shape[1:]}"] += r.shape[0]
+    sizes = [r.size * r.dtype.itemsize for r in activations]
+    return {shape: count // layers for shape, count in counts.items()}, sum(sizes) / layers
 
 
 def main():

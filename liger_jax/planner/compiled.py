@@ -69,9 +69,14 @@ def memory_of(program: Any) -> Compiled:
         The bytes, and the program.
     """
     memory = program.memory_analysis()
-    own = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return Compiled(sum(own) + new, *own, program)
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    (device, *_) = jax.tree.leaves(program.output_shardings)[0].device_set
+    if device.platform == "tpu":
+        # libtpu adds up temporaries whose lives do not overlap, up to a third more than the peak that it holds against
+        # the memory: 70 billion parameters pass on v6e:8x8 with arguments and temporaries of 38 of 31 GiB.
+        return Compiled(memory.peak_memory_in_bytes, arguments, memory.peak_memory_in_bytes - arguments, program)
+    total = arguments + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(total, arguments, temporaries, program)
 
 
 def _refused(message: str, arguments: int) -> int | None:
