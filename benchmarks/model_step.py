@@ -9,7 +9,6 @@ counts what one layer keeps for its backward.
 
 import argparse
 import collections
-import dataclasses
 import functools
 
 import jax

@@ -143,7 +143,8 @@ class Attention(nnx.Module):
             rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
         of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
         q, k = on_batch_shards(rope, self.kernels.batch_axes, of_batch, shared)
-        q, k, v = checkpoint_name((q, k, v), ATTENDED)
+        if self.q_norm is None:  # else the projections are kept, for the norms' gradients, and these made of them
+            q, k, v = checkpoint_name((q, k, v), ATTENDED)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
         if cache is None:
             attend = functools.partial(causal_attention, **options)

@@ -101,10 +101,10 @@ def kept_by_a_layer(run: Run) -> dict[str, int]:
     c, size = run.model.config, jnp.dtype(run.dtype).itemsize
     d, f = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    # Values a token. Attention keeps rotated queries and keys, values, its result and, in float32, a sum a head.
+    # Values a token. Attention keeps queries and keys (rotated, or before their norms), values, its result and, in
+    # float32, a sum a head.
     sums = 4 * c.num_attention_heads // size
-    # What a norm takes is kept for its backward: queries and keys before theirs, and the feed-forward's result.
-    unnormed = q + kv if c.qk_norm else 0
+    # A norm of the feed-forward's result takes that in the backward.
     result = d if run.model.norms_results else 0
     kept = {
         "full": dict(inputs=d, attention=0, feed_forward=0),
@@ -112,7 +112,7 @@ def kept_by_a_layer(run: Run) -> dict[str, int]:
         # the matrix products' results
         "dots": dict(inputs=d, attention=q + 2 * kv + d, feed_forward=2 * f + result),
         # with attention's own inputs and result
-        "none": dict(inputs=d, attention=d + 2 * q + 2 * kv + unnormed + sums, feed_forward=2 * f + result),
+        "none": dict(inputs=d, attention=d + 2 * q + 2 * kv + sums, feed_forward=2 * f + result),
     }[run.remat]
     names = ("layer inputs", "attention", "feed-forward")
     return {name: run.tokens * size * values for name, values in zip(names, kept.values(), strict=True)}

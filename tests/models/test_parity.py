@@ -59,14 +59,14 @@ def check_numbers(folder, expected: hugging_face.Expected, **options):
     assert max(errors.values()) < 1e-3, errors
 
 
-def check_bfloat16(folder, expected: hugging_face.Expected):
-    """Logits and gradients are as near to float32's as Hugging Face's own."""
+def bfloat16_errors(folder, expected: hugging_face.Expected):
+    """Those of logits and gradients against float32's, over Hugging Face's own."""
     logits, _, gradients = numbers(folder, expected, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     errors = (
         hugging_face.rms_error({"": logits}, {"": expected.logits}),
         hugging_face.rms_error(gradients, expected.gradients),
     )
-    assert np.all(errors <= 1.5 * expected.bfloat16_errors), (errors, expected.bfloat16_errors)
+    return np.array(errors) / expected.bfloat16_errors
 
 
 @pytest.mark.parametrize("case", first(4, hugging_face.COMMITTED))
@@ -76,7 +76,7 @@ def test_numbers_of_committed_checkpoints_are_hugging_face_s(case):
 
 @pytest.mark.parametrize("case", first(1, ("gemma2", *(c for c in hugging_face.COMMITTED if c != "gemma2"))))
 def test_bfloat16_is_as_exact_as_hugging_face_s(case):
-    check_bfloat16(*hugging_face.committed(case))
+    assert max(bfloat16_errors(*hugging_face.committed(case))) <= 1.5
 
 
 @live
@@ -84,7 +84,17 @@ def test_bfloat16_is_as_exact_as_hugging_face_s(case):
 def test_numbers_of_fresh_checkpoints_are_hugging_face_s(case, tmp_path, rng):
     expected = hugging_face.make(case, tmp_path, seed=int(rng.integers(2**31)))
     check_numbers(tmp_path, expected, scan_layers=False)
-    check_bfloat16(tmp_path, expected)
+
+
+@live
+@pytest.mark.parametrize("case", hugging_face.CASES)
+def test_bfloat16_of_fresh_checkpoints_is_as_exact_as_hugging_face_s(case, tmp_path, rng):
+    """The geometric mean of four checkpoints: with 40 tokens, one has 1.6 times the other's error by chance."""
+    ratios = []
+    for i in range(4):
+        expected = hugging_face.make(case, tmp_path / str(i), seed=int(rng.integers(2**31)))
+        ratios.append(bfloat16_errors(tmp_path / str(i), expected))
+    assert max(np.exp(np.mean(np.log(ratios), axis=0))) <= 1.5, ratios
 
 
 @live
