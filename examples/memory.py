@@ -91,7 +91,7 @@ def table(rows: list[Memory]) -> str:
     ]
     for row in rows:
         values = [row.total["fused"], row.total["logits"], row.own["fused"], row.own["logits"]]
-        lines.append(f"{row.batch:>6}  " + "  ".join(f"{value / 2**20:>10.1f}" for value in values))
+        lines.append(f"{row.batch:>6}  " + "  ".join(f"{round(value / 2**20, 1) + 0.0:>10.1f}" for value in values))
     return "\n".join(lines)
 
 
