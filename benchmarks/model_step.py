@@ -9,7 +9,6 @@ counts what one layer keeps for its backward.
 
 import argparse
 import collections
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from liger_jax.models import (
     Qwen2ForCausalLM,
 )
 from liger_jax.ops import Llama3Rope
+from liger_jax.training import make_step
 
 SIZES = {
     "llama-3.2-1b": LlamaConfig(
@@ -80,13 +80,7 @@ def training_step(config: LlamaConfig, kernels: KernelOptions, tokens: jax.Array
         params = nnx.split(make_model(config, kernels, **others))[1]
         return params, optimizer.init(params)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, tokens):
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(lambda p: nnx.merge(graphdef, p)(tokens, labels=tokens).loss)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
+    step = jax.jit(make_step(graphdef, optimizer), donate_argnums=0)
     # Compiled before the state is there, so that the compiler's trials of kernels take no memory beside it.
     compiled = step.lower((params, jax.eval_shape(optimizer.init, params)), tokens).compile()
     memory = compiled.memory_analysis()

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from benchmarks.model_step import SIZES, kept_by_a_layer
 from liger_jax import models
 from liger_jax.models.checkpoint import tensors_of
 from liger_jax.models.decoder import LayerStack, pattern_length
@@ -87,6 +88,13 @@ def test_a_layer_keeps_queries_and_what_they_attend_to_once(family, count, platf
         backward = jax.eval_shape(lambda params: jax.vjp(lambda p: nnx.merge(graph, p)(ids), params)[1], params)
     kept = [x.shape for x in jax.tree.leaves(backward) if x.size == 128 * 4 * 16]
     assert len(kept) == count, kept
+
+
+def test_a_layer_keeps_what_norms_attention_and_gate_take_and_attention_s_result():
+    shapes, size = kept_by_a_layer(SIZES["tiny"], models.KernelOptions(), batch=2, seq=64)
+    heads, width, inner = (2, 64, 4, 16), (2, 64, 64), (2, 64, 128)
+    assert shapes == {f"bfloat16 {heads}": 4, f"bfloat16 {width}": 2, f"bfloat16 {inner}": 2}
+    assert size == 2 * 2 * 64 * (4 * 64 + 2 * 64 + 2 * 128)
 
 
 @pytest.mark.parametrize("kinds, length", [("a", 1), ("aaa", 1), ("abab", 2), ("ababa", 2), ("aabaa", 3), ("aabb", 4)])
