@@ -86,15 +86,15 @@ def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]
 
     Args:
         x: (..., D).
-        *projections: `nnx.Linear` of one dtype; where one of them is something else, such as a `nnx.LoRALinear`, each
-            is called by itself.
+        *projections: those of `Blocks.linear`; where one of them is something else by now, such as a `nnx.LoRALinear`
+            or a layer of another dtype, each is called by itself.
 
     Returns:
         An array for each.
     """
-    if not all(type(projection) is nnx.Linear for projection in projections):
-        return [projection(x) for projection in projections]
     first = projections[0]
+    if not all(type(projection) is nnx.Linear and projection.dtype == first.dtype for projection in projections):
+        return [projection(x) for projection in projections]
     kernel = jnp.concatenate([projection.kernel[...] for projection in projections], axis=1)
     ends = list(itertools.accumulate(projection.out_features for projection in projections))
     parts = jnp.split(x.astype(first.dtype) @ kernel.astype(first.dtype), ends[:-1], axis=-1)

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.model_step import SIZES, kept_by_a_layer
 from liger_jax import models
+from liger_jax.models.blocks import in_one_product
 from liger_jax.models.checkpoint import tensors_of
 from liger_jax.models.decoder import LayerStack, pattern_length
 from tests.ops._oracle import first
@@ -88,6 +89,21 @@ def test_a_layer_keeps_queries_and_what_they_attend_to_once(family, count, platf
         backward = jax.eval_shape(lambda params: jax.vjp(lambda p: nnx.merge(graph, p)(ids), params)[1], params)
     kept = [x.shape for x in jax.tree.leaves(backward) if x.size == 128 * 4 * 16]
     assert len(kept) == count, kept
+
+
+@pytest.mark.parametrize("last", ["linear", "lora"])
+def test_projections_in_one_product_are_each_its_own(last, rng):
+    rngs, options = nnx.Rngs(0), dict(dtype=jnp.float32, bias_init=nnx.initializers.normal())
+    layers = [nnx.Linear(6, width, rngs=rngs, **options) for width in (8, 3)]
+    if last == "lora":
+        lora = nnx.LoRALinear(6, 2, lora_rank=2, rngs=rngs, **options)
+        lora.lora.lora_b[...] = jnp.ones((2, 2))  # it starts at zero, where it adds nothing
+        layers.append(lora)
+    x = jnp.asarray(rng.normal(size=(2, 5, 6)), jnp.float32)
+    found, back = jax.vjp(lambda x: in_one_product(x, *layers), x)
+    expected, expected_back = jax.vjp(lambda x: [layer(x) for layer in layers], x)
+    for y, z in zip([*found, *back(expected)], [*expected, *expected_back(expected)], strict=True):
+        np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_keeps_what_norms_attention_and_gate_take_and_attention_s_result():

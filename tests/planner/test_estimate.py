@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,7 +12,7 @@ from liger_jax.planner import plan, planning, search, target
 from liger_jax.planner.advice import changes_to_fit, largest
 from liger_jax.planner.architectures import MODELS, architecture
 from liger_jax.planner.command import main
-from liger_jax.planner.compiled import Compiled
+from liger_jax.planner.compiled import Compiled, memory_of
 from liger_jax.planner.devices import GPUS, TPUS
 from liger_jax.planner.estimate import DYNAMIC, STATIC, estimate, kept_by_a_layer, logits_bytes, static_bytes
 from liger_jax.planner.planning import make_run
@@ -227,3 +228,18 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tm
     assert "has 2 devices, and the target has 1" in capsys.readouterr().err
     assert main("plan --model llama-3-8b --batch 1 --seq 512 --device t4".split()) == 1
     assert "To make it fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("platform, total", [("gpu", 10 + 7 + 1), ("tpu", 14)])
+def test_a_program_needs_all_its_arrays_on_a_gpu_and_its_peak_on_a_tpu(platform, total):
+    """A GPU's temporaries are one allocation; libtpu's figure adds up what never lives together."""
+    memory = SimpleNamespace(
+        argument_size_in_bytes=10,
+        temp_size_in_bytes=7,
+        output_size_in_bytes=4,
+        alias_size_in_bytes=3,
+        peak_memory_in_bytes=14,
+    )
+    sharding = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
+    found = memory_of(SimpleNamespace(memory_analysis=lambda: memory, output_shardings=[sharding]))
+    assert found.total == total
