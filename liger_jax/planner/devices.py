@@ -112,6 +112,12 @@ class Target:
     topology: str
 
     @property
+    def capability(self) -> tuple[int, int]:
+        """A GPU's compute capability; (0, 0) of a TPU."""
+        gpu = GPUS.get(self.name.partition(":")[0])
+        return gpu.capability if gpu else (0, 0)
+
+    @property
     def description(self) -> AbstractDevice:
         """What ops are told of the device for which they are traced."""
         return AbstractDevice(self.kind, None, self.platform)

@@ -102,8 +102,11 @@ def kept_by_a_layer(run: Run) -> dict[str, int]:
     d, f = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     # Values a token. Attention keeps queries and keys (rotated, or before their norms), values, its result and, in
-    # float32, a sum a head.
-    sums = 4 * c.num_attention_heads // size
+    # float32, a sum a head. A TPU's arrays have rows of 128 lanes: narrower heads of all but the values are padded, and
+    # so is a sum.
+    tpu = run.target.platform == "tpu"
+    padding = max(0, 128 - c.head_dim) * (2 * c.num_attention_heads + c.num_key_value_heads) if tpu else 0
+    sums = 4 * c.num_attention_heads * (128 if tpu else 1) // size
     # A norm of the feed-forward's result takes that in the backward.
     result = d if run.model.norms_results else 0
     kept = {
@@ -112,7 +115,7 @@ def kept_by_a_layer(run: Run) -> dict[str, int]:
         # the matrix products' results
         "dots": dict(inputs=d, attention=q + 2 * kv + d, feed_forward=2 * f + result),
         # with attention's own inputs and result
-        "none": dict(inputs=d, attention=d + 2 * q + 2 * kv + sums, feed_forward=2 * f + result),
+        "none": dict(inputs=d, attention=d + 2 * q + 2 * kv + sums + padding, feed_forward=2 * f + result),
     }[run.remat]
     names = ("layer inputs", "attention", "feed-forward")
     return {name: run.tokens * size * values for name, values in zip(names, kept.values(), strict=True)}
@@ -142,18 +145,24 @@ def estimate(run: Run) -> Estimate:
     of_layers = size * sizes.layer * (2 if gathered else is_cast)
     of_head = param * sizes.head if gathered else 0
     loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
-    if run.loss == "fused":  # makes the head's gradient whole, before it is scattered
+    tpu = run.target.platform == "tpu"
+    if run.loss == "fused":  # makes the head's gradient whole, before it is scattered; a TPU casts before it gathers
         loss, head_gradient = loss + run.loss_plan().extra_bytes, param * sizes.head
-    else:  # makes it in the place of the logits; on several TPUs beside them, where the embedding is whole then, too
-        beside = run.target.platform == "tpu" and gathered
-        bytes_per_logit = 8 if run.target.platform == "gpu" or beside else 6
-        loss += logits_bytes(run.tokens, config.vocab_size, bytes_per_logit) + is_cast * size * sizes.head
-        loss, head_gradient = loss + beside * param * sizes.head, beside * param * sizes.head
+        in_loss, in_layers = 0 if tpu else of_head, of_head
+    else:  # has the logits' gradient beside them and makes the head's in their place; or, on a TPU, the reverse
+        loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8) + is_cast * size * sizes.head
+        head_gradient = param * sizes.head if tpu else 0
+        in_loss, in_layers = of_head, 0 if tpu else of_head
+    # A tied head's gradient is a sum of two, of which a TPU has both until the end.
+    second = param * sizes.head // run.mesh["fsdp"] if tpu and config.tie_word_embeddings else 0
     sums = 4 * sizes.own if run.micro_batches > 1 else 0  # of the micro-batches' gradients, in float32
-    at_loss = {"gradients": head_gradient + sums, "copies of parameters": of_head, "loss": loss}
+    # On several GPUs from Hopper on XLA orders a program so as to hide its communication, which brings forward the
+    # zeros that the layers' gradients are summed into.
+    early = param * sizes.own_layers if run.target.count > 1 and run.target.capability >= (9, 0) else 0
+    at_loss = {"gradients": head_gradient + sums + early, "copies of parameters": in_loss, "loss": loss}
     in_backward = {
-        "gradients": param * sizes.own + sums,
-        "copies of parameters": of_layers + of_head,
+        "gradients": param * sizes.own + sums + second,
+        "copies of parameters": of_layers + in_layers,
         "one layer's work": _work_of_a_layer(run),
     }
     peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
@@ -173,19 +182,22 @@ def _work_of_a_layer(run: Run) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Parameters:
-    """How many: on a device, in one layer on all of them, and in the head."""
+    """How many: on a device, in its share of all layers, in one layer on all devices, and in the head."""
 
     own: int
+    own_layers: int
     layer: int
     head: int
 
     @classmethod
     def of(cls, run: Run) -> "_Parameters":
-        own = layer = 0
+        own = own_layers = layers = 0
         for path, x in run.model.parameters:
             is_split = any(split(path, x.shape, run.mesh["fsdp"]))
-            own += math.prod(x.shape) // (run.mesh["fsdp"] if is_split else 1)
+            share = math.prod(x.shape) // (run.mesh["fsdp"] if is_split else 1)
+            own += share
             if "layers" in jax.tree_util.keystr(path):
-                layer += math.prod(x.shape)
+                own_layers += share
+                layers += math.prod(x.shape)
         config: Any = run.model.config
-        return cls(own, layer // config.num_hidden_layers, config.vocab_size * config.hidden_size)
+        return cls(own, own_layers, layers // config.num_hidden_layers, config.vocab_size * config.hidden_size)

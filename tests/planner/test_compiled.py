@@ -148,3 +148,18 @@ def test_estimate_is_within_10_percent_of_what_is_compiled_for_an_h200(model, ba
     if found["without_cudnn"] and model == "llama-3.2-1b":  # whose peak then is the work of XLA's attention
         pytest.skip(found["without_cudnn"])
     assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "model, batch, seq, device, options",
+    [
+        ("qwen2-0.5b", 8, 2048, "v6e", dict(loss="logits")),
+        ("llama-3.2-1b", 4, 2048, "v5p", dict(remat="none")),
+        ("qwen2-1.5b", 8, 4096, "v5p:2x2x1", dict(remat="dots")),
+        ("llama-3.2-3b", 8, 4096, "v6e:2x2", dict(loss="logits")),
+    ],
+)
+def test_estimate_is_within_10_percent_of_what_is_compiled_for_tpus(model, batch, seq, device, options):
+    found = compiled(PLAN, model, batch, seq, device, json.dumps(options), platform="tpu")
+    assert found["estimate"] == pytest.approx(found["total"], rel=0.1)

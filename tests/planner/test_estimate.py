@@ -44,7 +44,7 @@ def test_14_billion_parameters_over_8_devices_take_28_gb_each():
 
 
 def test_a_sharded_model_takes_its_share():
-    found = plan("qwen2.5-14b", batch=8, seq=1024, device="h200:8").estimates["fused"]
+    found = plan("qwen2.5-14b", batch=8, seq=1024, device="a100-80g:8").estimates["fused"]
     assert found.static == pytest.approx(static_bytes(architecture("qwen2.5-14b").num_parameters, 8), rel=1e-3)
 
 
