@@ -40,11 +40,21 @@ ON_SEVERAL = (
     ("qwen2.5-14b", 8, 4096, "full", "h200:8"),
     ("llama-3-8b", 16, 4096, "full", "a100-80g:8"),
 )
+ON_TPUS = (
+    ("qwen2-0.5b", 8, 512, "full", "v6e"),
+    ("qwen2-0.5b", 8, 512, "none", "v6e"),
+    ("qwen2-0.5b", 8, 2048, "full", "v6e"),
+    ("llama-3.2-1b", 4, 2048, "full", "v6e"),
+    ("llama-3.2-1b", 4, 2048, "none", "v5p"),
+    ("qwen2-0.5b", 32, 2048, "full", "v6e:2x2"),
+    ("qwen2-1.5b", 8, 4096, "dots", "v5p:2x2x1"),
+    ("llama-3.2-3b", 8, 4096, "full", "v6e:2x2"),
+)
 
 
-def cases(device: str, models: list[str] | None, several: bool) -> list[Run]:
-    """All runs, with both losses."""
-    chosen = [(*case, device) for case in ON_ONE] + list(ON_SEVERAL if several else ())
+def cases(device: str, models: list[str] | None, elsewhere: bool) -> list[Run]:
+    """All runs, with both losses; on one `device`, and on those that are not there."""
+    chosen = [(*case, device) for case in ON_ONE] + list(ON_SEVERAL + ON_TPUS if elsewhere else ())
     return [
         make_run(model, batch=batch, seq=seq, device=where, remat=remat, loss=loss)
         for model, batch, seq, remat, where in chosen
@@ -132,9 +142,9 @@ def main() -> None:
         kind = jax.devices()[0].device_kind
         (device,) = [name for name, gpu in GPUS.items() if gpu.kind == kind]
         header += ["measured peak, GiB", "compiled / measured"]
-        found = rows(cases(device, arguments.models, several=False), jax.devices())
+        found = rows(cases(device, arguments.models, elsewhere=False), jax.devices())
     else:
-        found = rows(cases("h200", arguments.models, several=True), None)
+        found = rows(cases("h200", arguments.models, elsewhere=True), None)
     found.sort(key=lambda row: row[:5])
     ratios = [float(row[7]) for row in found]
     text = heading("python -m benchmarks.planner") + "\n" + table(header, found)
