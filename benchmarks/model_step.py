@@ -70,7 +70,7 @@ def make_model(config: LlamaConfig, kernels: KernelOptions, **others) -> CausalL
     )
 
 
-def training_step(config: LlamaConfig, kernels: KernelOptions, tokens: jax.Array, **others):
+def training_step(config: LlamaConfig, kernels: KernelOptions, tokens: jax.Array, compiler_options=None, **others):
     """A run of one step, and the bytes that the compiled step needs; other arguments are the model's."""
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     graphdef, params = nnx.split(jax.eval_shape(lambda: make_model(config, kernels, **others)))
@@ -80,7 +80,7 @@ def training_step(config: LlamaConfig, kernels: KernelOptions, tokens: jax.Array
         params = nnx.split(make_model(config, kernels, **others))[1]
         return params, optimizer.init(params)
 
-    step = jax.jit(make_step(graphdef, optimizer), donate_argnums=0)
+    step = jax.jit(make_step(graphdef, optimizer), donate_argnums=0, compiler_options=compiler_options)
     # Compiled before the state is there, so that the compiler's trials of kernels take no memory beside it.
     compiled = step.lower((params, jax.eval_shape(optimizer.init, params)), tokens).compile()
     memory = compiled.memory_analysis()

@@ -53,6 +53,7 @@ class Row:
     batch: int
     seq: int
     remat: str
+    xla: tuple[str, ...] = ()  # the compiler's options, "name=value"; a peer's row has none
     ms: float = 0.0
     losses: tuple[float, float] = (0.0, 0.0)
     peak_gib: float | None = None
@@ -62,7 +63,9 @@ class Row:
 
     @property
     def name(self) -> str:
-        return (OURS | PEERS)[self.who] + ("" if self.remat == "none" else f", remat {self.remat}")
+        return ", ".join(
+            [(OURS | PEERS)[self.who], *([f"remat {self.remat}"] if self.remat != "none" else []), *self.xla]
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,7 +96,12 @@ def measured(row: Row, steps: int, mode: str) -> Row:
 def our_step(row: Row, tokens: np.ndarray, mode: str) -> Step:
     kernels = KernelOptions.off() if "unfused" in row.who else KernelOptions(mode=mode)
     run, needed = training_step(
-        SIZES[row.model], kernels, jnp.asarray(tokens), remat=row.remat, scan_layers="unrolled" not in row.who
+        SIZES[row.model],
+        kernels,
+        jnp.asarray(tokens),
+        dict(option.split("=") for option in row.xla),
+        remat=row.remat,
+        scan_layers="unrolled" not in row.who,
     )
     device = jax.devices()[0]
     stats = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -195,6 +203,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=everyone, default=everyone, help="of the programs")
     parser.add_argument("--remat", nargs="+", default=["none"], help="ours by that name; HF's recompute if not none")
     parser.add_argument("--mode", default="auto", help="of our fused loss")
+    parser.add_argument("--xla", nargs="+", default=[], metavar="NAME=VALUE", help="the compiler's options, of ours")
     parser.add_argument("--steps", type=int, default=12, help="that are timed")
     parser.add_argument("--name", default="training_step", help="of the files, without their endings")
     parser.add_argument("--folder", type=pathlib.Path, help="of table and picture")
@@ -208,7 +217,8 @@ def main() -> None:
     rows: list[Row] = []
     for model, batch, seq in cells:
         for remat, who in itertools.product(options.remat, options.only):
-            row, start = Row(who, model, batch, seq, remat), time.monotonic()
+            xla = tuple(options.xla) if who in OURS else ()
+            row, start = Row(who, model, batch, seq, remat, xla), time.monotonic()
             try:
                 row = _measure.in_own_process(measured, row, options.steps, options.mode)
             except Exception as error:  # what cannot run here is a result too
