@@ -2,20 +2,21 @@
 
     python -m benchmarks.planner [--models qwen2-0.5b llama-3.2-1b …] [--name planner]
 
-Without a GPU: the estimate beside what the compiler allocates, for described devices. With one: the same for that GPU,
-beside the most that its allocator held while the step ran twice, each in a process of its own.
+The estimate beside what the compiler allocates, for described devices. Where one is there: the same for that GPU, beside
+the most that its allocator held while the step ran twice, each in a process of its own.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks._measure import heading, save, table
+from benchmarks._measure import heading, in_own_process, save, table
 from liger_jax.planner.compiled import compile_run
 from liger_jax.planner.devices import GIB, GPUS
 from liger_jax.planner.estimate import estimate
@@ -63,6 +64,21 @@ def cases(device: str, models: list[str] | None, elsewhere: bool) -> list[Run]:
     ]
 
 
+def gpu_there(_=None) -> tuple[str, int] | None:
+    """The GPU's name in `GPUS` and its bytes, by a process that goes; None if there is none."""
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    os.environ |= {"XLA_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.devices()[0]
+    names = [name for name, gpu in GPUS.items() if gpu.kind == device.device_kind]
+    if not names:
+        raise ValueError(
+            f"The planner has no {device.device_kind!r}. It has {', '.join(g.kind for g in GPUS.values())}."
+        )
+    return names[0], 2 * device.memory_stats()["bytes_limit"]
+
+
 def measured_peak(run: Run) -> int:
     """The most that the allocator of this process's GPU held in two steps."""
     mesh = make_mesh(jax.devices()[: run.target.count], run.mesh)
@@ -86,9 +102,11 @@ def apart(run: Run) -> int | None:
         f.name: getattr(run, f.name) for f in dataclasses.fields(run) if f.name not in ("model", "target", "mesh")
     }
     fields |= {"model": run.model.name, "device": run.target.name}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.planner", "--measure", json.dumps(fields)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.planner", "--measure", json.dumps(fields)]
+    # One piece of memory, as JAX takes it by default: an allocator that grows hands out whole pieces, of up to 128 MiB
+    # more than was asked for.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         if "RESOURCE_EXHAUSTED" in done.stderr:
             return None
@@ -96,20 +114,19 @@ def apart(run: Run) -> int | None:
     return int(done.stdout.split()[-1])
 
 
-def rows(runs: list[Run], devices: list | None) -> list[list[str]]:
-    """The table; the GPU's own column where `devices` are given."""
+def rows(runs: list[Run], on_gpu: bool) -> list[list[str]]:
+    """The table, with what was measured where the device is there."""
     found = []
     for run in runs:
-        predicted = estimate(run)
-        measured = None if devices is None else apart(run)
-        compiled = compile_run(run, devices and devices[: run.target.count])
+        predicted, compiled = estimate(run), compile_run(run)
+        measured = apart(run) if on_gpu else None
         row = [run.model.name, f"{run.batch} × {run.seq}", run.remat, run.loss, run.target.name]
         row += [
             f"{predicted.total / GIB:.2f}",
             f"{compiled.total / GIB:.2f}",
             f"{predicted.total / compiled.total:.3f}",
         ]
-        if devices is not None:
+        if on_gpu:
             row += ["out of memory", "–"] if measured is None else [
                 f"{measured / GIB:.2f}", f"{compiled.total / measured:.3f}"
             ]  # fmt: skip
@@ -137,17 +154,15 @@ def main() -> None:
         "compiled, GiB",
         "estimate / compiled",
     ]
-    on_gpu = jax.default_backend() == "gpu"
-    if on_gpu:
-        kind = jax.devices()[0].device_kind
-        (device,) = [name for name, gpu in GPUS.items() if gpu.kind == kind]
+    jax.config.update("jax_platforms", "cpu")  # of this process alone: the GPU is for those that it starts
+    there = in_own_process(gpu_there)
+    if there:
         header += ["measured peak, GiB", "compiled / measured"]
-        found = rows(cases(device, arguments.models, elsewhere=False), jax.devices())
-    else:
-        found = rows(cases("h200", arguments.models, elsewhere=True), None)
+    device = there[0] if there else "h200"
+    found = rows(cases(device, arguments.models, elsewhere=there is None), on_gpu=there is not None)
     found.sort(key=lambda row: row[:5])
     ratios = [float(row[7]) for row in found]
-    text = heading("python -m benchmarks.planner") + "\n" + table(header, found)
+    text = heading("python -m benchmarks.planner", there and GPUS[device].kind) + "\n" + table(header, found)
     text += f"\nestimate / compiled: {min(ratios):.3f} to {max(ratios):.3f}\n"
     save(arguments.name, text)
 

@@ -19,8 +19,7 @@ import jax
 
 from benchmarks import _measure
 from benchmarks._memory import COLORS, GIB, Figure, Figures, draw, gib, in_threads, largest_compiled, run_of, stamp
-from benchmarks.planner import measured_peak
-from liger_jax.planner.devices import GPUS
+from benchmarks.planner import gpu_there, measured_peak
 from liger_jax.planner.step import LOSSES
 
 NAME = "small_card"
@@ -44,21 +43,6 @@ def spec_of(cell: str, card: str, batch: int | None = None) -> dict[str, Any]:
 
 
 # --- in a process of its own ------------------------------------------------------------------------------------------
-
-
-def gpu_there(_=None) -> tuple[str, int] | None:
-    """The GPU's name in `GPUS` and its bytes, by a process that goes; None if there is none."""
-    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
-    os.environ |= {"XLA_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if jax.default_backend() != "gpu":
-        return None
-    device = jax.devices()[0]
-    names = [name for name, gpu in GPUS.items() if gpu.kind == device.device_kind]
-    if not names:
-        raise ValueError(
-            f"The planner has no {device.device_kind!r}. It has {', '.join(g.kind for g in GPUS.values())}."
-        )
-    return names[0], 2 * device.memory_stats()["bytes_limit"]
 
 
 def measured(spec: dict[str, Any], device_bytes: int) -> dict[str, Any]:
