@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import re
 import time
 from types import SimpleNamespace
 
@@ -46,6 +48,18 @@ def test_14_billion_parameters_over_8_devices_take_28_gb_each():
 def test_a_sharded_model_takes_its_share():
     found = plan("qwen2.5-14b", batch=8, seq=1024, device="a100-80g:8").estimates["fused"]
     assert found.static == pytest.approx(static_bytes(architecture("qwen2.5-14b").num_parameters, 8), rel=1e-3)
+
+
+COMPILED = pathlib.Path(__file__).parents[2] / "benchmarks/results/planner.md"
+CELLS = r"^\| ([\w.-]+) \| (\d+) × (\d+) \| (\w+) \| (\w+) \| ([\w:-]+) \| [\d.]+ \| ([\d.]+) \| [\d.]+ \|$"
+
+
+def test_estimates_are_within_10_percent_of_all_steps_that_were_compiled():
+    steps = re.findall(CELLS, COMPILED.read_text(encoding="utf8"), re.MULTILINE)
+    assert len(steps) >= 40
+    for model, batch, seq, remat, loss, device, compiled in steps:
+        run = make_run(model, batch=int(batch), seq=int(seq), remat=remat, loss=loss, device=device)
+        assert estimate(run).total / GIB == pytest.approx(float(compiled), rel=0.1), run
 
 
 def test_three_float32_copies_of_a_152k_vocabulary_take_6_96_gib():
