@@ -64,7 +64,7 @@ def cases(device: str, models: list[str] | None, elsewhere: bool) -> list[Run]:
     ]
 
 
-def gpu_there(_=None) -> tuple[str, int] | None:
+def gpu_there() -> tuple[str, int] | None:
     """The GPU's name in `GPUS` and its bytes, by a process that goes; None if there is none."""
     os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     os.environ |= {"XLA_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -63,9 +63,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        return ", ".join(
-            [(OURS | PEERS)[self.who], *([f"remat {self.remat}"] if self.remat != "none" else []), *self.xla]
-        )
+        remat = () if self.remat == "none" else (f"remat {self.remat}",)
+        return ", ".join(((OURS | PEERS)[self.who], *remat, *self.xla))
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,7 +98,7 @@ def our_step(row: Row, tokens: np.ndarray, mode: str) -> Step:
         SIZES[row.model],
         kernels,
         jnp.asarray(tokens),
-        dict(option.split("=") for option in row.xla),
+        dict(option.split("=", 1) for option in row.xla),
         remat=row.remat,
         scan_layers="unrolled" not in row.who,
     )

@@ -98,27 +98,35 @@ def kept_by_a_layer(run: Run) -> dict[str, int]:
     Returns:
         Bytes of "layer inputs", "attention" and "feed-forward".
     """
-    c, size = run.model.config, jnp.dtype(run.dtype).itemsize
+    c, kept = run.model.config, _values_kept(run)
+    if run.remat == "none" and run.target.platform == "tpu":
+        # A TPU's arrays have rows of 128 lanes: narrower heads of all but the values are padded, and so is a sum.
+        padding = max(0, 128 - c.head_dim) * (2 * c.num_attention_heads + c.num_key_value_heads)
+        kept["attention"] += padding + 127 * _sums(run)
+    return {name: run.tokens * jnp.dtype(run.dtype).itemsize * values for name, values in kept.items()}
+
+
+def _values_kept(run: Run) -> dict[str, int]:
+    """The same in values a token, in the computation's dtype."""
+    c = run.model.config
     d, f = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    # Values a token. Attention keeps queries and keys (rotated, or before their norms), values, its result and, in
-    # float32, a sum a head. A TPU's arrays have rows of 128 lanes: narrower heads of all but the values are padded, and
-    # so is a sum.
-    tpu = run.target.platform == "tpu"
-    padding = max(0, 128 - c.head_dim) * (2 * c.num_attention_heads + c.num_key_value_heads) if tpu else 0
-    sums = 4 * c.num_attention_heads * (128 if tpu else 1) // size
     # A norm of the feed-forward's result takes that in the backward.
     result = d if run.model.norms_results else 0
-    kept = {
-        "full": dict(inputs=d, attention=0, feed_forward=0),
-        "offload": dict(inputs=0, attention=0, feed_forward=0),
+    inputs, attention, feed_forward = {
+        "full": (d, 0, 0),
+        "offload": (0, 0, 0),
         # the matrix products' results
-        "dots": dict(inputs=d, attention=q + 2 * kv + d, feed_forward=2 * f + result),
-        # with attention's own inputs and result
-        "none": dict(inputs=d, attention=d + 2 * q + 2 * kv + sums + padding, feed_forward=2 * f + result),
+        "dots": (d, q + 2 * kv + d, 2 * f + result),
+        # with attention's queries and keys (rotated, or before their norms), values, result and sums
+        "none": (d, d + 2 * q + 2 * kv + _sums(run), 2 * f + result),
     }[run.remat]
-    names = ("layer inputs", "attention", "feed-forward")
-    return {name: run.tokens * size * values for name, values in zip(names, kept.values(), strict=True)}
+    return {"layer inputs": inputs, "attention": attention, "feed-forward": feed_forward}
+
+
+def _sums(run: Run) -> int:
+    """Attention keeps a sum a head in float32: how many values of the computation's dtype that is, for a token."""
+    return 4 * run.model.config.num_attention_heads // jnp.dtype(run.dtype).itemsize
 
 
 def estimate(run: Run) -> Estimate:
@@ -177,7 +185,7 @@ def _work_of_a_layer(run: Run) -> int:
     everything = (7 if run.model.norms_results else 5) * c.hidden_size + 3 * c.intermediate_size
     everything += (3 if c.qk_norm else 2) * heads
     gradients = 2 * c.intermediate_size + 2 * c.hidden_size
-    return run.tokens * size * (everything + gradients) - sum(kept_by_a_layer(run).values())
+    return run.tokens * size * (everything + gradients - sum(_values_kept(run).values()))
 
 
 @dataclasses.dataclass(frozen=True)
