@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels._hopper import COLUMN_LAYOUT, LAYOUT, NUM_CORES, ROW_LAYOUT, at, launch, load, shared_tile
-from liger_jax.pallas_kernels._tiles import cdiv
+from liger_jax.pallas_kernels._tiles import cdiv, split
 
 ROWS = 128  # of a block's tile, and what vectors of rows are padded to: their ends are not masked
 PIECE_COLUMNS = 32
@@ -189,8 +189,10 @@ def _copy_tile(walk: _Walk, i: Any, operands: Any, contract: tuple[int, int], ri
     jax.lax.fori_loop(0, walk.steps, copy_step, None)
 
 
-def _multiply_tile(walk: _Walk, i: Any, own_rows: Any, contract: tuple[int, int], ring: _Ring) -> jax.Array:
+def _multiply_tile(walk: _Walk, i: Any, warpgroup: Any, contract: tuple[int, int], ring: _Ring) -> jax.Array:
     """A warpgroup's part of the block's i-th tile (rows, columns), float32."""
+    rows = walk.tiles.rows
+    own_rows = slice(None) if walk.tiles.in_turn else pl.ds(warpgroup * rows, rows)
 
     def multiply(accumulator):
         def multiply_step(step, _):
@@ -279,15 +281,11 @@ def product(
     ]
 
     def body(a_ref, b_ref, *refs):
-        refs, scratch_refs = refs[: -len(all_scratch)], refs[-len(all_scratch) :]
-        vector_refs, start_refs = refs[: len(vectors)], refs[len(vectors) : len(vectors) + len(starts)]
-        refs = refs[len(vectors) + len(starts) :]
-        ring, scratch_refs = _Ring(*scratch_refs[: len(ring_scratch)]), scratch_refs[len(ring_scratch) :]
-        given = _Vectors(of_rows, vector_refs, scratch_refs[1 : 1 + len(vectors)], scratch_refs[0])
-        scratch_refs = scratch_refs[1 + len(vectors) :]
+        counts = len(vectors), len(starts), len(out_types) + len(in_place), len(ring_scratch), 1, len(vectors)
+        vector_refs, start_refs, out_refs, ring, (filled,), stages, scratch_refs = split(refs, counts)
+        ring, given = _Ring(*ring), _Vectors(of_rows, vector_refs, stages, filled)
         start = start_refs[0][0] if starts else 0
-        if starts and start_of != "flag":
-            start = pl.multiple_of(start, 64)
+        start = pl.multiple_of(start, 64) if starts and start_of != "flag" else start
         b_column, b_depth = (start if start_of == what else 0 for what in ("columns", "depth"))
         warpgroup = jax.lax.axis_index("warpgroup")
         own_tiles = jax.lax.div(walk.num_tiles - 1 - jax.lax.axis_index("block"), walk.num_blocks) + 1
@@ -299,12 +297,11 @@ def product(
             given.fetch(warpgroup, row, b_column + column)
             tile = Tile(None, row, column, column_tile, warpgroup, [], [], start)
             if prologue is not None:
-                prologue(tile, list(refs), scratch_refs)
-            own_rows = slice(None) if tiles.in_turn else pl.ds(warpgroup * tiles.rows, tiles.rows)
-            values = _multiply_tile(walk, i, own_rows, contract, ring)
+                prologue(tile, list(out_refs), scratch_refs)
+            values = _multiply_tile(walk, i, warpgroup, contract, ring)
             row_values, column_values = given.load(warpgroup)
             tile = tile._replace(values=values, row_vectors=row_values, column_vectors=column_values)
-            epilogue(tile, list(refs), scratch_refs)
+            epilogue(tile, list(out_refs), scratch_refs)
 
         @pl.when(warpgroup == _NUM_CONSUMERS)
         def _():
@@ -316,8 +313,8 @@ def product(
         def _():
             plgpu.set_max_registers(232, action="increase")
             if tiles.in_turn:
-                in_turn = jax.lax.div(own_tiles - warpgroup + 1, 2)
-                jax.lax.fori_loop(0, in_turn, lambda i, _: finish_tile(2 * i + warpgroup, None), None)
+                own_turns = jax.lax.div(own_tiles - warpgroup + 1, 2)
+                jax.lax.fori_loop(0, own_turns, lambda i, _: finish_tile(2 * i + warpgroup, None), None)
             else:
                 jax.lax.fori_loop(0, own_tiles, finish_tile, None)
             plgpu.wait_smem_to_gmem(0)

@@ -1,6 +1,7 @@
 """The few helpers that all Pallas kernels share: tile sizes, masks, output types."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -78,3 +79,9 @@ def with_absent(refs: Iterable[Any], present: Iterable[bool]) -> list[Any]:
     """A kernel's refs, with None in the places of optional operands that were not passed."""
     refs = iter(refs)
     return [next(refs) if there else None for there in present]
+
+
+def split(values: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
+    """The first so many, the next so many, …, and the rest."""
+    ends = [0, *itertools.accumulate(counts)]
+    return [*(values[start:end] for start, end in itertools.pairwise(ends)), values[ends[-1] :]]

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
-from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, with_absent
+from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, split, with_absent
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:
@@ -33,10 +33,10 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
 
 
 def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], has_column: tuple[bool, ...], tiles):
-    row_refs, known_refs, refs = _split(refs, counts)
+    row_refs, known_refs, refs = split(refs, counts)
     column_refs, refs = with_absent(refs, has_column), refs[sum(has_column) :]
     num_totals = row_pass.num_column_outputs
-    out_refs, saved_refs, total_refs = _split(
+    out_refs, saved_refs, total_refs = split(
         refs, (len(row_pass.dtypes), len(refs) - len(row_pass.dtypes) - num_totals)
     )
     program = pl.program_id(0)
@@ -128,12 +128,6 @@ def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
     return before + last + rescued
 
 
-def _split(refs: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
-    """The first so many, the next so many, …, and the rest."""
-    ends = list(itertools.accumulate(counts))
-    return [*(refs[end - count : end] for count, end in zip(counts, ends, strict=True)), refs[ends[-1] :]]
-
-
 def _load(ref, mask, **hints):
     return pltriton.load(ref, mask=mask, other=None if mask is None else 0.0, **hints)
 
@@ -197,5 +191,5 @@ def run(
         interpret=interpret,
         name=row_pass.name,
     )(*rows, *known, *present)
-    outputs, saved, partials = _split(results, (len(row_pass.dtypes), num_saved))
+    outputs, saved, partials = split(results, (len(row_pass.dtypes), num_saved))
     return tuple(outputs), tuple(jnp.sum(x, axis=0) for x in partials), tuple(saved)
