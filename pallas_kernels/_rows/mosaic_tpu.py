@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params, with_absent
+from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, split, tpu_interpreter, tpu_params, with_absent
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:
@@ -29,9 +29,9 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
 
 
 def _kernel(*refs, row_pass: RowPass, n: int, num_rows: int, has_column: tuple[bool, ...]):
-    row_refs, refs = refs[:num_rows], refs[num_rows:]
-    column_refs, refs = with_absent(refs, has_column), refs[sum(has_column) :]
-    out_refs, sum_refs = refs[: len(row_pass.dtypes)], refs[len(row_pass.dtypes) :]
+    counts = num_rows, sum(has_column), len(row_pass.dtypes)
+    row_refs, column_refs, out_refs, sum_refs = split(refs, counts)
+    column_refs = with_absent(column_refs, has_column)
     n_block_size, d = row_refs[0].shape
     first_row = pl.program_id(0) * n_block_size
     group_size = config.tpu_group_size(n_block_size, d)
@@ -109,5 +109,5 @@ def run(
         interpret=tpu_interpreter(interpret),
         name=row_pass.name,
     )(*rows, *present)
-    outputs, partials = results[: len(row_pass.dtypes)], results[len(row_pass.dtypes) :]
+    outputs, partials = split(results, (len(row_pass.dtypes),))
     return tuple(outputs), tuple(jnp.sum(x, axis=0) for x in partials), ()

@@ -33,8 +33,8 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
 
 
 def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], has_column: tuple[bool, ...], tiles):
-    row_refs, known_refs, refs = split(refs, counts)
-    column_refs, refs = with_absent(refs, has_column), refs[sum(has_column) :]
+    row_refs, known_refs, column_refs, refs = split(refs, (*counts, sum(has_column)))
+    column_refs = with_absent(column_refs, has_column)
     num_totals = row_pass.num_column_outputs
     out_refs, saved_refs, total_refs = split(
         refs, (len(row_pass.dtypes), len(refs) - len(row_pass.dtypes) - num_totals)
