@@ -42,7 +42,7 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
     sizes = [size for size in sizes if cdiv(d, size) <= (10 if d % size else 2 if d & (d - 1) == 0 else 10)]
     row_counts = (1, 2, 4) if d <= 1024 else (1, 2) if d <= 4096 else (1,)
     warp_counts = (8, 16, 32) if wide else (4, 8, 16) if d >= 2048 else (4, 8)
-    walks = (1, 2, 3, 4) if backward else (None, 2, 4)
+    walks = (1, 2, 3, 4) if backward else (None, 2, 4, 8)
     for rows, warps, programs, size in itertools.product(row_counts, warp_counts, walks, sizes):
         count = cdiv(d, size)
         elements = rows * size // (32 * warps)

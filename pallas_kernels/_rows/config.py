@@ -83,7 +83,8 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
         n_block_size, num_warps = rows_of(4096), 4
         programs_a_core = None if 4096 <= width < 8192 else 4
     else:
-        n_block_size, num_warps = rows_of(4096), 8 if width < 8192 else 16
+        n_block_size = rows_of(4096)
+        num_warps = num_warps_of(n_block_size * width)
         programs_a_core = 32 // num_warps
     n_block_size = min(next_power_of_2(n), n_block_size)
     tiles = cdiv(n, n_block_size)

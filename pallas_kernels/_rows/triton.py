@@ -9,7 +9,6 @@ A forward pass saves its rows' sums: with them a backward has one stage left, an
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from liger_jax.pallas_kernels._contraction import contracted
 from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
 from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, split, with_absent
@@ -32,7 +32,16 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
     return None
 
 
-def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], has_column: tuple[bool, ...], tiles):
+def _kernel(
+    *refs,
+    row_pass: RowPass,
+    n: int,
+    d: int,
+    counts: tuple[int, ...],
+    has_column: tuple[bool, ...],
+    tiles: config.TritonConfig,
+    interpret: bool,
+):
     row_refs, known_refs, column_refs, refs = split(refs, (*counts, sum(has_column)))
     column_refs = with_absent(column_refs, has_column)
     num_totals = row_pass.num_column_outputs
@@ -40,6 +49,7 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
         refs, (len(row_pass.dtypes), len(refs) - len(row_pass.dtypes) - num_totals)
     )
     program = pl.program_id(0)
+    fused = (lambda formula: formula) if interpret else contracted
     pieces = tuple(
         (pl.ds(start, tiles.d_block_size), in_bounds(start, tiles.d_block_size, d, axis=1) if end > d else None)
         for start, end in itertools.pairwise(range(0, tiles.width + 1, tiles.d_block_size))
@@ -56,7 +66,8 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
         """The rows of a step by pieces, and what is known of them."""
         rows, in_array = place(step)
         values = [[_load(ref.at[rows, at], _both(in_array, mask)) for ref in row_refs] for at, mask in pieces]
-        return values, [_load(ref.at[rows, :], in_array) for ref in known_refs]
+        # A row past the end is zeros, whose normalised self is zeros as well, as its sums are 1.
+        return values, [_load(ref.at[rows, :], in_array, other=1.0) for ref in known_refs]
 
     def column_values(i):
         return columns[i] if columns else load_columns(*pieces[i])
@@ -65,8 +76,11 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
         """Along the rows of a step; writes those that are saved."""
 
         def along(stage, sums):
-            terms = [stage(sums, *row, *column_values(i)) for i, row in enumerate(rows)]
-            return tuple(_row_sum(term, [mask for _, mask in pieces]) for term in zip(*terms, strict=True))
+            totals = None
+            for i, (row, (_, mask)) in enumerate(zip(rows, pieces, strict=True)):
+                add = fused(functools.partial(_with_terms, stage, mask))
+                totals = add(totals, sums, *row, *column_values(i))
+            return tuple(jnp.sum(total, axis=1, keepdims=True) for total in totals)
 
         sums: Terms = tuple(known) or _statistics(row_pass, along)
         if not known:
@@ -82,12 +96,10 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
         at_rows, in_array = place(step)
         new_totals = []
         for i, ((at, mask), row, total) in enumerate(zip(pieces, rows, totals, strict=True)):
-            outputs, terms = row_pass.outputs(sums, *row, *column_values(i))
+            outputs, total = fused(functools.partial(_with_outputs, row_pass))(total, sums, *row, *column_values(i))
             for ref, y in zip(out_refs, outputs, strict=True):
-                pltriton.store(ref.at[at_rows, at], y.astype(ref.dtype), mask=_both(in_array, mask))
-            # A row past the end is zeros, and with eps = 0 its normalised self is NaN.
-            terms = [jnp.sum(jnp.where(in_array, term, 0.0), axis=0, keepdims=True) for term in terms]
-            new_totals.append([x + y for x, y in zip(total, terms, strict=True)])
+                pltriton.store(ref.at[at_rows, at], y, mask=_both(in_array, mask))
+            new_totals.append(total)
         return new_totals
 
     def compute(step, rows, known, totals):
@@ -110,6 +122,20 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts: tuple[int, ...], h
             pltriton.store(ref.at[:, at], x, mask=mask)
 
 
+def _with_terms(stage, mask, totals, sums, *arrays):
+    """A piece's terms, columns behind the last left out, added to those of the pieces before."""
+    terms = [x if mask is None else jnp.where(mask, x, 0.0) for x in stage(sums, *arrays)]
+    return terms if totals is None else [x + y for x, y in zip(totals, terms, strict=True)]
+
+
+def _with_outputs(row_pass, totals, sums, *arrays):
+    """A piece's outputs, rounded, and its terms added to the sums over rows."""
+    outputs, terms = row_pass.outputs(sums, *arrays)
+    terms = [x if len(x) == 1 else jnp.sum(x, axis=0, keepdims=True) for x in terms]
+    outputs = [y.astype(dtype) for y, dtype in zip(outputs, row_pass.dtypes, strict=True)]
+    return outputs, [x + y for x, y in zip(totals, terms, strict=True)]
+
+
 def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
     """The sums that a forward pass saves; `along` makes a stage's."""
     if not row_pass.statistics:
@@ -128,14 +154,8 @@ def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
     return before + last + rescued
 
 
-def _load(ref, mask, **hints):
-    return pltriton.load(ref, mask=mask, other=None if mask is None else 0.0, **hints)
-
-
-def _row_sum(terms, masks):
-    """The sum along rows of pieces, columns behind the last left out; pieces are added before their sum is made."""
-    terms = [x if mask is None else jnp.where(mask, x, 0.0) for x, mask in zip(terms, masks, strict=True)]
-    return jnp.sum(functools.reduce(operator.add, terms), axis=1, keepdims=True)
+def _load(ref, mask, other=0.0):
+    return pltriton.load(ref, mask=mask, other=None if mask is None else other)
 
 
 def _both(row_mask, column_mask):
@@ -174,6 +194,7 @@ def run(
             counts=(len(rows), len(known)),
             has_column=tuple(x is not None for x in columns),
             tiles=tiles,
+            interpret=interpret,
         )
 
     float32 = lambda *shape: out_like(rows[0], shape, jnp.float32)

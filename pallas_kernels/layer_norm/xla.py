@@ -10,7 +10,7 @@ import jax
 
 from liger_jax.pallas_kernels._rows import xla
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
-from liger_jax.pallas_kernels.rms_norm.xla import normalized, scaled, shrunk_squares, squares
+from liger_jax.pallas_kernels.rms_norm.xla import reciprocal_root, scaled, shrunk_squares, squares
 
 unsupported = xla.unsupported
 
@@ -20,23 +20,18 @@ def _mean_terms(x: jax.Array, width: int) -> Terms:
     return (wide(x) * (1 / width),)
 
 
-def _half_centred(x: jax.Array, mean: jax.Array) -> jax.Array:
-    """(x − mean) / 2, in halves that cannot overflow."""
-    return wide(x) * 0.5 - mean * 0.5
-
-
-def _normalized(x: jax.Array, sums: Terms, *, width: int, eps: float) -> tuple[jax.Array, jax.Array]:
-    """x̂ = (x − mean) / sqrt(var + eps), and that reciprocal root; half the row's variance is a quarter."""
-    mean, *square_sums = sums
-    half, rstd, factor = normalized(_half_centred(x, mean), *square_sums, width=width, eps=eps / 4)
-    return half * rstd, rstd * factor * 0.5
+def _centred(x: jax.Array, mean: jax.Array, factor: jax.Array | float = 0.5) -> jax.Array:
+    """(x − mean)·factor, of products that cannot overflow where the factor is at most a half."""
+    return wide(x) * factor - mean * factor
 
 
 def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: float) -> RowPass:
     """Of (x, scale, bias): y in `dtype`."""
 
     def outputs(sums, x, scale, bias):
-        xhat, _ = _normalized(x, sums, width=width, eps=eps)
+        mean, *square_sums = sums
+        factor, rstd = reciprocal_root(*square_sums, width=width, eps=eps / 4)  # of half the row
+        xhat = _centred(x, mean) * factor * rstd  # its half is at hand
         y = scaled(xhat, scale, offset=0.0)
         return (y if bias is None else y + bias.astype(y.dtype),), ()
 
@@ -46,9 +41,9 @@ def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: flo
         (dtype,),
         statistics=(
             lambda _, x, *columns: _mean_terms(x, width),
-            lambda sums, x, *columns: squares(_half_centred(x, *sums)),
+            lambda sums, x, *columns: squares(_centred(x, *sums)),
         ),
-        rescue=lambda sums, x, *columns: shrunk_squares(_half_centred(x, sums[0])),
+        rescue=lambda sums, x, *columns: shrunk_squares(_centred(x, sums[0])),
     )
 
 
@@ -57,14 +52,18 @@ def gradient_pass(
 ) -> RowPass:
     """Of (dy, x, scale): dx in `dtype`; dscale and dbias, if it has them."""
 
+    def normalized(x, mean, *square_sums):
+        factor, rstd = reciprocal_root(*square_sums, width=width, eps=eps / 4)
+        return _centred(x, mean, factor * 0.5) * rstd, rstd * factor * 0.5
+
     def products(sums, dy, x, scale):
-        dxhat, (xhat, _) = scaled(wide(dy), scale, offset=0.0), _normalized(x, sums, width=width, eps=eps)
+        dxhat, (xhat, _) = scaled(wide(dy), scale, offset=0.0), normalized(x, *sums)
         return dxhat, dxhat * xhat
 
     def outputs(sums, dy, x, scale):
         *statistics, dxhat_sum, product_sum = sums
         dy = wide(dy)
-        dxhat, (xhat, rstd) = scaled(dy, scale, offset=0.0), _normalized(x, tuple(statistics), width=width, eps=eps)
+        dxhat, (xhat, rstd) = scaled(dy, scale, offset=0.0), normalized(x, *statistics)
         # dx = rstd · (dx̂ − mean(dx̂) − x̂ · mean(dx̂ · x̂))
         dx = rstd * (dxhat - dxhat_sum / width - xhat * (product_sum / width))
         return (dx,), (dy * xhat,) * has_scale + (dy,) * has_bias
@@ -75,9 +74,9 @@ def gradient_pass(
         (dtype,),
         statistics=(
             lambda _, dy, x, scale: _mean_terms(x, width),
-            lambda sums, dy, x, scale: squares(_half_centred(x, *sums)),
+            lambda sums, dy, x, scale: squares(_centred(x, *sums)),
         ),
-        rescue=lambda sums, dy, x, scale: shrunk_squares(_half_centred(x, sums[0])),
+        rescue=lambda sums, dy, x, scale: shrunk_squares(_centred(x, sums[0])),
         stages=(products,),
         num_column_outputs=has_scale + has_bias,
     )

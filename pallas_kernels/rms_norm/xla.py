@@ -32,21 +32,22 @@ def _shrink(dtype: jax.typing.DTypeLike) -> float:
     return 2.0 ** -(jnp.finfo(dtype).maxexp * 5 // 8)
 
 
-def normalized(
-    x: jax.Array, square_sum: jax.Array, shrunk_square_sum: jax.Array, *, width: int, eps: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x', rstd' and a factor f, with x̂ = x'·rstd' = x / sqrt(mean(x²) + eps), whose reciprocal root is f·rstd'."""
+def reciprocal_root(
+    square_sum: jax.Array, shrunk_square_sum: jax.Array, *, width: int, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """A factor f and rstd', with x / sqrt(mean(x²) + eps) = (x·f)·rstd'; f is 1 unless squares overflow."""
     overflows = square_sum == jnp.inf
-    factor = jnp.where(overflows, _shrink(x.dtype), 1.0)
     mean_square = jnp.where(overflows, shrunk_square_sum, square_sum) / width
-    return x * factor, jax.lax.rsqrt(mean_square + jnp.where(overflows, 0.0, eps)), factor
+    rstd = jax.lax.rsqrt(mean_square + jnp.where(overflows, 0.0, eps))
+    return jnp.where(overflows, _shrink(square_sum.dtype), 1.0), rstd
 
 
 def rounded(
     x: jax.Array, sums: tuple[jax.Array, ...], *, width: int, eps: float, casting_mode: str, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
     """x̂ as `casting_mode` rounds it to `dtype`."""
-    small, rstd, _ = normalized(wide(x), *sums, width=width, eps=eps)
+    factor, rstd = reciprocal_root(*sums, width=width, eps=eps)
+    small = wide(x) * factor
     if casting_mode == "none":
         return small.astype(dtype) * rstd.astype(dtype)
     exact = small * rstd
@@ -58,7 +59,8 @@ def scaled(xhat: jax.Array, scale: jax.Array | None, *, offset: float) -> jax.Ar
     if scale is None:
         return xhat
     dtype = promoted(xhat.dtype, scale.dtype)
-    return xhat.astype(dtype) * (offset + scale.astype(dtype))
+    scale = scale.astype(dtype)
+    return xhat.astype(dtype) * (offset + scale if offset else scale)
 
 
 def row_gradient(
@@ -72,9 +74,9 @@ def row_gradient(
     offset: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dx̂, x̂ and rstd, as float32, of the unrounded function."""
-    small, rstd, factor = normalized(wide(x), *sums, width=width, eps=eps)
-    dy = wide(dy)
-    return scaled(dy, scale if scale is None else wide(scale), offset=offset), small * rstd, rstd * factor
+    factor, rstd = reciprocal_root(*sums, width=width, eps=eps)
+    dxhat = scaled(wide(dy), scale if scale is None else wide(scale), offset=offset)
+    return dxhat, wide(x) * factor * rstd, rstd * factor
 
 
 def forward(
