@@ -48,15 +48,17 @@ def launch(
     num_blocks: int,
     scratch: Any,
     name: str,
+    num_warpgroups: int = 3,
     out_types: Sequence[Any] = (),
     in_place: Sequence[jax.Array] = (),
 ) -> Any:
-    """Runs body(*operands', *outputs' and in_place's refs, *scratch) in blocks of three warpgroups.
+    """Runs body(*operands', *outputs' and in_place's refs, *scratch) in blocks of so many warpgroups.
 
     Returns the outputs, or what became of `in_place`: arrays that the body changes where they are. Inside a
     `shard_map` that checks how values vary over its mesh, JAX has no such arrays: see `can_write_in_place`.
     """
-    mesh = plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup")
+    threads = {"num_threads": num_warpgroups, "thread_name": "warpgroup"}
+    mesh = plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), **threads)
 
     def run(*refs):
         pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="warpgroup")

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.ops.rms_norm import CASTING_MODES
-from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
 
 _OP = "fused_add_rms_norm"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",)}
 
 
@@ -73,8 +73,8 @@ def fused_add_rms_norm(
         offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
         casting_mode: where y is rounded to x.dtype. "llama": before the scale; "gemma": once, at the end; "none": from
             the reciprocal root on, everything in x.dtype.
-        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
-            forms, or a tuple of these to try in order.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu", their
+            ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         y, (..., D) in x.dtype, and s, (..., D) in residual.dtype: the new residual.

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.layer_norm import mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.layer_norm import mosaic_gpu, mosaic_tpu, triton, xla
 
 _OP = "layer_norm"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",)}
 
 
@@ -63,8 +63,8 @@ def layer_norm(
         scale: (D,), any float dtype, or None for no scale.
         bias: (D,), any float dtype, or None for no bias.
         eps: added to the variance, a Python number ≥ 0.
-        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
-            forms, or a tuple of these to try in order.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu", their
+            ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         (..., D) in x.dtype.

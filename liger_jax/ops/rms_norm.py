@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.rms_norm import mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
 
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 CASTING_MODES = ("llama", "gemma", "none")
 
@@ -69,8 +69,8 @@ def rms_norm(
         offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
         casting_mode: where the result is rounded to x.dtype. "llama": before the scale; "gemma": once, at the
             end; "none": from the reciprocal root on, everything in x.dtype.
-        implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
-            forms, or a tuple of these to try in order.
+        implementation: None for the platform's default, or "xla", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu", their
+            ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         (..., D) in x.dtype.
