@@ -1,4 +1,5 @@
-"""Norms on an NVIDIA GPU by the tiles of their Triton kernels, and in XLA: the evidence behind `_rows.config`.
+"""Norms on an NVIDIA GPU by the tiles of their Triton kernels, in XLA, and on Hopper in Mosaic GPU: the evidence behind
+`_rows.config`.
 
     python -m benchmarks.row_tiles [--widths 2048 8192] [--ops rms_norm layer_norm]
 
@@ -17,21 +18,38 @@ import jax.numpy as jnp
 from benchmarks import _copy_speed, _measure
 from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.norms import WIDTHS
+from liger_jax.ops._dispatch import is_hopper
 from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels._rows.config import TritonConfig
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
+from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_gpu as fused_mosaic_gpu
 from liger_jax.pallas_kernels.fused_add_rms_norm import triton as fused_triton
 from liger_jax.pallas_kernels.fused_add_rms_norm import xla as fused_xla
+from liger_jax.pallas_kernels.layer_norm import mosaic_gpu as layer_mosaic_gpu
 from liger_jax.pallas_kernels.layer_norm import triton as layer_triton
 from liger_jax.pallas_kernels.layer_norm import xla as layer_xla
+from liger_jax.pallas_kernels.rms_norm import mosaic_gpu as rms_mosaic_gpu
 from liger_jax.pallas_kernels.rms_norm import triton as rms_triton
 from liger_jax.pallas_kernels.rms_norm import xla as rms_xla
 
 ROWS = 16384
+HOPPER = "Mosaic GPU"
 OPS = {  # kernels, options of forward and backward, rows and columns of forward, rows and columns of backward
-    "rms_norm": (rms_triton, rms_xla, {"offset": 0.0}, {"casting_mode": "llama"}, (1, 1), (2, 1)),
-    "layer_norm": (layer_triton, layer_xla, {}, {}, (1, 2), (2, 2)),
-    "fused_add_rms_norm": (fused_triton, fused_xla, {"offset": 0.0}, {"casting_mode": "llama"}, (2, 1), (3, 1)),
+    "rms_norm": (
+        {"XLA": rms_xla, "default": rms_triton, HOPPER: rms_mosaic_gpu},
+        {"offset": 0.0},
+        {"casting_mode": "llama"},
+        (1, 1),
+        (2, 1),
+    ),
+    "layer_norm": ({"XLA": layer_xla, "default": layer_triton, HOPPER: layer_mosaic_gpu}, {}, {}, (1, 2), (2, 2)),
+    "fused_add_rms_norm": (
+        {"XLA": fused_xla, "default": fused_triton, HOPPER: fused_mosaic_gpu},
+        {"offset": 0.0},
+        {"casting_mode": "llama"},
+        (2, 1),
+        (3, 1),
+    ),
 }
 
 
@@ -70,15 +88,18 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
 
 def programs(op: str, d: int, all_tiles: bool):
     """(direction, name) → a lowered program; and the arrays of each direction."""
-    triton, xla, both_options, forward_options, forward_counts, backward_counts = OPS[op]
+    kernels, both_options, forward_options, forward_counts, backward_counts = OPS[op]
     shapes = lambda counts: [(ROWS, d)] * counts[0] + [(d,)] * counts[1]
     types = lambda counts: [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes(counts)]
     sums = [jax.ShapeDtypeStruct((ROWS, 1), jnp.float32)] * (3 if op == "layer_norm" else 2)
     options, default, lowered = {"eps": 1e-6, **both_options}, config.triton_config, {}
+    on_hopper = is_hopper(jax.devices()[0].device_kind) and not kernels[HOPPER].unsupported(*types(forward_counts))
+    names = [name for name in kernels if name != HOPPER or on_hopper]
     for backward, counts in ((False, forward_counts), (True, backward_counts)):
         direction = "backward" if backward else "forward"
-        for name, tiles in {"XLA": None, "default": None, **(tiles_of(d, backward) if all_tiles else {})}.items():
-            kernel, launch = (xla, {}) if name == "XLA" else (triton, {"interpret": False})
+        for name, tiles in {**dict.fromkeys(names), **(tiles_of(d, backward) if all_tiles else {})}.items():
+            kernel = kernels.get(name, kernels["default"])
+            launch = {"interpret": False} if kernel is kernels["default"] else {}
             if backward:
                 known = [] if name == "XLA" else sums
                 run = lambda known, *arrays, kernel=kernel, launch=launch: kernel.backward(
@@ -116,7 +137,7 @@ def compiled(lowered):
 
 
 def measured(op: str, d: int, num_best: int) -> list[list[str]]:
-    """Table rows: XLA, the default, and the best tiles of each direction."""
+    """Table rows: XLA, the default, Mosaic GPU, and the best tiles of each direction."""
     lowered = programs(op, d, num_best > 0)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         ready = dict(zip(lowered, pool.map(lambda x: compiled(x[0]), lowered.values()), strict=True))
@@ -142,7 +163,7 @@ def measured(op: str, d: int, num_best: int) -> list[list[str]]:
     for direction in ("forward", "backward"):
         best_copy = min(us for (kind, _), us in times.items() if kind == f"{direction} copy")
         own = {name: us for (kind, name), us in times.items() if kind == direction}
-        shown = dict.fromkeys(["XLA", "default", *sorted(own, key=own.get)[:num_best]])
+        shown = dict.fromkeys([*(name for name in OPS[op][0] if name in own), *sorted(own, key=own.get)[:num_best]])
         lines += [
             [op, f"{d}", direction, name, f"{own[name]:.1f}", f"{100 * best_copy / own[name]:.0f}"] for name in shown
         ]

@@ -49,6 +49,7 @@ def launch(
     scratch: Any,
     name: str,
     num_warpgroups: int = 3,
+    auto_barriers: bool = True,
     out_types: Sequence[Any] = (),
     in_place: Sequence[jax.Array] = (),
 ) -> Any:
@@ -64,7 +65,11 @@ def launch(
         pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="warpgroup")
 
     # approx_math: exp to 2 units in the last place. tanh's would be good to 2^-11 only: kernels spell it by exp.
-    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    params = plgpu.CompilerParams(
+        approx_math=True,
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        unsafe_no_auto_barriers=not auto_barriers,
+    )
     kernel = pl.kernel(run, out_type=list(out_types), mesh=mesh, compiler_params=params, name=name)
     if not in_place:
         return kernel(*operands)

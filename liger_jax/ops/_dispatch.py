@@ -197,7 +197,7 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
         )
     if kernel == "mosaic_gpu" and not is_hopper(device.device_kind):
         return (
-            f"its products are Hopper's (compute capability 9.0), and this is a {device.device_kind}; "
+            f"its instructions are Hopper's (compute capability 9.0), and this is a {device.device_kind}; "
             "use 'triton' or 'xla'."
         )
     return None

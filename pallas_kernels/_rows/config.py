@@ -1,11 +1,18 @@
 """Tile sizes of a pass over rows: pure functions of shape, dtype and direction."""
 
 import dataclasses
+import operator
+from collections.abc import Sequence
 
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 
 TRITON_MAX_WIDTH = 65536  # one row in registers: 128 float32 a thread at 16 warps
 MULTIPROCESSORS = 132  # of an H100 or H200
+HOPPER_SHARED_BYTES = 226 * 2**10  # of a block's 227 KiB: barriers and sums along rows take the rest
+HOPPER_MOST_STAGES = 4  # 32 KiB a core are on their way then at 2,048 columns: a microsecond of its share of memory
+# Warpgroups × elements of a piece for each thread, best first: accesses of 16 bytes, then of 8; many warps, then few.
+HOPPER_SHARES = (4, 8), (3, 8), (4, 4), (3, 4), (2, 8), (2, 4)
+HOPPER_SUMS = {2: 128, 3: 96, 4: 64}  # registers of a thread for sums over rows, of 255, 168 and 128
 TPU_VMEM_BYTES = 12 * 2**20  # of the default 16 MiB scope
 TPU_CHUNK = 512  # columns at a time
 TPU_GROUP_SIZE = 2**18  # elements at a time: independent work that hides the latency of sums across lanes
@@ -36,6 +43,29 @@ class TritonConfig:
     def width(self) -> int:
         """Of all pieces."""
         return self.num_pieces * self.d_block_size
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpuConfig:
+    """How a block deals out a row: each warpgroup gets pieces of 4 × `warp_size` columns, of which each warp has one.
+
+    stages: how many rows of each matrix shared memory holds, the one that is computed among them.
+    """
+
+    num_warpgroups: int
+    vec_size: int  # of a thread's elements of a piece
+    num_pieces: int  # of a warpgroup
+    stages: tuple[int, ...]
+
+    @property
+    def warp_size(self) -> int:
+        """Columns of a piece that one warp has."""
+        return 32 * self.vec_size
+
+    @property
+    def height(self) -> int:
+        """Of a warpgroup's columns as an array of `warp_size` columns."""
+        return 4 * self.num_pieces
 
 
 def previous_power_of_2(n: int) -> int:
@@ -99,6 +129,32 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
         loads_ahead=not (wide and num_sums),
         keeps_columns=not wide and programs_a_core is not None,
     )
+
+
+def mosaic_gpu_config(d: int, row_bytes: Sequence[int], column_bytes: int, num_sums: int) -> MosaicGpuConfig | str:
+    """How rows of d columns are dealt out, or the reason why they are not.
+
+    `row_bytes` are an element's of each matrix that is read, `column_bytes` an element's of all arrays of columns
+    together, `num_sums` how many sums over all rows are made.
+    """
+    shares = [
+        (warpgroups, vec_size)
+        for warpgroups, vec_size in HOPPER_SHARES
+        if d % (128 * warpgroups * vec_size) == 0
+        and vec_size * max(row_bytes) <= 16
+        and d * num_sums <= 128 * warpgroups * HOPPER_SUMS[warpgroups]
+    ]
+    if not shares:
+        return f"rows of {d} columns have no even shares for warpgroups whose registers hold their sums over rows"
+    shared_bytes = HOPPER_SHARED_BYTES - d * column_bytes
+    most = min(HOPPER_MOST_STAGES, shared_bytes // (d * sum(row_bytes)))
+    stages = (most,) * len(row_bytes)
+    if most < 2:  # the last matrix may wait for its place: meanwhile the others' next rows arrive
+        stages = (2,) * (len(row_bytes) - 1) + (1,)
+        if len(row_bytes) == 1 or d * sum(map(operator.mul, stages, row_bytes)) > shared_bytes:
+            return f"two rows of {d} columns exceed shared memory"
+    num_warpgroups, vec_size = shares[0]
+    return MosaicGpuConfig(num_warpgroups, vec_size, d // (128 * num_warpgroups * vec_size), stages)
 
 
 def tpu_n_block_size(n: int, d: int, row_itemsizes: int, num_column_outputs: int) -> int:

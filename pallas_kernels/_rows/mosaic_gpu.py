@@ -1,13 +1,12 @@
 """A pass over rows in Pallas Mosaic GPU (Hopper), for rows so wide that registers hold no second one.
 
 Memory passes: each row is read once, by the copy engine into shared memory, where the next ones arrive while one is
-computed. One block a core walks over rows; its warpgroups share a row, each with columns of its own: it fetches them,
-keeps their sums over rows in registers as float32, and meets the others only where a row's sums are added up. The
+computed. One block a core walks over rows. Its warpgroups share each row, and every one fetches its own columns, keeps
+their sums over rows in registers as float32, and meets the others only where the row's own sums are added up. The
 (blocks, D) partial sums are added up outside.
 A forward pass saves its rows' sums: with them a backward has one stage left.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -19,72 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels._hopper import NUM_CORES, launch, load
+from liger_jax.pallas_kernels._rows import config
+from liger_jax.pallas_kernels._rows.config import MosaicGpuConfig
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, split, with_absent
+from liger_jax.pallas_kernels._tiles import out_like, split, with_absent
 
-_SHARED_BYTES = 226 * 2**10  # of 227 KiB: barriers and sums take the rest
-_MOST_STAGES = 4
 _WARPS = 4  # of a warpgroup
-# Warpgroups × elements of a piece for each thread, best first: accesses of 16 bytes, and then of 8.
-_SHARES = (4, 8), (3, 8), (4, 4), (3, 4), (2, 8), (2, 4)
-_MOST_SUMS = {4: 64, 3: 96, 2: 128}  # registers of a thread for sums over rows, of 128, 168 and 255
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """How a block deals out a row: to warpgroups in pieces of (4, lane_size) columns, a piece's rows to warps.
-
-    stages: of each matrix, how many rows are in shared memory.
-    """
-
-    num_warpgroups: int
-    vec_size: int
-    num_pieces: int  # of a warpgroup
-    stages: tuple[int, ...]
-
-    @property
-    def warp_size(self) -> int:
-        """Columns of a piece for one warp."""
-        return 32 * self.vec_size
-
-    @property
-    def height(self) -> int:
-        """Of a warpgroup's columns as an array (height, warp_size)."""
-        return _WARPS * self.num_pieces
-
-    @property
-    def layout(self) -> Any:
-        """How registers hold a piece: a row is within a warp, so that its sum needs no other."""
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((_WARPS, self.warp_size), (self.vec_size,))),
-            warp_dims=(-3,),
-            lane_dims=(-2,),
-            vector_dim=-1,
-        )
-
-
-def _share(d: int, row_bytes: Sequence[int], column_bytes: int, num_sums: int) -> Share | str:
-    """How rows of d columns are dealt out, or the reason why they are not.
-
-    row_bytes: an element's, of each matrix. column_bytes: an element's, of all arrays of columns together.
-    """
-    dealt = [
-        (warpgroups, vec_size)
-        for warpgroups, vec_size in _SHARES
-        if d % (128 * warpgroups * vec_size) == 0 and vec_size * max(row_bytes) <= 16
-        if d * num_sums <= 128 * warpgroups * _MOST_SUMS[warpgroups]
-    ]
-    if not dealt:
-        return f"D={d} cannot be dealt out to warpgroups whose registers hold {num_sums} sums over rows"
-    left = _SHARED_BYTES - d * column_bytes
-    stages = min(_MOST_STAGES, left // (d * sum(row_bytes)))
-    counts = (stages,) * len(row_bytes)
-    if stages < 2:  # the last matrix may wait for its place: meanwhile the others' rows arrive
-        counts = (2,) * (len(row_bytes) - 1) + (1,)
-        if len(row_bytes) == 1 or left < d * sum(map(operator.mul, counts, row_bytes)):
-            return f"two rows of D={d} exceed a core's shared memory"
-    warpgroups, vec_size = dealt[0]
-    return Share(warpgroups, vec_size, d // (128 * warpgroups * vec_size), counts)
+_MOST_SUMS = 8  # of a row
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:
@@ -92,147 +32,152 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
     present = [array for array in (x, *arrays) if array is not None]
     for array in present:
         if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"the kernel takes 16- and 32-bit floats, and an array is {array.dtype}; use 'xla'."
+            return f"the kernel takes floats of 16 and 32 bits, and an array is {array.dtype}; use 'xla'."
     d = x.shape[-1]
     if d % 1024:
-        return f"the copy engine moves pieces of 1024 columns, and D={d} is no multiple of it; use 'triton' or 'xla'."
-    row_bytes = [array.dtype.itemsize for array in present if array.ndim > 1]
-    column_bytes = [array.dtype.itemsize for array in present if array.ndim == 1]
-    backward_bytes = [*row_bytes, row_bytes[-1]]  # a backward also reads a cotangent
-    shares = (
-        _share(d, row_bytes, sum(column_bytes), 0),
-        _share(d, backward_bytes, sum(column_bytes[:1]), len(column_bytes)),
-    )
-    reason = next((share for share in shares if isinstance(share, str)), None)
-    return None if reason is None else f"{reason}; use 'triton' or 'xla'."
+        return f"the kernel deals out pieces of 1024 columns, and {d} is no multiple of it; use 'triton' or 'xla'."
+    rows = [array.dtype.itemsize for array in present if array.ndim > 1]
+    columns = [array.dtype.itemsize for array in present if array.ndim == 1]
+    directions = (rows, sum(columns), 0), ([*rows, rows[-1]], sum(columns[:1]), len(columns))  # a backward has dy too
+    for direction in directions:
+        reason = config.mosaic_gpu_config(d, *direction)
+        if isinstance(reason, str):
+            return f"{reason}; use 'triton' or 'xla'."
+    return None
 
 
 class _Shared(NamedTuple):
     """What a block keeps in shared memory, and the barriers of what arrives there."""
 
-    rows: Sequence[Any]  # (stages, warpgroups, height, warp_size)
+    rows: Sequence[Any]  # of each matrix (stages, warpgroups, height, warp_size)
     columns: Sequence[Any]  # (warpgroups, height, warp_size)
-    sums: Any  # (2, sums of a row, warpgroups · warps): of rows in turn
-    rows_filled: Sequence[Any]
-    columns_filled: Any
+    sums: Any  # (2, sums of a row, warps): a row's, while its predecessor's may still be read
+    rows_filled: Sequence[Any]  # of each matrix: stages · warpgroups
+    columns_filled: Any  # warpgroups
     sums_made: Any
 
     @classmethod
-    def scratch(cls, share: Share, rows: Sequence[Any], columns: Sequence[Any], num_sums: int) -> "_Shared":
-        shape = share.num_warpgroups, share.height, share.warp_size
+    def scratch(cls, tiles: MosaicGpuConfig, rows: Sequence[Any], columns: Sequence[Any]) -> "_Shared":
+        shape = tiles.num_warpgroups, tiles.height, tiles.warp_size
         return cls(
-            [plgpu.SMEM((stages, *shape), x.dtype) for stages, x in zip(share.stages, rows, strict=True)],
+            [plgpu.SMEM((stages, *shape), x.dtype) for stages, x in zip(tiles.stages, rows, strict=True)],
             [plgpu.SMEM(shape, x.dtype) for x in columns],
-            plgpu.SMEM((2, num_sums, share.num_warpgroups * _WARPS), jnp.float32),
-            [plgpu.Barrier(num_barriers=stages * share.num_warpgroups) for stages in share.stages],
-            plgpu.Barrier(num_arrivals=max(1, len(columns)), num_barriers=share.num_warpgroups),
-            plgpu.Barrier(num_arrivals=share.num_warpgroups),
+            plgpu.SMEM((2, _MOST_SUMS, tiles.num_warpgroups * _WARPS), jnp.float32),
+            [plgpu.Barrier(num_barriers=stages * tiles.num_warpgroups) for stages in tiles.stages],
+            plgpu.Barrier(num_arrivals=max(1, len(columns)), num_barriers=tiles.num_warpgroups),
+            plgpu.Barrier(num_arrivals=tiles.num_warpgroups),
         )
+
+
+class _Queue(NamedTuple):
+    """One warpgroup's columns of one matrix, on their way through shared memory."""
+
+    source: Any  # (rows, height, warp_size)
+    stage: Any  # (stages, warpgroups, height, warp_size)
+    filled: Any
+    warpgroup: Any
+
+    def place(self, i: Any) -> tuple[Any, Any]:
+        """Where the block's i-th row comes to, and its barrier."""
+        num_stages, num_warpgroups, *_ = self.stage.shape
+        slot = jax.lax.rem(i, num_stages)
+        return self.stage.at[slot, self.warpgroup], self.filled.at[slot * num_warpgroups + self.warpgroup]
+
+    def fetch(self, i: Any, row: Any) -> None:
+        stage, barrier = self.place(i)
+        plgpu.copy_gmem_to_smem(self.source.at[row], stage, barrier)
+
+    def wait(self, i: Any) -> Any:
+        stage, barrier = self.place(i)
+        plgpu.barrier_wait(barrier)
+        return stage
 
 
 def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
-    """The sums that a forward pass saves; `along` makes a stage's, whose first is the row's i-th."""
+    """The sums that a forward pass saves; `along(stage, sums, number)` makes a stage's, the row's from `number` on."""
     if not row_pass.statistics:
         return ()
     before: Terms = ()
-    for i, stage in enumerate(row_pass.statistics[:-1]):
-        before += along(stage, before, i)
-    i = len(before)
-    last = along(row_pass.statistics[-1], before, i)
+    for stage in row_pass.statistics[:-1]:
+        before += along(stage, before, len(before))
+    last = along(row_pass.statistics[-1], before, len(before))
     if row_pass.rescue is None:
         return before + last
-    rescue = row_pass.rescue
-    rescued = jax.lax.cond(
-        last[0] == jnp.inf, lambda: along(rescue, before, i + 1)[0], lambda: jnp.zeros((), jnp.float32)
-    )
-    return before + last + (rescued,)
+    rescue = functools.partial(along, row_pass.rescue, before, len(before) + 1)
+    return before + last + jax.lax.cond(last[0] == jnp.inf, rescue, lambda: (jnp.zeros((), jnp.float32),))
 
 
-def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, share: Share, counts, has_column):
-    """refs: rows, known sums, columns, row outputs, saved sums, partial sums, and what is shared."""
-    row_refs, known_refs, column_refs, out_refs, saved_refs, total_refs, shared = split(refs, counts)
-    shared = _Shared(*shared)
+def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuConfig, counts, has_column):
+    row_refs, known_refs, column_refs, out_refs, saved_refs, total_refs, scratch = split(refs, counts)
+    shared = _Shared(*scratch)
     block, warpgroup = jax.lax.axis_index("block"), jax.lax.axis_index("warpgroup")
     num_rows = jax.lax.div(n - 1 - block, num_blocks) + 1
-    own = pl.ds(warpgroup * share.height, share.height)
-    pieces = [pl.ds(_WARPS * i, _WARPS) for i in range(share.num_pieces)]
+    first, own = warpgroup * tiles.height, pl.ds(warpgroup * tiles.height, tiles.height)
+    queues = [
+        _Queue(ref.at[:, own], stage, filled, warpgroup)
+        for ref, stage, filled in zip(row_refs, shared.rows, shared.rows_filled, strict=True)
+    ]
+    # A piece's rows are warps', so that its sums along them need no other warp.
+    tiling = plgpu.Tiling(((_WARPS, tiles.warp_size), (tiles.vec_size,)))
+    layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    row_of = lambda i: block + i * num_blocks
+    load_known = lambda i: [ref[row_of(jnp.minimum(i, num_rows - 1))] for ref in known_refs]
 
-    def place(stages, i):
-        """Where the i-th row of this block is, and its barrier."""
-        slot = jax.lax.rem(i, stages)
-        return slot, slot * share.num_warpgroups + warpgroup
-
-    def fetch(ref, stage, filled, i):
-        slot, barrier = place(stage.shape[0], i)
-        source = ref.at[block + i * num_blocks, own]
-        pl.when(i < num_rows)(
-            lambda: plgpu.copy_gmem_to_smem(source, stage.at[slot, warpgroup], filled.at[barrier])
-        )
-
-    def load_known(i):
-        row = block + jnp.minimum(i, num_rows - 1) * num_blocks
-        return [ref[row] for ref in known_refs]
+    def fetch(queue, i):
+        pl.when(i < num_rows)(lambda: queue.fetch(i, row_of(i)))
 
     def step(i, carry):
         known, totals = carry
         following = load_known(i + 1)
-        slots = []
-        for stage, filled in zip(shared.rows, shared.rows_filled, strict=True):
-            slot, barrier = place(stage.shape[0], i)
-            plgpu.barrier_wait(filled.at[barrier])
-            slots.append(slot)
+        # Here and not behind the row before, which is read by now: there the compiler moves the additions to `totals`
+        # past the branch, and spills.
+        plgpu.commit_smem()
+        for queue, stages in zip(queues, tiles.stages, strict=True):
+            fetch(queue, i + stages - 1)
+        stages = [queue.wait(i) for queue in queues]
 
-        def load_piece(piece):
-            rows = [load(x, (slot, warpgroup, piece), share.layout) for x, slot in zip(shared.rows, slots, strict=True)]
-            columns = [load(x, (warpgroup, piece), share.layout) for x in shared.columns]
-            return *rows, *with_absent(columns, has_column)
+        def load_piece(j):
+            at = pl.ds(j * _WARPS, _WARPS)
+            columns = [load(stage, (warpgroup, at), layout) for stage in shared.columns]
+            return *(load(stage, (at,), layout) for stage in stages), *with_absent(columns, has_column)
 
-        def along(stage, sums, first):
-            terms = [stage(sums, *load_piece(piece)) for piece in pieces]
+        def along(stage, sums, number):
+            add = lambda j, terms: tuple(map(operator.add, terms, stage(sums, *load_piece(j))))
+            terms = jax.lax.fori_loop(1, tiles.num_pieces, add, tuple(stage(sums, *load_piece(0))))
             of_row = shared.sums.at[jax.lax.rem(i, 2)]
-            for j, term in enumerate(zip(*terms, strict=True)):
-                in_warps = jnp.sum(functools.reduce(operator.add, term), axis=1)
-                of_row[first + j, pl.ds(warpgroup * _WARPS, _WARPS)] = in_warps
+            for k, term in enumerate(terms):
+                of_row[number + k, pl.ds(warpgroup * _WARPS, _WARPS)] = jnp.sum(term, axis=1)
             plgpu.barrier_arrive(shared.sums_made)
             plgpu.barrier_wait(shared.sums_made)
-            parts = range(share.num_warpgroups * _WARPS)
-            return tuple(sum(of_row[first + j, part] for part in parts) for j in range(len(terms[0])))
+            warps = range(tiles.num_warpgroups * _WARPS)
+            return tuple(sum(of_row[number + k, warp] for warp in warps) for k in range(len(terms)))
 
-        sums: Terms = tuple(known)
-        if not known:
-            sums = _statistics(row_pass, along)
-
-            @pl.when(warpgroup == 0)
-            def _():
-                for ref, x in zip(saved_refs, sums, strict=True):
-                    ref[block + i * num_blocks] = x
-
+        sums = tuple(known) or _statistics(row_pass, along)
+        for ref, x in zip(saved_refs, sums if saved_refs else (), strict=True):
+            pl.when(warpgroup == 0)(functools.partial(ref.__setitem__, row_of(i), x))
         for stage in row_pass.stages:
             sums += along(stage, sums, len(sums))
-        at = block + i * num_blocks, 
         new_totals = []
-        for j, (piece, total) in enumerate(zip(pieces, totals, strict=True)):
-            outputs, terms = row_pass.outputs(sums, *load_piece(piece))
+        for j, total in enumerate(totals):
+            outputs, terms = row_pass.outputs(sums, *load_piece(j))
             for ref, y in zip(out_refs, outputs, strict=True):
-                ref[block + i * num_blocks, pl.ds(warpgroup * share.height + _WARPS * j, _WARPS)] = y.astype(ref.dtype)
+                ref[row_of(i), pl.ds(first + j * _WARPS, _WARPS)] = y.astype(ref.dtype)
             new_totals.append([x + y for x, y in zip(total, terms, strict=True)])
-        plgpu.commit_smem()  # all have read this row
-        for ref, stage, filled in zip(row_refs, shared.rows, shared.rows_filled, strict=True):
-            fetch(ref, stage, filled, i + stage.shape[0])
         return following, new_totals
 
-    for ref, stage, filled in zip(row_refs, shared.rows, shared.rows_filled, strict=True):
-        for i in range(stage.shape[0]):
-            fetch(ref, stage, filled, i)
+    for queue, stages in zip(queues, tiles.stages, strict=True):
+        for i in range(stages - 1):
+            fetch(queue, i)
     for ref, stage in zip(column_refs, shared.columns, strict=True):
         plgpu.copy_gmem_to_smem(ref.at[own], stage.at[warpgroup], shared.columns_filled.at[warpgroup])
     if column_refs:
         plgpu.barrier_wait(shared.columns_filled.at[warpgroup])
-    zeros = plgpu.layout_cast(jnp.zeros((_WARPS, share.warp_size), jnp.float32), share.layout)
-    _, totals = jax.lax.fori_loop(0, num_rows, step, (load_known(0), [[zeros] * len(total_refs)] * len(pieces)))
+    zeros = plgpu.layout_cast(jnp.zeros((_WARPS, tiles.warp_size), jnp.float32), layout)
+    totals = [[zeros] * len(total_refs)] * tiles.num_pieces
+    _, totals = jax.lax.fori_loop(0, num_rows, step, (load_known(0), totals))
     for j, total in enumerate(totals):
         for ref, x in zip(total_refs, total, strict=True):
-            ref[block, pl.ds(warpgroup * share.height + _WARPS * j, _WARPS)] = x
+            ref[block, pl.ds(first + j * _WARPS, _WARPS)] = x
 
 
 def run(
@@ -242,36 +187,42 @@ def run(
 
     The sums are those of `statistics` and the rescue, unless these are `known`: what an earlier pass saved.
     """
-    n, d = rows[0].shape
-    present = [x for x in columns if x is not None]
-    num_totals, itemsize = row_pass.num_column_outputs, lambda x: x.dtype.itemsize
-    share = _share(d, [itemsize(x) for x in rows], sum(map(itemsize, present)), num_totals)
-    assert isinstance(share, Share), share
-    num_blocks, num_saved = min(NUM_CORES, n), 0 if known else row_pass.num_statistics
-    width = d // share.warp_size, share.warp_size
-    counts = len(rows), len(known), len(present), len(row_pass.dtypes), num_saved, num_totals
-    scratch = _Shared.scratch(share, rows, present, row_pass.num_statistics + 2 * len(row_pass.stages))
-
-    def body(*refs):
-        _kernel(*refs, row_pass=row_pass, n=n, num_blocks=num_blocks, share=share, counts=counts, has_column=tuple(x is not None for x in columns))
-
+    (n, d), present = rows[0].shape, [x for x in columns if x is not None]
+    num_totals, num_saved = row_pass.num_column_outputs, 0 if known else row_pass.num_statistics
+    row_bytes, column_bytes = ([x.dtype.itemsize for x in arrays] for arrays in (rows, present))
+    tiles = config.mosaic_gpu_config(d, row_bytes, sum(column_bytes), num_totals)
+    if isinstance(tiles, str):
+        raise ValueError(tiles)
+    num_blocks = min(NUM_CORES, n)
+    width = d // tiles.warp_size, tiles.warp_size
+    kernel = functools.partial(
+        _kernel,
+        row_pass=row_pass,
+        n=n,
+        num_blocks=num_blocks,
+        tiles=tiles,
+        counts=(len(rows), len(known), len(present), len(row_pass.dtypes), num_saved, num_totals),
+        has_column=tuple(x is not None for x in columns),
+    )
     like = functools.partial(out_like, rows[0])
     results = launch(
-        body,
+        kernel,
         *(x.reshape(n, *width) for x in rows),
         *(x.reshape(n) for x in known),
         *(x.reshape(width) for x in present),
         num_blocks=num_blocks,
-        num_warpgroups=share.num_warpgroups,
+        num_warpgroups=tiles.num_warpgroups,
+        # All threads arrive at `sums_made` between a write of the sums and its reads, and again before the next one.
+        auto_barriers=False,
         out_types=[like((n, *width), dtype) for dtype in row_pass.dtypes]
         + [like((n,), jnp.float32)] * num_saved
         + [like((num_blocks, *width), jnp.float32)] * num_totals,
-        scratch=scratch,
+        scratch=_Shared.scratch(tiles, rows, present),
         name=row_pass.name,
     )
     outputs, saved, partials = split(results, (len(row_pass.dtypes), num_saved))
     return (
         tuple(x.reshape(n, d) for x in outputs),
-        tuple(jnp.sum(x.reshape(num_blocks, d), axis=0) for x in partials),
+        tuple(jnp.sum(x, axis=0).reshape(d) for x in partials),
         tuple(x.reshape(n, 1) for x in saved),
     )

@@ -81,14 +81,14 @@ NORMS = {
 }
 
 
-def norms(width, full, dtype=BF16):
+def norms(width, full, dtype=BF16, prefix=""):
     """Every normalisation with kernels, of 16,384 rows."""
     for name, (op, rows, columns) in NORMS.items():
         arguments = (((16384, width), dtype),) * rows + (((width,), dtype),) * columns
         function = with_gradient(op, range(rows + columns))
         kernels = (f"{name}_forward", f"{name}_backward")
         one_is_enough = name != "rms_norm"  # by default: they share the pass over rows
-        yield Case(f"{name}_{width}_{dtype.__name__}", function, arguments, kernels, full or one_is_enough)
+        yield Case(f"{prefix}{name}_{width}_{dtype.__name__}", function, arguments, kernels, full or one_is_enough)
 
 
 BOTH = [
@@ -190,6 +190,9 @@ LLAMA_8B_MIXED_HEAD = (((8192, 4096), BF16), ((128256, 4096), F32), ((8192,), IN
 # The bytes that 16-bit halves of dW and the logits of 2,048 tokens take.
 BOUND = 2 * 128256 * 4096 + 4096 * 128256
 HOPPER_ONLY = [
+    *norms(18432, full=False, prefix="hopper_"),
+    *(case for width in (2048, 4096, 5120, 8192, 16384) for case in norms(width, full=True, prefix="hopper_")),
+    *norms(8192, full=True, dtype=F32, prefix="hopper_"),
     Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE),
     Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS),
     Case(

@@ -121,11 +121,11 @@ def test_mesh_of_an_input_comes_before_the_mesh_in_context():
 # Names, and tuples of names.
 
 
-@pytest.mark.parametrize("name", ["tritn", "triton:interpet", "xla:interpret", "mosaic_gpu", ""])
+@pytest.mark.parametrize("name", ["tritn", "triton:interpet", "xla:interpret", "mosaic_cpu", ""])
 def test_unknown_name_lists_the_known_ones(name):
     message = (
-        rf"^rms_norm: implementation='{name}' is unknown; this op has \('xla', 'triton', 'mosaic_tpu', "
-        r"'triton:interpret', 'mosaic_tpu:interpret'\)\. Pass one of these, or None for the default"
+        rf"^rms_norm: implementation='{name}' is unknown; this op has \('xla', 'triton', 'mosaic_gpu', 'mosaic_tpu', "
+        r"'triton:interpret', 'mosaic_gpu:interpret', 'mosaic_tpu:interpret'\)\. Pass one of these, or None for the def"
     )
     with pytest.raises(ValueError, match=message):
         rms_norm(X, implementation=name)

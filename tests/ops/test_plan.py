@@ -82,7 +82,7 @@ def test_wrong_arguments_are_refused(unchecked_types):
         plan_fused_linear_cross_entropy(8192, 4100, 128256, implementation="mosaic_gpu", device=H200)
     with pytest.raises(ValueError, match="pad the vocabulary"):
         plan_fused_linear_cross_entropy(8192, 4096, 50257, implementation="mosaic_gpu", device=H200)
-    with pytest.raises(ValueError, match=r"its products are Hopper's"):
+    with pytest.raises(ValueError, match=r"its instructions are Hopper's"):
         plan_fused_linear_cross_entropy(*LLAMA, implementation="mosaic_gpu", device=A100)
     with pytest.raises(ValueError, match="where capped logits cannot be had"):
         plan_fused_linear_cross_entropy(
