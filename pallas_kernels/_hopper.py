@@ -53,8 +53,10 @@ def launch(
     out_types: Sequence[Any] = (),
     in_place: Sequence[jax.Array] = (),
 ) -> Any:
-    """Runs body(*operands', *outputs' and in_place's refs, *scratch) in blocks of so many warpgroups.
+    """Runs body(*operands', *outputs' and in_place's refs, *scratch) in blocks of `num_warpgroups`.
 
+    Without `auto_barriers` a warpgroup's threads do not meet around each of its stores: the body's own barriers must
+    stand between what one thread writes and another reads.
     Returns the outputs, or what became of `in_place`: arrays that the body changes where they are. Inside a
     `shard_map` that checks how values vary over its mesh, JAX has no such arrays: see `can_write_in_place`.
     """

@@ -8,7 +8,7 @@ from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 
 TRITON_MAX_WIDTH = 65536  # one row in registers: 128 float32 a thread at 16 warps
 MULTIPROCESSORS = 132  # of an H100 or H200
-HOPPER_SHARED_BYTES = 226 * 2**10  # of a block's 227 KiB: barriers and sums along rows take the rest
+HOPPER_SHARED_BYTES = 223 * 2**10  # of a block's 227 KiB: barriers and sums along rows take the rest
 HOPPER_MOST_STAGES = 4  # 32 KiB a core are on their way then at 2,048 columns: a microsecond of its share of memory
 # Warpgroups × elements of a piece for each thread, best first: accesses of 16 bytes, then of 8; many warps, then few.
 HOPPER_SHARES = (4, 8), (3, 8), (4, 4), (3, 4), (2, 8), (2, 4)
