@@ -62,12 +62,20 @@ class RMSNorm(nnx.Module):
         return on_batch_shards(norm, self.kernels.batch_axes, rows, (self.scale[...],))
 
 
+def _may_fuse(kernels: KernelOptions) -> bool:
+    """On a mesh, products stay with the compiler: in a shard_map, a step on 8 H200 would take 6 % more memory."""
+    return kernels.glu and not kernels.batch_axes
+
+
 class _SwiGLU(SwiGLUMLP):
     kernels: KernelOptions
 
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.swiglu
         return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
+
+    def fuses(self):
+        return _may_fuse(self.kernels) and super().fuses()
 
 
 class _GeGLU(GeGLUMLP):
@@ -76,6 +84,9 @@ class _GeGLU(GeGLUMLP):
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.geglu
         return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
+
+    def fuses(self):
+        return _may_fuse(self.kernels) and super().fuses()
 
 
 _MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate

@@ -1,12 +1,14 @@
-"""Gated feed-forward layers: three projections around the op of a gated unit, which keeps only its inputs.
+"""Gated feed-forward layers: one op where the projections are plain, else these around the op of a gated unit.
 
 The projections are called as in checkpoints: `gate_proj`, `up_proj` and `down_proj`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
 from liger_jax import ops
@@ -14,7 +16,12 @@ from liger_jax.ops._dispatch import Implementation
 
 
 class _GatedMLP(nnx.Module):
-    """down(gated(gate(x), up(x))); a subclass has `gated`."""
+    """down(gated(gate(x), up(x))); a subclass has `gated`, and an activation as `ops.gated_mlp` takes it."""
+
+    activation: str
+    gate_proj: Any  # nnx.Linear, or what stands in for one
+    up_proj: Any
+    down_proj: Any
 
     def __init__(
         self,
@@ -32,8 +39,33 @@ class _GatedMLP(nnx.Module):
     def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         raise NotImplementedError
 
+    def fuses(self) -> bool:
+        """Whether the layer is one op, `ops.gated_mlp`: its projections are products with kernels and nothing else.
+
+        Returns:
+            A bool; with biases, LoRA or unlike dtypes False.
+        """
+        projections = self.gate_proj, self.up_proj, self.down_proj
+        kinds = {(p.kernel.dtype, p.dtype, p.precision) if _is_plain(p) else None for p in projections}
+        return len(kinds) == 1 and None not in kinds
+
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
+        if not self.fuses():
+            return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
+        kernels = (projection.kernel[...] for projection in (self.gate_proj, self.up_proj, self.down_proj))
+        x, *kernels = promote_dtype((x, *kernels), dtype=self.gate_proj.dtype)
+        options = dict(precision=self.gate_proj.precision, implementation=self.implementation)
+        return ops.gated_mlp(x, *kernels, activation=self.activation, **options)
+
+
+def _is_plain(projection: Any) -> bool:
+    return (
+        type(projection) is nnx.Linear
+        and projection.bias is None
+        and projection.preferred_element_type is None
+        and projection.dot_general is jax.lax.dot_general
+        and projection.promote_dtype is promote_dtype
+    )
 
 
 class SwiGLUMLP(_GatedMLP):
@@ -51,6 +83,8 @@ class SwiGLUMLP(_GatedMLP):
         >>> SwiGLUMLP(16, 48, linear=linear)(jax.numpy.ones((2, 5, 16))).shape
         (2, 5, 16)
     """
+
+    activation = "silu"
 
     def gated(self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
         """silu(gate)·up.
@@ -93,6 +127,11 @@ class GeGLUMLP(_GatedMLP):
     ):
         super().__init__(width, inner_width, linear=linear, implementation=implementation)
         self.approximate = approximate
+
+    @property
+    def activation(self) -> str:
+        """As `ops.gated_mlp` takes it."""
+        return "gelu_tanh" if self.approximate else "gelu"
 
     def gated(self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
         """gelu(gate)·up.

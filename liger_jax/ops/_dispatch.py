@@ -172,6 +172,23 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
     )
 
 
+def current_precision(precision: Any) -> Any:
+    """The precision of an op's products, fixed now: the backward is traced after a user's context manager is left.
+
+    Args:
+        precision: as `jax.lax.dot_general` takes it; None for `jax.default_matmul_precision`.
+
+    Returns:
+        A precision, a preset, or None where nothing is set.
+    """
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # as above
+    try:
+        return jax.lax.Precision(precision) if isinstance(precision, str) else precision
+    except ValueError:
+        return jax.lax.DotAlgorithmPreset[precision]
+
+
 def _names(kernels: Mapping[str, ModuleType]) -> tuple[str, ...]:
     return tuple(kernels) + tuple(f"{name}:interpret" for name in kernels if name != "xla")
 

@@ -139,16 +139,6 @@ def _check_sizes(hidden, weight, weight_layout):
         )
 
 
-def _precision(precision):
-    """The precision of all products, fixed now: the backward is traced after a user's context manager is left."""
-    if precision is None:
-        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # as above
-    try:
-        return jax.lax.Precision(precision) if isinstance(precision, str) else precision
-    except ValueError:
-        return jax.lax.DotAlgorithmPreset[precision]
-
-
 # --- the public function ----------------------------------------------------------------------------------------------
 
 
@@ -250,7 +240,7 @@ def fused_linear_cross_entropy(
         mode=mode,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
-        precision=_precision(precision),
+        precision=_dispatch.current_precision(precision),
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights

@@ -12,10 +12,10 @@ from liger_jax.pallas_kernels.glu import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
 # can only lose.
-_KERNELS = {"xla": xla, "triton": triton}
+KERNELS = {"xla": xla, "triton": triton}
 # Forward and backward at 16384 × 4864 in bf16 on an H200: swiglu 299 µs in XLA and 309 in Triton, geglu 319 and 310
 # (benchmarks/results/implementations.md).
-_DEFAULTS: dict[str, dict[str, tuple[str, ...]]] = {"swiglu": {}, "geglu": {"gpu": ("triton",)}}
+DEFAULTS: dict[str, dict[str, tuple[str, ...]]] = {"swiglu": {}, "geglu": {"gpu": ("triton",)}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Options:
     choice: str
 
     def run(self, function: str, *arrays: jax.Array | None) -> Any:
-        return _dispatch.bind(self.op, _KERNELS, self.choice, function)(*arrays, activation=self.activation)
+        return _dispatch.bind(self.op, KERNELS, self.choice, function)(*arrays, activation=self.activation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -146,7 +146,7 @@ def _glu(
     if (spec := _explicit.row_spec(gate) if up is None else _explicit.spec_of_explicit(gate)) is not None:
         local = functools.partial(_glu, op, activation=activation, implementation=implementation)
         return _explicit.on_rows(op, local, spec, (gate, up))
-    defaults = {} if up is None else _DEFAULTS[op]  # one array of both: not measured
-    choice = _dispatch.choose(op, _KERNELS, defaults, implementation, gate, up, activation=activation)
+    defaults = {} if up is None else DEFAULTS[op]  # one array of both: not measured
+    choice = _dispatch.choose(op, KERNELS, defaults, implementation, gate, up, activation=activation)
     gate, up = _mesh.align_varying(gate, up)
     return _gated(gate, up, _Options(op, activation, choice))

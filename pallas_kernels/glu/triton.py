@@ -42,8 +42,11 @@ def _kernel(*refs, n, f, formula, num_inputs):
         pltriton.store(tile, value, mask=mask)
 
 
-def _elementwise(name, formula, inputs, out_types, interpret):
-    """Runs an elementwise formula of arrays (N, F); or of (N, 1, F), of which one of (N, 2, F) holds two."""
+def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
+    """Runs an elementwise formula of arrays (N, F); or of (N, 1, F), of which one of (N, 2, F) holds two.
+
+    Output i is written over the input that `written_over` has in place i.
+    """
     n, *_, f = inputs[0].shape
     tiles = config.triton_config(n, f)
 
@@ -58,6 +61,7 @@ def _elementwise(name, formula, inputs, out_types, interpret):
         in_specs=[spec_of(x) for x in inputs],
         out_specs=[spec_of(y) for y in out_types],
         out_shape=out_types,
+        input_output_aliases={place: i for i, place in enumerate(written_over)},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name=name,
@@ -90,3 +94,15 @@ def backward(
     out_types = [out_like(x, x.shape, x.dtype) for x in rows]
     dgate, *dup = _elementwise("glu_backward", formula, [dy.reshape(shape), *rows], out_types, interpret)
     return dgate.reshape(gate.shape), dup[0].reshape(gate.shape) if dup else None
+
+
+def gradients_and_product(
+    dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """dy, gate, up (..., F) in one dtype → dgate, dup, act(gate) · up, over the arrays of gate, up and dy."""
+    formula = functools.partial(xla.gradients_and_product, activation=activation)
+    rows, shape = _as_rows(gate, up)
+    out_types = [out_like(gate, shape, gate.dtype)] * 3
+    name, inputs = "glu_gradients_and_product", [dy.reshape(shape), *rows]
+    outputs = _elementwise(name, formula, inputs, out_types, interpret, written_over=(1, 2, 0))
+    return tuple(y.reshape(gate.shape) for y in outputs)

@@ -53,6 +53,14 @@ def gradients(dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str)
     return (dy * up.astype(act.dtype) * slope).astype(gate.dtype), (dy * act).astype(up.dtype)
 
 
+def gradients_and_product(
+    dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dgate, dup and act(gate) · up, elementwise: what a feed-forward's backward makes of gate and up."""
+    dgate, dup = gradients(dy, gate, up, activation=activation)
+    return dgate, dup, product(gate, up, activation=activation)
+
+
 def _widened(gate: jax.Array) -> jax.Array:
     return gate.astype(promoted(gate.dtype, jnp.float32))
 

@@ -16,6 +16,7 @@ from liger_jax import (
     dyt,
     fused_add_rms_norm,
     fused_linear_cross_entropy,
+    gated_mlp,
     geglu,
     layer_norm,
     rms_norm,
@@ -132,6 +133,7 @@ BOTH = [
 HEADS = (((8, 2048, 32, 64), BF16), ((8, 2048, 8, 64), BF16), ((1, 2048, 64), F32), ((1, 2048, 64), F32))
 RAGGED_HEADS = (((3, 4095, 14, 80), BF16), ((3, 4095, 2, 80), BF16), ((3, 4095, 20), F32), ((3, 4095, 20), F32))
 GATES = (((16384, 14336), BF16), ((16384, 14336), BF16))
+MLP = (((4, 2048, 2048), BF16), ((2048, 8192), BF16), ((2048, 8192), BF16), ((8192, 2048), BF16))
 
 GLU, SPARSEMAX = ("glu_forward", "glu_backward"), ("sparsemax_forward", "sparsemax_backward")
 
@@ -140,6 +142,7 @@ GPU_ONLY = [
     Case("geglu", with_gradient(geglu, (0, 1)), GATES, GLU),
     Case("swiglu_side_by_side", with_gradient(swiglu, (0,)), (((16384, 2 * 14336), BF16),), GLU),
     Case("geglu_side_by_side_odd", with_gradient(geglu, (0,)), (((4095, 2 * 333), F32),), GLU, full=True),
+    Case("gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("glu_forward", "glu_gradients_and_product")),
     Case("softmax", with_gradient(softmax, (0,)), (((16384, 4096), BF16),), ("softmax_forward", "softmax_backward")),
     Case("sparsemax", with_gradient(sparsemax, (0,)), (((4095, 1000), BF16),), SPARSEMAX),
     Case("sparsemax_wide", with_gradient(sparsemax, (0,)), (((512, 32768), F32),), SPARSEMAX, full=True),

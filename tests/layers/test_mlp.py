@@ -62,3 +62,44 @@ def test_implementation_reaches_the_op():
     for layer, op in ((SwiGLUMLP, "swiglu"), (GeGLUMLP, "geglu")):
         with pytest.raises(ValueError, match=f"^{op}: implementation='cuda' is unknown"):
             layer(12, 20, linear=linear, implementation="cuda")(jnp.ones((2, 12)))
+
+
+def gradients(layer, x):
+    """Of a sum by x and by all parameters."""
+    graph, state = nnx.split(layer)
+    total = lambda x, state: (nnx.merge(graph, state)(x).astype(jnp.float32) ** 2).sum()
+    return jax.jit(jax.grad(total, argnums=(0, 1)))(x, state)
+
+
+def composed(layer):
+    """The same layer by a projection after the other."""
+    graph, state = nnx.split(layer)
+    layer = nnx.merge(graph, state)
+    layer.fuses = lambda: False
+    return layer
+
+
+@layers
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), (None, "float32")], ids=str)
+def test_one_op_has_the_gradients_of_projections_around_the_gate(name, dtypes, rng):
+    layer = make(name, dtype=dtypes[0], param_dtype=dtypes[1])
+    assert layer.fuses()
+    x = jnp.asarray(rng.standard_normal((2, 5, 12)), dtypes[0] or "bfloat16")
+    tolerance = 2e-5 if dtypes[0] == "float32" else 2**-6
+    for ours, theirs in zip(*map(jax.tree.leaves, (gradients(layer, x), gradients(composed(layer), x))), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(
+            ours.astype(jnp.float32), theirs.astype(jnp.float32), atol=tolerance * jnp.abs(theirs).max().item()
+        )
+
+
+def test_projections_with_more_than_a_kernel_are_called_one_by_one(rng):
+    x = jnp.asarray(rng.standard_normal((2, 5, 12)), jnp.float32)
+    biased = SwiGLUMLP(12, 20, linear=functools.partial(nnx.Linear, rngs=nnx.Rngs(0)))
+    adapted = make("swiglu")
+    adapted.up_proj = nnx.LoRALinear(12, 20, lora_rank=2, use_bias=False, rngs=nnx.Rngs(1))
+    half = make("swiglu")
+    half.down_proj.dtype = jnp.bfloat16
+    for layer in (biased, adapted, half):
+        assert not layer.fuses() and layer(x).shape == x.shape
+    assert gradients(adapted, x)[1]["up_proj"]["lora"]["lora_a"][...].shape == (12, 2)

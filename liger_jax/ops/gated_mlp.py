@@ -1,0 +1,176 @@
+"""The gated feed-forward as one op: what its backward makes between the products, it makes in one pass and in place."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, glu
+
+_OP = "gated_mlp"
+_OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}
+# Of the backward's pass. XLA merges no two users of a product that is a Triton fusion: it makes dgate, dup and the
+# gated product in three passes, 7 reads and 3 writes against 3 and 3.
+_DEFAULTS = {"gpu": ("triton",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What is compiled: the activation, a kernel for each direction, and the precision of the products."""
+
+    activation: str
+    forward: str
+    backward: str
+    precision: Any
+
+    def run(self, choice: str, function: str, *arrays: jax.Array) -> Any:
+        return _dispatch.bind(_OP, glu.KERNELS, choice, function)(*arrays, activation=self.activation)
+
+    def times(self, x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
+        """x (..., D) by that axis of a kernel."""
+        return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (axis,)), ((), ())), precision=self.precision)
+
+    def kernel_gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
+        """x (..., D), dy (..., F) → (D, F), a sum over tokens."""
+        tokens = tuple(range(x.ndim - 1))
+        return jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), precision=self.precision)
+
+    def after(self, done: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The arrays, for work that starts when what is done has let go of what it reads.
+
+        Only on one device: between devices, a gradient's sum would be waited for.
+        """
+        return arrays if self.backward == "xla" else jax.lax.optimization_barrier((arrays, done))[0]
+
+
+def _forward(x, gate_kernel, up_kernel, down_kernel, options):
+    gate, up = options.times(x, gate_kernel), options.times(x, up_kernel)
+    return options.times(options.run(options.forward, "forward", gate, up), down_kernel), gate, up
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _gated_mlp_vjp(x, gate_kernel, up_kernel, down_kernel, options):
+    return _forward(x, gate_kernel, up_kernel, down_kernel, options)[0]
+
+
+def _forward_rule(*primals_and_options):
+    *primals, options = primals_and_options
+    # As in the fused loss, a residual's shape tells which gradients are wanted.
+    needs = [jnp.zeros(int(primal.perturbed)) for primal in primals]
+    x, *kernels = (primal.value for primal in primals)
+    y, gate, up = _forward(x, *kernels, options)
+    kept = x if primals[1].perturbed or primals[2].perturbed else jnp.zeros(0, x.dtype)
+    return y, (needs, kept, gate, up, *kernels)
+
+
+def _backward_rule(options, residuals, dy):
+    shapes, x, gate, up, gate_kernel, up_kernel, down_kernel = residuals
+    by_x, by_gate, by_up, by_down = (shape.size == 1 for shape in shapes)
+    dx = dgate_kernel = dup_kernel = ddown_kernel = None
+    if not (by_x or by_gate or by_up):
+        h = options.run(options.forward, "forward", gate, up)
+        return None, None, None, options.kernel_gradient(h, dy)
+    dh = options.times(dy, down_kernel, axis=1)
+    # The order lets the gated product's array go first, then x.
+    if by_down:
+        dgate, dup, h = options.run(options.backward, "gradients_and_product", dh, gate, up)
+        ddown_kernel = options.kernel_gradient(h, dy)
+        dgate, dup = options.after(ddown_kernel, dgate, dup)
+    else:
+        dgate, dup = options.run(options.backward, "backward", dh, gate, up)
+    if by_gate:
+        dgate_kernel = options.kernel_gradient(x, dgate)
+    if by_up:
+        dup_kernel = options.kernel_gradient(x, dup)
+    if by_x:
+        dgate, dup = options.after((dgate_kernel, dup_kernel), dgate, dup)
+        dx = options.times(dgate, gate_kernel, axis=1) + options.times(dup, up_kernel, axis=1)
+    return dx, dgate_kernel, dup_kernel, ddown_kernel
+
+
+_gated_mlp_vjp.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
+_gated_mlp = jax.jit(_gated_mlp_vjp, static_argnums=4, inline=True)
+
+
+def gated_mlp(
+    x: Float[Array, "*batch D"],
+    gate_kernel: Float[Array, "D F"],
+    up_kernel: Float[Array, "D F"],
+    down_kernel: Float[Array, "F D"],
+    *,
+    activation: str = "silu",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "*batch D"]:
+    """The gated feed-forward without biases: y = (act(x · gate_kernel) · (x · up_kernel)) · down_kernel.
+
+    The values and gradients of three products around `swiglu` or `geglu`, which round as they do there; and gradients
+    of less memory, in fewer passes. `x`, gate and up are kept for the backward. It makes the gradients of gate and up
+    and their gated product in one pass, on a GPU over the arrays that it reads, and takes its products in an order that
+    lets go of arrays early. What is not differentiated takes no products.
+
+    On a mesh with Explicit axes the products and the op are composed, and so differentiated one by one.
+
+    Args:
+        x: (..., D), any float dtype.
+        gate_kernel: (D, F) in x.dtype.
+        up_kernel: (D, F) in x.dtype.
+        down_kernel: (F, D) in x.dtype.
+        activation: "silu", or "gelu_tanh" or "gelu", which is exact: see `geglu`.
+        precision: of the products; None for `jax.default_matmul_precision`.
+        implementation: of what lies between the products: None for the platform's default, or "xla", "triton",
+            "triton:interpret", or a tuple of these to try in order.
+
+    Returns:
+        (..., D) in x.dtype.
+
+    Raises:
+        TypeError: `x` or a kernel is not floating point.
+        ValueError: shapes or dtypes do not fit, `activation` or `implementation` is unknown, or the named one cannot
+            run here.
+
+    Example:
+        >>> x, kernel = jnp.ones((2, 3)), jnp.ones((3, 4))
+        >>> gated_mlp(x, kernel, kernel, kernel.T)[0].tolist()
+        [34.2926, 34.2926, 34.2926]
+
+    References:
+        Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
+    """
+    arrays = x, gate_kernel, up_kernel, down_kernel
+    _check(activation, *arrays)
+    if any(map(_explicit.is_explicit, arrays)):
+        dot = functools.partial(jnp.matmul, precision=precision)
+        gated = _OPS[activation](dot(x, gate_kernel), dot(x, up_kernel), implementation=implementation)
+        return dot(gated, down_kernel)
+    # Neither direction is a kernel for some widths only: arrays of these dtypes stand for gate and up.
+    choose = functools.partial(_dispatch.choose, _OP, glu.KERNELS)
+    forward, backward = (
+        choose(defaults, implementation, x, up_kernel, activation=activation)
+        for defaults in (glu.DEFAULTS["swiglu" if activation == "silu" else "geglu"], _DEFAULTS)
+    )
+    options = _Options(activation, forward, backward, _dispatch.current_precision(precision))
+    return _gated_mlp(*_mesh.align_varying(*arrays), options)
+
+
+def _check(activation, x, gate_kernel, up_kernel, down_kernel):
+    kernels = dict(gate_kernel=gate_kernel, up_kernel=up_kernel, down_kernel=down_kernel)
+    _checks.check_choice(_OP, "activation", activation, tuple(_OPS))
+    _checks.check_floating(_OP, x=x, **kernels)
+    if x.ndim == 0 or gate_kernel.ndim != 2 or gate_kernel.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{_OP}: x has shape {x.shape} and gate_kernel {gate_kernel.shape}, but they must be (..., D) and (D, F); "
+            "pass a kernel as Flax has it, transposed if it is (F, D)."
+        )
+    _checks.check_shape(_OP, "up_kernel", up_kernel, gate_kernel.shape, "it is (D, F), as gate_kernel is")
+    _checks.check_shape(_OP, "down_kernel", down_kernel, gate_kernel.shape[::-1], "it is (F, D)")
+    for name, kernel in kernels.items():
+        if kernel.dtype != x.dtype:
+            raise ValueError(
+                f"{_OP}: {name} has dtype {kernel.dtype} and x {x.dtype}, but all must have one, in which the products "
+                f"are; cast it, for example {name}.astype(x.dtype)."
+            )

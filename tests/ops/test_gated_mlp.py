@@ -1,0 +1,135 @@
+"""What gated_mlp promises."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from liger_jax import ops
+from liger_jax.ops import gated_mlp
+from liger_jax.pallas_kernels.glu import reference
+from tests.ops import _oracle
+from tests.ops._oracle import normal
+
+KERNELS = ("xla", "triton")
+OPS = {"silu": ops.swiglu, "gelu_tanh": ops.geglu, "gelu": functools.partial(ops.geglu, approximate=False)}
+INPUTS = ("x", "gate_kernel", "up_kernel", "down_kernel")
+
+activations = pytest.mark.parametrize("activation", OPS)
+
+
+def make(activation, implementation):
+    if activation == "gelu" and implementation.startswith("triton"):
+        pytest.skip("no Triton kernel: tests/ops/test_glu.py")
+    return functools.partial(gated_mlp, activation=activation, implementation=implementation)
+
+
+def draw(rng, *batch, d=11, f=37, dtype=jnp.float32):
+    x, *kernels = normal(rng, (*batch, d), (d, f), (d, f), (f, d), dtype=dtype)
+    return [x, *(kernel * jnp.asarray(0.3, dtype) for kernel in kernels)]
+
+
+def composed(x, gate_kernel, up_kernel, down_kernel, *, gated):
+    return gated(x @ gate_kernel, x @ up_kernel) @ down_kernel
+
+
+@activations
+@pytest.mark.parametrize("batch", _oracle.first(2, [(3, 5), (), (130,)]), ids=str)
+def test_every_shape_matches_float64(batch, activation, implementation, rng):
+    gated = functools.partial(reference.gated, activation=activation)
+    oracle = functools.partial(composed, gated=gated)
+    _oracle.check_float32(make(activation, implementation), oracle, draw(rng, *batch), rng)
+
+
+@activations
+@pytest.mark.parametrize("dtype", _oracle.first(1, ["bfloat16", "float16"]))
+def test_half_precision_is_no_worse_than_products_around_the_op(dtype, activation, implementation, rng):
+    plain = functools.partial(composed, gated=functools.partial(OPS[activation], implementation="xla"))
+    oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation=activation))
+    _oracle.check_half(make(activation, implementation), plain, oracle, draw(rng, 60, d=64, dtype=dtype), rng)
+
+
+def test_only_x_and_both_gates_are_kept_beside_the_kernels(implementation, rng):
+    arrays = draw(rng, 37)
+    gates = normal(rng, (37, 37), (37, 37))
+    _oracle.check_residuals(make("silu", implementation), arrays, kept=[*arrays, *gates, jnp.zeros(4)])
+
+
+@pytest.mark.parametrize(
+    "wrt, products",
+    [("x", 3), ("gate_kernel", 2), ("up_kernel", 2), ("down_kernel", 1), ("x gate_kernel", 4), (" ".join(INPUTS), 6)],
+)
+def test_what_is_frozen_takes_no_products(wrt, products, implementation, rng):
+    """Beside the forward's 3 and what is differentiated: all but the down kernel need the gated product's gradient."""
+    arrays = dict(zip(INPUTS, draw(rng, 37), strict=True))
+    op = make("silu", implementation)
+    loss = lambda chosen: (op(**(arrays | chosen)) ** 2).sum()
+    chosen = {name: arrays[name] for name in wrt.split()}
+    text = jax.jit(jax.grad(loss)).lower(chosen).as_text()
+    assert text.count("stablehlo.dot_general") == 3 + products
+    found = jax.grad(loss)(chosen)
+    plain = functools.partial(composed, gated=OPS["silu"])
+    expected = jax.grad(lambda chosen: (plain(**(arrays | chosen)) ** 2).sum())(chosen)
+    for name in chosen:
+        assert _oracle.largest_error(found[name], expected[name]) <= _oracle.TOLERANCE
+
+
+def test_nothing_depends_on_a_value_that_is_not_used(implementation, rng):
+    op = make("silu", implementation)
+    arrays = draw(rng, 5)
+    gradients = jax.grad(lambda *arrays: (op(*arrays), arrays[0].sum())[1], argnums=(0, 1))(*arrays)
+    assert jnp.all(gradients[0] == 1) and not gradients[1].any()
+
+
+@pytest.mark.parametrize("shared", [(1, 2, 3), ()], ids=["kernels shared", "all mapped"])
+def test_vmap(shared, implementation, rng):
+    _oracle.check_vmap(make("silu", implementation), draw(rng, 5), rng, shared=shared)
+
+
+def test_checkpoint(implementation, rng):
+    _oracle.check_checkpoint(make("gelu_tanh", implementation), draw(rng, 37), rng, implementation)
+
+
+def test_scan(implementation, rng):
+    _oracle.check_scan(make("silu", implementation), draw(rng, 37), rng)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma, implementation, rng):
+    _oracle.check_shard_map(make("silu", implementation), draw(rng, 8, 5), rng, implementation, check_vma)
+
+
+def test_precision_of_the_call_holds_in_the_backward(rng):
+    arrays = draw(rng, 5)
+    with jax.default_matmul_precision("default"):
+
+        def loss(*arrays):
+            with jax.default_matmul_precision("highest"):
+                return gated_mlp(*arrays).sum()
+
+        text = jax.jit(jax.grad(loss, argnums=range(4))).lower(*arrays).as_text()
+    assert len(re.findall("dot_general.*precision = .HIGHEST, HIGHEST", text)) == text.count("stablehlo.dot_general")
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(activation="relu"), ValueError, r"activation='relu' is unknown; pass one of \('silu', "),
+        (dict(x=jnp.ones((2, 3), int)), TypeError, "x has dtype int32, but must be floating point; "),
+        (dict(x=jnp.ones((2, 4))), ValueError, r"x has shape \(2, 4\) and gate_kernel \(3, 5\), .* transposed if"),
+        (dict(up_kernel=jnp.ones((3, 4))), ValueError, r"up_kernel has shape \(3, 4\), but must have shape \(3, 5\)"),
+        (dict(down_kernel=jnp.ones((3, 5))), ValueError, r"down_kernel has shape \(3, 5\), .* shape \(5, 3\)"),
+        (
+            dict(up_kernel=jnp.ones((3, 5), "bfloat16")),
+            ValueError,
+            r"up_kernel has dtype bfloat16 and x float32, .*cast",
+        ),
+        (dict(implementation="cuda"), ValueError, "implementation='cuda' is unknown"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(change, error, message, unchecked_types):
+    arrays = dict(zip(INPUTS, map(jnp.ones, [(2, 3), (3, 5), (3, 5), (5, 3)]), strict=True))
+    with pytest.raises(error, match=f"^gated_mlp: {message}"):
+        gated_mlp(**(arrays | change))
