@@ -69,7 +69,7 @@ def _is_plain(projection: Any) -> bool:
 
 
 class SwiGLUMLP(_GatedMLP):
-    """LLaMA's feed-forward layer: down(silu(gate(x))·up(x)), the gate by `ops.swiglu`.
+    """LLaMA's feed-forward layer: down(silu(gate(x))·up(x)), by `ops.gated_mlp` or `ops.swiglu`.
 
     Args:
         width: D, of input and output.
@@ -100,7 +100,7 @@ class SwiGLUMLP(_GatedMLP):
 
 
 class GeGLUMLP(_GatedMLP):
-    """Gemma's feed-forward layer: down(gelu(gate(x))·up(x)), the gate by `ops.geglu`.
+    """Gemma's feed-forward layer: down(gelu(gate(x))·up(x)), by `ops.gated_mlp` or `ops.geglu`.
 
     Args:
         width: D, of input and output.
