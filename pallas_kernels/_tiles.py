@@ -1,5 +1,6 @@
 """The few helpers that all Pallas kernels share: tile sizes, masks, output types."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -37,6 +38,13 @@ def in_bounds(start: jax.Array | int, size: int, bound: int, axis: int, rank: in
     shape = [1] * rank
     shape[axis] = size
     return start + jax.lax.broadcasted_iota(jnp.int32, tuple(shape), axis) < bound
+
+
+def mask_of_tile(starts: Sequence[jax.Array | int], sizes: Sequence[int], bounds: Sequence[int]) -> jax.Array | None:
+    """True inside of `bounds`, for a tile at multiples of `sizes`; None if all are full, which Triton cannot see."""
+    axes = [axis for axis, (size, bound) in enumerate(zip(sizes, bounds, strict=True)) if bound % size]
+    masks = [in_bounds(starts[axis], sizes[axis], bounds[axis], axis, len(sizes)) for axis in axes]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def out_like(x: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:

@@ -2,11 +2,9 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -28,11 +26,12 @@ class _Options:
 
     op: str
     layout: str
+    sections: tuple[int, ...] | None  # of each head's pairs, if the tables are three
     choice: str
 
     def run(self, *arrays: jax.Array, inverse: bool):
         rotate = _dispatch.bind(self.op, _KERNELS, self.choice, "rotate")
-        return rotate(*arrays, inverse=inverse, layout=self.layout)
+        return rotate(*arrays, inverse=inverse, layout=self.layout, sections=self.sections)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -95,7 +94,7 @@ def apply_rope(
     References:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864).
     """
-    return _rope("apply_rope", q, k, cos, sin, layout, implementation)
+    return _rope("apply_rope", q, k, cos, sin, None, layout, implementation)
 
 
 def apply_mrope(
@@ -111,8 +110,7 @@ def apply_mrope(
     """Rotates queries and keys by three positions each, of time, height and width: Qwen2-VL's multimodal RoPE.
 
     The first sections[0] pairs of a head turn by the first table, the next sections[1] by the second, the others by
-    the third. One table (1|B, T, R) is put together from the three, and then this is `apply_rope`: that table is all
-    that is kept for the backward.
+    the third. The backward is the inverse rotation: only `cos` and `sin` are kept for it, as they are.
 
     Args:
         q: (B, T, Q, H), any float dtype.
@@ -155,47 +153,40 @@ def apply_mrope(
             f"{op}: sections={tuple(sections)} must be three numbers of pairs, R/2={half} in sum; pass the config's "
             "mrope_section."
         )
-    cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
-    return _rope(op, q, k, _merged(cos, sections), _merged(sin, sections), layout, implementation)
+    return _rope(op, q, k, cos, sin, tuple(sections), layout, implementation)
 
 
-def _merged(table: jax.Array, sections: Sequence[int]) -> jax.Array:
-    """(3, 1|B, T, R) → (1|B, T, R), of each section's columns those of its own table."""
-    *edges, _ = itertools.accumulate((*sections, *sections))
-    parts = jnp.split(table, edges, axis=-1)
-    return jnp.concatenate([part[i % 3] for i, part in enumerate(parts)], axis=-1)
-
-
-def _rope(op, q, k, cos, sin, layout, implementation) -> tuple[jax.Array, jax.Array]:
+def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Array, jax.Array]:
     _checks.check_floating(op, q=q, k=k, cos=cos, sin=sin)
     _checks.check_choice(op, "layout", layout, _LAYOUTS)
-    _check_shapes(op, q, k, cos, sin)
+    _check_shapes(op, q, k, cos.shape if sections is None else cos.shape[1:])
+    _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")
     cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
     if (spec := _explicit.row_spec(q)) is not None:
-        of_table = P(spec[0] if cos.shape[0] > 1 else None, spec[1])
+        of_three = () if sections is None else (None,)
+        of_table = P(*of_three, spec[0] if cos.shape[-3] > 1 else None, spec[1])
         of_keys = P(*spec[:2], *_explicit.spec_of(k)[2:])  # its heads may be split as the queries' are, or not
-        local = functools.partial(_rope, op, layout=layout, implementation=implementation)
+        local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=implementation)
         specs = spec, of_keys, of_table, of_table
         return _explicit.on_parts(op, local, (q, k, cos, sin), specs, specs[:2])
     choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, q, k, cos, sin, layout=layout)
-    return _rotate(*_mesh.align_varying(q, k, cos, sin), _Options(op, layout, choice))
+    return _rotate(*_mesh.align_varying(q, k, cos, sin), _Options(op, layout, sections, choice))
 
 
-def _check_shapes(op: str, q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
+def _check_shapes(op: str, q: jax.Array, k: jax.Array, table_shape: tuple[int, ...]) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"{op}: q has shape {q.shape} and k {k.shape}, but they must be (B, T, Q, H) and (B, T, K, H) with "
             "the same B, T and H; transpose heads and positions if they come as (B, Q, T, H)."
         )
     batch, length, _, width = q.shape
-    if cos.ndim != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != length:
+    if len(table_shape) != 3 or table_shape[0] not in (1, batch) or table_shape[1] != length:
         raise ValueError(
-            f"{op}: cos has shape {cos.shape}, but must be (1, {length}, R) or ({batch}, {length}, R): one row for "
+            f"{op}: cos has shape {table_shape}, but must be (1, {length}, R) or ({batch}, {length}, R): one row for "
             "each position; index the table by position first."
         )
-    if cos.shape[2] % 2 or cos.shape[2] > width:
+    if table_shape[2] % 2 or table_shape[2] > width:
         raise ValueError(
-            f"{op}: cos has width R={cos.shape[2]}, but R must be even and at most H={width}, the head's; a table "
+            f"{op}: cos has width R={table_shape[2]}, but R must be even and at most H={width}, the head's; a table "
             "of one half is to be concatenated with itself."
         )
-    _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")

@@ -1,89 +1,118 @@
 """Rotary position embedding in Pallas-Triton (NVIDIA, Ampere and newer).
 
-Memory passes, as XLA's: one read and one write of q and k, both in one launch, each row of cos and sin read once for
-all heads. The backward is the same pass with the transposed rotation. Rounding: see xla.py, whose formula runs here.
+Memory passes: one read and one write of q and k, both in one launch. A tile is one half of one head at several
+tokens, and the tables' tiles have its shape: threads hold the same columns of all, no value changes hands, and a
+table's row is read once for several heads. Of three tables (`sections`) each column is read from its own only, where
+XLA's expression has a pass before. The backward is the same pass with the transposed rotation. Rounding: see xla.py,
+whose formula runs here.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, next_power_of_2, out_like
+from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
 from liger_jax.pallas_kernels.rope import config, xla
 
 
 def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> str | None:
-    """Halves, and all heads of one token in the registers of one program."""
+    """Halves, and float32 arithmetic."""
     if layout != "half":
         return f"the kernel reads a head by halves, and layout={layout!r} has neighbours for pairs; use 'xla'."
-    token_size = next_power_of_2(max(q.shape[2], k.shape[2])) * next_power_of_2(q.shape[3])
-    if token_size > config.TRITON_MAX_TOKEN_SIZE:
-        return (
-            f"the heads of one token, padded to {token_size} elements, exceed {config.TRITON_MAX_TOKEN_SIZE}, what "
-            "one program holds; use 'xla'."
-        )
     if jnp.float64 in (q.dtype, k.dtype):
         return "the kernel computes in float32; use 'xla' for float64."
     return None
 
 
-def _kernel(q_ref, k_ref, cos_ref, sin_ref, q_out_ref, k_out_ref, *, t, num_heads, widths, inverse, tiles):
-    head_width, rotary_width = widths
-    half = rotary_width // 2
-    tokens = in_bounds(pl.program_id(0) * tiles.t_block_size, tiles.t_block_size, t, axis=0, rank=3)
-    columns = in_bounds(0, tiles.half_block_size, half, axis=2, rank=3)
+def _load_table(ref, part, mask, sections):
+    """Columns `part` of the table, in float32; of three tables, of each section's columns those of its own."""
+    load = functools.partial(pltriton.load, mask=mask)
+    if sections is None:
+        return load(ref.at[:, part]).astype(jnp.float32)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, part.size), 1)
+    total, end = 0.0, 0
+    for i, size in zip(map(np.int32, range(3)), sections, strict=True):
+        start, end = end, end + size
+        of_section = (start <= column) & (column < end)
+        mask_i = of_section if mask is None else of_section & mask
+        total += pltriton.load(ref.at[i, :, part], mask=mask_i, other=0.0).astype(jnp.float32)
+    return total
+
+
+def _kernel(q_ref, k_ref, cos_ref, sin_ref, q_out_ref, k_out_ref, *, shape, rotary_width, sections, inverse, tiles):
+    t, head_width = shape
+    half, rest_width = rotary_width // 2, head_width - rotary_width
+    first_token = jax.lax.div(pl.program_id(0), tiles.head_chunks) * tiles.t_block_size
+    mask = mask_of_tile((first_token, 0), (tiles.t_block_size, tiles.half_block_size), (t, half))
     halves = pl.ds(0, tiles.half_block_size), pl.ds(half, tiles.half_block_size)
+    cos, sin = (tuple(_load_table(ref, part, mask, sections) for part in halves) for ref in (cos_ref, sin_ref))
 
-    def load(ref, mask):
-        return tuple(pltriton.load(ref.at[:, :, part], mask=mask & columns, other=0.0) for part in halves)
-
-    cos, sin = (tuple(x.astype(jnp.float32) for x in load(ref, tokens)) for ref in (cos_ref, sin_ref))
-    for x_ref, y_ref, heads in zip((q_ref, k_ref), (q_out_ref, k_out_ref), num_heads, strict=True):
-        mask = tokens & in_bounds(0, x_ref.shape[1], heads, axis=1, rank=3)
-        rotated = xla.rotated_halves(load(x_ref, mask), cos, sin, inverse=inverse)
-        for part, y in zip(halves, rotated, strict=True):
-            pltriton.store(y_ref.at[:, :, part], y, mask=mask & columns)
-        if tiles.rest_block_size:
-            rest = (slice(None), slice(None), pl.ds(rotary_width, tiles.rest_block_size))
-            mask &= in_bounds(rotary_width, tiles.rest_block_size, head_width, axis=2, rank=3)
-            pltriton.store(y_ref.at[rest], pltriton.load(x_ref.at[rest], mask=mask, other=0.0), mask=mask)
+    # The interpreter takes NumPy's integers for an index, and not Python's.
+    heads = [(x, y, i) for x, y in ((q_ref, q_out_ref), (k_ref, k_out_ref)) for i in map(np.int32, range(x.shape[1]))]
+    for start in range(0, len(heads), tiles.heads_at_once):
+        chunk = heads[start : start + tiles.heads_at_once]
+        loaded = [tuple(pltriton.load(x.at[:, i, part], mask=mask) for part in halves) for x, _, i in chunk]
+        for (_, y, i), pair in zip(chunk, loaded, strict=True):
+            for part, rotated in zip(halves, xla.rotated_halves(pair, cos, sin, inverse=inverse), strict=True):
+                pltriton.store(y.at[:, i, part], rotated, mask=mask)
+    if rest_width:
+        rest = pl.ds(rotary_width, tiles.rest_block_size)
+        mask = mask_of_tile((first_token, 0), (tiles.t_block_size, tiles.rest_block_size), (t, rest_width))
+        for x, y, i in heads:
+            pltriton.store(y.at[:, i, rest], pltriton.load(x.at[:, i, rest], mask=mask), mask=mask)
 
 
 def rotate(
-    q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, layout: str, interpret: bool
+    q: jax.Array,
+    k: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    sections: tuple[int, ...] | None,
+    inverse: bool,
+    layout: str,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """q (B, T, Q, H), k (B, T, K, H), cos and sin (1|B, T, R) → q and k, rotated; inverse for the gradient."""
+    """q (B, T, Q, H), k (B, T, K, H), cos and sin ([3,] 1|B, T, R) → q and k, rotated; inverse for the gradient."""
     del layout  # "half", as `unsupported` says
     batch, t, _, head_width = q.shape
-    num_heads, rotary_width, table_batch = (q.shape[2], k.shape[2]), cos.shape[2], cos.shape[0]
-    tiles = config.triton_config(t, max(num_heads), head_width, rotary_width)
+    num_heads, rotary_width, table_batch = (q.shape[2], k.shape[2]), cos.shape[-1], cos.shape[-3]
+    tiles = config.triton_config(t, *num_heads, head_width, rotary_width)
     # Wide enough for the padded loads, which start at half of the rotary columns and behind them.
     padded_width = max(rotary_width // 2 + tiles.half_block_size, rotary_width + tiles.rest_block_size)
 
-    def index_map(token_tile, b):
-        return b, token_tile, 0, 0
+    def index_map(program, b):  # along a token's heads: neighbouring programs touch neighbouring memory
+        return b, jax.lax.div(program, tiles.head_chunks), jax.lax.rem(program, tiles.head_chunks), 0
 
-    def table_index_map(token_tile, b):
-        return b if table_batch > 1 else 0, token_tile, 0, 0
+    def table_index_map(program, b):
+        of_three = () if sections is None else (0,)
+        return *of_three, b if table_batch > 1 else 0, jax.lax.div(program, tiles.head_chunks), 0
 
     q_spec, k_spec = (
-        pl.BlockSpec((None, tiles.t_block_size, next_power_of_2(heads), padded_width), index_map) for heads in num_heads
+        pl.BlockSpec((None, tiles.t_block_size, heads // tiles.head_chunks, padded_width), index_map)
+        for heads in num_heads
     )
-    table_spec = pl.BlockSpec((None, tiles.t_block_size, 1, padded_width), table_index_map)
+    table_spec = pl.BlockSpec((*cos.shape[:-3], None, tiles.t_block_size, padded_width), table_index_map)
     kernel = functools.partial(
-        _kernel, t=t, num_heads=num_heads, widths=(head_width, rotary_width), inverse=inverse, tiles=tiles
+        _kernel,
+        shape=(t, head_width),
+        rotary_width=rotary_width,
+        sections=sections,
+        inverse=inverse,
+        tiles=tiles,
     )
     q_out, k_out = pl.pallas_call(
         kernel,
-        grid=(cdiv(t, tiles.t_block_size), batch),
+        grid=(cdiv(t, tiles.t_block_size) * tiles.head_chunks, batch),
         in_specs=[q_spec, k_spec, table_spec, table_spec],
         out_specs=[q_spec, k_spec],
         out_shape=[out_like(q, q.shape, q.dtype), out_like(k, k.shape, k.dtype)],
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name="rope_backward" if inverse else "rope_forward",
-    )(q, k, cos[:, :, None, :], sin[:, :, None, :])
+    )(q, k, cos, sin)
     return q_out, k_out

@@ -5,6 +5,7 @@ backward is the same pass with the transposed rotation, and reads cos and sin on
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -40,9 +41,25 @@ def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, lay
     return jnp.concatenate([*rotated, rest], axis=-1)
 
 
+def _merged(table: jax.Array, sections: tuple[int, ...]) -> jax.Array:
+    """(3, 1|B, T, R) → (1|B, T, R), of each section's columns those of its own table."""
+    *edges, _ = itertools.accumulate((*sections, *sections))
+    parts = jnp.split(table, edges, axis=-1)
+    return jnp.concatenate([part[i % 3] for i, part in enumerate(parts)], axis=-1)
+
+
 def rotate(
-    q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, layout: str
+    q: jax.Array,
+    k: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    sections: tuple[int, ...] | None,
+    inverse: bool,
+    layout: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """q (B, T, Q, H), k (B, T, K, H), cos and sin (1|B, T, R) → q and k, rotated; inverse for the gradient."""
+    """q (B, T, Q, H), k (B, T, K, H), cos and sin ([3,] 1|B, T, R) → q and k, rotated; inverse for the gradient."""
+    if sections is not None:
+        cos, sin = _merged(cos, sections), _merged(sin, sections)
     q, k = (_rotated(x, cos, sin, inverse=inverse, layout=layout) for x in (q, k))
     return q, k
