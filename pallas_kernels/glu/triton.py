@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like
+from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
 from liger_jax.pallas_kernels.glu import config, xla
+
+_WIDTH = 1024  # of the rows that two arrays are cut into
 
 
 def unsupported(gate: jax.Array, up: jax.Array | None, *, activation: str) -> str | None:
@@ -32,12 +34,11 @@ def _tiles_of(refs):
     return [tile for ref in refs for tile in parts(ref)]
 
 
-def _kernel(*refs, n, f, formula, num_inputs):
-    n_block_size, *_, f_block_size = refs[0].shape
-    rank = refs[0].ndim
-    rows = in_bounds(pl.program_id(0) * n_block_size, n_block_size, n, axis=0, rank=rank)
-    mask = rows & in_bounds(pl.program_id(1) * f_block_size, f_block_size, f, axis=rank - 1, rank=rank)
-    outputs = formula(*(pltriton.load(tile, mask=mask, other=0.0) for tile in _tiles_of(refs[:num_inputs])))
+def _kernel(*refs, shape, index_map, formula, num_inputs):
+    sizes = refs[0].shape
+    starts = [tile * size for tile, size in zip(index_map(pl.program_id(0)), sizes, strict=True)]
+    mask = mask_of_tile(starts, sizes, shape)
+    outputs = formula(*(pltriton.load(tile, mask=mask) for tile in _tiles_of(refs[:num_inputs])))
     for tile, value in zip(_tiles_of(refs[num_inputs:]), jax.tree.leaves(outputs), strict=True):
         pltriton.store(tile, value, mask=mask)
 
@@ -47,17 +48,20 @@ def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
 
     Output i is written over the input that `written_over` has in place i.
     """
-    n, *_, f = inputs[0].shape
+    n, *_, f = shape = inputs[0].shape
     tiles = config.triton_config(n, f)
+    n_tiles, f_tiles = cdiv(n, tiles.n_block_size), cdiv(f, tiles.f_block_size)
+
+    def index_map(program):  # along the rows: neighbouring programs touch neighbouring memory
+        between = [0] * (len(shape) - 2)
+        return jax.lax.div(program, f_tiles), *between, jax.lax.rem(program, f_tiles)
 
     def spec_of(x):
-        between = x.shape[1:-1]
-        index_map = lambda row_tile, f_tile: (row_tile, *(0 for _ in between), f_tile)
-        return pl.BlockSpec((tiles.n_block_size, *between, tiles.f_block_size), index_map)
+        return pl.BlockSpec((tiles.n_block_size, *x.shape[1:-1], tiles.f_block_size), index_map)
 
     return pl.pallas_call(
-        functools.partial(_kernel, n=n, f=f, formula=formula, num_inputs=len(inputs)),
-        grid=(cdiv(n, tiles.n_block_size), cdiv(f, tiles.f_block_size)),
+        functools.partial(_kernel, shape=shape, index_map=index_map, formula=formula, num_inputs=len(inputs)),
+        grid=(n_tiles * f_tiles,),
         in_specs=[spec_of(x) for x in inputs],
         out_specs=[spec_of(y) for y in out_types],
         out_shape=out_types,
@@ -69,11 +73,16 @@ def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
 
 
 def _as_rows(gate, up):
-    """Two arrays (N, F), or one (N, 2, F), and the shape of their product; not flat: offsets in an axis are 32-bit."""
+    """Two arrays (N, F), or one (N, 2, F), and the shape of their product.
+
+    Two arrays are cut into rows of 1,024 where that leaves nothing over, for rows mean nothing here; never into one,
+    for offsets in an axis are 32-bit.
+    """
     if up is None:
         rows = [gate.reshape(-1, 2, gate.shape[-1] // 2)]
         return rows, (rows[0].shape[0], 1, rows[0].shape[2])
-    rows = [x.reshape(-1, *x.shape[-1:] or (1,)) for x in (gate, up)]
+    width = _WIDTH if gate.size % _WIDTH == 0 else max(gate.shape[-1:], default=1)
+    rows = [x.reshape(-1, width) for x in (gate, up)]
     return rows, rows[0].shape
 
 
@@ -82,7 +91,7 @@ def forward(gate: jax.Array, up: jax.Array | None, *, activation: str, interpret
     formula = functools.partial(xla.product, activation=activation)
     rows, shape = _as_rows(gate, up)
     (y,) = _elementwise("glu_forward", formula, rows, [out_like(rows[0], shape, rows[-1].dtype)], interpret)
-    return y.reshape((*gate.shape[:-1], shape[-1]) if gate.shape else ())
+    return y.reshape((*gate.shape[:-1], shape[-1]) if up is None else gate.shape)
 
 
 def backward(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels._tiles import promoted
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_CUBIC = 0.044715
-_GELU_FAR = 16.0  # from here on the tanh is ±1 to the last bit, in float64 too
+_LINEAR, _CUBIC = 2 * _SQRT_2_OVER_PI, 2 * _SQRT_2_OVER_PI * 0.044715
+_GELU_FAR = 64.0  # from here on the sigmoid is 0 or 1 to the last bit, in float64 too
 
 
 def unsupported(gate: jax.Array, up: jax.Array | None, *, activation: str) -> str | None:
@@ -24,20 +24,18 @@ def unsupported(gate: jax.Array, up: jax.Array | None, *, activation: str) -> st
 
 def activate(x: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
     """act(x) and act'(x), for x in float32 or wider; activation is "silu", "gelu" or "gelu_tanh"."""
-    if activation == "silu":
-        # x·σ(x)      σ(x)·(1 + x·(1 − σ(x)))
-        sigmoid = jax.lax.logistic(x)
-        return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
     if activation == "gelu":
         # x·Φ(x)      Φ(x) + x·φ(x); erfc keeps the digits of Φ's left tail
         cdf = 0.5 * jax.lax.erfc(-x * math.sqrt(0.5))
         return x * cdf, cdf + x * jnp.exp(-0.5 * x * x) * (0.5 * _SQRT_2_OVER_PI)
-    # x·(1 + t)/2      (1 + t)/2 + x·(1 − t²)/2·√(2/π)·(1 + 3·0.044715·x²)      t = tanh(√(2/π)·(x + 0.044715·x³))
-    near = jnp.clip(x, -_GELU_FAR, _GELU_FAR)  # a square of more could overflow, and 0·∞ is no slope
-    tanh = jnp.tanh(_SQRT_2_OVER_PI * (near + _CUBIC * (near * near * near)))
-    half = 0.5 * (1.0 + tanh)
-    slope = half + 0.5 * near * (1.0 - tanh * tanh) * (_SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * (near * near)))
-    return x * half, slope
+    # x·σ(z)      σ(z) + x·σ(z)·(1 − σ(z))·z'; for "gelu_tanh", (1 + tanh(z/2))/2 = σ(z), which keeps the left tail
+    z, slope = x, 1.0
+    if activation == "gelu_tanh":
+        # z = 2·√(2/π)·(x + 0.044715·x³)
+        square = jnp.minimum(x * x, _GELU_FAR**2)  # infinity times the 0 of 1 − σ(z) were no slope
+        z, slope = x * (_LINEAR + _CUBIC * square), _LINEAR + 3.0 * _CUBIC * square
+    sigmoid = jax.lax.logistic(z)
+    return x * sigmoid, sigmoid + x * (sigmoid * (1.0 - sigmoid)) * slope
 
 
 def product(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:

@@ -12,8 +12,8 @@ from tests.ops import _oracle
 from tests.ops._oracle import normal
 
 KERNELS = ("xla", "triton")
-# Ragged in every tile, one row, width 1, one axis, three axes.
-SHAPES = [(37, 1030), (1, 3000), (1300, 1), (70,), (3, 5, 129)]
+# Ragged in every tile, one row, width 1, one axis, three axes, full tiles in both packings.
+SHAPES = [(37, 1030), (1, 3000), (1300, 1), (70,), (3, 5, 129), (2, 16, 192)]
 OPS = {"silu": swiglu, "gelu_tanh": geglu, "gelu": functools.partial(geglu, approximate=False)}
 
 packings = pytest.mark.parametrize("packed", _oracle.first(1, [False, True]), ids=["two arrays", "side by side"])
