@@ -5,12 +5,14 @@ A case is a function of arrays, the arrays' types, and the kernels that the comp
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from liger_jax import (
+    apply_mrope,
     apply_rope,
     cross_entropy,
     dyt,
@@ -131,11 +133,15 @@ BOTH = [
 ]
 
 HEADS = (((8, 2048, 32, 64), BF16), ((8, 2048, 8, 64), BF16), ((1, 2048, 64), F32), ((1, 2048, 64), F32))
+THREE_TABLES = (((8, 2048, 28, 128), BF16), ((8, 2048, 4, 128), BF16), *[((3, 8, 2048, 128), F32)] * 2)
 RAGGED_HEADS = (((3, 4095, 14, 80), BF16), ((3, 4095, 2, 80), BF16), ((3, 4095, 20), F32), ((3, 4095, 20), F32))
 GATES = (((16384, 14336), BF16), ((16384, 14336), BF16))
 MLP = (((4, 2048, 2048), BF16), ((2048, 8192), BF16), ((2048, 8192), BF16), ((8192, 2048), BF16))
 
 GLU, SPARSEMAX = ("glu_forward", "glu_backward"), ("sparsemax_forward", "sparsemax_backward")
+
+ROPE = ("rope_forward", "rope_backward")
+mrope = functools.partial(apply_mrope, sections=(16, 24, 24))
 
 GPU_ONLY = [
     Case("swiglu", with_gradient(swiglu, (0, 1)), GATES, GLU),
@@ -146,8 +152,9 @@ GPU_ONLY = [
     Case("softmax", with_gradient(softmax, (0,)), (((16384, 4096), BF16),), ("softmax_forward", "softmax_backward")),
     Case("sparsemax", with_gradient(sparsemax, (0,)), (((4095, 1000), BF16),), SPARSEMAX),
     Case("sparsemax_wide", with_gradient(sparsemax, (0,)), (((512, 32768), F32),), SPARSEMAX, full=True),
-    Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ("rope_forward", "rope_backward")),
-    Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ("rope_forward", "rope_backward")),
+    Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ROPE),
+    Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ROPE),
+    Case("apply_mrope", with_gradient(mrope, (0, 1)), THREE_TABLES, ROPE),
 ]
 
 
