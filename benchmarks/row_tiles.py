@@ -36,15 +36,15 @@ ROWS = 16384
 HOPPER = "Mosaic GPU"
 OPS = {  # kernels, options of forward and backward, rows and columns of forward, rows and columns of backward
     "rms_norm": (
-        {"XLA": rms_xla, "default": rms_triton, HOPPER: rms_mosaic_gpu},
+        {"XLA": rms_xla, "Triton": rms_triton, HOPPER: rms_mosaic_gpu},
         {"offset": 0.0},
         {"casting_mode": "llama"},
         (1, 1),
         (2, 1),
     ),
-    "layer_norm": ({"XLA": layer_xla, "default": layer_triton, HOPPER: layer_mosaic_gpu}, {}, {}, (1, 2), (2, 2)),
+    "layer_norm": ({"XLA": layer_xla, "Triton": layer_triton, HOPPER: layer_mosaic_gpu}, {}, {}, (1, 2), (2, 2)),
     "fused_add_rms_norm": (
-        {"XLA": fused_xla, "default": fused_triton, HOPPER: fused_mosaic_gpu},
+        {"XLA": fused_xla, "Triton": fused_triton, HOPPER: fused_mosaic_gpu},
         {"offset": 0.0},
         {"casting_mode": "llama"},
         (2, 1),
@@ -98,8 +98,8 @@ def programs(op: str, d: int, all_tiles: bool):
     for backward, counts in ((False, forward_counts), (True, backward_counts)):
         direction = "backward" if backward else "forward"
         for name, tiles in {**dict.fromkeys(names), **(tiles_of(d, backward) if all_tiles else {})}.items():
-            kernel = kernels.get(name, kernels["default"])
-            launch = {"interpret": False} if kernel is kernels["default"] else {}
+            kernel = kernels.get(name, kernels["Triton"])
+            launch = {"interpret": False} if kernel is kernels["Triton"] else {}
             if backward:
                 known = [] if name == "XLA" else sums
                 run = lambda known, *arrays, kernel=kernel, launch=launch: kernel.backward(

@@ -8,26 +8,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
 from liger_jax.ops.rms_norm import CASTING_MODES
 from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
 
 _OP = "fused_add_rms_norm"
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",)}
+_WIDE = (9216, 4096)  # forward and backward; measured, benchmarks/results/row_tiles.md
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What the kernel is compiled for."""
+    """What the kernels are compiled for, and which ones they are."""
 
     eps: float
     offset: float
     casting_mode: str
-    choice: str
+    forward: str
+    backward: str
 
     def run(self, function: str, *arrays: Any, **options: str):
-        kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
+        kernel = _dispatch.bind(_OP, _KERNELS, getattr(self, function), function)
         return kernel(*arrays, eps=self.eps, offset=self.offset, **options)
 
 
@@ -103,8 +105,8 @@ def fused_add_rms_norm(
         op = functools.partial(fused_add_rms_norm, **options)
         return _explicit.on_rows(_OP, op, spec, (x, residual), (scale,), results=2)
     rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
-    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, added, scale)
-    options = _Options(float(eps), float(offset), casting_mode, choice)
+    kernels = _rows.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, added, scale, wide=_WIDE)
+    options = _Options(float(eps), float(offset), casting_mode, *kernels)
     outputs: Any = _fused(*_mesh.align_varying(rows, added, scale), options)
     y, new_residual = outputs
     return jnp.reshape(y, x.shape), jnp.reshape(new_residual, x.shape)

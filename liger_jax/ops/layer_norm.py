@@ -8,23 +8,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
 from liger_jax.pallas_kernels.layer_norm import mosaic_gpu, mosaic_tpu, triton, xla
 
 _OP = "layer_norm"
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",)}
+_WIDE = (9216, 5120)  # forward and backward; measured, benchmarks/results/row_tiles.md
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What the kernel is compiled for."""
+    """What the kernels are compiled for, and which ones they are."""
 
     eps: float
-    choice: str
+    forward: str
+    backward: str
 
     def run(self, function: str, *arrays: Any):
-        return _dispatch.bind(_OP, _KERNELS, self.choice, function)(*arrays, eps=self.eps)
+        return _dispatch.bind(_OP, _KERNELS, getattr(self, function), function)(*arrays, eps=self.eps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -88,6 +90,6 @@ def layer_norm(
         op = functools.partial(layer_norm, eps=eps, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (scale, bias))
     rows = x.reshape(-1, x.shape[-1])
-    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias)
-    y = _layer_norm(*_mesh.align_varying(rows, scale, bias), _Options(float(eps), choice))
+    kernels = _rows.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias, wide=_WIDE)
+    y = _layer_norm(*_mesh.align_varying(rows, scale, bias), _Options(float(eps), *kernels))
     return jnp.reshape(y, x.shape)

@@ -8,25 +8,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
 from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
 
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
+_WIDE = (9216, 5120)  # forward and backward; measured, benchmarks/results/row_tiles.md
 CASTING_MODES = ("llama", "gemma", "none")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What the kernel is compiled for."""
+    """What the kernels are compiled for, and which ones they are."""
 
     eps: float
     offset: float
     casting_mode: str
-    choice: str
+    forward: str
+    backward: str
 
     def run(self, function: str, *arrays: Any, **options: str):
-        kernel = _dispatch.bind("rms_norm", _KERNELS, self.choice, function)
+        kernel = _dispatch.bind("rms_norm", _KERNELS, getattr(self, function), function)
         return kernel(*arrays, eps=self.eps, offset=self.offset, **options)
 
 
@@ -96,7 +98,9 @@ def rms_norm(
         options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
         op = functools.partial(rms_norm, **options)
         return _explicit.on_rows("rms_norm", op, spec, (x,), (scale,))
-    choice = _dispatch.choose("rms_norm", _KERNELS, _DEFAULTS, implementation, x.reshape(-1, x.shape[-1]), scale)
+    kernels = _rows.choose(
+        "rms_norm", _KERNELS, _DEFAULTS, implementation, x.reshape(-1, x.shape[-1]), scale, wide=_WIDE
+    )
     x, scale = _mesh.align_varying(x, scale)
-    y = _rms_norm(x.reshape(-1, x.shape[-1]), scale, _Options(float(eps), float(offset), casting_mode, choice))
+    y = _rms_norm(x.reshape(-1, x.shape[-1]), scale, _Options(float(eps), float(offset), casting_mode, *kernels))
     return jnp.reshape(y, x.shape)

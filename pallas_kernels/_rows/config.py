@@ -97,12 +97,14 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
         n_block_size, num_warps = 1, 16 if (num_rows, num_sums) in ((1, 0), (2, 1)) else 8
         programs_a_core = 1 if num_sums else 2 if num_rows > 1 else None
     elif num_sums:
-        # 16 warps a core: registers hold two steps and the sums.
+        # Registers hold two steps and the sums: 16 warps a core, 8 where there is more than these.
         n_block_size = 2 if d <= 2048 else 1
         num_warps, programs_a_core = num_warps_of(n_block_size * width), max(1, 8192 // (n_block_size * width))
         if 4096 < width < 8192:
             num_warps, programs_a_core = {(2, 1): (4, 2), (2, 2): (8, 1)}.get((num_rows, num_sums), (16, 1))
-        elif 2560 < width <= 4096 and num_rows + num_sums > 3:
+        elif num_rows + num_sums == 3:
+            programs_a_core = 16 // num_warps
+        elif width <= 4096 and (2048 <= d == width if num_sums > 1 else width > 2560):
             num_warps = 4
     elif num_rows > 1:
         n_block_size = rows_of(2048)
@@ -111,7 +113,7 @@ def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int)
     elif num_stages > 1:
         # The second sum waits for the first: few warps of many elements wait less for each other.
         n_block_size, num_warps = rows_of(4096), 4
-        programs_a_core = None if 4096 <= width < 8192 else 4
+        programs_a_core = None if 4096 <= n_block_size * width < 8192 else 4 if width < 8192 else 2
     else:
         n_block_size = rows_of(4096)
         num_warps = num_warps_of(n_block_size * width)

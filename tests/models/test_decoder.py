@@ -119,6 +119,21 @@ def test_a_layer_keeps_what_norms_attention_and_gate_take_and_attention_s_result
     assert size == 2 * 2 * 64 * (4 * 64 + 2 * 64 + 2 * 128)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+@pytest.mark.parametrize("remat, in_place", [("full", True), ("offload", True), ("dots", False), ("none", False)])
+def test_gates_that_are_made_again_are_written_over(family, remat, in_place):
+    config = getattr(models, f"{family}Config")(
+        vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    model = getattr(models, f"{family}ForCausalLM")(config, remat=remat, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).model
+    graph, params = nnx.split(model)
+    loss = lambda params: nnx.merge(graph, params)(jnp.zeros((1, 16), jnp.int32)).sum().astype(jnp.float32)
+    with described("NVIDIA H200", "gpu"):
+        program = str(jax.make_jaxpr(jax.grad(loss))(params))
+    assert ("glu_gradients_and_product" in program) == in_place
+
+
 @pytest.mark.parametrize("kinds, length", [("a", 1), ("aaa", 1), ("abab", 2), ("ababa", 2), ("aabaa", 3), ("aabb", 4)])
 def test_the_pattern_is_the_shortest(kinds, length):
     assert pattern_length(kinds) == length

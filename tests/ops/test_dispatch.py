@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from liger_jax import fused_linear_cross_entropy, geglu, rms_norm
-from liger_jax.ops import _dispatch, _mesh
+from liger_jax.ops import _dispatch, _mesh, _rows
+from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, triton, xla
 from tests.ops import _oracle
 
 CPU = jax.devices("cpu")[0]
@@ -86,6 +87,38 @@ def test_default_on_cpu_is_xla():
 )
 def test_default_follows_the_device_that_the_computation_is_for(kind, platform, expected):
     assert chosen(None, kind, platform, defaults={"gpu": ("triton",), "tpu": ("mosaic_tpu",)}) == expected
+
+
+@pytest.mark.parametrize(
+    "kind, width, dtype, expected",
+    [
+        ("NVIDIA H200", 4096, jnp.bfloat16, ("triton", "triton")),
+        ("NVIDIA H200", 5120, jnp.bfloat16, ("triton", "mosaic_gpu")),
+        ("NVIDIA H200", 8192, jnp.float16, ("triton", "mosaic_gpu")),
+        ("NVIDIA H200", 18432, jnp.bfloat16, ("mosaic_gpu", "mosaic_gpu")),
+        ("NVIDIA H200", 18432, jnp.float32, ("triton", "triton")),
+        ("NVIDIA H200", 18000, jnp.bfloat16, ("triton", "triton")),
+        ("NVIDIA A100-SXM4-80GB", 18432, jnp.bfloat16, ("triton", "triton")),
+        ("cpu", 18432, jnp.bfloat16, ("xla", "xla")),
+    ],
+)
+def test_wide_rows_come_by_hoppers_copy_engine(kind, width, dtype, expected):
+    platform = "gpu" if kind.startswith("NVIDIA") else "cpu"
+    kernels = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
+    found = []
+
+    def choose(x):
+        found.append(_rows.choose("op", kernels, {"gpu": ("triton",)}, None, x, wide=(9216, 5120)))
+
+    with device_in_context(kind, platform):
+        jax.eval_shape(choose, jax.ShapeDtypeStruct((8, width), dtype))
+    assert found == [expected]
+
+
+def test_named_kernel_serves_both_directions():
+    kernels = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
+    choose = functools.partial(_rows.choose, "op", kernels, {}, "triton:interpret", wide=(0, 0))
+    assert choose(X) == ("triton:interpret",) * 2
 
 
 def test_gpu_older_than_ampere_says_why_not_triton():

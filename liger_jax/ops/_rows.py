@@ -1,0 +1,39 @@
+"""Which kernels run a normalisation: one forward, and one backward, which keeps sums over rows as well."""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import jax
+
+from liger_jax.ops import _dispatch
+
+
+def choose(
+    op: str,
+    kernels: Mapping[str, ModuleType],
+    defaults: Mapping[str, tuple[str, ...]],
+    implementation: _dispatch.Implementation,
+    *arrays: jax.Array | None,
+    wide: tuple[int, int],
+) -> tuple[str, str]:
+    """Chooses the kernels of `op` for its forward and its backward.
+
+    Args:
+        op: as `_dispatch.choose` takes it, and so the three that follow.
+        kernels: the op's modules by name.
+        defaults: for a platform, the names to try.
+        implementation: the user's choice.
+        *arrays: rows (N, D) first.
+        wide: for each direction, the least D from which Hopper's copy engine is tried first, on rows of 16 bits.
+
+    Returns:
+        Two names for `_dispatch.bind`.
+    """
+    choose = lambda defaults: _dispatch.choose(op, kernels, defaults, implementation, *arrays)
+    if implementation is not None:
+        return (choose(defaults),) * 2
+    x = arrays[0]
+    is_wide = lambda least: x.shape[-1] >= least and x.dtype.itemsize == 2
+    hopper = {**defaults, "gpu": ("mosaic_gpu", *defaults["gpu"])}
+    forward, backward = (choose(hopper if is_wide(least) else defaults) for least in wide)
+    return forward, backward
