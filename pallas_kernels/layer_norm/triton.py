@@ -1,8 +1,8 @@
 """LayerNorm in Pallas-Triton (NVIDIA, Ampere and newer): the formulas of xla.py.
 
 Memory passes: forward one read and one write. Backward one read of x and dy and one write of dx, with dscale and dbias
-summed on the way. On an H200 forward 80 to 88 % of the speed of a copy, backward 72 to 82 %; backward 58 % at 2,304
-columns, and 74 and 44 % at 18,432 (benchmarks/results/row_tiles.md).
+summed on the way. On an H200 forward 82 to 90 % of the speed of a copy, backward 73 to 86 %; 77 and 46 % at 18,432
+columns (benchmarks/results/row_tiles.md).
 """
 
 import functools

@@ -29,7 +29,8 @@ def triton_config(t: int, q_heads: int, k_heads: int, head_width: int, rotary_wi
 
     A program holds eight heads or a few more: they share 32 registers of cosines and sines. Four of them load at once,
     32 registers as well; with about 124 a thread, 8 programs a core have 64 KiB on their way.
-    Worth timing: 256, 512 and 1,024 pairs; 2, 4 and 8 heads at once.
+    On an H200 256 and 1,024 pairs took as long. Two heads at once took 22.2 µs rather than 19.5 at 14/2 × 64 and
+    8 × 2,048 tokens; eight 20.0 there, and 2 % less at 32/8 and 64/8 × 128.
     """
     half_block_size = next_power_of_2(max(1, rotary_width // 2))
     rest_width = head_width - rotary_width
