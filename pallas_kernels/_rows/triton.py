@@ -32,16 +32,7 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
     return None
 
 
-def _kernel(
-    *refs,
-    row_pass: RowPass,
-    n: int,
-    d: int,
-    counts: tuple[int, ...],
-    has_column: tuple[bool, ...],
-    tiles: config.TritonConfig,
-    interpret: bool,
-):
+def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles: config.TritonConfig, interpret: bool):
     row_refs, known_refs, column_refs, refs = split(refs, (*counts, sum(has_column)))
     column_refs = with_absent(column_refs, has_column)
     num_totals = row_pass.num_column_outputs
@@ -172,7 +163,8 @@ def run(
 ) -> tuple[Terms, Terms, Terms]:
     """rows (N, D), columns (D,) or None → row outputs (N, D), column outputs (D,) float32, and sums to save (N, 1).
 
-    The sums are those of `statistics` and the rescue, unless these are `known`: what an earlier pass saved.
+    The sums are those of `statistics` and the rescue, unless these are `known`: what an earlier pass saved. A pass that
+    has both these and column outputs needs them.
     """
     n, d = rows[0].shape
     num_stages = len(row_pass.stages) + (0 if known else len(row_pass.statistics))
