@@ -15,8 +15,9 @@ from liger_jax.pallas_kernels.rope import triton, xla
 # can only lose.
 _KERNELS = {"xla": xla, "triton": triton}
 # Forward and backward at 8 × 2048 × 32/8 × 64 in bf16 on an H200: 96 µs in XLA and 90 in Triton, × 128 172 and 176
-# (benchmarks/results/rope.md). Inside a model XLA reads q and k out of the projections' common result.
-_DEFAULTS: dict[str, tuple[str, ...]] = {}
+# (benchmarks/results/rope.md). Inside a model XLA reads q and k out of the projections' common result. Of three tables
+# (28/4 × 128) 174 and 153.
+_DEFAULTS: dict[str, dict[str, tuple[str, ...]]] = {"apply_rope": {}, "apply_mrope": {"gpu": ("triton",)}}
 _LAYOUTS = ("half", "interleaved")
 
 
@@ -110,7 +111,8 @@ def apply_mrope(
     """Rotates queries and keys by three positions each, of time, height and width: Qwen2-VL's multimodal RoPE.
 
     The first sections[0] pairs of a head turn by the first table, the next sections[1] by the second, the others by
-    the third. The backward is the inverse rotation: only `cos` and `sin` are kept for it, as they are.
+    the third. The backward is the inverse rotation: only `cos` and `sin` are kept for it, as they are. The default is
+    Triton on NVIDIA GPUs, and XLA elsewhere.
 
     Args:
         q: (B, T, Q, H), any float dtype.
@@ -169,7 +171,7 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
         local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=implementation)
         specs = spec, of_keys, of_table, of_table
         return _explicit.on_parts(op, local, (q, k, cos, sin), specs, specs[:2])
-    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, q, k, cos, sin, layout=layout)
+    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS[op], implementation, q, k, cos, sin, layout=layout)
     return _rotate(*_mesh.align_varying(q, k, cos, sin), _Options(op, layout, sections, choice))
 
 
