@@ -72,6 +72,7 @@ def _may_fuse(kernels: KernelOptions, remat: Remat) -> bool:
 
 
 class _SwiGLU(SwiGLUMLP):
+    activation = SwiGLUMLP.activation
     kernels: KernelOptions
     remat: Remat
 
@@ -84,6 +85,7 @@ class _SwiGLU(SwiGLUMLP):
 
 
 class _GeGLU(GeGLUMLP):
+    activation = GeGLUMLP.activation
     kernels: KernelOptions
     remat: Remat
 

@@ -16,7 +16,7 @@ from liger_jax.ops._dispatch import Implementation
 
 
 class _GatedMLP(nnx.Module):
-    """down(gated(gate(x), up(x))); a subclass has `gated`, and an activation as `ops.gated_mlp` takes it."""
+    """down(gated(gate(x), up(x))); a subclass has `gated`, and beside it the activation as `ops.gated_mlp` takes it."""
 
     activation: str
     gate_proj: Any  # nnx.Linear, or what stands in for one
@@ -43,8 +43,11 @@ class _GatedMLP(nnx.Module):
         """Whether the layer is one op, `ops.gated_mlp`: its projections are products with kernels and nothing else.
 
         Returns:
-            A bool; with biases, LoRA or unlike dtypes False.
+            A bool; with biases, LoRA, unlike dtypes or a gate of its own, False.
         """
+        gate_of = next(kind for kind in type(self).__mro__ if "gated" in vars(kind))
+        if "activation" not in vars(gate_of):
+            return False
         projections = self.gate_proj, self.up_proj, self.down_proj
         kinds = {(p.kernel.dtype, p.dtype, p.precision) if _is_plain(p) else None for p in projections}
         return len(kinds) == 1 and None not in kinds

@@ -93,6 +93,20 @@ def test_one_op_has_the_gradients_of_projections_around_the_gate(name, dtypes, r
         )
 
 
+def test_a_gate_of_one_s_own_is_called():
+    class Doubled(SwiGLUMLP):
+        def gated(self, gate, up):
+            return 2 * super().gated(gate, up)
+
+    rngs = nnx.Rngs(0)
+    plain = SwiGLUMLP(12, 20, linear=functools.partial(nnx.Linear, use_bias=False, rngs=rngs))
+    doubled = nnx.merge(*nnx.split(plain))
+    doubled.__class__ = Doubled
+    x = jnp.ones((2, 12))
+    assert plain.fuses()
+    np.testing.assert_allclose(doubled(x), 2 * plain(x), rtol=1e-5)
+
+
 def test_projections_with_more_than_a_kernel_are_called_one_by_one(rng):
     x = jnp.asarray(rng.standard_normal((2, 5, 12)), jnp.float32)
     biased = SwiGLUMLP(12, 20, linear=functools.partial(nnx.Linear, rngs=nnx.Rngs(0)))
