@@ -85,9 +85,12 @@ class _SwiGLU(SwiGLUMLP):
 
 
 class _GeGLU(GeGLUMLP):
-    activation = GeGLUMLP.activation
     kernels: KernelOptions
     remat: Remat
+
+    @property
+    def activation(self):
+        return super().activation
 
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.geglu

@@ -31,7 +31,8 @@ def choose(
     """
     choose = lambda defaults: _dispatch.choose(op, kernels, defaults, implementation, *arrays)
     if implementation is not None:
-        return (choose(defaults),) * 2
+        named = choose(defaults)
+        return named, named
     x = arrays[0]
     is_wide = lambda least: x.shape[-1] >= least and x.dtype.itemsize == 2
     hopper = {**defaults, "gpu": ("mosaic_gpu", *defaults["gpu"])}

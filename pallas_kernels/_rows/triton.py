@@ -67,7 +67,7 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles:
         """Along the rows of a step; writes those that are saved."""
 
         def along(stage, sums):
-            totals = None
+            totals: Any = None
             for i, (row, (_, mask)) in enumerate(zip(rows, pieces, strict=True)):
                 add = fused(functools.partial(_with_terms, stage, mask))
                 totals = add(totals, sums, *row, *column_values(i))
