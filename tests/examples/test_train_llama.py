@@ -112,7 +112,7 @@ def small_memory(batches, monkeypatch):
 
 def assert_flat_and_growing(rows):
     fused, logits = ([row.own[loss] for row in rows] for loss in memory.LOSSES)
-    assert max(fused) <= 1.2 * max(min(fused), 2**20)  # below 1 MiB is none
+    assert max(fused) <= 1.2 * max(fused[0], 2**20)  # none, where the layers' backward needs more than the loss
     assert logits == sorted(logits)
     assert logits[-1] > 0.5 * (rows[-1].batch / rows[0].batch) * logits[0]
 
