@@ -40,7 +40,6 @@ def computed(formula, *args):
     ],
 )
 def test_a_product_that_is_used_once_is_made_by_its_sum(formula):
-    assert formula(X, Y, Z) is not None
     np.testing.assert_array_equal(computed(formula, X, Y, Z), [LEFT])
 
 
