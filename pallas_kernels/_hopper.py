@@ -42,6 +42,14 @@ def load(ref: Any, index: tuple[Any, ...], layout: Any) -> Any:
     return plgpu.load(ref.at[index], layout=layout)
 
 
+def store(ref: Any, index: tuple[Any, ...], x: Any) -> None:
+    """Registers to memory, in threads' pieces of any size; JAX 0.12 refuses those over 16 bytes unless it is asked."""
+    if jax.__version_info__ < (0, 12):
+        ref[index] = x
+    else:
+        plgpu.store(ref.at[index], x, optimized=False)
+
+
 def launch(
     body: Callable[..., None],
     *operands: Any,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from liger_jax.pallas_kernels._hopper import NUM_CORES, launch, load
+from liger_jax.pallas_kernels._hopper import NUM_CORES, launch, load, store
 from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels._rows.config import MosaicGpuConfig
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
@@ -177,7 +177,7 @@ def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuC
     _, totals = jax.lax.fori_loop(0, num_rows, step, (load_known(0), totals))
     for j, total in enumerate(totals):
         for ref, x in zip(total_refs, total, strict=True):
-            ref[block, pl.ds(first + j * _WARPS, _WARPS)] = x
+            store(ref, (block, pl.ds(first + j * _WARPS, _WARPS)), x)
 
 
 def run(
