@@ -5,7 +5,6 @@ An op, its reference and the plain expression are functions of the same arrays, 
 Every gradient is taken by all arrays unless `wrt` names some, against random cotangents.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -32,22 +31,28 @@ def normal(rng: np.random.Generator, *shapes: tuple[int, ...], dtype=jnp.float32
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-def value_and_gradients(function: Callable, arrays: Sequence, cotangents, wrt=None) -> list[jax.Array]:
-    """The outputs, then the gradients by the arrays that `wrt` numbers."""
+def value_and_gradients(function: Callable, arrays: Sequence, cotangents, wrt=None, **options) -> list[jax.Array]:
+    """The outputs, then the gradients by the arrays that `wrt` numbers: one program, compiled with jax.jit's options.
+
+    Operations one by one would be a compilation each.
+    """
     wrt = range(len(arrays)) if wrt is None else wrt
 
-    def of_chosen(*chosen):
-        chosen = dict(zip(wrt, chosen, strict=True))
-        return function(*(chosen.get(i, x) for i, x in enumerate(arrays)))
+    def run(arrays, cotangents):
+        def of_chosen(*chosen):
+            chosen = dict(zip(wrt, chosen, strict=True))
+            return function(*(chosen.get(i, x) for i, x in enumerate(arrays)))
 
-    value, pullback = jax.vjp(of_chosen, *(arrays[i] for i in wrt))
-    cotangents = jax.tree.map(lambda y, g: jnp.asarray(g).astype(y.dtype), value, cotangents)
-    return [*jax.tree.leaves(value), *pullback(cotangents)]
+        value, pullback = jax.vjp(of_chosen, *(arrays[i] for i in wrt))
+        cotangents = jax.tree.map(lambda y, g: jnp.asarray(g).astype(y.dtype), value, cotangents)
+        return [*jax.tree.leaves(value), *pullback(cotangents)]
+
+    return jax.jit(run, **options)(list(arrays), cotangents)
 
 
 def random_cotangents(function: Callable, arrays: Sequence, rng: np.random.Generator):
     """Standard normal, in the shapes of the function's outputs, and exact in bfloat16 and float16."""
-    draw = lambda y: jnp.asarray(rng.standard_normal(y.shape), jnp.bfloat16).astype(jnp.float16).astype(jnp.float32)
+    draw = lambda y: jnp.asarray(rng.standard_normal(y.shape).astype(jnp.bfloat16).astype(np.float16), jnp.float32)
     return jax.tree.map(draw, jax.eval_shape(function, *arrays))
 
 
@@ -55,9 +60,8 @@ def truth(reference: Callable, arrays: Sequence, cotangents, wrt=None) -> list[n
     """`value_and_gradients` of the reference in float64, at exactly these arrays' values."""
     with jax.enable_x64(True):
         widen = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), tree)
-        run = jax.jit(lambda arrays, cotangents: value_and_gradients(reference, arrays, cotangents, wrt))
         with jax.numpy_rank_promotion("allow"):
-            return [np.asarray(x) for x in run(widen(list(arrays)), widen(cotangents))]
+            return [np.asarray(x) for x in value_and_gradients(reference, widen(list(arrays)), widen(cotangents), wrt)]
 
 
 def largest_error(result, truth) -> float:
@@ -77,7 +81,7 @@ def rms_error(result, truth) -> float:
 def check_float32(op, reference, arrays, rng, wrt=None):
     """Values and every gradient within 2e-5 of the largest value of the float64 reference."""
     cotangents = random_cotangents(op, arrays, rng)
-    results = jax.jit(lambda arrays, cotangents: value_and_gradients(op, arrays, cotangents, wrt))(arrays, cotangents)
+    results = value_and_gradients(op, arrays, cotangents, wrt)
     expected = truth(reference, arrays, cotangents, wrt)
     errors = [largest_error(x, y) for x, y in zip(results, expected, strict=True)]
     assert max(errors) <= TOLERANCE, errors
@@ -89,11 +93,8 @@ def check_half(op, plain, reference, arrays, rng, wrt=None):
     Both round where they say so: XLA otherwise leaves roundings out inside its fusions, which no kernel can.
     """
     cotangents = random_cotangents(op, arrays, rng)
-    jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
-    ours, theirs = (
-        jit(lambda arrays, cotangents, f=f: value_and_gradients(f, arrays, cotangents, wrt))(arrays, cotangents)
-        for f in (op, plain)
-    )
+    exactly = {"compiler_options": {"xla_allow_excess_precision": False}}
+    ours, theirs = (value_and_gradients(f, arrays, cotangents, wrt, **exactly) for f in (op, plain))
     for x, y, t in zip(ours, theirs, truth(reference, arrays, cotangents, wrt), strict=True):
         assert x.dtype == y.dtype
         allowed = max(WORSE_THAN_PLAIN * rms_error(y, t), ROUNDED)
@@ -125,7 +126,7 @@ def check_checkpoint(op, arrays, rng, implementation, wrt=None):
     if implementation == "mosaic_tpu:interpret":
         pytest.skip("JAX's TPU interpreter has effects, which jax.checkpoint refuses; compiled kernels have none")
     cotangents = random_cotangents(op, arrays, rng)
-    run = lambda f: jax.jit(lambda arrays: value_and_gradients(f, arrays, cotangents, wrt))(arrays)
+    run = lambda f: value_and_gradients(f, arrays, cotangents, wrt)
     assert_same(run(jax.checkpoint(op)), run(op))
 
 
@@ -145,7 +146,7 @@ def check_scan(op, arrays, rng, wrt=None):
         values = [op(*(jnp.asarray(sign, x.dtype) * x for x in arrays)) for sign in (1.0, -0.5)]
         return jax.tree.map(jnp.add, *values)
 
-    run = lambda f: jax.jit(lambda arrays: value_and_gradients(f, arrays, cotangents, wrt))(arrays)
+    run = lambda f: value_and_gradients(f, arrays, cotangents, wrt)
     assert_same(run(scanned), run(looped))
 
 
@@ -158,7 +159,7 @@ def check_shard_map(op, arrays, rng, implementation, check_vma, wrt=None, split=
     sharded = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=check_vma)
     cotangents = random_cotangents(op, arrays, rng)
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-    run = lambda f, arrays: jax.jit(lambda arrays: value_and_gradients(f, arrays, cotangents, wrt))(arrays)
+    run = lambda f, arrays: value_and_gradients(f, arrays, cotangents, wrt)
     assert_same(run(sharded, placed), run(op, arrays))
 
 
