@@ -9,13 +9,16 @@ import time
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice
 
+from liger_jax import plan_fused_linear_cross_entropy
 from liger_jax.planner.compilers import COMPILERS, missing_compiler
-from tests.aot.programs import BOTH, BOUND, GPU_ONLY, HOPPER_ONLY, TPU_ONLY
+from tests.aot.programs import BOTH, BOUND, GPU_ONLY, HOPPER_ONLY, LLAMA_8B_HEAD, TPU_ONLY
 from tests.aot.targets import DEFAULT, ENVIRONMENT, GPUS, TPUS
 
 ROOT = pathlib.Path(__file__).parents[2]
 TARGETS = {"gpu": GPUS, "tpu": TPUS}
+H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
 
 
 def full_unless(is_default):
@@ -152,10 +155,7 @@ print("done")
 
 
 def test_plan_predicts_the_memory_of_the_compiled_loss():
-    """Within 10 % of what the compiler allocates, for every mode and kernel that a GPU has.
-
-    Around Triton's kernels JAX 0.12 copies slices while it multiplies, for which it holds 25 % more than 0.10.
-    """
+    """Within 10 % of what the compiler allocates, for the float32 weights and the modes of XLA."""
     need_compiler("gpu")
     script = """
 import jax, jax.numpy as jnp
@@ -163,13 +163,10 @@ from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entrop
 from liger_jax.planner.compilers import compile_for, described, gpu_devices
 device = gpu_devices("h200")[0]
 n, d, v = 4096, 2048, 64000
-for kernel, mode, weight_dtype, budget in (
-    ("mosaic_gpu", "fast", "bfloat16", None), ("mosaic_gpu", "fast", "bfloat16", 2 * v * d + 4096 * v),
-    ("mosaic_gpu", "fast", "float32", None), ("mosaic_gpu", "lean", "bfloat16", None),
-    ("xla", "fast", "bfloat16", None), ("xla", "fast", "float32", None), ("xla", "lean", "bfloat16", None),
-    ("triton", "lean", "bfloat16", None),
+for kernel, mode, weight_dtype in (
+    ("mosaic_gpu", "fast", "float32"), ("xla", "fast", "bfloat16"), ("xla", "fast", "float32"), ("xla", "lean", "bfloat16")
 ):
-    options = dict(mode=mode, implementation=kernel, memory_budget_bytes=budget)
+    options = dict(mode=mode, implementation=kernel)
     plan = plan_fused_linear_cross_entropy(
         n, d, v, weight_dtype=weight_dtype, device=described(device, "gpu"), **options
     )
@@ -177,10 +174,27 @@ for kernel, mode, weight_dtype, budget in (
     shapes = ((n, d), jnp.bfloat16), ((v, d), jnp.dtype(weight_dtype)), ((n,), jnp.int32)
     extra = compile_for(step, shapes, device, "gpu").memory_analysis().temp_size_in_bytes
     print(kernel, mode, weight_dtype, plan, f"{extra / plan.extra_bytes:.3f}")
-    assert 0.9 < extra / plan.extra_bytes < (1.3 if kernel == "triton" else 1.1)
+    assert 0.9 < extra / plan.extra_bytes < 1.1
 print("done")
 """
     assert "done" in run("-c", script)
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        ("hopper_fast", dict(implementation="mosaic_gpu", mode="fast")),
+        ("hopper_bounded", dict(implementation="mosaic_gpu", mode="fast", memory_budget_bytes=BOUND)),
+        ("hopper_lean", dict(implementation="mosaic_gpu", mode="lean")),
+        ("fused_linear_cross_entropy", dict(implementation="triton")),
+    ],
+)
+def test_plan_predicts_the_memory_of_the_kernels_of_llama(case, options, results):
+    """Within 10 %; around Triton's kernels JAX 0.12 copies slices while it multiplies: 25 % more than 0.10 holds."""
+    (n, d), (v, _) = (shape for shape, _ in LLAMA_8B_HEAD[:2])
+    extra_bytes = results("gpu")["h200", case]["extra_bytes"]
+    plan = plan_fused_linear_cross_entropy(n, d, v, device=H200, **options)
+    assert 0.9 < extra_bytes / plan.extra_bytes < (1.3 if case == "fused_linear_cross_entropy" else 1.1)
 
 
 def test_gpu_kernels_compile_inside_shard_map_with_check_vma():

@@ -55,8 +55,12 @@ def errors(attention, q, k, v, options, **own):
     cotangent = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
 
     def run(function, *inputs, **all_options):
-        loss = lambda *x: jnp.sum(function(*x, **all_options) * cotangent.astype(x[0].dtype))
-        return [function(*inputs, **all_options), *jax.grad(loss, (0, 1, 2))(*inputs)]
+        def loss(*x):
+            value = function(*x, **all_options)
+            return jnp.sum(value * cotangent.astype(x[0].dtype)), value
+
+        gradients, value = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*inputs)
+        return [value, *gradients]
 
     found = run(attention, q, k, v, **options, **own)
     with jax.enable_x64(True):

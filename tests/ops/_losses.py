@@ -80,7 +80,7 @@ class Op:
                     )
                 return loss if cotangents is None else jnp.sum(loss * jnp.asarray(cotangents))
 
-            result = jax.value_and_grad(value, (0, 1))(inputs, weights)
+            result = value_and_grad(value, (0, 1))(inputs, weights)
             value, (grads, weight_grads) = jax.tree.map(np.asarray, result)
             return value, [*grads, np.where(case.counts, weight_grads, 0.0)]
 
@@ -91,6 +91,11 @@ FUSED = Op("fused_linear_cross_entropy")
 
 def arrays(xs, dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in xs]
+
+
+def value_and_grad(function, argnums=0, has_aux=False):
+    """jax.value_and_grad as one program: operations one by one would be a compilation each."""
+    return jax.jit(jax.value_and_grad(function, argnums, has_aux))
 
 
 def relative_error(value, truth, floor=0.0):

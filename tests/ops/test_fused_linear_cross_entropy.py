@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from liger_jax import fused_linear_cross_entropy
-from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error
+from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error, value_and_grad
 
 # Each mode that a kernel has.
 MODES = {"xla": ("fast", "lean"), "triton": ("lean",), "mosaic_tpu": ("lean",)}
@@ -47,7 +47,7 @@ def test_chunk_size_does_not_change_the_result(chunk_size, kernel_mode, rng):
         chunk_size=chunk_size,
         implementation=implementation,
     )
-    loss, grads = jax.jit(jax.value_and_grad(value))(arrays(FUSED.inputs(case)))
+    loss, grads = value_and_grad(value)(arrays(FUSED.inputs(case)))
     assert relative_error(loss, truth) < 2e-5
     for grad, truth_grad in zip(grads, truth_grads[:3], strict=True):
         assert relative_error(grad, truth_grad) < 2e-5
@@ -62,7 +62,7 @@ def test_width_that_takes_several_steps(kernel_mode, rng):
     value = lambda inputs: FUSED(
         inputs, jnp.asarray(case.labels), label_smoothing=0.1, mode=mode, implementation=implementation
     )
-    loss, grads = jax.value_and_grad(value)(arrays(FUSED.inputs(case)))
+    loss, grads = value_and_grad(value)(arrays(FUSED.inputs(case)))
     assert relative_error(loss, truth) < 2e-5
     for grad, truth_grad in zip(grads, truth_grads[:3], strict=True):
         assert relative_error(grad, truth_grad) < 2e-5
@@ -74,8 +74,8 @@ def test_weight_layouts_agree(kernel_mode, rng):
     hidden, weight = arrays([case.hidden, case.weight])
     options = dict(mode=mode, implementation=implementation)
     labels = jnp.asarray(case.labels)
-    vd = jax.value_and_grad(loss_of(labels, **options), (0, 1))(hidden, weight)
-    dv = jax.value_and_grad(loss_of(labels, weight_layout="dv", **options), (0, 1))(hidden, weight.T)
+    vd = value_and_grad(loss_of(labels, **options), (0, 1))(hidden, weight)
+    dv = value_and_grad(loss_of(labels, weight_layout="dv", **options), (0, 1))(hidden, weight.T)
     assert relative_error(dv[0], vd[0]) < 1e-6
     assert relative_error(dv[1][0], vd[1][0]) < 1e-5
     assert relative_error(dv[1][1].T, vd[1][1]) < 1e-5
@@ -126,9 +126,10 @@ def test_frozen_head_gets_the_same_trunk_gradient(kernel_mode, rng):
     case = make_case(rng)
     hidden, weight = arrays([case.hidden, case.weight])
     loss = loss_of(jnp.asarray(case.labels), mode=mode, implementation=implementation)
-    both = jax.grad(loss, (0, 1))(hidden, weight)
-    np.testing.assert_allclose(jax.grad(loss, 0)(hidden, weight), both[0], rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(jax.grad(loss, 1)(hidden, weight), both[1], rtol=1e-6, atol=1e-9)
+    gradients = lambda wrt: value_and_grad(loss, wrt)(hidden, weight)[1]
+    both = gradients((0, 1))
+    np.testing.assert_allclose(gradients(0), both[0], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(gradients(1), both[1], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("mode", ["fast", "lean"])
@@ -230,7 +231,7 @@ def test_mixed_precision_keeps_the_weight_gradient_in_float32(kernel_mode, rng):
     case.hidden, case.weight, case.bias = np.asarray(hidden, np.float64), np.asarray(weight, np.float64), np.zeros(96)
     _, truth = FUSED.oracle(case, token_weights=False)
     loss = loss_of(jnp.asarray(case.labels), mode=mode, implementation=implementation)
-    dhidden, dweight = jax.grad(loss, (0, 1))(hidden, weight)
+    _, (dhidden, dweight) = value_and_grad(loss, (0, 1))(hidden, weight)
     assert dhidden.dtype == jnp.bfloat16 and dweight.dtype == jnp.float32
     assert rms_error(dweight, truth[1]) < rms_error(jnp.asarray(truth[1], jnp.bfloat16), truth[1])
     assert np.any(np.asarray(dweight) != np.asarray(dweight.astype(jnp.bfloat16).astype(jnp.float32)))
@@ -329,8 +330,8 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mesh, rng
         loss, metrics = mapped(*inputs, labels, t, c)
         return jnp.sum(loss * cotangent), metrics
 
-    (expected, expected_metrics), expected_grads = jax.value_and_grad(whole, (0, 1), has_aux=True)(inputs, t)
-    (found, metrics), grads = jax.jit(jax.value_and_grad(sharded, (0, 1), has_aux=True))(inputs, t)
+    (expected, expected_metrics), expected_grads = value_and_grad(whole, (0, 1), has_aux=True)(inputs, t)
+    (found, metrics), grads = value_and_grad(sharded, (0, 1), has_aux=True)(inputs, t)
     assert relative_error(found, expected) < 1e-5
     expected_leaves = jax.tree.leaves((expected_grads, expected_metrics))
     for a, b in zip(jax.tree.leaves((grads, metrics)), expected_leaves, strict=True):
