@@ -53,13 +53,15 @@ OPS = {  # kernels, options of forward and backward, rows and columns of forward
 }
 
 
-def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
-    """By name: 2 to 16 elements of a piece and up to 64 in all for a thread; programs of 32 warps a core at most."""
+def tiles_of(op: str, d: int, backward: bool) -> dict[str, TritonConfig]:
+    """By name: 2 to 16 elements of a piece and up to 80 in all for a thread; programs of 32 warps a core at most."""
     wide, found = d > 8192, {}
     sizes = [size for size in (256, 512, 1024, 2048, 4096, 8192, 16384) if d <= round_up(d, size) <= 4 * d // 3]
     sizes = [size for size in sizes if cdiv(d, size) <= (10 if d % size else 2 if d & (d - 1) == 0 else 10)]
     row_counts = (1, 2, 4) if d <= 1024 else (1, 2) if d <= 4096 else (1,)
-    warp_counts = (8, 16, 32) if wide else (4, 8, 16) if d >= 2048 else (4, 8)
+    # A row that one warp has needs no barrier.
+    warp_counts = (8, 16, 32) if wide else (4, 8, 16) if d > 2560 else (1, 2, 4, 8, 16) if d >= 2048 else (1, 2, 4, 8)
+    statistics = (False, True) if op == "layer_norm" and not backward else (False,)
     walks = (1, 2, 3, 4) if backward else (None, 2, 4, 8)
     for rows, warps, programs, size in itertools.product(row_counts, warp_counts, walks, sizes):
         count = cdiv(d, size)
@@ -68,11 +70,13 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
             continue
         if programs and programs * warps > (16 if backward and not wide else 32):
             continue
-        for ahead in (False, True) if wide and programs else (bool(programs),):
+        aheads = (False, True) if wide and programs else (bool(programs),)
+        for ahead, at_once in itertools.product(aheads, statistics):
             steps = cdiv(ROWS, rows)
             num_programs = min(steps, programs * config.MULTIPROCESSORS) if programs else steps
             name = f"{rows} × {warps}" + (f" × {programs}" if programs else "") + f", {count} × {size}"
             name += ", ahead" if ahead else ""
+            name += ", at once" if at_once else ""
             found[name] = TritonConfig(
                 rows,
                 size,
@@ -82,6 +86,7 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
                 cdiv(steps, num_programs),
                 loads_ahead=ahead,
                 keeps_columns=bool(programs) and not wide,
+                at_once=at_once,
             )
     return found
 
@@ -97,7 +102,7 @@ def programs(op: str, d: int, all_tiles: bool):
     names = [name for name in kernels if name != HOPPER or on_hopper]
     for backward, counts in ((False, forward_counts), (True, backward_counts)):
         direction = "backward" if backward else "forward"
-        for name, tiles in {**dict.fromkeys(names), **(tiles_of(d, backward) if all_tiles else {})}.items():
+        for name, tiles in {**dict.fromkeys(names), **(tiles_of(op, d, backward) if all_tiles else {})}.items():
             kernel = kernels.get(name, kernels["Triton"])
             launch = {"interpret": False} if kernel is kernels["Triton"] else {}
             if backward:

@@ -22,7 +22,8 @@ TPU_GROUP_SIZE = 2**18  # elements at a time: independent work that hides the la
 class TritonConfig:
     """Rows a step, pieces of a row, their number, warps, programs, and steps of each.
 
-    loads_ahead: the next step's rows. keeps_columns: in registers, rather than read where they are used.
+    loads_ahead: the next step's rows. keeps_columns: in registers, rather than read where they are used. at_once: a
+    row's statistics, where the pass can.
     """
 
     n_block_size: int
@@ -33,6 +34,7 @@ class TritonConfig:
     num_steps: int = 1
     loads_ahead: bool = True
     keeps_columns: bool = False
+    at_once: bool = False
 
     def __post_init__(self) -> None:
         for size in (self.n_block_size, self.d_block_size):
