@@ -4,8 +4,8 @@
     python -m benchmarks.row_tiles [--widths 2048 8192] [--ops rms_norm layer_norm]
 
 Kernel time and the speed of a copy as `benchmarks/_copy_speed.py` has them, on 16,384 rows in bfloat16. A tile is: rows
-a step × warps, × programs a core where they walk over rows; for wide rows, which are read again to be written, the
-largest piece of a row.
+a step × warps, × programs a core where they walk over rows; the pieces of a row; whether the next rows are loaded
+ahead; and for layer_norm whether mean and variance are made at once.
 """
 
 import argparse

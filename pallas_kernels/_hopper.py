@@ -47,7 +47,7 @@ def store(ref: Any, index: tuple[Any, ...], x: Any) -> None:
     if jax.__version_info__ < (0, 12):
         ref[index] = x
     else:
-        plgpu.store(ref.at[index], x, optimized=False)
+        plgpu.store(ref.at[index], x, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def launch(

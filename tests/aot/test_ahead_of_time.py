@@ -164,7 +164,8 @@ from liger_jax.planner.compilers import compile_for, described, gpu_devices
 device = gpu_devices("h200")[0]
 n, d, v = 4096, 2048, 64000
 for kernel, mode, weight_dtype in (
-    ("mosaic_gpu", "fast", "float32"), ("xla", "fast", "bfloat16"), ("xla", "fast", "float32"), ("xla", "lean", "bfloat16")
+    ("mosaic_gpu", "fast", "float32"),
+    ("xla", "fast", "bfloat16"), ("xla", "fast", "float32"), ("xla", "lean", "bfloat16"),
 ):
     options = dict(mode=mode, implementation=kernel)
     plan = plan_fused_linear_cross_entropy(

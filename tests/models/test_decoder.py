@@ -119,7 +119,7 @@ def test_a_layer_keeps_what_norms_attention_and_gate_take_and_attention_s_result
     assert size == 2 * 2 * 64 * (4 * 64 + 2 * 64 + 2 * 128)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+@pytest.mark.parametrize("family", first(1, ["Llama", "Gemma"]))
 @pytest.mark.parametrize("remat, in_place", [("full", True), ("offload", True), ("dots", False), ("none", False)])
 def test_gates_that_are_made_again_are_written_over(family, remat, in_place):
     config = getattr(models, f"{family}Config")(

@@ -1,5 +1,6 @@
 """Op tests run under strict type promotion: an op must not lean on JAX's implicit casts."""
 
+import itertools
 import re
 
 import jax
@@ -19,10 +20,15 @@ def pytest_generate_tests(metafunc):
     promises = metafunc.cls
     if not hasattr(promises, "num_optional"):
         return
-    if "shape" in metafunc.fixturenames:
-        metafunc.parametrize("shape", _oracle.first(2, promises.shapes), ids=str)
-    if "num_present" in metafunc.fixturenames:
-        metafunc.parametrize("num_present", _oracle.first(2, range(promises.num_optional, -1, -1)))
+    presences = range(promises.num_optional, -1, -1)
+    if {"shape", "num_present"} <= {*metafunc.fixturenames}:
+        # By default one shape with all parameters, and another with one of them absent.
+        default = list(zip(promises.shapes, presences, strict=False))[:2]
+        others = [case for case in itertools.product(promises.shapes, presences) if case not in default]
+        cases = [*default, *(pytest.param(*case, marks=pytest.mark.full) for case in others)]
+        metafunc.parametrize("shape, num_present", cases, ids=str)
+    elif "num_present" in metafunc.fixturenames:
+        metafunc.parametrize("num_present", _oracle.first(2, presences))
     if "parameters_shared" in metafunc.fixturenames:
         metafunc.parametrize("parameters_shared", [True, False], ids=["parameters shared", "all mapped"])
 
@@ -39,8 +45,9 @@ def _is_shown_by_others(item) -> bool:
     promises = getattr(item, "cls", None)
     if hasattr(promises, "num_optional"):  # a normalisation: all go through one pass over rows
         transformed = re.match(r"test_(vmap|scan|checkpoint|shard_map|xla_is_partitioned)", item.name)
-        of_one = promises.__name__ == "TestFusedAddRMSNorm"
-        return not of_one and (bool(transformed) or promises.__name__ != "TestRMSNorm" and not about_values)
+        if promises.__name__ == "TestFusedAddRMSNorm":  # whose norm is rms_norm's
+            return bool(re.search(r"casting_mode.*gemma|option.*(gemma|none)", item.name))
+        return bool(transformed) or promises.__name__ != "TestRMSNorm" and not about_values
     if item.path.name == "test_losses.py":  # the fused loss's kernels have the formulas of cross_entropy's
         return "-cross_entropy" in item.name and ":interpret" in item.name and not about_values
     return False

@@ -60,7 +60,7 @@ class RootMeanSquare(_norms.KernelPromises):
         # √3 = 1.7320508 is 1.734375 in bfloat16. Times 1.3125 they are 2.2733 and 2.2764, and the tie is at 2.2734.
         x, scale = jnp.array([[1.0, 0.0, 0.0]], jnp.bfloat16), jnp.full(3, 1.3125, jnp.bfloat16)
         rows = [x, *[jnp.zeros_like(x)] * (self.num_rows - 1)]
-        of_mode = lambda mode: self.make(implementation, eps=0.0, casting_mode=mode)[0](*rows, scale)
+        of_mode = lambda mode: jax.jit(self.make(implementation, eps=0.0, casting_mode=mode)[0])(*rows, scale)
         y = {mode: float(jax.tree.leaves(of_mode(mode))[0][0, 0]) for mode in CASTING_MODES}
         assert y == {"llama": 2.28125, "gemma": 2.265625, "none": 2.28125}
 
@@ -82,7 +82,7 @@ class TestFusedAddRMSNorm(RootMeanSquare):
 
     def test_is_the_sum_and_its_rms_norm(self, implementation, rng):
         x, residual, scale = self.arrays(rng, (37, 70), jnp.bfloat16)
-        y, added = self.make(implementation)[0](x, residual, scale)
+        y, added = jax.jit(self.make(implementation)[0])(x, residual, scale)
         assert jnp.array_equal(added, x + residual)
         assert _oracle.largest_error(y, rms_norm(added, scale, implementation="xla")) <= jnp.finfo(y.dtype).eps
 
@@ -107,10 +107,11 @@ class TestFusedAddRMSNorm(RootMeanSquare):
         x, residual, scale = self.arrays(rng, (37, 70))
         (weights,) = normal(rng, (37, 70))
         op, _ = self.make(implementation)
-        ours = jax.grad(lambda x: (op(x, residual, scale)[0] * weights).sum())(x)
-        alone = jax.grad(lambda x: (rms_norm(x + residual, scale, implementation="xla") * weights).sum())(x)
+        gradient = lambda f: jax.jit(jax.grad(lambda x: f(x).sum()))(x)
+        ours = gradient(lambda x: op(x, residual, scale)[0] * weights)
+        alone = gradient(lambda x: rms_norm(x + residual, scale, implementation="xla") * weights)
         assert _oracle.largest_error(ours, alone) < 1e-5
-        assert jnp.array_equal(jax.grad(lambda x: op(x, residual, scale)[1].sum())(x), jnp.ones_like(x))
+        assert jnp.array_equal(gradient(lambda x: op(x, residual, scale)[1]), jnp.ones_like(x))
 
     def test_a_residual_of_another_shape_is_refused(self, unchecked_types):
         with pytest.raises(ValueError, match=r"^fused_add_rms_norm: residual has shape \(3, 3\), but must .*\(2, 3\)"):
