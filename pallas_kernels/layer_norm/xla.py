@@ -1,7 +1,7 @@
 """LayerNorm in plain XLA: as many passes over memory as it needs for the mean, the variance and the sums over rows.
 
 The formulas here run in the Pallas kernels too. Everything is float32 and rounded once, at the end. The variance is the
-mean square of the centred row, never a difference of two large numbers.
+mean square of the centred row, never a difference of two large numbers; where it may be a difference, that is checked.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ def _centred(x: jax.Array, mean: jax.Array, factor: jax.Array | float = 0.5) -> 
 def _at_once(width: int) -> AtOnce:
     """Mean and variance with the row's first element g in the mean's place: var = mean((x − g)²) − (mean − g)².
 
-    Where that cancels or overflows it does not hold.
+    Where that cancels or overflows it does not hold. One sum along a row that waits for another is saved; how much time
+    that is has not been measured, and no default takes it.
     """
 
     def terms(firsts, x, *columns):
