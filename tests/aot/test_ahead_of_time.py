@@ -155,7 +155,10 @@ print("done")
 
 
 def test_plan_predicts_the_memory_of_the_compiled_loss():
-    """Within 10 % of what the compiler allocates, for the float32 weights and the modes of XLA."""
+    """Within 10 % of what the compiler allocates, for float32 weights, the modes of XLA, and Triton.
+
+    Around Triton's kernels JAX 0.12 copies slices while it multiplies, for which it holds 25 % more than 0.10.
+    """
     need_compiler("gpu")
     script = """
 import jax, jax.numpy as jnp
@@ -165,7 +168,8 @@ device = gpu_devices("h200")[0]
 n, d, v = 4096, 2048, 64000
 for kernel, mode, weight_dtype in (
     ("mosaic_gpu", "fast", "float32"),
-    ("xla", "fast", "bfloat16"), ("xla", "fast", "float32"), ("xla", "lean", "bfloat16"),
+    ("xla", "fast", "bfloat16"), ("xla", "fast", "float32"),
+    ("xla", "lean", "bfloat16"), ("triton", "lean", "bfloat16"),
 ):
     options = dict(mode=mode, implementation=kernel)
     plan = plan_fused_linear_cross_entropy(
@@ -175,7 +179,7 @@ for kernel, mode, weight_dtype in (
     shapes = ((n, d), jnp.bfloat16), ((v, d), jnp.dtype(weight_dtype)), ((n,), jnp.int32)
     extra = compile_for(step, shapes, device, "gpu").memory_analysis().temp_size_in_bytes
     print(kernel, mode, weight_dtype, plan, f"{extra / plan.extra_bytes:.3f}")
-    assert 0.9 < extra / plan.extra_bytes < 1.1
+    assert 0.9 < extra / plan.extra_bytes < (1.3 if kernel == "triton" else 1.1)
 print("done")
 """
     assert "done" in run("-c", script)
@@ -184,18 +188,17 @@ print("done")
 @pytest.mark.parametrize(
     "case, options",
     [
-        ("hopper_fast", dict(implementation="mosaic_gpu", mode="fast")),
-        ("hopper_bounded", dict(implementation="mosaic_gpu", mode="fast", memory_budget_bytes=BOUND)),
-        ("hopper_lean", dict(implementation="mosaic_gpu", mode="lean")),
-        ("fused_linear_cross_entropy", dict(implementation="triton")),
+        ("hopper_fast", dict(mode="fast")),
+        ("hopper_bounded", dict(mode="fast", memory_budget_bytes=BOUND)),
+        ("hopper_lean", dict(mode="lean")),
     ],
 )
-def test_plan_predicts_the_memory_of_the_kernels_of_llama(case, options, results):
-    """Within 10 %; around Triton's kernels JAX 0.12 copies slices while it multiplies: 25 % more than 0.10 holds."""
+def test_plan_predicts_the_memory_of_llama_s_loss_on_hopper(case, options, results):
+    """Within 10 % of what the compiler allocates."""
     (n, d), (v, _) = (shape for shape, _ in LLAMA_8B_HEAD[:2])
     extra_bytes = results("gpu")["h200", case]["extra_bytes"]
-    plan = plan_fused_linear_cross_entropy(n, d, v, device=H200, **options)
-    assert 0.9 < extra_bytes / plan.extra_bytes < (1.3 if case == "fused_linear_cross_entropy" else 1.1)
+    plan = plan_fused_linear_cross_entropy(n, d, v, device=H200, implementation="mosaic_gpu", **options)
+    assert 0.9 < extra_bytes / plan.extra_bytes < 1.1
 
 
 def test_gpu_kernels_compile_inside_shard_map_with_check_vma():

@@ -6,6 +6,7 @@ import re
 import jax
 import pytest
 
+from liger_jax.ops._dispatch import is_hopper
 from tests.ops import _oracle
 
 
@@ -13,6 +14,22 @@ from tests.ops import _oracle
 def strict_promotion():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture
+def hopper(platform):
+    """The implementation for Hopper that runs here."""
+    if platform == "cpu" and jax.__version_info__ >= (0, 12):
+        return "mosaic_gpu:interpret"
+    if platform == "gpu" and is_hopper(jax.devices()[0].device_kind):
+        return "mosaic_gpu"
+    pytest.skip("needs a Hopper GPU, or a CPU and JAX 0.12, whose interpreter runs these kernels")
+
+
+@pytest.fixture
+def hardware(hopper):
+    if hopper != "mosaic_gpu":
+        pytest.skip("too much for an interpreter")
 
 
 def pytest_generate_tests(metafunc):

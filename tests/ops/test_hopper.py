@@ -9,26 +9,9 @@ import numpy as np
 import pytest
 
 from liger_jax import fused_linear_cross_entropy
-from liger_jax.ops._dispatch import is_hopper
 from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error
 
 BF16 = jnp.bfloat16
-
-
-@pytest.fixture
-def hopper(platform):
-    """The implementation that runs here."""
-    if platform == "cpu" and jax.__version_info__ >= (0, 12):
-        return "mosaic_gpu:interpret"
-    if platform == "gpu" and is_hopper(jax.devices()[0].device_kind):
-        return "mosaic_gpu"
-    pytest.skip("needs a Hopper GPU, or a CPU and JAX 0.12, whose interpreter runs these kernels")
-
-
-@pytest.fixture
-def hardware(hopper):
-    if hopper != "mosaic_gpu":
-        pytest.skip("too much for an interpreter")
 
 
 @pytest.fixture(params=["fast", "lean"])

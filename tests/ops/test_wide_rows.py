@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.ops._dispatch import is_hopper
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._rows import config, mosaic_gpu
 from liger_jax.pallas_kernels.layer_norm import mosaic_gpu as layer_norm
@@ -28,21 +27,12 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 
 @pytest.fixture
-def hopper(platform, monkeypatch):
-    """The implementation that runs here; simulated, a GPU has two cores, and each soon uses its memory again."""
-    if platform == "cpu" and jax.__version_info__ >= (0, 12):
+def hopper(hopper, monkeypatch):
+    """Simulated, a GPU has two cores, and each soon uses its memory again."""
+    if hopper != "mosaic_gpu":
         monkeypatch.setattr(mosaic_gpu, "NUM_CORES", 2)
         monkeypatch.setattr(config, "HOPPER_MOST_STAGES", 2)
-        return "mosaic_gpu:interpret"
-    if platform == "gpu" and is_hopper(jax.devices()[0].device_kind):
-        return "mosaic_gpu"
-    pytest.skip("needs a Hopper GPU, or a CPU and JAX 0.12, whose interpreter runs these kernels")
-
-
-@pytest.fixture
-def hardware(hopper):
-    if hopper != "mosaic_gpu":
-        pytest.skip("too much for an interpreter")
+    return hopper
 
 
 @pytest.fixture
