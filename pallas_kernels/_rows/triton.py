@@ -35,10 +35,8 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
 def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles: config.TritonConfig, interpret: bool):
     row_refs, known_refs, column_refs, refs = split(refs, (*counts, sum(has_column)))
     column_refs = with_absent(column_refs, has_column)
-    num_totals = row_pass.num_column_outputs
-    out_refs, saved_refs, total_refs = split(
-        refs, (len(row_pass.dtypes), len(refs) - len(row_pass.dtypes) - num_totals)
-    )
+    num_outputs, num_totals = len(row_pass.dtypes), row_pass.num_column_outputs
+    out_refs, saved_refs, total_refs = split(refs, (num_outputs, len(refs) - num_outputs - num_totals))
     program = pl.program_id(0)
     at_once = tiles.at_once and row_pass.at_once is not None and not known_refs
     fused = (lambda formula: formula) if interpret else contracted
