@@ -99,7 +99,10 @@ def case(op, rows, width):
         op=op,
         shape=f"{rows} × {width}",
         make=functools.partial(make_arrays, rows, width, num_parameters, num_matrices),
-        ours={name: functools.partial(function, eps=EPS, implementation=name) for name in ("xla", "triton")},
+        ours={
+            "default": functools.partial(function, eps=EPS),
+            "xla": functools.partial(function, eps=EPS, implementation="xla"),
+        },
         peers=peers,
         num_differentiated=1 + num_parameters,
         saved=(0, 1),  # of a sum as many bytes as of one array

@@ -4,8 +4,8 @@
     python -m benchmarks.row_tiles [--widths 2048 8192] [--ops rms_norm layer_norm]
 
 Kernel time and the speed of a copy as `benchmarks/_copy_speed.py` has them, on 16,384 rows in bfloat16. A tile is: rows
-a step × warps, × programs a core where they walk over rows; the pieces of a row; whether the next rows are loaded
-ahead; and for layer_norm whether mean and variance are made at once.
+a step × warps, × programs a core where they walk over rows; the pieces of a row; and whether the next rows are loaded
+ahead.
 """
 
 import argparse
@@ -53,31 +53,24 @@ OPS = {  # kernels, options of forward and backward, rows and columns of forward
 }
 
 
-def tiles_of(op: str, d: int, backward: bool) -> dict[str, TritonConfig]:
-    """By name: 2 to 16 elements of a piece and up to 80 in all for a thread; programs of 32 warps a core at most."""
-    wide, found = d > 8192, {}
-    sizes = [size for size in (256, 512, 1024, 2048, 4096, 8192, 16384) if d <= round_up(d, size) <= 4 * d // 3]
-    sizes = [size for size in sizes if cdiv(d, size) <= (10 if d % size else 2 if d & (d - 1) == 0 else 10)]
+def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
+    """By name: a thread has 4 to 64 elements of a piece, and up to 160 in all, 80 where it walks over rows."""
+    found, wide = {}, d > 8192
+    sizes = [size for size in (256, 512, 1024, 2048, 4096, 8192) if d <= round_up(d, size) <= 4 * d // 3]
     row_counts = (1, 2, 4) if d <= 1024 else (1, 2) if d <= 4096 else (1,)
-    # A row that one warp has needs no barrier.
-    warp_counts = (8, 16, 32) if wide else (4, 8, 16) if d > 2560 else (1, 2, 4, 8, 16) if d >= 2048 else (1, 2, 4, 8)
-    statistics = (False, True) if op == "layer_norm" and not backward else (False,)
-    walks = (1, 2, 3, 4) if backward else (None, 2, 4, 8)
+    warp_counts = (8, 16, 32) if wide else (1, 2, 4, 8, 16)
+    walks = (1, 2, 3, 4, 8, 16) if backward else (None, 2, 4, 8, 16)
     for rows, warps, programs, size in itertools.product(row_counts, warp_counts, walks, sizes):
-        count = cdiv(d, size)
-        elements = rows * size // (32 * warps)
-        if elements * count > 80 or not (4 if d <= 2048 else 2) <= elements <= (16 if count > 1 else 64):
+        count, elements = cdiv(d, size), rows * size // (32 * warps)
+        if count > 10 or not 4 <= elements <= 64 or elements * count > (80 if programs else 160):
             continue
-        if programs and programs * warps > (16 if backward and not wide else 32):
+        if programs and not 4 <= programs * warps <= (16 if backward and not wide else 32):
             continue
-        aheads = (False, True) if wide and programs else (bool(programs),)
-        for ahead, at_once in itertools.product(aheads, statistics):
+        for ahead in (False, True) if wide and programs else (bool(programs),):
             steps = cdiv(ROWS, rows)
             num_programs = min(steps, programs * config.MULTIPROCESSORS) if programs else steps
             name = f"{rows} × {warps}" + (f" × {programs}" if programs else "") + f", {count} × {size}"
-            name += ", ahead" if ahead else ""
-            name += ", at once" if at_once else ""
-            found[name] = TritonConfig(
+            found[name + ", ahead" if ahead else name] = TritonConfig(
                 rows,
                 size,
                 count,
@@ -86,7 +79,6 @@ def tiles_of(op: str, d: int, backward: bool) -> dict[str, TritonConfig]:
                 cdiv(steps, num_programs),
                 loads_ahead=ahead,
                 keeps_columns=bool(programs) and not wide,
-                at_once=at_once,
             )
     return found
 
@@ -102,7 +94,7 @@ def programs(op: str, d: int, all_tiles: bool):
     names = [name for name in kernels if name != HOPPER or on_hopper]
     for backward, counts in ((False, forward_counts), (True, backward_counts)):
         direction = "backward" if backward else "forward"
-        for name, tiles in {**dict.fromkeys(names), **(tiles_of(op, d, backward) if all_tiles else {})}.items():
+        for name, tiles in {**dict.fromkeys(names), **(tiles_of(d, backward) if all_tiles else {})}.items():
             kernel = kernels.get(name, kernels["Triton"])
             launch = {"interpret": False} if kernel is kernels["Triton"] else {}
             if backward:

@@ -22,8 +22,7 @@ TPU_GROUP_SIZE = 2**18  # elements at a time: independent work that hides the la
 class TritonConfig:
     """Rows a step, pieces of a row, their number, warps, programs, and steps of each.
 
-    loads_ahead: the next step's rows. keeps_columns: in registers, rather than read where they are used. at_once: a
-    row's statistics, where the pass can.
+    loads_ahead: the next step's rows. keeps_columns: in registers, rather than read where they are used.
     """
 
     n_block_size: int
@@ -34,7 +33,6 @@ class TritonConfig:
     num_steps: int = 1
     loads_ahead: bool = True
     keeps_columns: bool = False
-    at_once: bool = False
 
     def __post_init__(self) -> None:
         for size in (self.n_block_size, self.d_block_size):
@@ -75,63 +73,89 @@ def previous_power_of_2(n: int) -> int:
     return 1 << max(0, n.bit_length() - 1)
 
 
+# What measured best on an H200 (benchmarks/results/row_tiles.md). For rows of at most so many columns of 16 bits:
+# elements of a step, or a row if it has more; warps; programs a core, or None for one of each step; columns of a piece.
+# One warp has a row while its registers hold it: warps that share a row wait for each other at each of its sums.
+_NARROW = {1024: (1024, 1, None, 512), 4096: (1, 1, None, 1024)}
+_ONE_MATRIX = {
+    **_NARROW,
+    5120: (1, 1, None, 512),
+    7168: (1, 8, 4, 1024),
+    8192: (1, 16, 2, 8192),
+    TRITON_MAX_WIDTH: (1, 16, None, 4096),
+}
+_TWO_STAGES = {**_ONE_MATRIX, 7168: (1, 4, None, 1024), 8192: (1, 4, 2, 4096)}
+_TWO_MATRICES = {**_NARROW, 7168: (1, 8, None, 1024), 8192: (1, 16, None, 8192), TRITON_MAX_WIDTH: (1, 8, 2, 4096)}
+# With sums over rows programs walk over them: registers of a core hold two steps and these sums.
+_ONE_SUM = {
+    512: (512, 1, 16, 512),
+    1024: (2048, 4, 4, 1024),
+    3072: (1, 4, 4, 512),
+    4096: (1, 8, 2, 1024),
+    7168: (1, 4, 2, 1024),
+    8192: (1, 16, 1, 8192),
+    TRITON_MAX_WIDTH: (1, 16, 1, 4096),
+}
+_THREE_MATRICES = {
+    1024: (1024, 1, 8, 512),
+    2560: (1, 4, 3, 1024),
+    4096: (1, 4, 2, 2048),
+    8192: (1, 16, 1, 8192),
+    TRITON_MAX_WIDTH: (1, 8, 1, 4096),
+}
+_TWO_SUMS = {
+    512: (1024, 1, 8, 512),
+    1024: (2048, 4, 4, 1024),
+    2048: (1, 4, 4, 512),
+    2560: (1, 4, 3, 512),
+    3584: (1, 8, 2, 1024),
+    4096: (1, 4, 2, 2048),
+    7168: (1, 8, 1, 1024),
+    8192: (1, 16, 1, 8192),
+    TRITON_MAX_WIDTH: (1, 8, 1, 4096),
+}
+
+
+def _tiles(num_rows: int, num_stages: int, num_sums: int) -> dict[int, tuple[int, int, int | None, int]]:
+    """For a pass that reads so many matrices, with so many sums along a row one after the other and over all rows."""
+    if num_rows > 2:
+        return _THREE_MATRICES
+    if num_sums:
+        return _ONE_SUM if num_sums == 1 else _TWO_SUMS
+    return _TWO_MATRICES if num_rows == 2 else _ONE_MATRIX if num_stages <= 1 else _TWO_STAGES
+
+
 def piece_size(d: int, most: int) -> int:
-    """One piece for a power of two and up to 1,024; otherwise the largest of which at most a seventh is idle in all."""
-    if d <= 1024 or d <= 8192 and d == next_power_of_2(d):
-        return next_power_of_2(d)
+    """A power of two: the largest up to `most` with at most a seventh idle in all; up to 1,024 columns the largest."""
+    if d <= 1024:
+        return min(most, next_power_of_2(d))
     return max(2**k for k in range(7, most.bit_length()) if 7 * (round_up(d, 2**k) - d) <= d)
 
 
-def triton_config(n: int, d: int, num_rows: int, num_stages: int, num_sums: int) -> TritonConfig:
-    """What measured best on an H200 (benchmarks/results/row_tiles.md).
+def triton_config(n: int, d: int, itemsize: int, num_rows: int, num_stages: int, num_sums: int) -> TritonConfig:
+    """For n rows of d elements of `itemsize` bytes.
 
     `num_rows` is how many matrices are read, `num_stages` how many sums along a row follow each other, `num_sums` how
     many sums over all rows are made.
     """
-    wide = d > 8192
-    # A thread has few elements of a piece at a time, and fewer where a second sum waits for the first.
-    d_block_size = piece_size(d, 4096 if wide else 512 if num_stages > 1 and d < 4096 else 1024)
+    columns = min(d * cdiv(itemsize, 2), TRITON_MAX_WIDTH)  # of 16 bits that fill as many registers
+    tiles = _tiles(num_rows, num_stages, num_sums)
+    elements, num_warps, programs_a_core, most = next(found for width, found in tiles.items() if columns <= width)
+    d_block_size = piece_size(d, most)
     num_pieces = cdiv(d, d_block_size)
-    width = num_pieces * d_block_size
-    rows_of = lambda elements: max(1, previous_power_of_2(elements // width)) if elements > width else 1
-    num_warps_of = lambda elements: min(16, max(4, previous_power_of_2(cdiv(elements, 512))))  # 16 elements a thread
-    if wide:
-        n_block_size, num_warps = 1, 16 if (num_rows, num_sums) in ((1, 0), (2, 1)) else 8
-        programs_a_core = 1 if num_sums else 2 if num_rows > 1 else None
-    elif num_sums:
-        # Registers hold two steps and the sums: 16 warps a core, 8 where there is more than these.
-        n_block_size = 2 if d <= 2048 else 1
-        num_warps, programs_a_core = num_warps_of(n_block_size * width), max(1, 8192 // (n_block_size * width))
-        if 4096 < width < 8192:
-            num_warps, programs_a_core = {(2, 1): (4, 2), (2, 2): (8, 1)}.get((num_rows, num_sums), (16, 1))
-        elif num_rows + num_sums == 3:
-            programs_a_core = 16 // num_warps
-        elif width <= 4096 and (2048 <= d == width if num_sums > 1 else width > 2560):
-            num_warps = 4
-    elif num_rows > 1:
-        n_block_size = rows_of(2048)
-        num_warps = num_warps_of(n_block_size * width)
-        programs_a_core = None
-    elif num_stages > 1:
-        # The second sum waits for the first: few warps of many elements wait less for each other.
-        n_block_size, num_warps = rows_of(4096), 4
-        programs_a_core = None if 4096 <= n_block_size * width < 8192 else 4 if width < 8192 else 2
-    else:
-        n_block_size = rows_of(4096)
-        num_warps = num_warps_of(n_block_size * width)
-        programs_a_core = 32 // num_warps
-    n_block_size = min(next_power_of_2(n), n_block_size)
-    tiles = cdiv(n, n_block_size)
-    num_programs = tiles if programs_a_core is None else min(tiles, programs_a_core * MULTIPROCESSORS)
+    n_block_size = min(next_power_of_2(n), previous_power_of_2(elements // (num_pieces * d_block_size)))
+    num_blocks = cdiv(n, n_block_size)
+    num_programs = num_blocks if programs_a_core is None else min(num_blocks, programs_a_core * MULTIPROCESSORS)
+    is_wide = columns > 8192  # registers hold no second step beside the sums, and no columns
     return TritonConfig(
         n_block_size,
         d_block_size,
         num_pieces,
         num_warps,
         num_programs,
-        cdiv(tiles, num_programs),
-        loads_ahead=not (wide and num_sums),
-        keeps_columns=not wide and programs_a_core is not None,
+        cdiv(num_blocks, num_programs),
+        loads_ahead=not (is_wide and num_sums),
+        keeps_columns=not is_wide and programs_a_core is not None,
     )
 
 

@@ -38,7 +38,6 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles:
     num_outputs, num_totals = len(row_pass.dtypes), row_pass.num_column_outputs
     out_refs, saved_refs, total_refs = split(refs, (num_outputs, len(refs) - num_outputs - num_totals))
     program = pl.program_id(0)
-    at_once = tiles.at_once and row_pass.at_once is not None and not known_refs
     fused = (lambda formula: formula) if interpret else contracted
     pieces = tuple(
         (pl.ds(start, tiles.d_block_size), in_bounds(start, tiles.d_block_size, d, axis=1) if end > d else None)
@@ -53,11 +52,9 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles:
         return pl.ds(start, tiles.n_block_size), in_bounds(start, tiles.n_block_size, n, axis=0)
 
     def load(step):
-        """The rows of a step by pieces, and what is known of them, or their first elements."""
+        """The rows of a step by pieces, and what is known of them."""
         rows, in_array = place(step)
         values = [[_load(ref.at[rows, at], _both(in_array, mask)) for ref in row_refs] for at, mask in pieces]
-        if at_once:
-            return values, [_load(ref.at[rows, pl.ds(0, 1)], in_array) for ref in row_refs]
         # A row past the end is zeros, whose normalised self is zeros as well, as its sums are 1.
         return values, [_load(ref.at[rows, :], in_array, other=1.0) for ref in known_refs]
 
@@ -74,8 +71,8 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles:
                 totals = add(totals, sums, *row, *column_values(i))
             return tuple(jnp.sum(total, axis=1, keepdims=True) for total in totals)
 
-        sums: Terms = tuple(known) if known_refs else _statistics(row_pass, along, tuple(known))
-        if not known_refs:
+        sums: Terms = tuple(known) or _statistics(row_pass, along)
+        if not known:
             at, in_array = place(step)
             for ref, x in zip(saved_refs, sums, strict=True):
                 pltriton.store(ref.at[at, :], x, mask=in_array)
@@ -128,13 +125,8 @@ def _with_outputs(row_pass, totals, sums, *arrays):
     return outputs, [x + y for x, y in zip(totals, terms, strict=True)]
 
 
-def _statistics(row_pass: RowPass, along: Callable[..., Terms], firsts: Terms) -> Terms:
-    """The sums that a forward pass saves; `along` makes a stage's. At once, where there are rows' first elements."""
-    if firsts and row_pass.at_once:
-        found, holds = row_pass.at_once.statistics(firsts, along(row_pass.at_once.terms, firsts))
-        one_by_one = functools.partial(_statistics, row_pass, along, ())
-        others = jax.lax.cond(jnp.min(holds.astype(jnp.int32)) > 0, lambda: found, one_by_one)
-        return tuple(jnp.where(holds, x, y) for x, y in zip(found, others, strict=True))
+def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
+    """The sums that a forward pass saves; `along` makes a stage's."""
     if not row_pass.statistics:
         return ()
     before: Terms = ()
@@ -174,7 +166,8 @@ def run(
     """
     n, d = rows[0].shape
     num_stages = len(row_pass.stages) + (0 if known else len(row_pass.statistics))
-    tiles = config.triton_config(n, d, len(rows), num_stages, row_pass.num_column_outputs)
+    itemsize = max(x.dtype.itemsize for x in rows)
+    tiles = config.triton_config(n, d, itemsize, len(rows), num_stages, row_pass.num_column_outputs)
     n_padded = round_up(n, tiles.num_steps * tiles.num_programs * tiles.n_block_size)
     rows_spec = pl.BlockSpec((n_padded, tiles.width), lambda _: (0, 0))
     sums_spec = pl.BlockSpec((n_padded, 1), lambda _: (0, 0))

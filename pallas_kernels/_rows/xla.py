@@ -14,19 +14,6 @@ Stage = Callable[..., Terms]
 
 
 @dataclasses.dataclass(frozen=True)
-class AtOnce:
-    """All statistics from the sums of a single stage, for rows that allow it.
-
-    Attributes:
-        terms: the stage; it gets the rows' first elements in place of sums.
-        statistics: `statistics(firsts, sums)` gives the statistics, and for which rows they hold.
-    """
-
-    terms: Stage
-    statistics: Callable[[Terms, Terms], tuple[Terms, jax.Array]]
-
-
-@dataclasses.dataclass(frozen=True)
 class RowPass:
     """What is computed of rows, and of columns that all rows share.
 
@@ -36,7 +23,6 @@ class RowPass:
             `stage(sums, *rows, *columns)`, and gives terms, float32 or wider, whose sums along each row join `sums`.
         rescue: a stage beside the last of `statistics`, whose sum comes behind its, and is needed only for rows where
             that is infinite.
-        at_once: what a kernel may make of a row in place of `statistics` and `rescue`, one after the other.
         stages: what follows.
         outputs: `outputs(sums, *rows, *columns)` gives the row outputs, and terms whose sums over all rows are the
             column outputs.
@@ -49,7 +35,6 @@ class RowPass:
     dtypes: tuple[jax.typing.DTypeLike, ...]
     statistics: tuple[Stage, ...] = ()
     rescue: Stage | None = None
-    at_once: AtOnce | None = None
     stages: tuple[Stage, ...] = ()
     num_column_outputs: int = 0
 

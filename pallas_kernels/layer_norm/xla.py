@@ -1,16 +1,15 @@
 """LayerNorm in plain XLA: as many passes over memory as it needs for the mean, the variance and the sums over rows.
 
 The formulas here run in the Pallas kernels too. Everything is float32 and rounded once, at the end. The variance is the
-mean square of the centred row, never a difference of two large numbers; where it may be a difference, that is checked.
+mean square of the centred row, never a difference of two large numbers.
 """
 
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._rows import xla
-from liger_jax.pallas_kernels._rows.xla import AtOnce, RowPass, Terms, wide
+from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
 from liger_jax.pallas_kernels.rms_norm.xla import reciprocal_root, scaled, shrunk_squares, squares
 
 unsupported = xla.unsupported
@@ -24,28 +23,6 @@ def _mean_terms(x: jax.Array, width: int) -> Terms:
 def _centred(x: jax.Array, mean: jax.Array, factor: jax.Array | float = 0.5) -> jax.Array:
     """(x − mean)·factor, of products that cannot overflow where the factor is at most a half."""
     return wide(x) * factor - mean * factor
-
-
-def _at_once(width: int) -> AtOnce:
-    """Mean and variance with the row's first element g in the mean's place: var = mean((x − g)²) − (mean − g)².
-
-    Where that cancels or overflows it does not hold. One sum along a row that waits for another is saved; how much time
-    that is has not been measured, and no default takes it.
-    """
-
-    def terms(firsts, x, *columns):
-        shifted = _centred(x, wide(firsts[0]))
-        return shifted, jnp.square(shifted)
-
-    def statistics(firsts, sums):
-        total, square_total = sums
-        shift = total / width
-        square_sum = square_total - total * shift
-        # At most 4 of float32's 24 bits are lost: of 10,000 normal rows one is not made at once.
-        holds = (square_total < jnp.inf) & (16 * square_sum >= square_total)
-        return (wide(firsts[0]) + 2 * shift, square_sum, jnp.zeros_like(total)), holds
-
-    return AtOnce(terms, statistics)
 
 
 def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: float) -> RowPass:
@@ -67,7 +44,6 @@ def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: flo
             lambda sums, x, *columns: squares(_centred(x, *sums)),
         ),
         rescue=lambda sums, x, *columns: shrunk_squares(_centred(x, sums[0])),
-        at_once=_at_once(width),
     )
 
 

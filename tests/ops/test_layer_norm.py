@@ -1,12 +1,9 @@
 """What layer_norm promises."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import pytest
 
 from liger_jax import layer_norm
-from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels.layer_norm import reference
 from tests.ops import _norms, _oracle
 from tests.ops._oracle import normal
@@ -31,30 +28,6 @@ class TestLayerNorm(_norms.KernelPromises):
         x = jnp.round(x * 64) / 64  # so that x + 4096 is exact
         lifted = layer_norm(x + 4096, *others, implementation=implementation)
         assert _oracle.largest_error(lifted, layer_norm(x, *others)) < 4 * 4096 * jnp.finfo(x.dtype).eps
-
-    def test_every_statistic_made_at_once_holds_or_is_made_one_by_one(self, implementation, rng, monkeypatch):
-        """Beside rows that hold: one whose first element says nothing of its mean, large ones, and one of NaN."""
-        if not implementation.startswith("triton"):
-            pytest.skip("only Triton's kernel can make them at once")
-        of_default, asked = config.triton_config, []
-
-        def at_once(*case):
-            asked.append(dataclasses.replace(of_default(*case), at_once=True))
-            return asked[-1]
-
-        monkeypatch.setattr(config, "triton_config", at_once)
-        op, reference = self.make(implementation)
-        x, *others = self.arrays(rng, (8, 2304))
-        x = x.at[1, 0].set(1e4).at[2, 7].set(1e4).at[3].add(100.0).at[4].set(3.7).at[5].set(0.0)
-        # Squares overflow, and the sum is that of the first element, which is the mean.
-        x = x.at[6].multiply(2e20).at[6, 1::2].set(-2e20 * x[6, ::2]).at[6, :2].set(0.0).at[7, 3].set(jnp.nan)
-        cotangents = _oracle.random_cotangents(op, [x, *others], rng)
-        results = _oracle.value_and_gradients(op, [x, *others], cotangents, wrt=[0])
-        for found, expected in zip(results, _oracle.truth(reference, [x, *others], cotangents, wrt=[0]), strict=True):
-            for row in range(7):
-                assert _oracle.largest_error(found[row], expected[row]) <= _oracle.TOLERANCE, row
-            assert jnp.isnan(found[7]).all()
-        assert asked
 
     @pytest.mark.parametrize(
         "arguments, options, error, message",
