@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 
@@ -116,7 +116,7 @@ _TWO_SUMS = {
 }
 
 
-def _tiles(num_rows: int, num_stages: int, num_sums: int) -> dict[int, tuple[int, int, int | None, int]]:
+def _tiles(num_rows: int, num_stages: int, num_sums: int) -> Mapping[int, tuple[int, int, int | None, int]]:
     """For a pass that reads so many matrices, with so many sums along a row one after the other and over all rows."""
     if num_rows > 2:
         return _THREE_MATRICES
