@@ -41,12 +41,23 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return self._run(ops.rms_norm if self.kernels.rms_norm else plain.rms_norm, x)
 
-    def add(self, x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"]) -> Any:
+    def fork(self, x: Float[Array, "*rows D"]) -> Any:
+        """Normalises the residual stream and hands it on; its gradients by both come out of one pass.
+
+        Args:
+            x: the stream.
+
+        Returns:
+            The normalised stream, and the stream.
+        """
+        return self.add(x, None)
+
+    def add(self, x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"] | None) -> Any:
         """Adds to the residual stream and normalises it, in one pass.
 
         Args:
             x: what a sublayer made.
-            residual: the stream that it is added to.
+            residual: the stream that it is added to, or `None` where x is the stream.
 
         Returns:
             The normalised sum, and the sum.
@@ -54,7 +65,7 @@ class RMSNorm(nnx.Module):
         fused = ops.fused_add_rms_norm if self.kernels.rms_norm else plain.fused_add_rms_norm
         return self._run(fused, x, residual)
 
-    def _run(self, norm: Callable[..., Any], *rows: Array) -> Any:
+    def _run(self, norm: Callable[..., Any], *rows: Array | None) -> Any:
         options: dict[str, Any] = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
         if self.kernels.rms_norm:
             options["implementation"] = self.kernels.implementation

@@ -16,7 +16,7 @@ class KernelOptions:
 
     Args:
         rope: rotary embedding by `liger_jax.ops.apply_rope`.
-        rms_norm: normalisation by `liger_jax.ops.rms_norm`.
+        rms_norm: normalisation by `liger_jax.ops.rms_norm`, of the residual stream by `fused_add_rms_norm`.
         glu: the feed-forward's gate by `liger_jax.ops.swiglu` (or the family's own gate).
         cross_entropy: the loss by `liger_jax.ops.cross_entropy`, on logits that are held in memory.
         fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, which holds none.

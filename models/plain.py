@@ -32,20 +32,20 @@ def rms_norm(
 
 
 def fused_add_rms_norm(
-    x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"], scale: Float[Array, " D"], **options: Any
+    x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"] | None, scale: Float[Array, " D"], **options: Any
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """The sum and its norm, one after the other.
 
     Args:
         x: float array.
-        residual: float array of the same shape and dtype.
+        residual: float array of the same shape and dtype, or `None` to add nothing.
         scale: as `rms_norm` takes it.
         **options: likewise.
 
     Returns:
         The normalised sum, and the sum.
     """
-    added = residual + x
+    added = x if residual is None else residual + x
     return rms_norm(added, scale, **options), added
 
 

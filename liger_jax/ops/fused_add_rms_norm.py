@@ -25,6 +25,7 @@ class _Options:
     eps: float
     offset: float
     casting_mode: str
+    adds: bool
     forward: str
     backward: str
 
@@ -44,7 +45,8 @@ def _forward_rule(x, residual, scale, options):
 
 
 def _backward_rule(options, residuals, cotangents):
-    return options.run("backward", *cotangents, *residuals)
+    dx, dresidual, dscale = options.run("backward", *cotangents, *residuals)
+    return dx, dresidual if options.adds else None, dscale
 
 
 _fused.defvjp(_forward_rule, _backward_rule)
@@ -52,7 +54,7 @@ _fused.defvjp(_forward_rule, _backward_rule)
 
 def fused_add_rms_norm(
     x: Float[Array, "*batch D"],
-    residual: Float[Array, "*batch D"],
+    residual: Float[Array, "*batch D"] | None,
     scale: Float[Array, " D"] | None = None,
     *,
     eps: float = 1e-6,
@@ -64,12 +66,13 @@ def fused_add_rms_norm(
 
     `y, residual = fused_add_rms_norm(x, residual, scale)` is what stands between two sublayers of a pre-norm model.
     s is rounded to residual.dtype and normalised as rounded. s, `scale` and on NVIDIA GPUs two numbers a row are kept
-    for the backward pass; x and residual have one gradient, in which those of both outputs meet in float32. On TPUs the
-    default is XLA: the kernel is not measured there.
+    for the backward pass; x and residual have one gradient, in which those of both outputs meet in float32. Before the
+    first sublayer there is nothing to add: with `residual=None`, s is x. On TPUs the default is XLA: the kernel is not
+    measured there.
 
     Args:
         x: (..., D), any float dtype: what the last sublayer made.
-        residual: (..., D), any float dtype: the stream that it is added to.
+        residual: (..., D), any float dtype: the stream that it is added to; or None, where x is the stream.
         scale: (D,), any float dtype, or None for no scale.
         eps: added to the mean square, a Python number ≥ 0.
         offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
@@ -79,7 +82,7 @@ def fused_add_rms_norm(
             ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
-        y, (..., D) in x.dtype, and s, (..., D) in residual.dtype: the new residual.
+        y, (..., D) in x.dtype, and s, (..., D) in residual.dtype or else x.dtype: the new residual.
 
     Raises:
         TypeError: an array is not floating point, `eps` or `offset` no Python number.
@@ -104,9 +107,12 @@ def fused_add_rms_norm(
         options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
         op = functools.partial(fused_add_rms_norm, **options)
         return _explicit.on_rows(_OP, op, spec, (x, residual), (scale,), results=2)
-    rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
-    kernels = _rows.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, added, scale, wide=_WIDE)
-    options = _Options(float(eps), float(offset), casting_mode, *kernels)
+    rows, added = (a if a is None else a.reshape(-1, x.shape[-1]) for a in (x, residual))
+    # The backward reads the sum and both cotangents whether or not something was added.
+    kernels = _rows.choose(
+        _OP, _KERNELS, _DEFAULTS, implementation, rows, rows if added is None else added, scale, wide=_WIDE
+    )
+    options = _Options(float(eps), float(offset), casting_mode, added is not None, *kernels)
     outputs: Any = _fused(*_mesh.align_varying(rows, added, scale), options)
     y, new_residual = outputs
     return jnp.reshape(y, x.shape), jnp.reshape(new_residual, x.shape)

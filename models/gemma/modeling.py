@@ -42,7 +42,8 @@ class Gemma2Layer(nnx.Module):
         self.post_feedforward_layernorm = blocks.norm()
 
     def __call__(self, x: Float[Array, "B T D"], *attention_inputs) -> Float[Array, "B T D"]:
-        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *attention_inputs))
+        normed, x = self.input_layernorm.fork(x)
+        attended = self.post_attention_layernorm(self.self_attn(normed, *attention_inputs))
         normed, x = self.pre_feedforward_layernorm.add(attended, x)
         return x + self.post_feedforward_layernorm(self.mlp(normed))
 

@@ -19,7 +19,8 @@ class LlamaLayer(nnx.Module):
         self.mlp = blocks.mlp()
 
     def __call__(self, x: Float[Array, "B T D"], *attention_inputs) -> Float[Array, "B T D"]:
-        attended = self.self_attn(self.input_layernorm(x), *attention_inputs)
+        normed, x = self.input_layernorm.fork(x)
+        attended = self.self_attn(normed, *attention_inputs)
         normed, x = self.post_attention_layernorm.add(attended, x)
         return x + self.mlp(normed)
 

@@ -11,6 +11,7 @@ import jax
 
 from liger_jax.pallas_kernels._rows import xla
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
+from liger_jax.pallas_kernels.rms_norm.xla import forward as normalized
 from liger_jax.pallas_kernels.rms_norm.xla import gradient_pass, rounded, scaled, shrunk_squares, squares
 
 unsupported = xla.unsupported
@@ -18,7 +19,7 @@ unsupported = xla.unsupported
 
 def forward(
     x: jax.Array,
-    residual: jax.Array,
+    residual: jax.Array | None,
     scale: jax.Array | None,
     *,
     eps: float,
@@ -27,7 +28,14 @@ def forward(
     run: Callable = xla.run,
     **launch: bool,
 ) -> tuple[jax.Array, jax.Array, Terms]:
-    """x, residual (N, D), scale (D,) or None → y (N, D) in x.dtype, x + residual in residual.dtype, and its sums."""
+    """x, residual (N, D), scale (D,) or None → y (N, D) in x.dtype, x + residual in residual.dtype, and its sums.
+
+    Without a residual, the sum is x.
+    """
+    if residual is None:
+        options = {"eps": eps, "offset": offset, "casting_mode": casting_mode}
+        y, sums = normalized(x, scale, **options, run=run, **launch)
+        return y, x, sums
 
     def added(x, residual):
         return (wide(x) + wide(residual)).astype(residual.dtype)

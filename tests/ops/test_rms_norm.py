@@ -113,6 +113,15 @@ class TestFusedAddRMSNorm(RootMeanSquare):
         assert _oracle.largest_error(ours, alone) < 1e-5
         assert jnp.array_equal(gradient(lambda x: op(x, residual, scale)[1]), jnp.ones_like(x))
 
+    def test_without_a_residual_x_is_the_stream(self, implementation, rng):
+        x, _, scale = self.arrays(rng, (37, 70))
+        op, reference = self.make(implementation)
+        ours, plain = (lambda x, scale: op(x, None, scale)), (lambda x, scale, f=plain_fused: f(x, 0 * x, scale))
+        _oracle.check_float32(ours, functools.partial(plain, f=reference), [x, scale], rng)
+        x, scale = x.astype(jnp.bfloat16), scale.astype(jnp.bfloat16)
+        _oracle.check_half(ours, plain, functools.partial(plain, f=reference), [x, scale], rng)
+        assert jnp.array_equal(ours(x, scale)[1], x)
+
     def test_a_residual_of_another_shape_is_refused(self, unchecked_types):
         with pytest.raises(ValueError, match=r"^fused_add_rms_norm: residual has shape \(3, 3\), but must .*\(2, 3\)"):
             fused_add_rms_norm(jnp.ones((2, 3)), jnp.ones((3, 3)))
