@@ -42,7 +42,7 @@ class RMSNorm(nnx.Module):
         return self._run(ops.rms_norm if self.kernels.rms_norm else plain.rms_norm, x)
 
     def fork(self, x: Float[Array, "*rows D"]) -> Any:
-        """Normalises the residual stream and hands it on; its gradients by both come out of one pass.
+        """Normalises the residual stream and hands it on; where kernels run, one pass makes the gradient by both.
 
         Args:
             x: the stream.
@@ -50,18 +50,21 @@ class RMSNorm(nnx.Module):
         Returns:
             The normalised stream, and the stream.
         """
-        return self.add(x, None)
+        return self._fused(x, None)
 
-    def add(self, x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"] | None) -> Any:
+    def add(self, x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"]) -> Any:
         """Adds to the residual stream and normalises it, in one pass.
 
         Args:
             x: what a sublayer made.
-            residual: the stream that it is added to, or `None` where x is the stream.
+            residual: the stream that it is added to.
 
         Returns:
             The normalised sum, and the sum.
         """
+        return self._fused(x, residual)
+
+    def _fused(self, x: Array, residual: Array | None) -> Any:
         fused = ops.fused_add_rms_norm if self.kernels.rms_norm else plain.fused_add_rms_norm
         return self._run(fused, x, residual)
 

@@ -25,7 +25,7 @@ class _Options:
     eps: float
     offset: float
     casting_mode: str
-    adds: bool
+    adds: bool  # whether there is a residual
     forward: str
     backward: str
 
@@ -66,9 +66,9 @@ def fused_add_rms_norm(
 
     `y, residual = fused_add_rms_norm(x, residual, scale)` is what stands between two sublayers of a pre-norm model.
     s is rounded to residual.dtype and normalised as rounded. s, `scale` and on NVIDIA GPUs two numbers a row are kept
-    for the backward pass; x and residual have one gradient, in which those of both outputs meet in float32. Before the
-    first sublayer there is nothing to add: with `residual=None`, s is x. On TPUs the default is XLA: the kernel is not
-    measured there.
+    for the backward pass; x and residual have one gradient, in which those of both outputs meet in float32. A layer's
+    first norm has nothing to add: with `residual=None` s is x, whose gradients by both outputs meet likewise. On TPUs
+    the default is XLA: the kernel is not measured there.
 
     Args:
         x: (..., D), any float dtype: what the last sublayer made.
@@ -82,7 +82,7 @@ def fused_add_rms_norm(
             ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
-        y, (..., D) in x.dtype, and s, (..., D) in residual.dtype or else x.dtype: the new residual.
+        y, (..., D) in x.dtype, and s, (..., D) in residual.dtype: the new residual; x itself without one.
 
     Raises:
         TypeError: an array is not floating point, `eps` or `offset` no Python number.

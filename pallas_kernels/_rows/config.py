@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 
@@ -73,50 +74,70 @@ def previous_power_of_2(n: int) -> int:
     return 1 << max(0, n.bit_length() - 1)
 
 
-# What measured best on an H200 (benchmarks/results/row_tiles.md). For rows of at most so many columns of 16 bits:
-# elements of a step, or a row if it has more; warps; programs a core, or None for one of each step; columns of a piece.
-# One warp has a row while its registers hold it: warps that share a row wait for each other at each of its sums.
-_NARROW = {1024: (1024, 1, None, 512), 4096: (1, 1, None, 1024)}
-_ONE_MATRIX = {
+class _Share(NamedTuple):
+    """How a pass over rows is dealt out to programs.
+
+    elements: of a step, or one row if that has more. programs: of a core, or None for one of each step. piece: columns
+    of it at most.
+    """
+
+    elements: int
+    num_warps: int
+    programs: int | None
+    piece: int
+
+
+_Table = Mapping[int, _Share]  # by the most columns of 16 bits
+
+# On an H200 each within a few per cent of the best tile, of 16,384 rows and more in bfloat16
+# (benchmarks/results/row_tiles.md). One warp has a row of up to 5,120 columns, or two of 4,096, in its registers: warps
+# that share a row wait for each other at each of its sums.
+_NARROW: _Table = {1024: _Share(1024, 1, None, 512), 4096: _Share(1, 1, None, 1024)}
+_ONE_MATRIX: _Table = {
     **_NARROW,
-    5120: (1, 1, None, 512),
-    7168: (1, 8, 4, 1024),
-    8192: (1, 16, 2, 8192),
-    TRITON_MAX_WIDTH: (1, 16, None, 4096),
+    5120: _Share(1, 1, None, 512),
+    7168: _Share(1, 8, 4, 1024),
+    8192: _Share(1, 16, 2, 8192),
+    TRITON_MAX_WIDTH: _Share(1, 16, None, 4096),
 }
-_TWO_STAGES = {**_ONE_MATRIX, 7168: (1, 4, None, 1024), 8192: (1, 4, 2, 4096)}
-_TWO_MATRICES = {**_NARROW, 7168: (1, 8, None, 1024), 8192: (1, 16, None, 8192), TRITON_MAX_WIDTH: (1, 8, 2, 4096)}
+_TWO_STAGES: _Table = {**_ONE_MATRIX, 7168: _Share(1, 4, None, 1024), 8192: _Share(1, 4, 2, 4096)}
+_TWO_MATRICES: _Table = {
+    **_NARROW,
+    7168: _Share(1, 8, None, 1024),
+    8192: _Share(1, 16, None, 8192),
+    TRITON_MAX_WIDTH: _Share(1, 8, 2, 4096),
+}
 # With sums over rows programs walk over them: registers of a core hold two steps and these sums.
-_ONE_SUM = {
-    512: (512, 1, 16, 512),
-    1024: (2048, 4, 4, 1024),
-    3072: (1, 4, 4, 512),
-    4096: (1, 8, 2, 1024),
-    7168: (1, 4, 2, 1024),
-    8192: (1, 16, 1, 8192),
-    TRITON_MAX_WIDTH: (1, 16, 1, 4096),
+_ONE_SUM: _Table = {
+    512: _Share(512, 1, 16, 512),
+    1024: _Share(2048, 4, 4, 1024),
+    3072: _Share(1, 4, 4, 512),
+    4096: _Share(1, 8, 2, 1024),
+    7168: _Share(1, 4, 2, 1024),
+    8192: _Share(1, 16, 1, 8192),
+    TRITON_MAX_WIDTH: _Share(1, 16, 1, 4096),
 }
-_THREE_MATRICES = {
-    1024: (1024, 1, 8, 512),
-    2560: (1, 4, 3, 1024),
-    4096: (1, 4, 2, 2048),
-    8192: (1, 16, 1, 8192),
-    TRITON_MAX_WIDTH: (1, 8, 1, 4096),
+_THREE_MATRICES: _Table = {
+    1024: _Share(1024, 1, 8, 512),
+    2560: _Share(1, 4, 3, 1024),
+    4096: _Share(1, 4, 2, 2048),
+    8192: _Share(1, 16, 1, 8192),
+    TRITON_MAX_WIDTH: _Share(1, 8, 1, 4096),
 }
-_TWO_SUMS = {
-    512: (1024, 1, 8, 512),
-    1024: (2048, 4, 4, 1024),
-    2048: (1, 4, 4, 512),
-    2560: (1, 4, 3, 512),
-    3584: (1, 8, 2, 1024),
-    4096: (1, 4, 2, 2048),
-    7168: (1, 8, 1, 1024),
-    8192: (1, 16, 1, 8192),
-    TRITON_MAX_WIDTH: (1, 8, 1, 4096),
+_TWO_SUMS: _Table = {
+    512: _Share(1024, 1, 8, 512),
+    1024: _Share(2048, 4, 4, 1024),
+    2048: _Share(1, 4, 4, 512),
+    2560: _Share(1, 4, 3, 512),
+    3584: _Share(1, 8, 2, 1024),
+    4096: _Share(1, 4, 2, 2048),
+    7168: _Share(1, 8, 1, 1024),
+    8192: _Share(1, 16, 1, 8192),
+    TRITON_MAX_WIDTH: _Share(1, 8, 1, 4096),
 }
 
 
-def _tiles(num_rows: int, num_stages: int, num_sums: int) -> Mapping[int, tuple[int, int, int | None, int]]:
+def _table(num_rows: int, num_stages: int, num_sums: int) -> _Table:
     """For a pass that reads so many matrices, with so many sums along a row one after the other and over all rows."""
     if num_rows > 2:
         return _THREE_MATRICES
@@ -126,36 +147,35 @@ def _tiles(num_rows: int, num_stages: int, num_sums: int) -> Mapping[int, tuple[
 
 
 def piece_size(d: int, most: int) -> int:
-    """A power of two: the largest up to `most` with at most a seventh idle in all; up to 1,024 columns the largest."""
+    """The largest power of two up to `most` with at most a seventh idle in all pieces; any of up to 1,024 columns."""
     if d <= 1024:
         return min(most, next_power_of_2(d))
     return max(2**k for k in range(7, most.bit_length()) if 7 * (round_up(d, 2**k) - d) <= d)
 
 
 def triton_config(n: int, d: int, itemsize: int, num_rows: int, num_stages: int, num_sums: int) -> TritonConfig:
-    """For n rows of d elements of `itemsize` bytes.
+    """The tiles for n rows of d elements of `itemsize` bytes.
 
     `num_rows` is how many matrices are read, `num_stages` how many sums along a row follow each other, `num_sums` how
     many sums over all rows are made.
     """
     columns = min(d * cdiv(itemsize, 2), TRITON_MAX_WIDTH)  # of 16 bits that fill as many registers
-    tiles = _tiles(num_rows, num_stages, num_sums)
-    elements, num_warps, programs_a_core, most = next(found for width, found in tiles.items() if columns <= width)
-    d_block_size = piece_size(d, most)
+    share = next(found for width, found in _table(num_rows, num_stages, num_sums).items() if columns <= width)
+    d_block_size = piece_size(d, share.piece)
     num_pieces = cdiv(d, d_block_size)
-    n_block_size = min(next_power_of_2(n), previous_power_of_2(elements // (num_pieces * d_block_size)))
+    n_block_size = min(next_power_of_2(n), previous_power_of_2(share.elements // (num_pieces * d_block_size)))
     num_blocks = cdiv(n, n_block_size)
-    num_programs = num_blocks if programs_a_core is None else min(num_blocks, programs_a_core * MULTIPROCESSORS)
+    num_programs = num_blocks if share.programs is None else min(num_blocks, share.programs * MULTIPROCESSORS)
     is_wide = columns > 8192  # registers hold no second step beside the sums, and no columns
     return TritonConfig(
         n_block_size,
         d_block_size,
         num_pieces,
-        num_warps,
+        share.num_warps,
         num_programs,
         cdiv(num_blocks, num_programs),
         loads_ahead=not (is_wide and num_sums),
-        keeps_columns=not is_wide and programs_a_core is not None,
+        keeps_columns=not is_wide and share.programs is not None,
     )
 
 

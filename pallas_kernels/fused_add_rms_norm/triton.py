@@ -2,7 +2,7 @@
 
 Memory passes: forward two reads and two writes, for the sum is normalised while it is there. Backward one read of the
 sum and of both cotangents and one write of their common gradient, with dscale summed on the way. On an H200 forward
-92 to 98 % of the speed of a copy, backward 81 to 86 %; 85 and 70 % at 18,432 columns (benchmarks/results/row_tiles.md).
+92 to 98 % of the speed of a copy, backward 81 to 86 %; 84 and 70 % at 18,432 columns (benchmarks/results/row_tiles.md).
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 The formulas here run in the Pallas kernels too. The sum is rounded to the residual's dtype and normalised as rounded,
 so the norm is that of the value which goes on; from there on as rms_norm/xla.py. Backward, the cotangents of both
-outputs meet in float32 before they are rounded.
+outputs meet in float32 before they are rounded. Without a residual, forward is rms_norm's.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 Memory passes: forward one read and one write. Backward one read of x and dy and one write of dx, with dscale and dbias
 summed on the way. For wide rows, of which registers hold one at a time: the next ones arrive in shared memory. On an
-H200 forward 91 % of the speed of a copy at 18,432 columns, backward 85 to 95 from 5,120 on; narrower rows are faster in
+H200 forward 90 % of the speed of a copy at 18,432 columns, backward 85 to 96 from 5,120 on; narrower rows are faster in
 Triton (benchmarks/results/row_tiles.md).
 """
 

@@ -23,6 +23,12 @@ CASES = {
     "rms_norm of a split sequence": (ops.rms_norm, [((8, 6, 70), P("data", "fsdp"))], [((70,), P("fsdp"))], 3),
     "layer_norm": (ops.layer_norm, [(ROWS, BATCH)], [((70,), P())] * 2, 3),
     "fused_add_rms_norm": (ops.fused_add_rms_norm, [(ROWS, BATCH)] * 2, [((70,), P())], 3),
+    "fused_add_rms_norm of nothing": (
+        lambda x, scale, **options: ops.fused_add_rms_norm(x, None, scale, **options),
+        [(ROWS, BATCH)],
+        [((70,), P())],
+        3,
+    ),
     "dyt": (ops.dyt, [(ROWS, BATCH)], [((), P()), ((70,), P()), ((70,), P())], 3),
     "poly_norm": (ops.poly_norm, [(ROWS, BATCH)], [((3,), P()), ((), P())], 1),
     "group_norm": (functools.partial(ops.group_norm, num_groups=5), [(ROWS, BATCH)], [((5,), P())] * 2, 1),
