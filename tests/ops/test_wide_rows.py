@@ -99,6 +99,15 @@ def test_the_residual_stream_keeps_its_own_dtype(hopper, rng):
     _oracle.check_half(op, functools.partial(norm.plain, casting_mode="gemma"), reference, [x, residual, scale], rng)
 
 
+def test_without_a_residual_x_is_the_stream(hopper, n, rng):
+    norm = NORMS["fused_add_rms_norm"]
+    x, _, scale = norm.arrays(rng, (n, 1024))
+    op, reference = norm.make(hopper)
+    _oracle.check_float32(
+        lambda x, scale: op(x, None, scale), lambda x, scale: reference(x, 0 * x, scale), [x, scale], rng
+    )
+
+
 @pytest.mark.full
 @of_norms(*NORMS)
 def test_parameters_may_be_left_out(hopper, norm, n, rng):
