@@ -71,10 +71,10 @@ def draw(results: list[Result], path: pathlib.Path, title: str) -> None:
         return
     pyplot.switch_backend("agg")
     groups = {op: list(group) for op, group in itertools.groupby(results, key=lambda result: result.op)}
+    whos = dict.fromkeys(row.who for result in results for row in result.rows if row.failure is None)
     size_inches = 6 * len(groups), 9
     figure, panels = pyplot.subplots(2, len(groups), figsize=size_inches, squeeze=False, sharey=True)
     for column, (op, group) in enumerate(groups.items()):
-        whos = dict.fromkeys(row.who for result in group for row in result.rows if row.failure is None)
         for i, which in enumerate(("forward", "backward")):
             panel = panels[i, column]
             panel.axhline(100, color="grey", linewidth=0.8)
@@ -84,9 +84,10 @@ def draw(results: list[Result], path: pathlib.Path, title: str) -> None:
                 ours = who.startswith("liger-jax")
                 panel.plot(*zip(*points, strict=True), "o-" if ours else "s--", label=who, linewidth=2 if ours else 1)
             panel.set_xticks(range(len(group)), [r.shape for r in group], rotation=60, ha="right", fontsize=7)
-            panel.legend(loc="lower right", fontsize=7)
-    figure.suptitle(title, fontsize=8)
-    figure.tight_layout()
+    # Above the panels, where it covers no point.
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="upper center", ncols=len(whos), fontsize=8)
+    figure.suptitle(title, fontsize=8, y=0.95)
+    figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -35,11 +35,11 @@ def at(ref: Any, row: Any, column: Any, piece: tuple[slice, slice]) -> Any:
     return ref.at[pl.ds(row + rows.start, height), pl.ds(column + columns.start, width)]
 
 
-def load(ref: Any, index: tuple[Any, ...], layout: Any) -> Any:
-    """Shared memory to registers; the index is an argument of its own in JAX 0.10 and gone in 0.12."""
+def load(ref: Any, index: tuple[Any, ...], layout: Any, *, optimized: bool = True) -> Any:
+    """Memory to registers; not `optimized` from device memory. JAX 0.10 has an argument for the index, 0.12 none."""
     if jax.__version_info__ < (0, 11):
-        return plgpu.load(ref, index, layout=layout)
-    return plgpu.load(ref.at[index], layout=layout)
+        return plgpu.load(ref, index, layout=layout, optimized=optimized)
+    return plgpu.load(ref.at[index], layout=layout, optimized=optimized)
 
 
 def store(ref: Any, index: tuple[Any, ...], x: Any) -> None:

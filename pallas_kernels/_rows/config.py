@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
@@ -10,10 +10,19 @@ from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 TRITON_MAX_WIDTH = 65536  # one row in registers: 128 float32 a thread at 16 warps
 MULTIPROCESSORS = 132  # of an H100 or H200
 HOPPER_SHARED_BYTES = 223 * 2**10  # of a block's 227 KiB: barriers and sums along rows take the rest
-HOPPER_MOST_STAGES = 4  # 32 KiB a core are on their way then at 2,048 columns: a microsecond of its share of memory
-# Warpgroups × elements of a piece for each thread, best first: accesses of 16 bytes, then of 8; many warps, then few.
+HOPPER_MOST_STAGES = 8
+HOPPER_MOST_BARRIERS = 32  # of one array
+# Teams of a block × warpgroups of a team, by sums over rows and by the most columns, on an H200 the best or within 2 %
+# of it (benchmarks/results/row_tiles.md): a team of one warpgroup meets no other, and teams wait at different times.
+HOPPER_TEAMS = {
+    0: {7168: (4, 1), 8192: (2, 4)},
+    1: {3072: (3, 1), 4096: (2, 1), 7168: (2, 2)},
+    2: {2560: (4, 1), 3584: (3, 1), 4096: (2, 1), 7168: (2, 2)},
+}
+# Beyond, warpgroups of the one team × elements of a piece for each thread, best first: accesses of 16 bytes, then of 8;
+# many warps, then few.
 HOPPER_SHARES = (4, 8), (3, 8), (4, 4), (3, 4), (2, 8), (2, 4)
-HOPPER_SUMS = {2: 128, 3: 96, 4: 64}  # registers of a thread for sums over rows, of 255, 168 and 128
+HOPPER_SUMS = {2: 128, 3: 96, 4: 64}  # registers of a thread for sums over rows, of 255, 168 and 128, by warpgroups
 TPU_VMEM_BYTES = 12 * 2**20  # of the default 16 MiB scope
 TPU_CHUNK = 512  # columns at a time
 TPU_GROUP_SIZE = 2**18  # elements at a time: independent work that hides the latency of sums across lanes
@@ -48,15 +57,21 @@ class TritonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpuConfig:
-    """How a block deals out a row: each warpgroup gets pieces of 4 × `warp_size` columns, of which each warp has one.
+    """How a team deals out a row: each warpgroup gets pieces of 4 × `warp_size` columns, of which each warp has one.
 
-    stages: how many rows of each matrix shared memory holds, the one that is computed among them.
+    stages: how many rows of each matrix shared memory holds for a team, the one that is computed among them.
     """
 
-    num_warpgroups: int
+    num_teams: int  # of a block: rows at a time
+    team_size: int  # warpgroups
     vec_size: int  # of a thread's elements of a piece
     num_pieces: int  # of a warpgroup
     stages: tuple[int, ...]
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Of a block."""
+        return self.num_teams * self.team_size
 
     @property
     def warp_size(self) -> int:
@@ -107,6 +122,10 @@ _TWO_MATRICES: _Table = {
     8192: _Share(1, 16, None, 8192),
     TRITON_MAX_WIDTH: _Share(1, 8, 2, 4096),
 }
+# Of so few rows a core has no second eight, and more warps a row have each done sooner: at 5,120 columns 14.7 µs, of
+# one warp 17.2.
+_FEW_ROWS = 2048
+_FEW = {1024: _NARROW[1024], 2048: _NARROW[4096], 3072: _Share(1, 2, None, 1024), 5120: _Share(1, 4, None, 4096)}
 # With sums over rows programs walk over them: registers of a core hold two steps and these sums.
 _ONE_SUM: _Table = {
     512: _Share(512, 1, 16, 512),
@@ -137,13 +156,14 @@ _TWO_SUMS: _Table = {
 }
 
 
-def _table(num_rows: int, num_stages: int, num_sums: int) -> _Table:
-    """For a pass that reads so many matrices, with so many sums along a row one after the other and over all rows."""
+def _table(n: int, num_rows: int, num_stages: int, num_sums: int) -> _Table:
+    """For n rows of so many matrices, with so many sums along a row one after the other and over all rows."""
     if num_rows > 2:
         return _THREE_MATRICES
     if num_sums:
         return _ONE_SUM if num_sums == 1 else _TWO_SUMS
-    return _TWO_MATRICES if num_rows == 2 else _ONE_MATRIX if num_stages <= 1 else _TWO_STAGES
+    table = _TWO_MATRICES if num_rows == 2 else _ONE_MATRIX if num_stages <= 1 else _TWO_STAGES
+    return table if n > _FEW_ROWS else _FEW | {width: share for width, share in table.items() if width > max(_FEW)}
 
 
 def piece_size(d: int, most: int) -> int:
@@ -160,7 +180,8 @@ def triton_config(n: int, d: int, itemsize: int, num_rows: int, num_stages: int,
     many sums over all rows are made.
     """
     columns = min(d * cdiv(itemsize, 2), TRITON_MAX_WIDTH)  # of 16 bits that fill as many registers
-    share = next(found for width, found in _table(num_rows, num_stages, num_sums).items() if columns <= width)
+    table = _table(n, num_rows, num_stages, num_sums)
+    share = table[min(width for width in table if columns <= width)]
     d_block_size = piece_size(d, share.piece)
     num_pieces = cdiv(d, d_block_size)
     n_block_size = min(next_power_of_2(n), previous_power_of_2(share.elements // (num_pieces * d_block_size)))
@@ -179,30 +200,43 @@ def triton_config(n: int, d: int, itemsize: int, num_rows: int, num_stages: int,
     )
 
 
+def _hopper_shares(d: int, num_sums: int) -> Iterator[tuple[int, int, int]]:
+    """Teams, warpgroups of each, and elements of a thread's piece, best first."""
+    teams = [share for most, share in HOPPER_TEAMS[num_sums].items() if d <= most]
+    yield from ((*share, vec_size) for share in teams[:1] for vec_size in (8, 4, 2))
+    yield from ((1, *share) for share in HOPPER_SHARES)
+
+
+def _hopper_stages(row_sizes: Sequence[int], shared_bytes: int, num_warpgroups: int) -> tuple[int, ...] | None:
+    """How many rows of each matrix, of so many bytes a row, shared memory holds; None where two are too many."""
+    most = min(HOPPER_MOST_STAGES, HOPPER_MOST_BARRIERS // num_warpgroups, shared_bytes // sum(row_sizes))
+    if most >= 2:
+        return (most,) * len(row_sizes)
+    # The last matrix may wait for its place: meanwhile the others' next rows arrive.
+    stages = (2,) * (len(row_sizes) - 1) + (1,)
+    fits = len(row_sizes) > 1 and sum(map(operator.mul, stages, row_sizes)) <= shared_bytes
+    return stages if fits else None
+
+
 def mosaic_gpu_config(d: int, row_bytes: Sequence[int], column_bytes: int, num_sums: int) -> MosaicGpuConfig | str:
     """How rows of d columns are dealt out, or the reason why they are not.
 
     `row_bytes` are an element's of each matrix that is read, `column_bytes` an element's of all arrays of columns
     together, `num_sums` how many sums over all rows are made.
     """
-    shares = [
-        (warpgroups, vec_size)
-        for warpgroups, vec_size in HOPPER_SHARES
-        if d % (128 * warpgroups * vec_size) == 0
-        and vec_size * max(row_bytes) <= 16
-        and d * num_sums <= 128 * warpgroups * HOPPER_SUMS[warpgroups]
-    ]
-    if not shares:
-        return f"rows of {d} columns have no even shares for warpgroups whose registers hold their sums over rows"
-    shared_bytes = HOPPER_SHARED_BYTES - d * column_bytes
-    most = min(HOPPER_MOST_STAGES, shared_bytes // (d * sum(row_bytes)))
-    stages = (most,) * len(row_bytes)
-    if most < 2:  # the last matrix may wait for its place: meanwhile the others' next rows arrive
-        stages = (2,) * (len(row_bytes) - 1) + (1,)
-        if len(row_bytes) == 1 or d * sum(map(operator.mul, stages, row_bytes)) > shared_bytes:
-            return f"two rows of {d} columns exceed shared memory"
-    num_warpgroups, vec_size = shares[0]
-    return MosaicGpuConfig(num_warpgroups, vec_size, d // (128 * num_warpgroups * vec_size), stages)
+    reason = f"rows of {d} columns have no even shares for warpgroups whose registers hold their sums over rows"
+    for num_teams, team_size, vec_size in _hopper_shares(d, num_sums):
+        num_threads, num_warpgroups = 128 * team_size, num_teams * team_size
+        if d % (num_threads * vec_size) or vec_size * max(row_bytes) > 16:
+            continue
+        if num_sums and d * num_sums > num_threads * HOPPER_SUMS[num_warpgroups]:
+            continue
+        row_sizes, shared_bytes = [num_teams * d * size for size in row_bytes], HOPPER_SHARED_BYTES - d * column_bytes
+        stages = _hopper_stages(row_sizes, shared_bytes, num_warpgroups)
+        if stages is not None:
+            return MosaicGpuConfig(num_teams, team_size, vec_size, d // (num_threads * vec_size), stages)
+        reason = f"two rows of {d} columns exceed shared memory"
+    return reason
 
 
 def tpu_n_block_size(n: int, d: int, row_itemsizes: int, num_column_outputs: int) -> int:

@@ -1,9 +1,10 @@
 """A pass over rows in Pallas Mosaic GPU (Hopper), for rows so wide that registers hold no second one.
 
 Memory passes: each row is read once, by the copy engine into shared memory, where the next ones arrive while one is
-computed. One block a core walks over rows. Its warpgroups share each row, and every one fetches its own columns, keeps
-their sums over rows in registers as float32, and meets the others only where the row's own sums are added up. The
-(blocks, D) partial sums are added up outside.
+computed. One block a core walks over rows. Its warpgroups form teams, of one or more, and a team has a row: each of its
+warpgroups fetches its own columns, keeps their sums over rows in registers as float32, and meets the team's others only
+where the row's own sums are added up. At the end a block's teams add theirs up one after the other, and the (blocks, D)
+partial sums are added up outside.
 A forward pass saves its rows' sums: with them a backward has one stage left.
 """
 
@@ -21,7 +22,7 @@ from liger_jax.pallas_kernels._hopper import NUM_CORES, launch, load, store
 from liger_jax.pallas_kernels._rows import config
 from liger_jax.pallas_kernels._rows.config import MosaicGpuConfig
 from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
-from liger_jax.pallas_kernels._tiles import out_like, split, with_absent
+from liger_jax.pallas_kernels._tiles import cdiv, out_like, split, with_absent
 
 _WARPS = 4  # of a warpgroup
 _MOST_SUMS = 8  # of a row
@@ -34,8 +35,8 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
         if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"the kernel takes floats of 16 and 32 bits, and an array is {array.dtype}; use 'xla'."
     d = x.shape[-1]
-    if d % 1024:
-        return f"the kernel deals out pieces of 1024 columns, and {d} is no multiple of it; use 'triton' or 'xla'."
+    if d % 256:
+        return f"the kernel deals out pieces of 256 columns, and {d} is no multiple of it; use 'triton' or 'xla'."
     rows = [array.dtype.itemsize for array in present if array.ndim > 1]
     columns = [array.dtype.itemsize for array in present if array.ndim == 1]
     directions = (rows, sum(columns), 0), ([*rows, rows[-1]], sum(columns[:1]), len(columns))  # a backward has dy too
@@ -50,22 +51,27 @@ class _Shared(NamedTuple):
     """What a block keeps in shared memory, and the barriers of what arrives there."""
 
     rows: Sequence[Any]  # of each matrix (stages, warpgroups, height, warp_size)
-    columns: Sequence[Any]  # (warpgroups, height, warp_size)
-    sums: Any  # (2, sums of a row, warps): a row's, while its predecessor's may still be read
+    columns: Sequence[Any]  # (warpgroups of a team, height, warp_size)
+    sums: Any  # (teams, 2, sums of a row, warps): a row's, while its predecessor's may still be read
     rows_filled: Sequence[Any]  # of each matrix: stages · warpgroups
-    columns_filled: Any  # warpgroups
-    sums_made: Any
+    columns_filled: Any  # warpgroups of a team
+    sums_made: Any  # teams
+    totals_made: Any  # warpgroups
 
     @classmethod
     def scratch(cls, tiles: MosaicGpuConfig, rows: Sequence[Any], columns: Sequence[Any]) -> "_Shared":
-        shape = tiles.num_warpgroups, tiles.height, tiles.warp_size
+        shape = tiles.height, tiles.warp_size
         return cls(
-            [plgpu.SMEM((stages, *shape), x.dtype) for stages, x in zip(tiles.stages, rows, strict=True)],
-            [plgpu.SMEM(shape, x.dtype) for x in columns],
-            plgpu.SMEM((2, _MOST_SUMS, tiles.num_warpgroups * _WARPS), jnp.float32),
+            [
+                plgpu.SMEM((stages, tiles.num_warpgroups, *shape), x.dtype)
+                for stages, x in zip(tiles.stages, rows, strict=True)
+            ],
+            [plgpu.SMEM((tiles.team_size, *shape), x.dtype) for x in columns],
+            plgpu.SMEM((tiles.num_teams, 2, _MOST_SUMS, tiles.team_size * _WARPS), jnp.float32),
             [plgpu.Barrier(num_barriers=stages * tiles.num_warpgroups) for stages in tiles.stages],
-            plgpu.Barrier(num_arrivals=max(1, len(columns)), num_barriers=tiles.num_warpgroups),
-            plgpu.Barrier(num_arrivals=tiles.num_warpgroups),
+            plgpu.Barrier(num_arrivals=max(1, len(columns)), num_barriers=tiles.team_size),
+            plgpu.Barrier(num_arrivals=tiles.team_size, num_barriers=tiles.num_teams),
+            plgpu.Barrier(num_barriers=tiles.num_warpgroups),
         )
 
 
@@ -107,12 +113,38 @@ def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
     return before + last + jax.lax.cond(last[0] == jnp.inf, rescue, lambda: (jnp.zeros((), jnp.float32),))
 
 
+def _write_totals(totals: Sequence[Terms], refs: Sequence[Any], shared: _Shared, tiles: MosaicGpuConfig, layout: Any):
+    """A warpgroup's pieces of the sums over rows: each team adds its own to what its predecessors have written.
+
+    The refs are a block's, (height of a row, warp_size).
+    """
+    warpgroup = jax.lax.axis_index("warpgroup")
+    team, member = jax.lax.div(warpgroup, tiles.team_size), jax.lax.rem(warpgroup, tiles.team_size)
+    places = [(pl.ds(member * tiles.height + j * _WARPS, _WARPS),) for j in range(tiles.num_pieces)]
+
+    def write(totals):
+        for at, total in zip(places, totals, strict=True):
+            for ref, x in zip(refs, total, strict=True):
+                store(ref, at, x)
+
+    def add():
+        plgpu.barrier_wait(shared.totals_made.at[warpgroup - tiles.team_size])
+        before = [[load(ref, at, layout, optimized=False) for ref in refs] for at in places]
+        write([[x + y for x, y in zip(*both, strict=True)] for both in zip(totals, before, strict=True)])
+
+    pl.when(team == 0)(lambda: write(totals))
+    pl.when(team > 0)(add)
+    pl.when(team < tiles.num_teams - 1)(lambda: plgpu.barrier_arrive(shared.totals_made.at[warpgroup]))
+
+
 def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuConfig, counts, has_column):
     row_refs, known_refs, column_refs, out_refs, saved_refs, total_refs, scratch = split(refs, counts)
     shared = _Shared(*scratch)
     block, warpgroup = jax.lax.axis_index("block"), jax.lax.axis_index("warpgroup")
-    num_rows = jax.lax.div(n - 1 - block, num_blocks) + 1
-    first, own = warpgroup * tiles.height, pl.ds(warpgroup * tiles.height, tiles.height)
+    team, member = jax.lax.div(warpgroup, tiles.team_size), jax.lax.rem(warpgroup, tiles.team_size)
+    worker, num_workers = block * tiles.num_teams + team, num_blocks * tiles.num_teams
+    num_rows = jax.lax.div(n - 1 - worker + num_workers, num_workers)
+    first, own = member * tiles.height, pl.ds(member * tiles.height, tiles.height)
     queues = [
         _Queue(ref.at[:, own], stage, filled, warpgroup)
         for ref, stage, filled in zip(row_refs, shared.rows, shared.rows_filled, strict=True)
@@ -120,8 +152,8 @@ def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuC
     # A piece's rows are warps', so that its sums along them need no other warp.
     tiling = plgpu.Tiling(((_WARPS, tiles.warp_size), (tiles.vec_size,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    row_of = lambda i: block + i * num_blocks
-    load_known = lambda i: [ref[row_of(jnp.minimum(i, num_rows - 1))] for ref in known_refs]
+    row_of = lambda i: worker + i * num_workers
+    load_known = lambda i: [ref[jnp.minimum(row_of(i), n - 1)] for ref in known_refs]
 
     def fetch(queue, i):
         pl.when(i < num_rows)(lambda: queue.fetch(i, row_of(i)))
@@ -138,23 +170,23 @@ def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuC
 
         def load_piece(j):
             at = pl.ds(j * _WARPS, _WARPS)
-            columns = [load(stage, (warpgroup, at), layout) for stage in shared.columns]
+            columns = [load(stage, (member, at), layout) for stage in shared.columns]
             return *(load(stage, (at,), layout) for stage in stages), *with_absent(columns, has_column)
 
         def along(stage, sums, number):
             add = lambda j, terms: tuple(map(operator.add, terms, stage(sums, *load_piece(j))))
             terms = jax.lax.fori_loop(1, tiles.num_pieces, add, tuple(stage(sums, *load_piece(0))))
-            of_row = shared.sums.at[jax.lax.rem(i, 2)]
+            of_row = shared.sums.at[team, jax.lax.rem(i, 2)]
             for k, term in enumerate(terms):
-                of_row[number + k, pl.ds(warpgroup * _WARPS, _WARPS)] = jnp.sum(term, axis=1)
-            plgpu.barrier_arrive(shared.sums_made)
-            plgpu.barrier_wait(shared.sums_made)
-            warps = range(tiles.num_warpgroups * _WARPS)
+                of_row[number + k, pl.ds(member * _WARPS, _WARPS)] = jnp.sum(term, axis=1)
+            plgpu.barrier_arrive(shared.sums_made.at[team])
+            plgpu.barrier_wait(shared.sums_made.at[team])
+            warps = range(tiles.team_size * _WARPS)
             return tuple(sum(of_row[number + k, warp] for warp in warps) for k in range(len(terms)))
 
         sums = tuple(known) or _statistics(row_pass, along)
         for ref, x in zip(saved_refs, sums if saved_refs else (), strict=True):
-            pl.when(warpgroup == 0)(functools.partial(ref.__setitem__, row_of(i), x))
+            pl.when(member == 0)(functools.partial(ref.__setitem__, row_of(i), x))
         for stage in row_pass.stages:
             sums += along(stage, sums, len(sums))
         new_totals = []
@@ -168,16 +200,18 @@ def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuC
     for queue, stages in zip(queues, tiles.stages, strict=True):
         for i in range(stages - 1):
             fetch(queue, i)
-    for ref, stage in zip(column_refs, shared.columns, strict=True):
-        plgpu.copy_gmem_to_smem(ref.at[own], stage.at[warpgroup], shared.columns_filled.at[warpgroup])
+
+    @pl.when(team == 0)
+    def _():
+        for ref, stage in zip(column_refs, shared.columns, strict=True):
+            plgpu.copy_gmem_to_smem(ref.at[own], stage.at[member], shared.columns_filled.at[member])
+
     if column_refs:
-        plgpu.barrier_wait(shared.columns_filled.at[warpgroup])
+        plgpu.barrier_wait(shared.columns_filled.at[member])
     zeros = plgpu.layout_cast(jnp.zeros((_WARPS, tiles.warp_size), jnp.float32), layout)
     totals = [[zeros] * len(total_refs)] * tiles.num_pieces
     _, totals = jax.lax.fori_loop(0, num_rows, step, (load_known(0), totals))
-    for j, total in enumerate(totals):
-        for ref, x in zip(total_refs, total, strict=True):
-            store(ref, (block, pl.ds(first + j * _WARPS, _WARPS)), x)
+    _write_totals(totals, [ref.at[block] for ref in total_refs], shared, tiles, layout)
 
 
 def run(
@@ -193,7 +227,7 @@ def run(
     tiles = config.mosaic_gpu_config(d, row_bytes, sum(column_bytes), num_totals)
     if isinstance(tiles, str):
         raise ValueError(tiles)
-    num_blocks = min(NUM_CORES, n)
+    num_blocks = min(NUM_CORES, cdiv(n, tiles.num_teams))
     width = d // tiles.warp_size, tiles.warp_size
     kernel = functools.partial(
         _kernel,
