@@ -49,12 +49,19 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """A test that takes `implementation` runs once for each kernel that its op has on this platform.
 
-    A module whose op lacks a kernel says so: `KERNELS = ("xla", "triton")`.
+    A module whose op lacks a kernel says so: `KERNELS = ("xla", "triton")`; of `FULL_KERNELS` the full suite alone has
+    cases.
     """
     if "implementation" in metafunc.fixturenames:
         kernels = getattr(metafunc.module, "KERNELS", ("xla", "triton", "mosaic_tpu"))
+        full = getattr(metafunc.module, "FULL_KERNELS", ())
         names = IMPLEMENTATIONS[metafunc.config.getoption("--platform")]
-        metafunc.parametrize("implementation", [name for name in names if name.partition(":")[0] in kernels])
+        cases = [
+            pytest.param(name, marks=[pytest.mark.full] if name in full else [])
+            for name in names
+            if name.partition(":")[0] in kernels
+        ]
+        metafunc.parametrize("implementation", cases)
 
 
 def pytest_report_header(config):

@@ -7,6 +7,8 @@ import jax
 
 from liger_jax.ops import _dispatch
 
+_FEW_ROWS, _WIDE = 2048, 5120  # narrower ones, so few that Hopper's teams have five each, are Triton's
+
 
 def choose(
     op: str,
@@ -24,7 +26,7 @@ def choose(
         defaults: for a platform, the names to try.
         implementation: the user's choice.
         *arrays: rows (N, D) first.
-        wide: for each direction, the least D from which Hopper's copy engine is tried first, on rows of 16 bits.
+        wide: for each direction, the least D from which Hopper's copy engine is tried first, on many rows of 16 bits.
 
     Returns:
         Two names for `_dispatch.bind`.
@@ -34,7 +36,8 @@ def choose(
         named = choose(defaults)
         return named, named
     x = arrays[0]
-    is_wide = lambda least: x.shape[-1] >= least and x.dtype.itemsize == 2
+    n, d = x.shape
+    is_wide = lambda least: d >= (least if n > _FEW_ROWS else max(least, _WIDE)) and x.dtype.itemsize == 2
     hopper = {**defaults, "gpu": ("mosaic_gpu", *defaults["gpu"])}
     forward, backward = (choose(hopper if is_wide(least) else defaults) for least in wide)
     return forward, backward

@@ -16,8 +16,8 @@ HOPPER_MOST_BARRIERS = 32  # of one array
 # of it (benchmarks/results/row_tiles.md): a team of one warpgroup meets no other, and teams wait at different times.
 HOPPER_TEAMS = {
     0: {7168: (4, 1), 8192: (2, 4)},
-    1: {3072: (3, 1), 4096: (2, 1), 7168: (2, 2)},
-    2: {2560: (4, 1), 3584: (3, 1), 4096: (2, 1), 7168: (2, 2)},
+    1: {3072: (3, 1), 4096: (2, 1)},
+    2: {2560: (4, 1), 3072: (3, 1), 4096: (2, 1), 7168: (2, 2)},
 }
 # Beyond, warpgroups of the one team × elements of a piece for each thread, best first: accesses of 16 bytes, then of 8;
 # many warps, then few.

@@ -1,4 +1,4 @@
-"""A pass over rows in Pallas Mosaic GPU (Hopper), for rows so wide that registers hold no second one.
+"""A pass over rows in Pallas Mosaic GPU (Hopper).
 
 Memory passes: each row is read once, by the copy engine into shared memory, where the next ones arrive while one is
 computed. One block a core walks over rows. Its warpgroups form teams, of one or more, and a team has a row: each of its

@@ -1,10 +1,9 @@
 """A residual's addition and the RMSNorm of the sum in Pallas Mosaic GPU (Hopper): the formulas of xla.py.
 
 Memory passes: forward two reads and two writes, for the sum is normalised while it is there. Backward one read of the
-sum and of both cotangents and one write of their common gradient, with dscale summed on the way. For wide rows, of
-which registers hold one at a time: the next ones arrive in shared memory. On an H200 forward 93 % of the speed of a
-copy at 18,432 columns, backward 91 to 100 from 4,096 on; narrower rows are faster in Triton
-(benchmarks/results/row_tiles.md).
+sum and of both cotangents and one write of their common gradient, with dscale summed on the way, and the next rows
+arriving in shared memory. On an H200 forward 93 % of the speed of a copy at 18,432 columns, where narrower rows are
+faster in Triton; backward 90 to 100 from 2,048 on (benchmarks/results/row_tiles.md).
 """
 
 import functools

@@ -1,9 +1,9 @@
 """LayerNorm in Pallas Mosaic GPU (Hopper): the formulas of xla.py.
 
 Memory passes: forward one read and one write. Backward one read of x and dy and one write of dx, with dscale and dbias
-summed on the way. For wide rows, of which registers hold one at a time: the next ones arrive in shared memory. On an
-H200 forward 90 % of the speed of a copy at 18,432 columns, backward 85 to 96 from 5,120 on; narrower rows are faster in
-Triton (benchmarks/results/row_tiles.md).
+summed on the way, and the next rows arriving in shared memory. On an H200 forward 88 % of the speed of a copy at 8,192
+columns and 92 at 18,432, where narrower rows are faster in Triton; backward 81 to 94 from 2,304 on
+(benchmarks/results/row_tiles.md).
 """
 
 import functools

@@ -201,7 +201,7 @@ LLAMA_8B_MIXED_HEAD = (((8192, 4096), BF16), ((128256, 4096), F32), ((8192,), IN
 BOUND = 2 * 128256 * 4096 + 4096 * 128256
 HOPPER_ONLY = [
     *norms(18432, full=False, prefix="hopper_"),
-    *(case for width in (2048, 2304, 3584, 4096, 5120, 8192, 16384) for case in norms(width, full=True, prefix="hopper_")),
+    *(case for width in (*WIDTHS[1:-1], 16384) for case in norms(width, full=True, prefix="hopper_")),
     *norms(8192, full=True, dtype=F32, prefix="hopper_"),
     Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE),
     Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS),

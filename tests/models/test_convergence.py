@@ -15,6 +15,7 @@ from tests.models._convergence import FAMILIES, largest_deviation, training_loss
 from tests.ops._oracle import first
 
 KERNELS = ("triton", "mosaic_tpu")
+FULL_KERNELS = ("mosaic_tpu:interpret",)
 F32_TOLERANCE = 1e-5  # relative, at every step
 BF16_FACTOR = 1.5  # of plain bfloat16's own deviation from float32
 SEEDS = tuple(range(9))

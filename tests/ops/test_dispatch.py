@@ -90,28 +90,30 @@ def test_default_follows_the_device_that_the_computation_is_for(kind, platform, 
 
 
 @pytest.mark.parametrize(
-    "kind, width, dtype, expected",
+    "kind, shape, dtype, expected",
     [
-        ("NVIDIA H200", 4096, jnp.bfloat16, ("triton", "triton")),
-        ("NVIDIA H200", 5120, jnp.bfloat16, ("triton", "mosaic_gpu")),
-        ("NVIDIA H200", 8192, jnp.float16, ("triton", "mosaic_gpu")),
-        ("NVIDIA H200", 18432, jnp.bfloat16, ("mosaic_gpu", "mosaic_gpu")),
-        ("NVIDIA H200", 18432, jnp.float32, ("triton", "triton")),
-        ("NVIDIA H200", 18000, jnp.bfloat16, ("triton", "triton")),
-        ("NVIDIA A100-SXM4-80GB", 18432, jnp.bfloat16, ("triton", "triton")),
-        ("cpu", 18432, jnp.bfloat16, ("xla", "xla")),
+        ("NVIDIA H200", (4096, 2304), jnp.bfloat16, ("triton", "triton")),
+        ("NVIDIA H200", (4096, 2560), jnp.bfloat16, ("triton", "mosaic_gpu")),
+        ("NVIDIA H200", (2048, 2560), jnp.bfloat16, ("triton", "triton")),
+        ("NVIDIA H200", (8, 5120), jnp.bfloat16, ("triton", "mosaic_gpu")),
+        ("NVIDIA H200", (8, 8192), jnp.float16, ("triton", "mosaic_gpu")),
+        ("NVIDIA H200", (8, 18432), jnp.bfloat16, ("mosaic_gpu", "mosaic_gpu")),
+        ("NVIDIA H200", (8, 18432), jnp.float32, ("triton", "triton")),
+        ("NVIDIA H200", (8, 18000), jnp.bfloat16, ("triton", "triton")),
+        ("NVIDIA A100-SXM4-80GB", (8, 18432), jnp.bfloat16, ("triton", "triton")),
+        ("cpu", (8, 18432), jnp.bfloat16, ("xla", "xla")),
     ],
 )
-def test_wide_rows_come_by_hoppers_copy_engine(kind, width, dtype, expected):
+def test_wide_rows_come_by_hoppers_copy_engine(kind, shape, dtype, expected):
     platform = "gpu" if kind.startswith("NVIDIA") else "cpu"
     kernels = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
     found = []
 
     def choose(x):
-        found.append(_rows.choose("op", kernels, {"gpu": ("triton",)}, None, x, wide=(9216, 5120)))
+        found.append(_rows.choose("op", kernels, {"gpu": ("triton",)}, None, x, wide=(9216, 2560)))
 
     with device_in_context(kind, platform):
-        jax.eval_shape(choose, jax.ShapeDtypeStruct((8, width), dtype))
+        jax.eval_shape(choose, jax.ShapeDtypeStruct(shape, dtype))
     assert found == [expected]
 
 
