@@ -49,8 +49,8 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """A test that takes `implementation` runs once for each kernel that its op has on this platform.
 
-    A module whose op lacks a kernel says so: `KERNELS = ("xla", "triton")`; of `FULL_KERNELS` the full suite alone has
-    cases.
+    A module whose op lacks a kernel says so: `KERNELS = ("xla", "triton")`. `FULL_KERNELS`, by their whole names, run
+    in the full suite only.
     """
     if "implementation" in metafunc.fixturenames:
         kernels = getattr(metafunc.module, "KERNELS", ("xla", "triton", "mosaic_tpu"))

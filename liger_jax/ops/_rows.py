@@ -7,7 +7,7 @@ import jax
 
 from liger_jax.ops import _dispatch
 
-_FEW_ROWS, _WIDE = 2048, 5120  # narrower ones, so few that Hopper's teams have five each, are Triton's
+_FEW_ROWS, _WIDE = 2048, 5120  # of so few rows Hopper's teams have five each, and below this width Triton is faster
 
 
 def choose(

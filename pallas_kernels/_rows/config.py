@@ -12,8 +12,8 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 HOPPER_SHARED_BYTES = 223 * 2**10  # of a block's 227 KiB: barriers and sums along rows take the rest
 HOPPER_MOST_STAGES = 8
 HOPPER_MOST_BARRIERS = 32  # of one array
-# Teams of a block × warpgroups of a team, by sums over rows and by the most columns, on an H200 the best or within 2 %
-# of it (benchmarks/results/row_tiles.md): a team of one warpgroup meets no other, and teams wait at different times.
+# Teams of a block × warpgroups of a team, by sums over rows and by the most columns, as measured on an H200
+# (benchmarks/results/row_tiles.md): a team of one warpgroup meets no other, and teams wait at different times.
 HOPPER_TEAMS = {
     0: {7168: (4, 1), 8192: (2, 4)},
     1: {3072: (3, 1), 4096: (2, 1)},
@@ -122,10 +122,10 @@ _TWO_MATRICES: _Table = {
     8192: _Share(1, 16, None, 8192),
     TRITON_MAX_WIDTH: _Share(1, 8, 2, 4096),
 }
-# Of so few rows a core has no second eight, and more warps a row have each done sooner: at 5,120 columns 14.7 µs, of
-# one warp 17.2.
+# A core holds eight programs of one warp that have wide rows. So few rows would come in two waves, the second almost
+# empty, and more warps a row are faster: at 5,120 columns 14.7 µs, of one warp 17.2.
 _FEW_ROWS = 2048
-_FEW = {1024: _NARROW[1024], 2048: _NARROW[4096], 3072: _Share(1, 2, None, 1024), 5120: _Share(1, 4, None, 4096)}
+_FEW = {1024: _NARROW[1024], 3072: _NARROW[4096], 5120: _Share(1, 4, None, 4096)}
 # With sums over rows programs walk over them: registers of a core hold two steps and these sums.
 _ONE_SUM: _Table = {
     512: _Share(512, 1, 16, 512),
@@ -202,7 +202,7 @@ def triton_config(n: int, d: int, itemsize: int, num_rows: int, num_stages: int,
 
 def _hopper_shares(d: int, num_sums: int) -> Iterator[tuple[int, int, int]]:
     """Teams, warpgroups of each, and elements of a thread's piece, best first."""
-    teams = [share for most, share in HOPPER_TEAMS[num_sums].items() if d <= most]
+    teams = [share for most, share in HOPPER_TEAMS.get(num_sums, {}).items() if d <= most]
     yield from ((*share, vec_size) for share in teams[:1] for vec_size in (8, 4, 2))
     yield from ((1, *share) for share in HOPPER_SHARES)
 
@@ -235,7 +235,8 @@ def mosaic_gpu_config(d: int, row_bytes: Sequence[int], column_bytes: int, num_s
         stages = _hopper_stages(row_sizes, shared_bytes, num_warpgroups)
         if stages is not None:
             return MosaicGpuConfig(num_teams, team_size, vec_size, d // (num_threads * vec_size), stages)
-        reason = f"two rows of {d} columns exceed shared memory"
+        if num_teams == 1:
+            reason = f"two rows of {d} columns exceed shared memory"
     return reason
 
 

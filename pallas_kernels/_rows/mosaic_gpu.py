@@ -99,6 +99,14 @@ class _Queue(NamedTuple):
         return stage
 
 
+def _place(tiles: MosaicGpuConfig) -> tuple[Any, Any]:
+    """A warpgroup's team, and its number there."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    if tiles.num_teams == 1:  # 0 takes no register
+        return 0, warpgroup
+    return jax.lax.div(warpgroup, tiles.team_size), jax.lax.rem(warpgroup, tiles.team_size)
+
+
 def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
     """The sums that a forward pass saves; `along(stage, sums, number)` makes a stage's, the row's from `number` on."""
     if not row_pass.statistics:
@@ -118,8 +126,9 @@ def _write_totals(totals: Sequence[Terms], refs: Sequence[Any], shared: _Shared,
 
     The refs are a block's, (height of a row, warp_size).
     """
-    warpgroup = jax.lax.axis_index("warpgroup")
-    team, member = jax.lax.div(warpgroup, tiles.team_size), jax.lax.rem(warpgroup, tiles.team_size)
+    if not refs:
+        return
+    warpgroup, (team, member) = jax.lax.axis_index("warpgroup"), _place(tiles)
     places = [(pl.ds(member * tiles.height + j * _WARPS, _WARPS),) for j in range(tiles.num_pieces)]
 
     def write(totals):
@@ -132,6 +141,9 @@ def _write_totals(totals: Sequence[Terms], refs: Sequence[Any], shared: _Shared,
         before = [[load(ref, at, layout, optimized=False) for ref in refs] for at in places]
         write([[x + y for x, y in zip(*both, strict=True)] for both in zip(totals, before, strict=True)])
 
+    if tiles.num_teams == 1:
+        write(totals)
+        return
     pl.when(team == 0)(lambda: write(totals))
     pl.when(team > 0)(add)
     pl.when(team < tiles.num_teams - 1)(lambda: plgpu.barrier_arrive(shared.totals_made.at[warpgroup]))
@@ -141,7 +153,7 @@ def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuC
     row_refs, known_refs, column_refs, out_refs, saved_refs, total_refs, scratch = split(refs, counts)
     shared = _Shared(*scratch)
     block, warpgroup = jax.lax.axis_index("block"), jax.lax.axis_index("warpgroup")
-    team, member = jax.lax.div(warpgroup, tiles.team_size), jax.lax.rem(warpgroup, tiles.team_size)
+    team, member = _place(tiles)
     worker, num_workers = block * tiles.num_teams + team, num_blocks * tiles.num_teams
     num_rows = jax.lax.div(n - 1 - worker + num_workers, num_workers)
     first, own = member * tiles.height, pl.ds(member * tiles.height, tiles.height)

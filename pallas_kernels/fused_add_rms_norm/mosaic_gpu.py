@@ -2,8 +2,8 @@
 
 Memory passes: forward two reads and two writes, for the sum is normalised while it is there. Backward one read of the
 sum and of both cotangents and one write of their common gradient, with dscale summed on the way, and the next rows
-arriving in shared memory. On an H200 forward 93 % of the speed of a copy at 18,432 columns, where narrower rows are
-faster in Triton; backward 90 to 100 from 2,048 on (benchmarks/results/row_tiles.md).
+arriving in shared memory. On an H200 forward 93 % of the speed of a copy at 18,432 columns (narrower rows are faster in
+Triton), backward 90 to 100 from 2,048 on (benchmarks/results/row_tiles.md).
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Memory passes: forward one read and one write. Backward one read of x and dy and one write of dx, with dscale and dbias
 summed on the way, and the next rows arriving in shared memory. On an H200 forward 88 % of the speed of a copy at 8,192
-columns and 92 at 18,432, where narrower rows are faster in Triton; backward 81 to 94 from 2,304 on
+columns and 91 at 18,432 (narrower rows are faster in Triton), backward 80 to 92 from 2,304 on
 (benchmarks/results/row_tiles.md).
 """
 

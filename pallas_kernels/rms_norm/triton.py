@@ -1,8 +1,8 @@
 """RMSNorm in Pallas-Triton (NVIDIA, Ampere and newer): the formulas of xla.py.
 
 Memory passes: forward one read and one write. Backward one read of x and dy and one write of dx, with dscale summed on
-the way, for which XLA reads x and dy again. On an H200 forward 92 to 97 % of the speed of a copy, backward 86
-to 90 % and 79 at 896 columns; 85 and 61 % at 18,432 (benchmarks/results/row_tiles.md).
+the way, for which XLA reads x and dy again. On an H200 forward 93 to 96 % of the speed of a copy, backward 86
+to 90 % and 80 at 896 columns; 85 and 61 % at 18,432 (benchmarks/results/row_tiles.md).
 """
 
 import functools
