@@ -5,12 +5,14 @@
 
 Kernel time and the speed of a copy as `benchmarks/_copy_speed.py` has them, on 16,384 rows in bfloat16. A tile is: rows
 a step × warps, × programs a core where they walk over rows; the pieces of a row; and whether the next rows are loaded
-ahead.
+ahead. In Mosaic GPU it is: teams of a block × warpgroups of a team.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.norms import WIDTHS
 from liger_jax.ops._dispatch import is_hopper
 from liger_jax.pallas_kernels._rows import config
-from liger_jax.pallas_kernels._rows.config import TritonConfig
+from liger_jax.pallas_kernels._rows.config import MosaicGpuConfig, TritonConfig
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_gpu as fused_mosaic_gpu
 from liger_jax.pallas_kernels.fused_add_rms_norm import triton as fused_triton
@@ -34,6 +36,7 @@ from liger_jax.pallas_kernels.rms_norm import xla as rms_xla
 
 ROWS = 16384
 HOPPER = "Mosaic GPU"
+TEAMS = ((8, 1), (6, 1), (4, 1), (3, 1), (2, 1), (4, 2), (3, 2), (2, 2), (2, 4), (1, 4), (1, 3))
 OPS = {  # kernels, options of forward and backward, rows and columns of forward, rows and columns of backward
     "rms_norm": (
         {"XLA": rms_xla, "Triton": rms_triton, HOPPER: rms_mosaic_gpu},
@@ -83,19 +86,52 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
     return found
 
 
+def teams_of(d: int, num_rows: int, num_columns: int, num_sums: int) -> dict[str, MosaicGpuConfig]:
+    """By name: the teams that have room for rows of bfloat16."""
+    found, default = {}, config.HOPPER_TEAMS
+    for share in TEAMS:
+        config.HOPPER_TEAMS = {num_sums: {d: share}}
+        tiles = config.mosaic_gpu_config(d, [2] * num_rows, 2 * num_columns, num_sums)
+        if not isinstance(tiles, str) and (tiles.num_teams, tiles.team_size) == share:
+            found[f"{HOPPER}, {share[0]} × {share[1]}"] = tiles
+    config.HOPPER_TEAMS = default
+    return found
+
+
+@contextlib.contextmanager
+def chosen(tiles: TritonConfig | MosaicGpuConfig | None) -> Iterator[None]:
+    """Within it kernels take these, where there are some, rather than those of `config`."""
+    if tiles is None:
+        yield
+        return
+    name = "triton_config" if isinstance(tiles, TritonConfig) else "mosaic_gpu_config"
+    default = getattr(config, name)
+    setattr(config, name, lambda *_: tiles)
+    try:
+        yield
+    finally:
+        setattr(config, name, default)
+
+
 def programs(op: str, d: int, all_tiles: bool):
     """(direction, name) → a lowered program; and the arrays of each direction."""
     kernels, both_options, forward_options, forward_counts, backward_counts = OPS[op]
     shapes = lambda counts: [(ROWS, d)] * counts[0] + [(d,)] * counts[1]
     types = lambda counts: [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes(counts)]
     sums = [jax.ShapeDtypeStruct((ROWS, 1), jnp.float32)] * (3 if op == "layer_norm" else 2)
-    options, default, lowered = {"eps": 1e-6, **both_options}, config.triton_config, {}
+    options, lowered = {"eps": 1e-6, **both_options}, {}
     on_hopper = is_hopper(jax.devices()[0].device_kind) and not kernels[HOPPER].unsupported(*types(forward_counts))
     names = [name for name in kernels if name != HOPPER or on_hopper]
     for backward, counts in ((False, forward_counts), (True, backward_counts)):
         direction = "backward" if backward else "forward"
-        for name, tiles in {**dict.fromkeys(names), **(tiles_of(d, backward) if all_tiles else {})}.items():
-            kernel = kernels.get(name, kernels["Triton"])
+        choices = dict.fromkeys(names)
+        if all_tiles:
+            choices |= tiles_of(d, backward)
+        if all_tiles and on_hopper:
+            num_columns = 1 if backward else counts[1]
+            choices |= teams_of(d, counts[0], num_columns, counts[1] if backward else 0)
+        for name, tiles in choices.items():
+            kernel = kernels[HOPPER] if isinstance(tiles, MosaicGpuConfig) else kernels.get(name, kernels["Triton"])
             launch = {"interpret": False} if kernel is kernels["Triton"] else {}
             if backward:
                 known = [] if name == "XLA" else sums
@@ -108,10 +144,9 @@ def programs(op: str, d: int, all_tiles: bool):
                     *arrays, **options, **forward_options, **launch
                 )
                 arguments = tuple(types(counts))
-            config.triton_config = default if tiles is None else lambda *_, tiles=tiles: tiles
             jax.clear_caches()  # a traced kernel has its tiles
-            lowered[direction, name] = jax.jit(run).lower(*arguments), arguments
-    config.triton_config = default
+            with chosen(tiles):
+                lowered[direction, name] = jax.jit(run).lower(*arguments), arguments
     return lowered
 
 

@@ -22,7 +22,8 @@ HOPPER_TEAMS = {
 # Beyond, warpgroups of the one team × elements of a piece for each thread, best first: accesses of 16 bytes, then of 8;
 # many warps, then few.
 HOPPER_SHARES = (4, 8), (3, 8), (4, 4), (3, 4), (2, 8), (2, 4)
-HOPPER_SUMS = {2: 128, 3: 96, 4: 64}  # registers of a thread for sums over rows, of 255, 168 and 128, by warpgroups
+# Registers of a thread for sums over rows, of 255, 168, 128, 80 and 64, by warpgroups.
+HOPPER_SUMS = {2: 128, 3: 96, 4: 64, 6: 40, 8: 24}
 TPU_VMEM_BYTES = 12 * 2**20  # of the default 16 MiB scope
 TPU_CHUNK = 512  # columns at a time
 TPU_GROUP_SIZE = 2**18  # elements at a time: independent work that hides the latency of sums across lanes
