@@ -213,7 +213,7 @@ devices = gpu_devices("h200", 4)
 mesh = Mesh(np.array(devices), ("data",))
 
 def local(h, scale, w, y):
-    h = rms_norm(h, scale, implementation="triton")
+    h = rms_norm(rms_norm(h, scale, implementation="triton"), scale, implementation="mosaic_gpu")
     h = geglu(h, h, implementation="triton")
     h = sparsemax(h, implementation="triton")
     loss = fused_linear_cross_entropy(h, w, y, reduction="sum", implementation="triton")
