@@ -7,7 +7,8 @@ import jax
 
 from liger_jax.ops import _dispatch
 
-_FEW_ROWS, _WIDE = 2048, 5120  # of so few rows Hopper's teams have five each, and below this width Triton is faster
+_FEW_ROWS = 2048  # of these Hopper's teams have five each,
+_LEAST_OF_FEW = 5120  # and below this width Triton is faster
 
 
 def choose(
@@ -37,7 +38,7 @@ def choose(
         return named, named
     x = arrays[0]
     n, d = x.shape
-    is_wide = lambda least: d >= (least if n > _FEW_ROWS else max(least, _WIDE)) and x.dtype.itemsize == 2
+    is_wide = lambda least: d >= (least if n > _FEW_ROWS else max(least, _LEAST_OF_FEW)) and x.dtype.itemsize == 2
     hopper = {**defaults, "gpu": ("mosaic_gpu", *defaults["gpu"])}
     forward, backward = (choose(hopper if is_wide(least) else defaults) for least in wide)
     return forward, backward
