@@ -192,7 +192,7 @@ class Decoder(nnx.Module):
         self.config, self.dtype, self.batch_axes = config, dtype, kernels.batch_axes
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
-        make_layer = lambda rngs: layer(Blocks(config, kernels, dtype, param_dtype, rngs, remat))
+        make_layer = lambda rngs: layer(Blocks(config, kernels, dtype, param_dtype, rngs, remat, scan_layers))
         self.layers = LayerStack(
             make_layer,
             config.layer_types,

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import jax
 
+from liger_jax.ops.gated_mlp import KEPT
+
 Remat = Literal["none", "full", "dots", "offload"]
 
 INPUT, ATTENDED = "layer_input", "attended"
@@ -14,7 +16,7 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     if primitive.name == "pallas_call":
         return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
     if primitive.name == "name":
-        return params["name"] == ATTENDED
+        return params["name"] in (ATTENDED, KEPT)
     is_cudnn = primitive.name.startswith("dot_product_attention")
     return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 

@@ -247,6 +247,7 @@ def product(
     out_types: Sequence[Any] = (),
     in_place: Sequence[jax.Array] = (),
     scratch: Sequence[Any] = (),
+    matrices: Sequence[jax.Array] = (),
     row_vectors: Sequence[jax.Array] = (),
     column_vectors: Sequence[jax.Array] = (),
     start: jax.Array | None = None,
@@ -259,7 +260,8 @@ def product(
     `start` (1,) int32 is where b's columns begin (then `num_columns` of them are multiplied), or its contracted axis
     (`start_of="depth"`), or is the epilogue's alone: a multiple of 64 (`"output"`), or anything (`"flag"`). What lies
     past an end is read as zero and not written. Row vectors (rows,), column vectors (columns of b,) come to the
-    epilogue in the tile. See `launch` for `out_types` and `in_place`. All inner axes must be multiples of 64.
+    epilogue in the tile; its refs are those of `matrices`, then of what is written. See `launch` for `out_types` and
+    `in_place`. All inner axes must be multiples of 64.
     """
     num_rows, num_depth = a.shape[1 - contract[0]], a.shape[contract[0]]
     walk = _Walk(
@@ -281,8 +283,9 @@ def product(
     ]
 
     def body(a_ref, b_ref, *refs):
-        counts = len(vectors), len(starts), len(out_types) + len(in_place), len(ring_scratch), 1, len(vectors)
-        vector_refs, start_refs, out_refs, ring, (filled,), stages, scratch_refs = split(refs, counts)
+        num_arrays = len(matrices) + len(out_types) + len(in_place)
+        counts = len(vectors), len(starts), num_arrays, len(ring_scratch), 1, len(vectors)
+        vector_refs, start_refs, array_refs, ring, (filled,), stages, scratch_refs = split(refs, counts)
         ring, given = _Ring(*ring), _Vectors(of_rows, vector_refs, stages, filled)
         start = start_refs[0][0] if starts else 0
         start = pl.multiple_of(start, 64) if starts and start_of != "flag" else start
@@ -297,11 +300,11 @@ def product(
             given.fetch(warpgroup, row, b_column + column)
             tile = Tile(None, row, column, column_tile, warpgroup, [], [], start)
             if prologue is not None:
-                prologue(tile, list(out_refs), scratch_refs)
+                prologue(tile, list(array_refs), scratch_refs)
             values = _multiply_tile(walk, i, warpgroup, contract, ring)
             row_values, column_values = given.load(warpgroup)
             tile = tile._replace(values=values, row_vectors=row_values, column_vectors=column_values)
-            epilogue(tile, list(out_refs), scratch_refs)
+            epilogue(tile, list(array_refs), scratch_refs)
 
         @pl.when(warpgroup == _NUM_CONSUMERS)
         def _():
@@ -320,6 +323,6 @@ def product(
             plgpu.wait_smem_to_gmem(0)
 
     return launch(
-        body, a, b, *vectors, *starts,
+        body, a, b, *vectors, *starts, *matrices,
         num_blocks=walk.num_blocks, out_types=out_types, in_place=in_place, scratch=all_scratch, name=name,
     )  # fmt: skip

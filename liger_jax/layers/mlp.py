@@ -19,6 +19,7 @@ class _GatedMLP(nnx.Module):
     """down(gated(gate(x), up(x))); a subclass has `gated`, and beside it the activation as `ops.gated_mlp` takes it."""
 
     activation: str
+    recomputed = False  # as the op takes it
     gate_proj: Any  # nnx.Linear, or what stands in for one
     up_proj: Any
     down_proj: Any
@@ -58,7 +59,7 @@ class _GatedMLP(nnx.Module):
         kernels = (projection.kernel[...] for projection in (self.gate_proj, self.up_proj, self.down_proj))
         x, *kernels = promote_dtype((x, *kernels), dtype=self.gate_proj.dtype)
         options = dict(precision=self.gate_proj.precision, implementation=self.implementation)
-        return ops.gated_mlp(x, *kernels, activation=self.activation, **options)
+        return ops.gated_mlp(x, *kernels, activation=self.activation, recomputed=self.recomputed, **options)
 
 
 def _is_plain(projection: Any) -> bool:

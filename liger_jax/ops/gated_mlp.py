@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, glu
+from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu, triton, xla
+from liger_jax.pallas_kernels.glu import xla as glu_xla
 
 _OP = "gated_mlp"
 _OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}
-# Of the backward's pass. XLA merges no two users of a product that is a Triton fusion: it makes dgate, dup and the
-# gated product in three passes, 7 reads and 3 writes against 3 and 3.
-_DEFAULTS = {"gpu": ("triton",)}
+_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
+_DEFAULTS = {"gpu": ("triton",)}  # of the backward; before it Hopper's kernel, for sizes measured
+KEPT = "gated_mlp_up"  # `checkpoint_name` of what a kernel makes beside the gated product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +31,8 @@ class _Options:
     precision: Any
 
     def run(self, choice: str, function: str, *arrays: jax.Array) -> Any:
-        return _dispatch.bind(_OP, glu.KERNELS, choice, function)(*arrays, activation=self.activation)
+        kernel = _dispatch.bind(_OP, _KERNELS, choice, function)
+        return kernel(*arrays, activation=self.activation, precision=self.precision)
 
     def times(self, x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
         """x (..., D) by that axis of a kernel."""
@@ -47,8 +52,9 @@ class _Options:
 
 
 def _forward(x, gate_kernel, up_kernel, down_kernel, options):
-    gate, up = options.times(x, gate_kernel), options.times(x, up_kernel)
-    return options.times(options.run(options.forward, "forward", gate, up), down_kernel), gate, up
+    gate = options.times(x, gate_kernel)
+    up, h = options.run(options.forward, "up_and_product", x, up_kernel, gate)
+    return options.times(h, down_kernel), gate, up
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -63,7 +69,7 @@ def _forward_rule(*primals_and_options):
     x, *kernels = (primal.value for primal in primals)
     y, gate, up = _forward(x, *kernels, options)
     kept = x if primals[1].perturbed or primals[2].perturbed else jnp.zeros(0, x.dtype)
-    return y, (needs, kept, gate, up, *kernels)
+    return y, (needs, kept, gate, checkpoint_name(up, KEPT), *kernels)
 
 
 def _backward_rule(options, residuals, dy):
@@ -71,16 +77,13 @@ def _backward_rule(options, residuals, dy):
     by_x, by_gate, by_up, by_down = (shape.size == 1 for shape in shapes)
     dx = dgate_kernel = dup_kernel = ddown_kernel = None
     if not (by_x or by_gate or by_up):
-        h = options.run(options.forward, "forward", gate, up)
+        h = glu_xla.product(gate, up, activation=options.activation)
         return None, None, None, options.kernel_gradient(h, dy)
-    dh = options.times(dy, down_kernel, axis=1)
     # The order lets the gated product's array go first, then x.
+    dgate, dup, h = options.run(options.backward, "gradients_and_product", dy, down_kernel, gate, up)
     if by_down:
-        dgate, dup, h = options.run(options.backward, "gradients_and_product", dh, gate, up)
         ddown_kernel = options.kernel_gradient(h, dy)
         dgate, dup = options.after(ddown_kernel, dgate, dup)
-    else:
-        dgate, dup = options.run(options.backward, "backward", dh, gate, up)
     if by_gate:
         dgate_kernel = options.kernel_gradient(x, dgate)
     if by_up:
@@ -103,6 +106,7 @@ def gated_mlp(
     down_kernel: Float[Array, "F D"],
     *,
     activation: str = "silu",
+    recomputed: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: _dispatch.Implementation = None,
 ) -> Float[Array, "*batch D"]:
@@ -110,8 +114,8 @@ def gated_mlp(
 
     The values and gradients of three products around `swiglu` or `geglu`, which round as they do there; and gradients
     of less memory, in fewer passes. `x`, gate and up are kept for the backward. It makes the gradients of gate and up
-    and their gated product in one pass, on a GPU over the arrays that it reads, and takes its products in an order that
-    lets go of arrays early. What is not differentiated takes no products.
+    and their gated product in one pass, on a GPU over the arrays that it reads, or on Hopper as a product is made, and
+    takes its products in an order that lets go of arrays early. What is not differentiated takes no products.
 
     On a mesh with Explicit axes the products and the op are composed, and so differentiated one by one.
 
@@ -121,9 +125,11 @@ def gated_mlp(
         up_kernel: (D, F) in x.dtype.
         down_kernel: (F, D) in x.dtype.
         activation: "silu", or "gelu_tanh" or "gelu", which is exact: see `geglu`.
+        recomputed: whether a `jax.checkpoint` around it makes gate and up again rather than keep them; then up is a
+            product of its own, without the gated one that nobody needs a second time.
         precision: of the products; None for `jax.default_matmul_precision`.
         implementation: of what lies between the products: None for the platform's default, or "xla", "triton",
-            "triton:interpret", or a tuple of these to try in order.
+            "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         (..., D) in x.dtype.
@@ -148,11 +154,16 @@ def gated_mlp(
         gated = _OPS[activation](dot(x, gate_kernel), dot(x, up_kernel), implementation=implementation)
         return dot(gated, down_kernel)
     # Neither direction is a kernel for some widths only: arrays of these dtypes stand for gate and up.
-    choose = functools.partial(_dispatch.choose, _OP, glu.KERNELS)
+    choose = functools.partial(_dispatch.choose, _OP, _KERNELS)
+    large = config.is_large(math.prod(x.shape[:-1]), gate_kernel.shape[1])
+    hopper = lambda names: {**names, "gpu": ("mosaic_gpu", *names.get("gpu", ()))} if large else names
+    before = glu.DEFAULTS["swiglu" if activation == "silu" else "geglu"]
     forward, backward = (
         choose(defaults, implementation, x, up_kernel, activation=activation)
-        for defaults in (glu.DEFAULTS["swiglu" if activation == "silu" else "geglu"], _DEFAULTS)
+        for defaults in (before if recomputed else hopper(before), hopper(_DEFAULTS))
     )
+    if recomputed and forward.startswith("mosaic_gpu"):
+        forward = "xla"
     options = _Options(activation, forward, backward, _dispatch.current_precision(precision))
     return _gated_mlp(*_mesh.align_varying(*arrays), options)
 

@@ -1,0 +1,126 @@
+"""The gated feed-forward in Pallas Mosaic GPU (Hopper): what lies between its products is done in their epilogues.
+
+Forward, the product that makes up reads gate's tiles and writes up and the gated product. Backward, the product that
+makes dh, the gated product's gradient, reads gate's and up's tiles and writes their gradients and the gated product: dh
+never reaches memory. Two warpgroups take tiles in turn, so that one's memory moves while the other multiplies.
+Memory passes saved: forward one read of gate and up; backward one write and one read of dh.
+Rounding: glu/xla.py's formulas, whose dh is the float32 accumulator.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels._hopper_product import PIECE_COLUMNS, Tile, pieces, product
+from liger_jax.pallas_kernels._tiles import out_like
+from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES
+from liger_jax.pallas_kernels.glu import xla
+
+
+def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:
+    """16-bit operands, in sizes that the copy engine moves in tiles, and no error function."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"Hopper's matrix units take bfloat16 and float16, and x is {x.dtype}; use 'xla' or 'triton'."
+    if any(size % 64 for size in up_kernel.shape):
+        return f"the copy engine moves rows of 64, and up_kernel is {up_kernel.shape}; use 'xla' or 'triton'."
+    if activation == "gelu":
+        return "the kernel has no error function, which the exact GELU needs; use 'xla', or activation='gelu_tanh'."
+    return None
+
+
+def _product_with(
+    a: jax.Array,
+    b: jax.Array,
+    contract: tuple[int, int],
+    matrices: Sequence[jax.Array],
+    formula: Callable[..., Sequence[jax.Array]],
+    name: str,
+) -> Sequence[jax.Array]:
+    """formula(a · b, *matrices), element by element: one array more than the matrices, each like them.
+
+    A piece of a tile at a time: of the matrices `NUM_SLOTS` are fetched ahead, and their slots written to.
+    """
+    todo = pieces((TILES.rows, TILES.columns))
+    like, num_matrices = matrices[0], len(matrices)
+
+    def fetch(tile: Tile, refs, scratch, i):
+        arrived = scratch[-1].at[tile.warpgroup * NUM_SLOTS + i % NUM_SLOTS]
+        for ref, stage in zip(refs[:num_matrices], scratch, strict=False):
+            source = _hopper.at(ref, tile.row, tile.column, todo[i])
+            plgpu.copy_gmem_to_smem(source, stage.at[tile.warpgroup, i % NUM_SLOTS], arrived)
+
+    def prologue(tile: Tile, refs, scratch):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i in range(NUM_SLOTS):  # they arrive during the product
+            fetch(tile, refs, scratch, i)
+
+    def epilogue(tile: Tile, refs, scratch):
+        *stages, arrived = scratch
+        for i, piece in enumerate(todo):
+            slots = [(tile.warpgroup, i % NUM_SLOTS)] * num_matrices + [(tile.warpgroup, i % NUM_NEW_SLOTS)]
+            plgpu.barrier_wait(arrived.at[tile.warpgroup * NUM_SLOTS + i % NUM_SLOTS])
+            values = [_hopper.load(stage, slots[0], _hopper.LAYOUT) for stage in stages[:num_matrices]]
+            for stage, slot, y in zip(stages, slots, formula(tile.values[piece], *values), strict=True):
+                stage[slot] = y.astype(stage.dtype)
+            plgpu.commit_smem()
+            for k, (stage, slot, ref) in enumerate(zip(stages, slots, refs[num_matrices:], strict=True)):
+                there = _hopper.at(ref, tile.row, tile.column, piece)
+                plgpu.copy_smem_to_gmem(stage.at[slot], there, commit_group=k == num_matrices)
+            if i > 0:  # the last piece's slots, once it has left
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                if i - 1 + NUM_SLOTS < len(todo):
+                    fetch(tile, refs, scratch, i - 1 + NUM_SLOTS)
+
+    slots = [NUM_SLOTS] * num_matrices + [NUM_NEW_SLOTS]
+    return product(
+        a,
+        b,
+        contract,
+        TILES,
+        epilogue,
+        prologue=prologue,
+        name=name,
+        out_types=[out_like(like, like.shape, like.dtype)] * len(slots),
+        scratch=[
+            *[_hopper.shared_tile((2, count, 64, PIECE_COLUMNS), like.dtype) for count in slots],
+            plgpu.Barrier(num_arrivals=num_matrices, num_barriers=2 * NUM_SLOTS),
+        ],
+        matrices=matrices,
+    )
+
+
+def _as_rows(*arrays: jax.Array) -> list[jax.Array]:
+    return [x.reshape(-1, x.shape[-1]) for x in arrays]
+
+
+def up_and_product(
+    x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *, activation: str, precision: Any
+) -> tuple[jax.Array, ...]:
+    """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F)."""
+    del precision  # products of 16-bit numbers are exact, and their sums float32
+
+    def formula(up, gate):
+        up = up.astype(gate.dtype)
+        return up, xla.product(gate, up, activation=activation)
+
+    rows, gates = _as_rows(x, gate)
+    results = _product_with(rows, up_kernel, (1, 0), [gates], formula, "gated_mlp_up")
+    return tuple(y.reshape(gate.shape) for y in results)
+
+
+def gradients_and_product(
+    dy: jax.Array, down_kernel: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str, precision: Any
+) -> tuple[jax.Array, ...]:
+    """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F)."""
+    del precision  # as above
+
+    def formula(dh, gate, up):
+        return xla.gradients_and_product(dh, gate, up, activation=activation)
+
+    rows, *both = _as_rows(dy, gate, up)
+    results = _product_with(rows, down_kernel, (1, 1), both, formula, "gated_mlp_gradients")
+    return tuple(y.reshape(gate.shape) for y in results)

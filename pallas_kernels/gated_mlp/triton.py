@@ -1,0 +1,37 @@
+"""The gated feed-forward with XLA's products, and one pass in Pallas-Triton around each (NVIDIA, Ampere and newer).
+
+Memory passes: forward XLA's. Backward one read of dh, gate and up and one write over each of them, of dgate, dup and
+the gated product.
+"""
+
+from typing import Any
+
+import jax
+
+from liger_jax.pallas_kernels.gated_mlp.xla import down_gradient
+from liger_jax.pallas_kernels.glu import triton as glu
+
+unsupported = glu.unsupported
+
+
+def up_and_product(
+    x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *, activation: str, precision: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F)."""
+    up = jax.lax.dot_general(x, up_kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+    return up, glu.forward(gate, up, activation=activation, interpret=interpret)
+
+
+def gradients_and_product(
+    dy: jax.Array,
+    down_kernel: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: str,
+    precision: Any,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F)."""
+    dh = down_gradient(dy, down_kernel, precision)
+    return glu.gradients_and_product(dh, gate, up, activation=activation, interpret=interpret)
