@@ -75,6 +75,19 @@ def wall_ms(run: Callable[[], Any], wait: Callable[[Any], Any], iterations: int 
     return statistics.median(times[2:])
 
 
+def queued_ms(run: Callable[[], Any], wait: Callable[[Any], Any], count: int, turns: int = 3) -> float:
+    """The median host time over turns of `count` runs, of which only the last is waited for, for each run."""
+    times = []
+    for _ in range(1 + turns):
+        start = time.perf_counter()
+        for _ in range(count):
+            result = run()
+        wait(result)
+        times.append(1e3 * (time.perf_counter() - start) / count)
+        del result
+    return statistics.median(times[1:])
+
+
 def extra_mib(f, *args) -> float:
     """What the compiled program needs beside its inputs and outputs, in MiB, by the compiler's figures."""
     return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes / 2**20

@@ -5,8 +5,9 @@
 
 A step is loss, gradients and AdamW on random tokens; parameters, computation and AdamW's state are bfloat16. Ours is
 jitted, its state updated in place. Every row has a process of its own, and so the whole GPU: peak memory is the most
-that its allocator ever held, `peak_bytes_in_use` of JAX or `max_memory_allocated` of torch. Times are medians of single
-steps, each waited for, after three that are not timed.
+that its allocator ever held, `peak_bytes_in_use` of JAX or `max_memory_allocated` of torch. Steps are queued one after
+the other, as training loops do that look at the loss now and then; times are the median of three such turns, after
+steps that are not timed.
 
 MFU is 6·(parameters in matrix products)·tokens + 6·L·Q·H·T·tokens FLOP (the second term is causal attention), over time
 and the device's peak for dense bfloat16; what is recomputed is not counted.
@@ -86,7 +87,7 @@ def measured(row: Row, steps: int, mode: str) -> Row:
         return losses[-1]
 
     step.wait(run())
-    row.ms = _measure.wall_ms(run, step.wait, iterations=steps)
+    row.ms = _measure.queued_ms(run, step.wait, steps)
     row.losses, row.device = (float(losses[0]), float(losses[-1])), step.device
     row.peak_gib, row.needed_gib = (x and x / 2**30 for x in (step.peak_bytes(), step.needed_bytes))
     return row
@@ -182,7 +183,7 @@ def report(rows: list[Row], options: argparse.Namespace, command: str) -> None:
     """Writes the table and the picture of the rows so far."""
     device = next((row.device for row in rows if row.device), "no device")
     heading = _measure.heading(command, device).rstrip() + "; " + _measure.versions(*PACKAGES)
-    text = f"{heading}\n\nMedians of {options.steps} steps.\n\n{_measure.table(HEADER, list(map(table_line, rows)))}"
+    text = f"{heading}\n\n{options.steps} steps in a turn.\n\n{_measure.table(HEADER, list(map(table_line, rows)))}"
     failed = [row for row in rows if row.failure is not None]
     text += "\n" * bool(failed) + "".join(f"- {r.model}, {r.batch} × {r.seq}, {r.name}: {r.failure}\n" for r in failed)
     _measure.save(options.name, text, options.folder or _measure.RESULTS)
@@ -203,7 +204,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--remat", nargs="+", default=["none"], help="ours by that name; HF's recompute if not none")
     parser.add_argument("--mode", default="auto", help="of our fused loss")
     parser.add_argument("--xla", nargs="+", default=[], metavar="NAME=VALUE", help="the compiler's options, of ours")
-    parser.add_argument("--steps", type=int, default=12, help="that are timed")
+    parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--name", default="training_step", help="of the files, without their endings")
     parser.add_argument("--folder", type=pathlib.Path, help="of table and picture")
     return parser.parse_args(arguments)

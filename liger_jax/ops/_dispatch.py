@@ -4,6 +4,7 @@ Each op hands over its kernel modules by name. A module says in `unsupported(...
 returns `None`; the same sentence serves the error, the warning and the tests.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -157,19 +158,24 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
     if name == "xla":
         return kernel
     if name == "mosaic_gpu":
-
-        def run(x, *arrays, **options):
-            @jax.custom_batching.sequential_vmap  # these kernels have no batching rule
-            def one(*arrays):
-                with _hopper.interpreter(bool(interpret)):
-                    return kernel(*arrays, **options)
-
-            return one(forbid_partitioning(x, op), *arrays)
-
-        return run
+        return lambda x, *arrays, **options: _mosaic_gpu(kernel, bool(interpret), tuple(options.items()))(
+            forbid_partitioning(x, op), *arrays
+        )
     return lambda x, *arrays, **options: kernel(
         forbid_partitioning(x, op), *arrays, **options, interpret=bool(interpret)
     )
+
+
+@functools.cache
+def _mosaic_gpu(kernel: Callable[..., Any], interpret: bool, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """The kernel under jit, by which a model's layers share one: it takes half a second and more to lower."""
+
+    @jax.custom_batching.sequential_vmap  # these kernels have no batching rule
+    def one(*arrays):
+        with _hopper.interpreter(interpret):
+            return kernel(*arrays, **dict(options))
+
+    return one if interpret else jax.jit(one)
 
 
 def current_precision(precision: Any) -> Any:

@@ -39,6 +39,7 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles:
     out_refs, saved_refs, total_refs = split(refs, (num_outputs, len(refs) - num_outputs - num_totals))
     program = pl.program_id(0)
     fused = (lambda formula: formula) if interpret else contracted
+    policy = "evict_first" if tiles.streams else None
     pieces = tuple(
         (pl.ds(start, tiles.d_block_size), in_bounds(start, tiles.d_block_size, d, axis=1) if end > d else None)
         for start, end in itertools.pairwise(range(0, tiles.width + 1, tiles.d_block_size))
@@ -87,7 +88,7 @@ def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles:
         for i, ((at, mask), row, total) in enumerate(zip(pieces, rows, totals, strict=True)):
             outputs, total = fused(functools.partial(_with_outputs, row_pass))(total, sums, *row, *column_values(i))
             for ref, y in zip(out_refs, outputs, strict=True):
-                pltriton.store(ref.at[at_rows, at], y, mask=_both(in_array, mask))
+                pltriton.store(ref.at[at_rows, at], y, mask=_both(in_array, mask), eviction_policy=policy)
             new_totals.append(total)
         return new_totals
 

@@ -203,6 +203,7 @@ HOPPER_ONLY = [
     *norms(18432, full=False, prefix="hopper_"),
     *(case for width in (*WIDTHS[1:-1], 16384) for case in norms(width, full=True, prefix="hopper_")),
     *norms(8192, full=True, dtype=F32, prefix="hopper_"),
+    Case("hopper_gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("gated_mlp_up", "gated_mlp_gradients")),
     Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE),
     Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS),
     Case(

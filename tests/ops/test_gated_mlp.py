@@ -9,6 +9,8 @@ import pytest
 
 from liger_jax import ops
 from liger_jax.ops import gated_mlp
+from liger_jax.pallas_kernels import _hopper_product
+from liger_jax.pallas_kernels.gated_mlp import config
 from liger_jax.pallas_kernels.glu import reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
@@ -21,7 +23,7 @@ activations = pytest.mark.parametrize("activation", OPS)
 
 
 def make(activation, implementation):
-    if activation == "gelu" and implementation.startswith("triton"):
+    if activation == "gelu" and (implementation or "").startswith("triton"):
         pytest.skip("no Triton kernel: tests/ops/test_glu.py")
     return functools.partial(gated_mlp, activation=activation, implementation=implementation)
 
@@ -49,6 +51,31 @@ def test_half_precision_is_no_worse_than_products_around_the_op(dtype, activatio
     plain = functools.partial(composed, gated=functools.partial(OPS[activation], implementation="xla"))
     oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation=activation))
     _oracle.check_half(make(activation, implementation), plain, oracle, draw(rng, 60, d=64, dtype=dtype), rng)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", _oracle.first(1, ["bfloat16", "float16"]))
+def test_hopper_is_no_worse_than_products_around_the_op(dtype, activation, hopper, rng, monkeypatch):
+    """Ragged in rows and columns; simulated, two cores walk over three tiles each."""
+    if hopper != "mosaic_gpu":
+        monkeypatch.setattr(_hopper_product, "NUM_CORES", 2)
+    plain = functools.partial(composed, gated=functools.partial(OPS[activation], implementation="xla"))
+    oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation=activation))
+    arrays = draw(rng, 2, 150, d=64, f=192, dtype=dtype)
+    _oracle.check_half(make(activation, hopper), plain, oracle, arrays, rng)
+
+
+@pytest.mark.parametrize("d, f", [(2048, 8192), (896, 4864), (4096, 14336)])
+def test_hopper_at_models_sizes(d, f, hardware, hopper, rng):
+    plain = functools.partial(gated_mlp, implementation="xla")
+    oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation="silu"))
+    assert config.is_large(4000, f)
+    _oracle.check_half(make("silu", None), plain, oracle, draw(rng, 4000, d=d, f=f, dtype="bfloat16"), rng)
+
+
+def test_hopper_maps_over_a_batch(hopper, rng):
+    arrays = draw(rng, 70, d=64, f=64, dtype="bfloat16")
+    _oracle.check_vmap(make("silu", hopper), arrays, rng, shared=(1, 2, 3))
 
 
 def test_only_x_and_both_gates_are_kept_beside_the_kernels(implementation, rng):
