@@ -61,7 +61,9 @@ def main():
         for what in ("up", "gradients"):
             unit = times[what, "product alone"]
             own = [times[what, kernel] for kernel in KERNELS]
-            lines.append([f"({n}, {d}, {f})", what, f"{1e3 * unit:.0f}", *(f"{1e3 * x:.0f} ({x / unit:.2f})" for x in own)])
+            lines.append(
+                [f"({n}, {d}, {f})", what, f"{1e3 * unit:.0f}", *(f"{1e3 * x:.0f} ({x / unit:.2f})" for x in own)]
+            )
         header = ["(N, D, F), bf16", "what", "product alone, µs", *(f"{kernel}, µs (× product)" for kernel in KERNELS)]
         command = "python -m benchmarks.gated_mlp --shapes " + " ".join(f"{n},{d},{f}" for n, d, f in shapes)
         save("gated_mlp", heading(command) + "\n" + table(header, lines))

@@ -135,8 +135,8 @@ def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]
         return [projection(x) for projection in projections]
     kernel = jnp.concatenate([projection.kernel[...] for projection in projections], axis=1)
     ends = list(itertools.accumulate(projection.out_features for projection in projections))
-    # What the barrier does is done to the gradient as well: it is put together once. XLA fuses that with each of the two
-    # products that read it, of which cuBLAS's need it in memory: 0.6 % of a LLaMA's step.
+    # The gradient meets a barrier as well, and is put together once. Without it XLA does so for each of the two
+    # products that read it: on an H200 142 µs in a layer of Llama-3.2-1B, 8 × 2,048, with it 110.
     packed = jax.lax.optimization_barrier(x.astype(first.dtype) @ kernel.astype(first.dtype))
     parts = jnp.split(packed, ends[:-1], axis=-1)
     return [

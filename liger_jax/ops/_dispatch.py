@@ -167,7 +167,9 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
 
 
 @functools.cache
-def _mosaic_gpu(kernel: Callable[..., Any], interpret: bool, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _mosaic_gpu(
+    kernel: Callable[..., Any], interpret: bool, options: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
     """The kernel under jit, by which a model's layers share one: it takes half a second and more to lower."""
 
     @jax.custom_batching.sequential_vmap  # these kernels have no batching rule

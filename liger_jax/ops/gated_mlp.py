@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from liger_jax.pallas_kernels.glu import xla as glu_xla
 _OP = "gated_mlp"
 _OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
-_DEFAULTS = {"gpu": ("triton",)}  # of the backward; before it Hopper's kernel, for sizes measured
 KEPT = "gated_mlp_up"  # `checkpoint_name` of what a kernel makes beside the gated product
 
 
@@ -153,19 +153,18 @@ def gated_mlp(
         dot = functools.partial(jnp.matmul, precision=precision)
         gated = _OPS[activation](dot(x, gate_kernel), dot(x, up_kernel), implementation=implementation)
         return dot(gated, down_kernel)
-    # Neither direction is a kernel for some widths only: arrays of these dtypes stand for gate and up.
-    choose = functools.partial(_dispatch.choose, _OP, _KERNELS)
-    large = config.is_large(math.prod(x.shape[:-1]), gate_kernel.shape[1])
-    hopper = lambda names: {**names, "gpu": ("mosaic_gpu", *names.get("gpu", ()))} if large else names
-    before = glu.DEFAULTS["swiglu" if activation == "silu" else "geglu"]
-    forward, backward = (
-        choose(defaults, implementation, x, up_kernel, activation=activation)
-        for defaults in (before if recomputed else hopper(before), hopper(_DEFAULTS))
-    )
-    if recomputed and forward.startswith("mosaic_gpu"):
-        forward = "xla"
+    forward, backward = _choose(x, up_kernel, activation, recomputed, implementation)
     options = _Options(activation, forward, backward, _dispatch.current_precision(precision))
     return _gated_mlp(*_mesh.align_varying(*arrays), options)
+
+
+def _choose(x, up_kernel, activation, recomputed, implementation) -> Iterator[str]:
+    """A kernel for the forward, and one for the backward."""
+    before = glu.DEFAULTS["swiglu" if activation == "silu" else "geglu"].get("gpu", ())
+    on_hopper = ("mosaic_gpu",) if config.is_large(math.prod(x.shape[:-1]), up_kernel.shape[1]) else ()
+    makes_up = not recomputed and x.shape[-1] <= config.DEEPEST_UP
+    for names in (*(on_hopper if makes_up else ()), *before), (*on_hopper, "triton"):
+        yield _dispatch.choose(_OP, _KERNELS, {"gpu": names}, implementation, x, up_kernel, activation=activation)
 
 
 def _check(activation, x, gate_kernel, up_kernel, down_kernel):

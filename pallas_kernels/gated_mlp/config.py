@@ -3,14 +3,16 @@
 from liger_jax.pallas_kernels._hopper_product import ROWS, Tiles
 from liger_jax.pallas_kernels._tiles import cdiv
 
-# On an H200 at (N, D, F) = (16384, 2048, 8192), the product that makes up took 754 µs, XLA's and its pass 843; the
-# one that makes the gradients 869 and 1030. With 4 stages and slots 803 and 932, with 3 stages 1019 and 1151: the
-# ring's depth hides the copies. With 5 stages and 2 slots 886 and 954, shared tiles of 256 columns 853 and 1122.
-# Snakes 16 wide were 1 % faster and 1 % slower, 32 wide 3 and 8 % slower.
+# On an H200 at (N, D, F) = (16384, 2048, 8192), not yet under its power limit: the product that makes up took 754 µs,
+# XLA's and its pass 843; the one that makes the gradients 869 and 1030. With 4 stages and as many slots 803 and 932,
+# with 3 stages 1019 and 1151: the ring's depth hides the copies. With 5 stages and 2 slots 886 and 954, with shared
+# tiles of 256 columns 853 and 1122. Snakes 16 wide were within 1 %, 32 wide took 3 and 8 % longer.
 TILES = Tiles(columns=128, in_turn=True, stages=5, snake_width=8)
 NUM_SLOTS = 3  # pieces of each matrix that are there at a time
 NUM_NEW_SLOTS = 2  # of what is only written
-LEAST_TILES = 1024  # eight for each core
+# Under it, in benchmarks/results/gated_mlp.md, up pays at all depths but 4,096, where it loses 1 %.
+DEEPEST_UP = 3072
+LEAST_TILES = 1024  # eight for each core, the fewest that were measured
 
 
 def is_large(n: int, f: int) -> bool:

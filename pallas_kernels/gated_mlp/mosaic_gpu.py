@@ -7,6 +7,7 @@ Memory passes saved: forward one read of gate and up; backward one write and one
 Rounding: glu/xla.py's formulas, whose dh is the float32 accumulator.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str |
         return f"Hopper's matrix units take bfloat16 and float16, and x is {x.dtype}; use 'xla' or 'triton'."
     if any(size % 64 for size in up_kernel.shape):
         return f"the copy engine moves rows of 64, and up_kernel is {up_kernel.shape}; use 'xla' or 'triton'."
+    num_rows = math.prod(x.shape[:-1])
+    if num_rows % 8:
+        return f"the copy engine moves 8 rows at a time, and x has {num_rows}; pad it, or use 'xla' or 'triton'."
     if activation == "gelu":
         return "the kernel has no error function, which the exact GELU needs; use 'xla', or activation='gelu_tanh'."
     return None

@@ -10,7 +10,7 @@ import pytest
 from liger_jax import ops
 from liger_jax.ops import gated_mlp
 from liger_jax.pallas_kernels import _hopper_product
-from liger_jax.pallas_kernels.gated_mlp import config
+from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu
 from liger_jax.pallas_kernels.glu import reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
@@ -61,7 +61,7 @@ def test_hopper_is_no_worse_than_products_around_the_op(dtype, activation, hoppe
         monkeypatch.setattr(_hopper_product, "NUM_CORES", 2)
     plain = functools.partial(composed, gated=functools.partial(OPS[activation], implementation="xla"))
     oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation=activation))
-    arrays = draw(rng, 2, 150, d=64, f=192, dtype=dtype)
+    arrays = draw(rng, 2, 148, d=64, f=192, dtype=dtype)
     _oracle.check_half(make(activation, hopper), plain, oracle, arrays, rng)
 
 
@@ -74,7 +74,7 @@ def test_hopper_at_models_sizes(d, f, hardware, hopper, rng):
 
 
 def test_hopper_maps_over_a_batch(hopper, rng):
-    arrays = draw(rng, 70, d=64, f=64, dtype="bfloat16")
+    arrays = draw(rng, 72, d=64, f=64, dtype="bfloat16")
     _oracle.check_vmap(make("silu", hopper), arrays, rng, shared=(1, 2, 3))
 
 
@@ -137,6 +137,22 @@ def test_precision_of_the_call_holds_in_the_backward(rng):
 
         text = jax.jit(jax.grad(loss, argnums=range(4))).lower(*arrays).as_text()
     assert len(re.findall("dot_general.*precision = .HIGHEST, HIGHEST", text)) == text.count("stablehlo.dot_general")
+
+
+@pytest.mark.parametrize(
+    "shapes, dtype, activation, why",
+    [
+        (((72, 64), (64, 64)), "float32", "silu", "x is float32"),
+        (((72, 72), (72, 64)), "bfloat16", "silu", r"up_kernel is \(72, 64\)"),
+        (((72, 64), (64, 72)), "bfloat16", "silu", r"up_kernel is \(64, 72\)"),
+        (((2, 35, 64), (64, 64)), "bfloat16", "silu", "x has 70"),
+        (((72, 64), (64, 64)), "bfloat16", "gelu", "no error function"),
+        (((2, 36, 64), (64, 192)), "bfloat16", "silu", None),
+    ],
+)
+def test_hopper_says_what_it_does_not_take(shapes, dtype, activation, why):
+    found = mosaic_gpu.unsupported(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), activation=activation)
+    assert found is None if why is None else re.search(why, found)
 
 
 @pytest.mark.parametrize(
