@@ -82,6 +82,7 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
                 cdiv(steps, num_programs),
                 loads_ahead=ahead,
                 keeps_columns=bool(programs) and not wide,
+                streams=d > (1536 if backward else 4096),
             )
     return found
 

@@ -261,7 +261,7 @@ def product(
     (`start_of="depth"`), or is the epilogue's alone: a multiple of 64 (`"output"`), or anything (`"flag"`). What lies
     past an end is read as zero and not written. Row vectors (rows,), column vectors (columns of b,) come to the
     epilogue in the tile; its refs are those of `matrices`, then of what is written. See `launch` for `out_types` and
-    `in_place`. All inner axes must be multiples of 64.
+    `in_place`. All inner axes must be multiples of 64, and the matrices' rows of 8.
     """
     num_rows, num_depth = a.shape[1 - contract[0]], a.shape[contract[0]]
     walk = _Walk(

@@ -19,7 +19,7 @@ class _GatedMLP(nnx.Module):
     """down(gated(gate(x), up(x))); a subclass has `gated`, and beside it the activation as `ops.gated_mlp` takes it."""
 
     activation: str
-    recomputed = False  # as the op takes it
+    recomputed: bool = False  # as the op takes it
     gate_proj: Any  # nnx.Linear, or what stands in for one
     up_proj: Any
     down_proj: Any

@@ -170,7 +170,10 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
 def _mosaic_gpu(
     kernel: Callable[..., Any], interpret: bool, options: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
-    """The kernel under jit, by which a model's layers share one: it takes half a second and more to lower."""
+    """The kernel under jit, by which a model's layers share one: it takes half a second and more to lower.
+
+    Simulated it is traced each time, for tests that change what it is traced for.
+    """
 
     @jax.custom_batching.sequential_vmap  # these kernels have no batching rule
     def one(*arrays):

@@ -1,4 +1,4 @@
-"""The gated feed-forward as one op: what its backward makes between the products, it makes in one pass and in place."""
+"""The gated feed-forward as one op: what its backward makes between the products, it makes in one pass."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from liger_jax.pallas_kernels.glu import xla as glu_xla
 _OP = "gated_mlp"
 _OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
-KEPT = "gated_mlp_up"  # `checkpoint_name` of what a kernel makes beside the gated product
+KEPT = "kept_of_gated_mlp"  # `checkpoint_name` of up, which on Hopper is no plain product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _backward_rule(options, residuals, dy):
     if not (by_x or by_gate or by_up):
         h = glu_xla.product(gate, up, activation=options.activation)
         return None, None, None, options.kernel_gradient(h, dy)
-    # The order lets the gated product's array go first, then x.
+    # The order lets the gated product's array go first, then x. Where down_kernel is frozen, XLA alone leaves h out.
     dgate, dup, h = options.run(options.backward, "gradients_and_product", dy, down_kernel, gate, up)
     if by_down:
         ddown_kernel = options.kernel_gradient(h, dy)
@@ -125,8 +125,9 @@ def gated_mlp(
         up_kernel: (D, F) in x.dtype.
         down_kernel: (F, D) in x.dtype.
         activation: "silu", or "gelu_tanh" or "gelu", which is exact: see `geglu`.
-        recomputed: whether a `jax.checkpoint` around it makes gate and up again rather than keep them; then up is a
-            product of its own, without the gated one that nobody needs a second time.
+        recomputed: whether a `jax.checkpoint` around it makes gate and up again rather than keep them. By default
+            Hopper's kernels do not run then: up would be made with a gated product that nobody needs a second time.
+            A policy that keeps products keeps up by its `checkpoint_name`, "kept_of_gated_mlp".
         precision: of the products; None for `jax.default_matmul_precision`.
         implementation: of what lies between the products: None for the platform's default, or "xla", "triton",
             "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
@@ -161,8 +162,10 @@ def gated_mlp(
 def _choose(x, up_kernel, activation, recomputed, implementation) -> Iterator[str]:
     """A kernel for the forward, and one for the backward."""
     before = glu.DEFAULTS["swiglu" if activation == "silu" else "geglu"].get("gpu", ())
-    on_hopper = ("mosaic_gpu",) if config.is_large(math.prod(x.shape[:-1]), up_kernel.shape[1]) else ()
-    makes_up = not recomputed and x.shape[-1] <= config.DEEPEST_UP
+    # Triton's pass writes over gate and up, Hopper's kernel beside them: for 16,384 tokens and F = 8,192 0.5 GiB more.
+    pays = not recomputed and config.is_large(math.prod(x.shape[:-1]), up_kernel.shape[1])
+    on_hopper = ("mosaic_gpu",) if pays else ()
+    makes_up = x.shape[-1] <= config.DEEPEST_UP
     for names in (*(on_hopper if makes_up else ()), *before), (*on_hopper, "triton"):
         yield _dispatch.choose(_OP, _KERNELS, {"gpu": names}, implementation, x, up_kernel, activation=activation)
 

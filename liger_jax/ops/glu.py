@@ -12,7 +12,7 @@ from liger_jax.pallas_kernels.glu import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
 # can only lose.
-KERNELS = {"xla": xla, "triton": triton}
+_KERNELS = {"xla": xla, "triton": triton}
 # Forward and backward at 16384 × 8192 in bf16 on an H200: swiglu 502 µs in XLA and 494 in Triton, geglu 512 and 499
 # (benchmarks/results/glu.md). Inside a model XLA makes swiglu anew in the pass that makes its gradients.
 DEFAULTS: dict[str, dict[str, tuple[str, ...]]] = {"swiglu": {}, "geglu": {"gpu": ("triton",)}}
@@ -27,7 +27,7 @@ class _Options:
     choice: str
 
     def run(self, function: str, *arrays: jax.Array | None) -> Any:
-        return _dispatch.bind(self.op, KERNELS, self.choice, function)(*arrays, activation=self.activation)
+        return _dispatch.bind(self.op, _KERNELS, self.choice, function)(*arrays, activation=self.activation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -147,6 +147,6 @@ def _glu(
         local = functools.partial(_glu, op, activation=activation, implementation=implementation)
         return _explicit.on_rows(op, local, spec, (gate, up))
     defaults = {} if up is None else DEFAULTS[op]  # one array of both: not measured
-    choice = _dispatch.choose(op, KERNELS, defaults, implementation, gate, up, activation=activation)
+    choice = _dispatch.choose(op, _KERNELS, defaults, implementation, gate, up, activation=activation)
     gate, up = _mesh.align_varying(gate, up)
     return _gated(gate, up, _Options(op, activation, choice))

@@ -200,8 +200,8 @@ def triton_config(n: int, d: int, itemsize: int, num_rows: int, num_stages: int,
         cdiv(num_blocks, num_programs),
         loads_ahead=not (is_wide and num_sums),
         keeps_columns=not is_wide and share.programs is not None,
-        # On an H200 worth 1 to 1.7 % forward at 8,192 columns and 1 % backward at 2,048 and 2,304, but nothing forward
-        # up to 4,096 and backward at 896 and 1,536.
+        # On an H200 worth 1 to 1.7 % forward at 8,192 columns of bfloat16 and 1 % backward at 2,048 and 2,304, but
+        # nothing forward up to 4,096 and backward at 896 and 1,536. Others were not measured.
         streams=n > _FEW_ROWS and columns > (1536 if num_sums else 4096),
     )
 

@@ -3,7 +3,7 @@
 Forward, the product that makes up reads gate's tiles and writes up and the gated product. Backward, the product that
 makes dh, the gated product's gradient, reads gate's and up's tiles and writes their gradients and the gated product: dh
 never reaches memory. Two warpgroups take tiles in turn, so that one's memory moves while the other multiplies.
-Memory passes saved: forward one read of gate and up; backward one write and one read of dh.
+Memory passes saved: forward one read of up; backward one write and one read of dh.
 Rounding: glu/xla.py's formulas, whose dh is the float32 accumulator.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from liger_jax.pallas_kernels.gated_mlp.xla import down_gradient
+from liger_jax.pallas_kernels.gated_mlp.xla import down_gradient, up_product
 from liger_jax.pallas_kernels.glu import triton as glu
 
 unsupported = glu.unsupported
@@ -18,7 +18,7 @@ def up_and_product(
     x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *, activation: str, precision: Any, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F)."""
-    up = jax.lax.dot_general(x, up_kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+    up = up_product(x, up_kernel, precision)
     return up, glu.forward(gate, up, activation=activation, interpret=interpret)
 
 

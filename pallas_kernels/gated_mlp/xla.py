@@ -13,9 +13,16 @@ from liger_jax.pallas_kernels.glu import xla as glu
 unsupported = glu.unsupported
 
 
-def up_and_product(x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *, activation: str, precision: Any):
+def up_product(x: jax.Array, up_kernel: jax.Array, precision: Any) -> jax.Array:
+    """x (..., D), up_kernel (D, F) → up (..., F)."""
+    return jax.lax.dot_general(x, up_kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+
+
+def up_and_product(
+    x: jax.Array, up_kernel: jax.Array, gate: jax.Array, *, activation: str, precision: Any
+) -> tuple[jax.Array, jax.Array]:
     """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F)."""
-    up = jax.lax.dot_general(x, up_kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+    up = up_product(x, up_kernel, precision)
     return up, glu.product(gate, up, activation=activation)
 
 

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import ops
 from liger_jax.ops import gated_mlp
@@ -56,12 +57,12 @@ def test_half_precision_is_no_worse_than_products_around_the_op(dtype, activatio
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", _oracle.first(1, ["bfloat16", "float16"]))
 def test_hopper_is_no_worse_than_products_around_the_op(dtype, activation, hopper, rng, monkeypatch):
-    """Ragged in rows and columns; simulated, two cores walk over three tiles each."""
+    """Ragged in rows and columns; simulated, two cores walk over three tiles each, and use their memory again."""
     if hopper != "mosaic_gpu":
         monkeypatch.setattr(_hopper_product, "NUM_CORES", 2)
     plain = functools.partial(composed, gated=functools.partial(OPS[activation], implementation="xla"))
     oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation=activation))
-    arrays = draw(rng, 2, 148, d=64, f=192, dtype=dtype)
+    arrays = draw(rng, 2, 148, d=192, f=192, dtype=dtype)
     _oracle.check_half(make(activation, hopper), plain, oracle, arrays, rng)
 
 
@@ -137,6 +138,34 @@ def test_precision_of_the_call_holds_in_the_backward(rng):
 
         text = jax.jit(jax.grad(loss, argnums=range(4))).lower(*arrays).as_text()
     assert len(re.findall("dot_general.*precision = .HIGHEST, HIGHEST", text)) == text.count("stablehlo.dot_general")
+
+
+@pytest.mark.parametrize(
+    "n, d, f, options, forward, backward",
+    [
+        (2048, 2048, 8192, {}, "mosaic_gpu", "mosaic_gpu"),
+        (2048, 2048, 8192, dict(activation="gelu_tanh"), "mosaic_gpu", "mosaic_gpu"),
+        (2048, 2048, 8192, dict(activation="gelu"), "xla", "xla"),
+        (2048, 2048, 8192, dict(recomputed=True), "xla", "triton"),
+        (2048, 2048, 8192, dict(recomputed=True, activation="gelu_tanh"), "triton", "triton"),
+        (2048, 4096, 8192, {}, "xla", "mosaic_gpu"),
+        (1920, 2048, 8192, {}, "xla", "triton"),
+        (2052, 2048, 8192, {}, "xla", "triton"),
+        (2052, 2048, 8192, dict(activation="gelu_tanh"), "triton", "triton"),
+    ],
+)
+def test_defaults_on_hopper(n, d, f, options, forward, backward):
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((n, d), (d, f), (d, f), (f, d))]
+    device = AbstractDevice("NVIDIA H200", None, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)):
+        run = lambda *arrays: jax.vjp(functools.partial(gated_mlp, **options), *arrays)
+        program = str(jax.make_jaxpr(run)(*arrays))
+        pullback, y = jax.eval_shape(lambda *arrays: run(*arrays)[::-1], *arrays)
+        backward_program = str(jax.make_jaxpr(lambda pullback, dy: pullback(dy))(pullback, y))
+    kinds = {"gated_mlp_up": "mosaic_gpu", "glu_forward": "triton"}
+    assert {kind for name, kind in kinds.items() if name in program} == {forward} - {"xla"}
+    kinds = {"gated_mlp_gradients": "mosaic_gpu", "glu_gradients_and_product": "triton"}
+    assert {kind for name, kind in kinds.items() if name in backward_program} == {backward} - {"xla"}
 
 
 @pytest.mark.parametrize(
