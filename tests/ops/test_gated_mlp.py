@@ -75,8 +75,19 @@ def test_hopper_at_models_sizes(d, f, hardware, hopper, rng):
 
 
 def test_hopper_maps_over_a_batch(hopper, rng):
-    arrays = draw(rng, 72, d=64, f=64, dtype="bfloat16")
-    _oracle.check_vmap(make("silu", hopper), arrays, rng, shared=(1, 2, 3))
+    """As each element by itself, but for the order of sums that are rounded to bfloat16."""
+    op, batch = make("silu", hopper), 3
+    xs, *kernels = draw(rng, batch, 72, d=64, f=64, dtype="bfloat16")
+    (dy,) = normal(rng, xs.shape, dtype="bfloat16")
+
+    def run(function):
+        y, pullback = jax.vjp(function, xs, *kernels)
+        return [y, *pullback(dy)]
+
+    mapped = jax.jit(lambda: run(jax.vmap(op, (0, None, None, None))))()
+    alone = jax.jit(lambda: run(lambda xs, *kernels: jnp.stack([op(x, *kernels) for x in xs])))()
+    for found, expected in zip(mapped, alone, strict=True):
+        assert _oracle.largest_error(found, expected) <= 2**-7
 
 
 def test_only_x_and_both_gates_are_kept_beside_the_kernels(implementation, rng):
