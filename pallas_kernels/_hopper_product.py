@@ -259,16 +259,14 @@ def product(
     `prologue(tile, refs, scratch)` comes before a tile's product, with no values yet, to fetch what the epilogue needs.
     `start` (1,) int32 is where b's columns begin (then `num_columns` of them are multiplied), or its contracted axis
     (`start_of="depth"`), or is the epilogue's alone: a multiple of 64 (`"output"`), or anything (`"flag"`). What lies
-    past an end is read as zero and not written. Row vectors (rows,), column vectors (columns of b,) come to the
-    epilogue in the tile; its refs are those of `matrices`, then of what is written. See `launch` for `out_types` and
-    `in_place`. All inner axes must be multiples of 64, and the matrices' rows of 8.
+    past an end is read as zero and not written. Row vectors (rows,), column vectors (columns of b,) come in the tile;
+    refs are of `matrices`, then of what is written: see `launch`. Inner axes are multiples of 64, matrices' rows of 8.
     """
-    num_rows, num_depth = a.shape[1 - contract[0]], a.shape[contract[0]]
     walk = _Walk(
         tiles,
-        cdiv(num_rows, ROWS),
+        cdiv(a.shape[1 - contract[0]], ROWS),
         cdiv(num_columns or b.shape[1 - contract[1]], tiles.columns),
-        cdiv(num_depth, tiles.depth),
+        cdiv(a.shape[contract[0]], tiles.depth),
     )
     vectors = (*row_vectors, *column_vectors)
     of_rows = [True] * len(row_vectors) + [False] * len(column_vectors)
@@ -283,8 +281,7 @@ def product(
     ]
 
     def body(a_ref, b_ref, *refs):
-        num_arrays = len(matrices) + len(out_types) + len(in_place)
-        counts = len(vectors), len(starts), num_arrays, len(ring_scratch), 1, len(vectors)
+        counts = len(vectors), len(starts), len([*matrices, *out_types, *in_place]), len(ring_scratch), 1, len(vectors)
         vector_refs, start_refs, array_refs, ring, (filled,), stages, scratch_refs = split(refs, counts)
         ring, given = _Ring(*ring), _Vectors(of_rows, vector_refs, stages, filled)
         start = start_refs[0][0] if starts else 0

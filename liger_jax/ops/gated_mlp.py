@@ -126,8 +126,9 @@ def gated_mlp(
         down_kernel: (F, D) in x.dtype.
         activation: "silu", or "gelu_tanh" or "gelu", which is exact: see `geglu`.
         recomputed: whether a `jax.checkpoint` around it makes gate and up again rather than keep them. By default
-            Hopper's kernels do not run then: up would be made with a gated product that nobody needs a second time.
-            A policy that keeps products keeps up by its `checkpoint_name`, "kept_of_gated_mlp".
+            Hopper's kernels do not run then: up would be made with a gated product that nobody needs a second time,
+            and the gradients beside gate and up rather than over them. A policy that keeps products keeps up by its
+            `checkpoint_name`, "kept_of_gated_mlp".
         precision: of the products; None for `jax.default_matmul_precision`.
         implementation: of what lies between the products: None for the platform's default, or "xla", "triton",
             "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
