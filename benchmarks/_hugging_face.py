@@ -41,8 +41,12 @@ def training_step(
     with torch.device("cuda" if cuda else "cpu"):
         values = json.loads(json.dumps(values))  # lists rather than tuples, as out of the file
         config = transformers.AutoConfig.for_model(**values, use_cache=False)
-        # Attention is transformers' choice: torch's fused one, or, where that lacks a softcap, separate operations.
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        # Attention is transformers' choice, torch's fused one; but that has no softcap, and transformers 5.17 leaves it
+        # out of a Gemma 2 without a word.
+        attention = "eager" if values.get("attn_logit_softcapping") else None
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        ).train()
         ids = torch.tensor(tokens, dtype=torch.int64)
     if recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -21,9 +21,9 @@ from liger_jax.models.common import CausalLMOutput, KernelOptions
 from liger_jax.models.decoder import Decoder
 from liger_jax.models.generation import generate
 from liger_jax.models.head import head_logits
-from liger_jax.models.remat import Remat
+from liger_jax.models.remat import Remat, loss_budget_bytes
 from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards, with_auto_axes
-from liger_jax.ops import LossMetrics
+from liger_jax.ops import LossMetrics, _dispatch
 
 Model = TypeVar("Model", bound="CausalLM")
 
@@ -319,6 +319,21 @@ class CausalLM(nnx.Module):
             num_tokens=jax.lax.stop_gradient(num_tokens),
         )
 
+    def _loss_budget_bytes(self, hidden, targets, head):
+        """What the fused loss may use of this device's memory."""
+        kernels = self.kernels
+        if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
+            return kernels.memory_budget_bytes
+        return loss_budget_bytes(
+            self.model.layers.remat,
+            self.config,
+            targets.size,
+            hidden.dtype,
+            weight_dtype=head.dtype,
+            implementation=kernels.implementation,
+            device=_dispatch.device_of(hidden, head),
+        )
+
     def _local_loss(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics):
         """(loss, metrics or None) of tokens that are all on this device."""
         kernels = self.kernels
@@ -331,8 +346,9 @@ class CausalLM(nnx.Module):
         )
         if logits is None:
             softcap = self.config.final_logit_softcapping
+            budget = self._loss_budget_bytes(hidden, targets, head)
             result = ops.fused_linear_cross_entropy(
-                hidden, head, targets, logit_softcap=softcap, mode=kernels.mode, **options
+                hidden, head, targets, logit_softcap=softcap, mode=kernels.mode, memory_budget_bytes=budget, **options
             )
         elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
             result = ops.cross_entropy(logits, targets, **options)

@@ -3,7 +3,9 @@
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
+from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.ops.gated_mlp import KEPT
 
 Remat = Literal["none", "full", "dots", "offload"]
@@ -34,3 +36,25 @@ POLICIES = {
         offload_dst="pinned_host",
     ),
 }
+
+
+def loss_budget_bytes(remat: Remat, config: Any, tokens: int, dtype: Any, **options: Any) -> int | None:
+    """What the fused loss may use, beside layers that are made again, without being the step's peak itself.
+
+    That is what one of them uses: its norms, gate, up, their product and its sums, or what the lean loss needs if more.
+
+    Args:
+        remat: what layers keep.
+        config: of the model.
+        tokens: B·T of one device.
+        dtype: of the computation.
+        **options: of `plan_fused_linear_cross_entropy`.
+
+    Returns:
+        Bytes, or `None` where layers are not made again.
+    """
+    if remat == "none":
+        return None
+    of_a_layer = tokens * (5 * config.hidden_size + 3 * config.intermediate_size) * jnp.dtype(dtype).itemsize
+    sizes = tokens, config.hidden_size, config.vocab_size
+    return max(of_a_layer, plan_fused_linear_cross_entropy(*sizes, dtype=dtype, mode="lean", **options).extra_bytes)

@@ -31,13 +31,14 @@ class Decision:
     problem: Problem
     chunk_size: int | None
     budget_bytes: int | None
+    budget_is_a_wish: bool  # what does not fit runs, with as little as it can
 
     def plan(self, needs: Needs | None = None) -> Plan:
         """The plan for these gradients, or for those that the decision was made for; the mode stays."""
         problem = self.problem
         if needs is not None:
             problem = dataclasses.replace(problem, hidden_gradient=needs.hidden, weight_gradient=needs.weight)
-        return plan(problem, self.options.mode, self.chunk_size, self.budget_bytes)
+        return plan(problem, self.options.mode, self.chunk_size, self.budget_bytes, self.budget_is_a_wish)
 
     def linear_options(self, needs: Needs | None = None) -> LinearOptions:
         return dataclasses.replace(self.options, chunk_size=self.plan(needs).chunk_size)
@@ -85,20 +86,14 @@ def decide(
         hidden_gradient="hidden" in differentiated,
         weight_gradient="weight" in differentiated,
     )
+    budget, is_a_wish = memory_budget_bytes, memory_budget_bytes is None
+    if is_a_wish and device_memory_bytes is not None:
+        budget = device_memory_bytes // _SHARE_OF_MEMORY
     if options.mode == "auto":
         has_fast = hasattr(KERNELS[name], "gradients_in_forward")
-        budget = memory_budget_bytes
-        if budget is None and device_memory_bytes is not None:
-            budget = device_memory_bytes // _SHARE_OF_MEMORY
-        options = dataclasses.replace(options, mode=_mode(problem, chunk_size, budget) if has_fast else "lean")
-    return Decision(choice, options, problem, chunk_size, memory_budget_bytes)
-
-
-def _mode(problem: Problem, chunk_size: int | None, budget_bytes: int | None) -> str:
-    try:
-        return plan(problem, "auto", chunk_size, budget_bytes).mode
-    except ValueError:  # lean needs the least; whoever named the budget hears of it when the plan is made
-        return "lean"
+        mode = plan(problem, "auto", chunk_size, budget, budget_is_a_wish=True).mode if has_fast else "lean"
+        options = dataclasses.replace(options, mode=mode)
+    return Decision(choice, options, problem, chunk_size, budget, is_a_wish)
 
 
 def plan_fused_linear_cross_entropy(

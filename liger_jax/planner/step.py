@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions
-from liger_jax.models.remat import Remat
+from liger_jax.models.remat import Remat, loss_budget_bytes
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
@@ -95,28 +95,29 @@ class Run:
         Returns:
             What `plan_fused_linear_cross_entropy` returns.
         """
-        config = self.model.config
+        config, options = self.model.config, dict(weight_dtype=self.param_dtype, device=self.target.description)
         return plan_fused_linear_cross_entropy(
             self.tokens,
             config.hidden_size,
             config.vocab_size,
             dtype=self.dtype,
-            weight_dtype=self.param_dtype,
             reduction="sum",
-            device=self.target.description,
+            memory_budget_bytes=loss_budget_bytes(self.remat, config, self.tokens, self.dtype, **options),
             device_memory_bytes=self.target.memory_bytes,
+            **options,
         )
 
     def kernels(self) -> KernelOptions:
         """The ops of the model that runs.
 
         Returns:
-            Options with the loss's mode as the device's memory has it.
+            Options with the loss's mode and memory as the device's memory has it.
         """
         axes = AXES if self.target.count > 1 else None
         if self.loss == "logits":
             return KernelOptions(fused_linear_cross_entropy=False, batch_axes=axes)
-        return KernelOptions(mode=self.loss_plan().mode, batch_axes=axes)
+        plan = self.loss_plan()
+        return KernelOptions(mode=plan.mode, memory_budget_bytes=plan.extra_bytes, batch_axes=axes)
 
 
 def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:

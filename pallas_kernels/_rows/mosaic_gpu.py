@@ -180,9 +180,12 @@ def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuC
             fetch(queue, i + stages - 1)
         stages = [queue.wait(i) for queue in queues]
 
+        # A thread's columns, which may be wider than its rows' 16 bytes, are one load then no more.
+        in_one = lambda stage: tiles.vec_size * stage.dtype.itemsize <= 16
+
         def load_piece(j):
             at = pl.ds(j * _WARPS, _WARPS)
-            columns = [load(stage, (member, at), layout) for stage in shared.columns]
+            columns = [load(stage, (member, at), layout, optimized=in_one(stage)) for stage in shared.columns]
             return *(load(stage, (at,), layout) for stage in stages), *with_absent(columns, has_column)
 
         def along(stage, sums, number):

@@ -112,10 +112,17 @@ class Plan:
     extra_bytes: int
 
 
-def plan(problem: Problem, mode: str, chunk_size: int | None = None, budget_bytes: int | None = None) -> Plan:
+def plan(
+    problem: Problem,
+    mode: str,
+    chunk_size: int | None = None,
+    budget_bytes: int | None = None,
+    budget_is_a_wish: bool = False,
+) -> Plan:
     """The first that fits: "fast" in ever smaller chunks of 1,024 tokens or more, then "lean" ("auto"), or one mode.
 
-    What is named outright is kept: a mode with its chunk size, whatever it needs. Nothing that fits is a ValueError.
+    What is named outright is kept: a mode with its chunk size, whatever it needs. Where nothing fits, the last that was
+    tried is the answer to a wish, and else a ValueError.
     """
     kinds = {
         "fast": (problem.n, problem.fast_tokens, LEAST_TOKENS, problem.fast_bytes),
@@ -135,6 +142,8 @@ def plan(problem: Problem, mode: str, chunk_size: int | None = None, budget_byte
             extra = bytes_of(size)
             if budget_bytes is None or extra <= budget_bytes:
                 return Plan(problem.implementation, kind, size, extra)
+    if budget_is_a_wish:
+        return Plan(problem.implementation, kind, size, extra)
     raise ValueError(
         f"fused_linear_cross_entropy: memory_budget_bytes={budget_bytes} is too small: mode={kind!r} needs {extra} "
         f"bytes beside inputs and gradients with chunk_size={size}. "

@@ -84,10 +84,10 @@ NORMS = {
 }
 
 
-def norms(width, full, dtype=BF16, prefix=""):
-    """Every normalisation with kernels, of 16,384 rows."""
+def norms(width, full, dtype=BF16, of_columns=None, prefix=""):
+    """Every normalisation with kernels, of 16,384 rows; scales are of a dtype of their own where it is given."""
     for name, (op, rows, columns) in NORMS.items():
-        arguments = (((16384, width), dtype),) * rows + (((width,), dtype),) * columns
+        arguments = (((16384, width), dtype),) * rows + (((width,), of_columns or dtype),) * columns
         function = with_gradient(op, range(rows + columns))
         kernels = (f"{name}_forward", f"{name}_backward")
         one_is_enough = name != "rms_norm"  # by default: they share the pass over rows
@@ -203,6 +203,13 @@ HOPPER_ONLY = [
     *norms(18432, full=False, prefix="hopper_"),
     *(case for width in (*WIDTHS[1:-1], 16384) for case in norms(width, full=True, prefix="hopper_")),
     *norms(8192, full=True, dtype=F32, prefix="hopper_"),
+    *norms(4096, full=False, of_columns=F32, prefix="hopper_mixed_"),
+    *(
+        case
+        for width in (*WIDTHS[1:-1], 16384)
+        if width != 4096
+        for case in norms(width, True, BF16, F32, "hopper_mixed_")
+    ),
     Case("hopper_gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("gated_mlp_up", "gated_mlp_gradients")),
     Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE),
     Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS),

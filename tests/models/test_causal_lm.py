@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractDevice
 
+from liger_jax import ops
 from liger_jax.models import KernelOptions, LlamaConfig
+from liger_jax.models.remat import loss_budget_bytes
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
 from tests.ops._oracle import first
 
@@ -34,10 +37,57 @@ def all_logits(model, tokens):
     return model(tokens).logits
 
 
+@pytest.fixture
+def budgets(monkeypatch):
+    """What models let their fused losses use."""
+    found, loss = [], ops.fused_linear_cross_entropy
+
+    def recording(*arrays, memory_budget_bytes, **options):
+        found.append(memory_budget_bytes)
+        return loss(*arrays, memory_budget_bytes=memory_budget_bytes, **options)
+
+    monkeypatch.setattr(ops, "fused_linear_cross_entropy", recording)
+    return found
+
+
 def token_losses(model, tokens):
     """−log p(tokens[:, t + 1]) for each t but the last, from all logits."""
     log_p = jax.nn.log_softmax(all_logits(model, tokens))
     return -jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+# --- the loss's memory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat, is_bounded", [("none", False), ("full", True), ("dots", True)])
+def test_beside_layers_that_are_made_again_the_loss_is_bounded(remat, is_bounded, tokens, budgets):
+    loss = make_model(remat=remat)(tokens, labels=tokens).loss
+    close(loss, make_model()(tokens, labels=tokens).loss)
+    assert budgets[1] is None
+    assert (budgets[0] is not None) == is_bounded
+
+
+def test_a_named_budget_or_mode_is_not_overridden(tokens, budgets):
+    for options in (dict(memory_budget_bytes=2**30), dict(mode="fast"), dict(mode="lean")):
+        make_model(kernels=KernelOptions(**options), remat="full")(tokens, labels=tokens)
+    assert budgets == [2**30, None, None]
+    with pytest.raises(ValueError, match="memory_budget_bytes=1 is too small"):
+        make_model(kernels=KernelOptions(memory_budget_bytes=1))(tokens, labels=tokens)
+
+
+def test_the_bound_is_a_layers_memory_or_the_least_that_runs():
+    h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+    config = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192)
+    bound = functools.partial(loss_budget_bytes, "full", config, dtype=jnp.bfloat16, device=h200)
+    assert loss_budget_bytes("none", config, 16384, jnp.bfloat16) is None
+    gate_up_and_product = 3 * 16384 * 8192 * 2
+    assert gate_up_and_product < bound(16384) < 1.5 * gate_up_and_product
+    assert bound(16384) == pytest.approx(2 * bound(8192), rel=0.01)
+    for tokens in (1, 100, 16384):
+        plan = ops.plan_fused_linear_cross_entropy(
+            tokens, 2048, 128256, dtype=jnp.bfloat16, device=h200, memory_budget_bytes=bound(tokens)
+        )
+        assert plan.extra_bytes <= bound(tokens)
 
 
 # --- the table of design: labels, return_logits → logits, loss ------------------------------------------------------

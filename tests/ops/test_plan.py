@@ -35,6 +35,16 @@ def test_a_small_device_takes_no_more_than_its_share():
     plan = plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=16 * GIB)
     assert plan.mode == "lean"
     assert plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=80 * GIB).mode == "fast"
+    some = plan_fused_linear_cross_entropy(8192, 2048, 128256, device=A100, device_memory_bytes=12 * GIB)
+    assert some.mode == "fast" and some.extra_bytes <= 12 * GIB // 8
+    assert some.chunk_size < plan_fused_linear_cross_entropy(8192, 2048, 128256, device=A100).chunk_size
+
+
+def test_a_share_is_a_wish_and_a_budget_is_not():
+    least = plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=1)
+    assert (least.mode, least.chunk_size) == ("lean", 512)
+    with pytest.raises(ValueError, match="memory_budget_bytes=1 is too small"):
+        plan_fused_linear_cross_entropy(*LLAMA, device=A100, memory_budget_bytes=1)
 
 
 def test_cotangents_unknown_in_the_forward_mean_lean():
