@@ -55,11 +55,15 @@ def test_every_width_matches_float64(hopper, norm, width, n, rng):
 
 
 @of_norms(*NORMS)
-@pytest.mark.parametrize("width", [768, 2304, 3584, 4096, 5120, 8192, 16384, 18432, 24576])
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
-def test_wide_rows_match_float64_on_hardware(hardware, hopper, norm, width, dtype, rng):
+@pytest.mark.parametrize("width", [768, 2048, 2304, 3584, 4096, 5120, 8192, 16384, 18432, 24576])
+@pytest.mark.parametrize(
+    "dtype, of_scales",
+    [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32)],
+    ids=["bf16", "f16", "f32", "bf16, f32 scales"],
+)
+def test_wide_rows_match_float64_on_hardware(hardware, hopper, norm, width, dtype, of_scales, rng):
     op, reference = norm.make(hopper)
-    arrays = norm.arrays(rng, (1000, width), dtype)
+    arrays = norm.arrays(rng, (1000, width), dtype, of_scales)
     if mosaic_gpu.unsupported(*arrays) is not None:
         pytest.skip("too wide")
     if dtype == F32:
