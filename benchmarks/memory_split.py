@@ -49,11 +49,11 @@ def loss_alone(spec: dict[str, Any]) -> dict[str, Any]:
     """What value and gradients of the loss need for themselves, by the compiler."""
     jax.config.update("jax_platforms", "cpu")
     run = run_of(spec)
-    config, mode = run.model.config, run.kernels().mode
+    config = run.model.config
 
     def loss(hidden, weight, labels):
         if run.loss == "fused":
-            return fused_linear_cross_entropy(hidden, weight, labels, mode=mode)
+            return fused_linear_cross_entropy(hidden, weight, labels)
         return plain.cross_entropy(head_logits(hidden, weight), labels, None, -100, "mean")[0]
 
     hidden = (run.batch, run.seq, config.hidden_size), run.dtype

@@ -22,7 +22,8 @@ class KernelOptions:
         fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, which holds none.
         mode: how `fused_linear_cross_entropy` trades time for memory: `"auto"`, `"fast"` or `"lean"`.
         memory_budget_bytes: what `fused_linear_cross_entropy` may use beside inputs and gradients; `None` for no bound,
-            but with `mode="auto"` in a model that rematerialises its layers: then as much as one of them does.
+            but with `mode="auto"` in a model that rematerialises its layers: then as much as one of them does, or what
+            `"lean"` needs if that is more. A call whose loss needs more than the budget is a ValueError.
         implementation: the ops' `implementation`: `None` for the platform's default, a name, or names in order.
         batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
             over which the batch is sharded. Ops then run on each device's part of it, and a layer's parameters,

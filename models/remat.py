@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops import plan_fused_linear_cross_entropy
+from liger_jax.ops._linear_plan import SHARE_OF_MEMORY
 from liger_jax.ops.gated_mlp import KEPT
 
 Remat = Literal["none", "full", "dots", "offload"]
@@ -41,7 +42,7 @@ POLICIES = {
 def loss_budget_bytes(remat: Remat, config: Any, tokens: int, dtype: Any, **options: Any) -> int | None:
     """What the fused loss may use, beside layers that are made again, without being the step's peak itself.
 
-    That is what one of them uses: its norms, gate, up, their product and its sums, or what the lean loss needs if more.
+    That is what one of them uses: its norms, gate, up, their product and its sums; or what the loss needs, if more.
 
     Args:
         remat: what layers keep.
@@ -52,9 +53,20 @@ def loss_budget_bytes(remat: Remat, config: Any, tokens: int, dtype: Any, **opti
 
     Returns:
         Bytes, or `None` where layers are not made again.
+
+    Raises:
+        ValueError: as `plan_fused_linear_cross_entropy` does.
     """
     if remat == "none":
         return None
     of_a_layer = tokens * (5 * config.hidden_size + 3 * config.intermediate_size) * jnp.dtype(dtype).itemsize
-    sizes = tokens, config.hidden_size, config.vocab_size
-    return max(of_a_layer, plan_fused_linear_cross_entropy(*sizes, dtype=dtype, mode="lean", **options).extra_bytes)
+    plan = plan_fused_linear_cross_entropy(
+        max(1, tokens),
+        config.hidden_size,
+        config.vocab_size,
+        dtype=dtype,
+        logit_softcap=config.final_logit_softcapping,
+        device_memory_bytes=SHARE_OF_MEMORY * of_a_layer,
+        **options,
+    )
+    return max(of_a_layer, plan.extra_bytes)

@@ -19,7 +19,7 @@ KERNELS = {"xla": xla, "mosaic_gpu": mosaic_gpu, "triton": triton, "mosaic_tpu":
 DEFAULTS: dict[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu",)}
 MODES = ("auto", "fast", "lean")
 LAYOUTS = ("vd", "dv")
-_SHARE_OF_MEMORY = 8  # without a budget the loss takes an eighth of the device's memory at most
+SHARE_OF_MEMORY = 8  # without a budget the loss takes an eighth of the device's memory at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,20 @@ class Decision:
     problem: Problem
     chunk_size: int | None
     budget_bytes: int | None
-    budget_is_a_wish: bool  # what does not fit runs, with as little as it can
+    planned: Plan | None  # for "auto": of all gradients, within the budget, or beyond where that is a wish
 
     def plan(self, needs: Needs | None = None) -> Plan:
         """The plan for these gradients, or for those that the decision was made for; the mode stays."""
         problem = self.problem
         if needs is not None:
             problem = dataclasses.replace(problem, hidden_gradient=needs.hidden, weight_gradient=needs.weight)
-        return plan(problem, self.options.mode, self.chunk_size, self.budget_bytes, self.budget_is_a_wish)
+        try:
+            return plan(problem, self.options.mode, self.chunk_size, self.budget_bytes)
+        except ValueError:
+            # Fewer gradients may need more: that of the weight has room for the weight's copy.
+            if self.planned is None:
+                raise
+            return plan(problem, self.options.mode, self.planned.chunk_size)
 
     def linear_options(self, needs: Needs | None = None) -> LinearOptions:
         return dataclasses.replace(self.options, chunk_size=self.plan(needs).chunk_size)
@@ -86,14 +92,16 @@ def decide(
         hidden_gradient="hidden" in differentiated,
         weight_gradient="weight" in differentiated,
     )
-    budget, is_a_wish = memory_budget_bytes, memory_budget_bytes is None
-    if is_a_wish and device_memory_bytes is not None:
-        budget = device_memory_bytes // _SHARE_OF_MEMORY
+    budget, planned = memory_budget_bytes, None
     if options.mode == "auto":
-        has_fast = hasattr(KERNELS[name], "gradients_in_forward")
-        mode = plan(problem, "auto", chunk_size, budget, budget_is_a_wish=True).mode if has_fast else "lean"
-        options = dataclasses.replace(options, mode=mode)
-    return Decision(choice, options, problem, chunk_size, budget, is_a_wish)
+        if budget is None and device_memory_bytes is not None:
+            budget = device_memory_bytes // SHARE_OF_MEMORY
+        mode = "auto" if hasattr(KERNELS[name], "gradients_in_forward") else "lean"
+        planned = plan(problem, mode, chunk_size, budget, budget_is_a_wish=True)
+        options = dataclasses.replace(options, mode=planned.mode)
+        if memory_budget_bytes is not None and planned.extra_bytes > memory_budget_bytes:
+            planned = None  # whoever named the budget hears of it when it is known which gradients are wanted
+    return Decision(choice, options, problem, chunk_size, budget, planned)
 
 
 def plan_fused_linear_cross_entropy(
@@ -136,8 +144,8 @@ def plan_fused_linear_cross_entropy(
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
         implementation: as the op takes it.
         device: a `jax.Device`, or a `jax.sharding.AbstractDevice` that need not be there; None for the default one.
-        device_memory_bytes: its memory, of which "auto" takes an eighth at most where there is no budget; None for
-            no bound.
+        device_memory_bytes: its memory, of which "auto" takes an eighth at most where there is no budget, or what
+            "lean" needs if that is more; None for no bound.
 
     Returns:
         A plan: `implementation`, `mode`, `chunk_size` and `extra_bytes`, the predicted bytes beside inputs and
@@ -167,7 +175,9 @@ def plan_fused_linear_cross_entropy(
     decision = decide(
         jax.ShapeDtypeStruct((n, d), dtype),
         jax.ShapeDtypeStruct((v, d) if weight_layout == "vd" else (d, v), weight_dtype or dtype),
-        options=LinearOptions(LogitOptions(float(logit_scale), softcap), weight_layout, None, mode, 0),
+        options=LinearOptions(
+            LogitOptions(float(logit_scale), softcap), weight_layout, _dispatch.current_precision(None), mode, 0
+        ),
         fast_is_impossible=why_not_fast(reduction, None),
         implementation=implementation,
         chunk_size=chunk_size,

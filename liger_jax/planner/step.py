@@ -102,6 +102,7 @@ class Run:
             config.vocab_size,
             dtype=self.dtype,
             reduction="sum",
+            logit_softcap=config.final_logit_softcapping,
             memory_budget_bytes=loss_budget_bytes(self.remat, config, self.tokens, self.dtype, **options),
             device_memory_bytes=self.target.memory_bytes,
             **options,
@@ -111,13 +112,12 @@ class Run:
         """The ops of the model that runs.
 
         Returns:
-            Options with the loss's mode and memory as the device's memory has it.
+            Options with the loss's memory as the device's has it.
         """
         axes = AXES if self.target.count > 1 else None
         if self.loss == "logits":
             return KernelOptions(fused_linear_cross_entropy=False, batch_axes=axes)
-        plan = self.loss_plan()
-        return KernelOptions(mode=plan.mode, memory_budget_bytes=plan.extra_bytes, batch_axes=axes)
+        return KernelOptions(memory_budget_bytes=self.loss_plan().extra_bytes, batch_axes=axes)
 
 
 def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:

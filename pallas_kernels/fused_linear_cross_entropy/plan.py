@@ -121,18 +121,19 @@ def plan(
 ) -> Plan:
     """The first that fits: "fast" in ever smaller chunks of 1,024 tokens or more, then "lean" ("auto"), or one mode.
 
-    What is named outright is kept: a mode with its chunk size, whatever it needs. Where nothing fits, the last that was
-    tried is the answer to a wish, and else a ValueError.
+    What is named outright is kept: a mode with its chunk size, whatever it needs. Where nothing fits, the answer to a
+    wish is the last mode at its best size, and else a ValueError.
     """
     kinds = {
         "fast": (problem.n, problem.fast_tokens, LEAST_TOKENS, problem.fast_bytes),
         "lean": (problem.v, problem.lean_entries, LEAST_ENTRIES, problem.lean_bytes),
     }
-    kind, size, extra = mode, 0, 0
+    kind, size, extra, best = mode, 0, 0, 0
     for kind in ("fast", "lean") if mode == "auto" else (mode,):
         total, preferred, least, bytes_of = kinds[kind]
         if kind == "fast" and mode == "auto" and problem.platform != "cpu":
             least = LEAST_FAST_TOKENS  # below that, lean is as fast
+        best = min(chunk_size or preferred, max(total, 1))
         sizes = _sizes(total, preferred, least)
         if kind == "fast" and problem.implementation == "mosaic_gpu":  # has kernels for a shorter last chunk, too
             sizes = _cheapest(problem, min(preferred, total), min(least, total))
@@ -143,7 +144,7 @@ def plan(
             if budget_bytes is None or extra <= budget_bytes:
                 return Plan(problem.implementation, kind, size, extra)
     if budget_is_a_wish:
-        return Plan(problem.implementation, kind, size, extra)
+        return Plan(problem.implementation, kind, best, kinds[kind][3](best))
     raise ValueError(
         f"fused_linear_cross_entropy: memory_budget_bytes={budget_bytes} is too small: mode={kind!r} needs {extra} "
         f"bytes beside inputs and gradients with chunk_size={size}. "

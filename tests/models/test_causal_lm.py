@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractDevice
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import ops
-from liger_jax.models import KernelOptions, LlamaConfig
+from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, KernelOptions, LlamaConfig
 from liger_jax.models.remat import loss_budget_bytes
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
 from tests.ops._oracle import first
@@ -19,6 +19,7 @@ LOGITS_KERNELS = {
     "cross_entropy kernel": KernelOptions(cross_entropy=True, fused_linear_cross_entropy=False),
     "plain": KernelOptions(fused_linear_cross_entropy=False),
 }
+H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
 
 
@@ -76,18 +77,30 @@ def test_a_named_budget_or_mode_is_not_overridden(tokens, budgets):
 
 
 def test_the_bound_is_a_layers_memory_or_the_least_that_runs():
-    h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
     config = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192)
-    bound = functools.partial(loss_budget_bytes, "full", config, dtype=jnp.bfloat16, device=h200)
+    bound = lambda tokens: loss_budget_bytes("full", config, tokens, jnp.bfloat16, device=H200) or 0
     assert loss_budget_bytes("none", config, 16384, jnp.bfloat16) is None
     gate_up_and_product = 3 * 16384 * 8192 * 2
     assert gate_up_and_product < bound(16384) < 1.5 * gate_up_and_product
     assert bound(16384) == pytest.approx(2 * bound(8192), rel=0.01)
-    for tokens in (1, 100, 16384):
-        plan = ops.plan_fused_linear_cross_entropy(
-            tokens, 2048, 128256, dtype=jnp.bfloat16, device=h200, memory_budget_bytes=bound(tokens)
-        )
-        assert plan.extra_bytes <= bound(tokens)
+
+
+@pytest.mark.parametrize("head", first(2, [(128264, None), (128256, 100.0), (128256, None), (50257, 30.0)]), ids=str)
+@pytest.mark.parametrize("param_dtype", first(1, [jnp.bfloat16, jnp.float32]))
+@pytest.mark.parametrize("tokens", first(1, [(1, 1), (2, 50), (8, 2048)]))
+def test_the_bound_is_of_the_kernels_that_run(head, param_dtype, tokens):
+    """On Hopper vocabularies and softcaps decide on them, and on whether a mode's are others than "auto"'s."""
+    vocab_size, softcap = head
+    sizes = dict(vocab_size=vocab_size, hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
+    config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=softcap)
+    options = dict(remat="full", dtype=jnp.bfloat16, param_dtype=param_dtype)
+    model = lambda: Gemma2ForCausalLM(config, rngs=nnx.Rngs(0), **options)
+    graph, params = nnx.split(nnx.eval_shape(model))
+    loss = lambda params, ids: nnx.merge(graph, params)(ids, labels=ids).loss
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=H200)):
+        ids = jax.ShapeDtypeStruct(tokens, jnp.int32)
+        assert jax.eval_shape(loss, params, ids).shape == ()
+        jax.eval_shape(jax.grad(loss), params, ids)
 
 
 # --- the table of design: labels, return_logits → logits, loss ------------------------------------------------------

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
 
@@ -41,10 +41,26 @@ def test_a_small_device_takes_no_more_than_its_share():
 
 
 def test_a_share_is_a_wish_and_a_budget_is_not():
-    least = plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=1)
-    assert (least.mode, least.chunk_size) == ("lean", 512)
+    lean = plan_fused_linear_cross_entropy(*LLAMA, device=A100, mode="lean")
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=1) == lean
     with pytest.raises(ValueError, match="memory_budget_bytes=1 is too small"):
         plan_fused_linear_cross_entropy(*LLAMA, device=A100, memory_budget_bytes=1)
+
+
+@pytest.mark.parametrize("wrt", [(), (0,), (1,), (0, 1)], ids=str)
+def test_a_budget_that_holds_all_gradients_holds_fewer(wrt):
+    """A float32 weight's copy lies in its gradient's place, which is not there where the head is frozen."""
+    n, d, v = 1, 896, 32000
+    budget = plan_fused_linear_cross_entropy(n, d, v, weight_dtype=jnp.float32, device=H200).extra_bytes
+    loss = lambda h, w, y: fused_linear_cross_entropy(h, w, y, memory_budget_bytes=budget)
+    function = jax.grad(loss, wrt) if wrt else loss
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=H200)):
+        jax.eval_shape(
+            function,
+            jax.ShapeDtypeStruct((n, d), jnp.bfloat16),
+            jax.ShapeDtypeStruct((v, d), jnp.float32),
+            jax.ShapeDtypeStruct((n,), jnp.int32),
+        )
 
 
 def test_cotangents_unknown_in_the_forward_mean_lean():
