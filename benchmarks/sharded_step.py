@@ -49,9 +49,9 @@ RECORD = optax.GradientTransformation(
 def loss_and_gradients(run: Run, axis_type: AxisType | None):
     """On the host: of one device without an axis type, else on a mesh of all."""
     sharded = axis_type is not None
-    kernels = (
-        run.kernels() if sharded else dataclasses.replace(run.kernels(), batch_axes=None, memory_budget_bytes=None)
-    )
+    kernels = run.kernels()
+    if not sharded:  # all tokens are on one device, and its budget was for a share of them
+        kernels = dataclasses.replace(kernels, batch_axes=None, memory_budget_bytes=None)
     graph, params = run.model.abstract(
         kernels=kernels, dtype=jnp.dtype(run.dtype), param_dtype=jnp.dtype(run.param_dtype), remat=run.remat
     )

@@ -233,7 +233,8 @@ class CausalLM(nnx.Module):
             A `CausalLMOutput`; logits are float32.
 
         Raises:
-            ValueError: a shape, an exclusive pair, or an argument that would be ignored.
+            ValueError: a shape, an exclusive pair, an argument that would be ignored, or a loss that needs more than
+                `KernelOptions.memory_budget_bytes`.
             TypeError: integers are expected and something else comes.
         """
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
