@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,11 +24,12 @@ KEPT = "kept_of_gated_mlp"  # `checkpoint_name` of up, which on Hopper is no pla
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What is compiled: the activation, a kernel for each direction, and the precision of the products."""
+    """What is compiled: the activation, a kernel for each direction, whether gate and up are made again, precision."""
 
     activation: str
     forward: str
     backward: str
+    recomputed: bool
     precision: Any
 
     def run(self, choice: str, function: str, *arrays: jax.Array) -> Any:
@@ -68,13 +70,41 @@ def _forward_rule(*primals_and_options):
     needs = [jnp.zeros(int(primal.perturbed)) for primal in primals]
     x, *kernels = (primal.value for primal in primals)
     y, gate, up = _forward(x, *kernels, options)
+    if options.recomputed:
+        return y, (needs, x, None, None, *kernels)
     kept = x if primals[1].perturbed or primals[2].perturbed else jnp.zeros(0, x.dtype)
     return y, (needs, kept, gate, checkpoint_name(up, KEPT), *kernels)
 
 
 def _backward_rule(options, residuals, dy):
-    shapes, x, gate, up, gate_kernel, up_kernel, down_kernel = residuals
-    by_x, by_gate, by_up, by_down = (shape.size == 1 for shape in shapes)
+    shapes, x, gate, up, *kernels = residuals
+    needs = [shape.size == 1 for shape in shapes]
+    if options.recomputed:
+        return _gradients_in_halves(needs, x, *kernels, dy, options)
+    return _gradients(needs, x, gate, up, *kernels, dy, options)
+
+
+def _gradients_in_halves(needs, x, gate_kernel, up_kernel, down_kernel, dy, options):
+    """Makes gate and up again, and what follows from them, for one half of F after the other: half the memory."""
+    middle = 0 if options.backward == "xla" else _middle(x, gate_kernel)
+    halves = []
+    for half in (slice(middle), slice(middle, None)) if middle else (slice(None),):
+        # The compiler takes gate and up for the forward's without the barrier, and both halves at a time.
+        x, dy, halves = jax.lax.optimization_barrier((x, dy, halves))
+        own = gate_kernel[:, half], up_kernel[:, half], down_kernel[half]
+        gate, up = options.times(x, own[0]), options.times(x, own[1])
+        halves.append(_gradients(needs, x, gate, up, *own, dy, options))
+    dxs, *of_kernels = zip(*halves, strict=True)
+    dx = functools.reduce(operator.add, dxs) if needs[0] else None
+    joined = [
+        jnp.concatenate(parts, axis) if need else None
+        for parts, axis, need in zip(of_kernels, (1, 1, 0), needs[1:], strict=True)
+    ]
+    return dx, *joined
+
+
+def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, options):
+    by_x, by_gate, by_up, by_down = needs
     dx = dgate_kernel = dup_kernel = ddown_kernel = None
     if not (by_x or by_gate or by_up):
         h = glu_xla.product(gate, up, activation=options.activation)
@@ -92,6 +122,12 @@ def _backward_rule(options, residuals, dy):
         dgate, dup = options.after((dgate_kernel, dup_kernel), dgate, dup)
         dx = options.times(dgate, gate_kernel, axis=1) + options.times(dup, up_kernel, axis=1)
     return dx, dgate_kernel, dup_kernel, ddown_kernel
+
+
+def _middle(x, kernel):
+    """Where F is cut in two, a multiple of 64 as the copy engine wants it; 0 where halves are too small to pay."""
+    middle = kernel.shape[1] // 128 * 64
+    return middle if config.is_large(math.prod(x.shape[:-1]), middle) else 0
 
 
 _gated_mlp_vjp.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -113,9 +149,10 @@ def gated_mlp(
     """The gated feed-forward without biases: y = (act(x · gate_kernel) · (x · up_kernel)) · down_kernel.
 
     The values and gradients of three products around `swiglu` or `geglu`, which round as they do there; and gradients
-    of less memory, in fewer passes. `x`, gate and up are kept for the backward. It makes the gradients of gate and up
-    and their gated product in one pass, on a GPU over the arrays that it reads, or on Hopper as a product is made, and
-    takes its products in an order that lets go of arrays early. What is not differentiated takes no products.
+    of less memory, in fewer passes. `x`, gate and up are kept for the backward, or `x` alone. It makes the gradients of
+    gate and up and their gated product in one pass, on a GPU over the arrays that it reads, or on Hopper as a product
+    is made, and takes its products in an order that lets go of arrays early. What is not differentiated takes no
+    products.
 
     On a mesh with Explicit axes the products and the op are composed, and so differentiated one by one.
 
@@ -125,10 +162,10 @@ def gated_mlp(
         up_kernel: (D, F) in x.dtype.
         down_kernel: (F, D) in x.dtype.
         activation: "silu", or "gelu_tanh" or "gelu", which is exact: see `geglu`.
-        recomputed: whether a `jax.checkpoint` around it makes gate and up again rather than keep them. By default
-            Hopper's kernels do not run then: up would be made with a gated product that nobody needs a second time,
-            and the gradients beside gate and up rather than over them. A policy that keeps products keeps up by its
-            `checkpoint_name`, "kept_of_gated_mlp".
+        recomputed: whether the backward makes gate and up again rather than keep them: large ones in two halves of F,
+            if a Pallas kernel makes their gradients, for half the memory. A `jax.checkpoint` around the op then has no
+            product to make again. Where its policy is to keep products, this is False; up, no plain product on Hopper,
+            is kept by its `checkpoint_name`, "kept_of_gated_mlp".
         precision: of the products; None for `jax.default_matmul_precision`.
         implementation: of what lies between the products: None for the platform's default, or "xla", "triton",
             "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
@@ -156,18 +193,19 @@ def gated_mlp(
         gated = _OPS[activation](dot(x, gate_kernel), dot(x, up_kernel), implementation=implementation)
         return dot(gated, down_kernel)
     forward, backward = _choose(x, up_kernel, activation, recomputed, implementation)
-    options = _Options(activation, forward, backward, _dispatch.current_precision(precision))
+    options = _Options(activation, forward, backward, recomputed, _dispatch.current_precision(precision))
     return _gated_mlp(*_mesh.align_varying(*arrays), options)
 
 
 def _choose(x, up_kernel, activation, recomputed, implementation) -> Iterator[str]:
     """A kernel for the forward, and one for the backward."""
     before = glu.DEFAULTS["swiglu" if activation == "silu" else "geglu"].get("gpu", ())
-    # Triton's pass writes over gate and up, Hopper's kernel beside them: for 16,384 tokens and F = 8,192 0.5 GiB more.
-    pays = not recomputed and config.is_large(math.prod(x.shape[:-1]), up_kernel.shape[1])
-    on_hopper = ("mosaic_gpu",) if pays else ()
-    makes_up = x.shape[-1] <= config.DEEPEST_UP
-    for names in (*(on_hopper if makes_up else ()), *before), (*on_hopper, "triton"):
+    is_large = config.is_large(math.prod(x.shape[:-1]), up_kernel.shape[1])
+    up_on_hopper = is_large and x.shape[-1] <= config.DEEPEST_UP
+    # Hopper's kernel writes beside gate and up, Triton's pass over them: in halves 2.5·F a token, whole 5·F, and 3·F.
+    gradients_on_hopper = _middle(x, up_kernel) > 0 if recomputed else is_large
+    hopper = ("mosaic_gpu",)
+    for names in (*(hopper * up_on_hopper), *before), (*(hopper * gradients_on_hopper), "triton"):
         yield _dispatch.choose(_OP, _KERNELS, {"gpu": names}, implementation, x, up_kernel, activation=activation)
 
 

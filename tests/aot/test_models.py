@@ -40,3 +40,26 @@ assert re.search(r"scatter\S* = f32\[512,256\]", text), "equal tokens are not su
 print("done")
 """
     assert "done" in run("-c", script)
+
+
+def test_gates_that_are_made_again_take_the_memory_of_half_of_them():
+    """In arrays (N, F): Triton's pass runs over gate, up and dh of a half, Hopper's kernel beside gate and up."""
+    need_compiler("gpu")
+    script = r"""
+import jax, jax.numpy as jnp
+from liger_jax import gated_mlp
+from liger_jax.planner.compilers import compile_for, gpu_devices
+device = gpu_devices("h200")[0]
+n, d, f = 16384, 896, 4864
+types = [(shape, jnp.bfloat16) for shape in ((n, d), (d, f), (d, f), (f, d), (n, d))]
+for kernel, arrays in (("triton", 1.5), ("mosaic_gpu", 2.5)):
+    def gradients(x, gate_kernel, up_kernel, down_kernel, dy):
+        op = lambda *inputs: gated_mlp(*inputs, recomputed=True, implementation=kernel)
+        return jax.vjp(op, x, gate_kernel, up_kernel, down_kernel)[1](dy)
+
+    memory = compile_for(gradients, types, device, "gpu").memory_analysis()
+    beside = 2 * n * d * 2 + 6 * d * f * 2  # sums of x's gradient; halves of kernels and of their gradients
+    assert arrays * n * f * 2 <= memory.temp_size_in_bytes <= arrays * n * f * 2 + beside, (kernel, memory)
+print("done")
+"""
+    assert "done" in run("-c", script)

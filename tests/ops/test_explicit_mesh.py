@@ -147,7 +147,9 @@ FUSED = [(reduction, mode, head) for head in HEADS for reduction, mode in (
 FUSED_DEFAULT = [("mean", "fast", "of FSDP"), ("mean", "lean", "of a split vocabulary")]
 
 
-@pytest.mark.parametrize("kernel", runs(["xla"], [["triton:interpret"], ["mosaic_tpu:interpret"]]))
+# JAX's TPU interpreter lets no device begin a kernel before all have come to it. Here some may wait for the others in a
+# sum that does not depend on it: on a CPU, that now and then never ends.
+@pytest.mark.parametrize("kernel", runs(["xla"], [["triton:interpret"]]))
 @pytest.mark.parametrize("reduction, mode, head", runs(FUSED_DEFAULT, [c for c in FUSED if c not in FUSED_DEFAULT]))
 def test_fused_loss_sends_the_head_and_a_few_numbers(reduction, mode, head, kernel, mesh, rng):
     if mode == "fast" and kernel != "xla":
