@@ -331,6 +331,7 @@ class CausalLM(nnx.Module):
             targets.size,
             hidden.dtype,
             weight_dtype=head.dtype,
+            is_sharded=kernels.batch_axes is not None,
             implementation=kernels.implementation,
             device=_dispatch.device_of(hidden, head),
         )

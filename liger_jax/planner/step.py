@@ -96,6 +96,8 @@ class Run:
             What `plan_fused_linear_cross_entropy` returns.
         """
         config, options = self.model.config, dict(weight_dtype=self.param_dtype, device=self.target.description)
+        is_sharded = self.target.count > 1
+        budget = loss_budget_bytes(self.remat, config, self.tokens, self.dtype, is_sharded=is_sharded, **options)
         return plan_fused_linear_cross_entropy(
             self.tokens,
             config.hidden_size,
@@ -103,7 +105,7 @@ class Run:
             dtype=self.dtype,
             reduction="sum",
             logit_softcap=config.final_logit_softcapping,
-            memory_budget_bytes=loss_budget_bytes(self.remat, config, self.tokens, self.dtype, **options),
+            memory_budget_bytes=budget,
             device_memory_bytes=self.target.memory_bytes,
             **options,
         )
