@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._linear_plan import KERNELS, OP, Decision, check_choices, decide, why_not_fast
@@ -69,9 +69,6 @@ def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, decisi
 def _statistics_backward_rule(decision, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, lse = residuals
     g = Cotangents(*(_instantiated(x) for x in cotangents[:3]))
-    # 0 · NaN is NaN: a token on whose loss nothing depends must not reach the products.
-    live = (g.log_normalizer != 0) | (g.target_logit != 0)
-    hidden, lse = jnp.where(live[:, None], hidden, jnp.zeros((), hidden.dtype)), jnp.where(live, lse, 0.0)
     inputs = Inputs(hidden, weight, labels, bias, class_weights)
     grads = _run(decision, "gradients", inputs, lse, g, needs=_from_shapes(needs))
     return *grads, None, None
@@ -145,7 +142,7 @@ def _check_sizes(hidden, weight, weight_layout):
 def fused_linear_cross_entropy(
     hidden: Float[Array, "*tokens D"],
     weight: Float[Array, "_ _"],
-    labels: Int[Array, "*tokens"],
+    labels: Integer[Array, "*tokens"],
     *,
     bias: Float[Array, " V"] | None = None,
     weight_layout: str = "vd",
@@ -231,6 +228,7 @@ def fused_linear_cross_entropy(
     _check_sizes(hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
+    labels, where, token_weights = _loss.as_tokens(labels, where, token_weights)
     _loss.check_tokens(OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
     _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
 
@@ -286,7 +284,7 @@ def _local(
         bias,
         class_weights,
         options=LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0),
-        fast_is_impossible=why_not_fast(options.reduction, vocab_axis),
+        fast_is_impossible=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
         implementation=implementation,
         device_memory_bytes=_dispatch.memory_of_device(hidden, weight),
         **limits,

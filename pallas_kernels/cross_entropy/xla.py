@@ -91,6 +91,11 @@ def row_cotangents(log_normalizer: jax.Array, coefficients: Coefficients, class_
     return Cotangents(g_lse, -coefficients.target, g_sum)
 
 
+def is_live(cotangents: Cotangents) -> jax.Array:
+    """Whether anything depends on a row's loss. Others must not reach a product: 0 · NaN is NaN."""
+    return (cotangents.log_normalizer != 0) | (cotangents.target_logit != 0)
+
+
 def transform(u: jax.Array, options: LogitOptions) -> jax.Array:
     """z = scale · softcap · tanh(u / softcap)."""
     if options.softcap is not None:

@@ -77,7 +77,8 @@ def gradients(
     in_place = _hopper.can_write_in_place(inputs.hidden)
     n, v = inputs.hidden.shape[0], inputs.weight.shape[options.vocab_dim]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
-    inputs, lse, cotangents = _padded(inputs, log_normalizer, cotangents)
+    inputs = inputs._replace(hidden=xla.live_rows(inputs.hidden, cotangents))
+    inputs, lse, cotangents = _padded(inputs, xla.live_rows(log_normalizer, cotangents), cotangents)
 
     def body(grads, start, size):
         dhidden, dweight, dbias = grads

@@ -61,10 +61,10 @@ class Problem:
         if self.implementation == "mosaic_gpu":
             partials = 2 * 4 * self.n * cdiv(self.v, 256)
             return self.weight_copy_bytes + max(du + float32_hidden, partials)
-        masked = self.n * self.d * self.itemsize
         if self.implementation == "mosaic_tpu":
             weight_slice, rows = entries * self.d * self.itemsize, 4 * 128 * self.n
-            return du + float32_hidden + masked + weight_slice + rows + self.weight_copy_bytes
+            return du + float32_hidden + weight_slice + rows + self.weight_copy_bytes
+        masked = self.n * self.d * self.itemsize
         logits = 4 * self.n * entries if self.implementation == "xla" else 0
         parts = entries * self.d * (4 + self.itemsize)  # of the weight and of dW
         copy = 0 if self.implementation == "xla" else self.weight_copy_bytes

@@ -144,6 +144,12 @@ def logit_gradients(
     ).astype(hidden.dtype)
 
 
+def live_rows(x: jax.Array, cotangents: Cotangents) -> jax.Array:
+    """x (N,) or (N, D), with zeros for tokens on whose loss nothing depends."""
+    live = rows.is_live(cotangents)
+    return jnp.where(live if x.ndim == 1 else live[:, None], x, jnp.zeros((), x.dtype))
+
+
 def gradients(
     inputs: Inputs,
     log_normalizer: jax.Array,
@@ -152,9 +158,16 @@ def gradients(
     options: LinearOptions,
     needs: Needs,
     logit_gradients: Callable[..., jax.Array] = logit_gradients,
+    mask_once: bool = True,
 ) -> Gradients:
-    """The lean backward: slice by slice of the vocabulary, du, then dX += du · W and dW = duᵀ · X."""
+    """The lean backward: slice by slice of the vocabulary, du, then dX += du · W and dW = duᵀ · X.
+
+    `mask_once` makes a copy of hidden without the rows on which nothing depends. Otherwise `logit_gradients` leaves
+    them out of du, and dW's product takes the mask along, as a TPU's can: N·D values less.
+    """
     hidden, weight, labels, bias, class_weights = inputs
+    log_normalizer = live_rows(log_normalizer, cotangents)
+    hidden = live_rows(hidden, cotangents) if mask_once else hidden
     vocab_dim = options.vocab_dim
     v = weight.shape[vocab_dim]
 
@@ -166,7 +179,10 @@ def gradients(
         if needs.hidden:
             dhidden += product(du, weight_slice, 1, vocab_dim, options)
         if needs.weight:
-            dweight = put(dweight, weight_gradient(du, hidden, options), start, vocab_dim)
+            x = hidden
+            if not mask_once:  # a mask that seems to depend on the slice is not applied ahead of the loop
+                x = live_rows(hidden, jax.lax.optimization_barrier((cotangents, start))[0])
+            dweight = put(dweight, weight_gradient(du, x, options), start, vocab_dim)
         if needs.bias:
             dbias = put(dbias, jnp.sum(du.astype(jnp.float32), axis=0), start)
         return Gradients(dhidden, dweight, dbias)
