@@ -74,9 +74,10 @@ def largest_deviation(losses, expected):
 
 
 def typical_deviation(losses, expected):
-    """The median over seeds of the root mean square over steps.
+    """The geometric mean over seeds of the root mean square over steps.
 
     One seed says little: a training amplifies its first roundings, so that of two equally exact runs one may
-    deviate several times as much as the other.
+    deviate several times as much as the other. Of 27 seeds' mean another 27 have 1.5 times as much once in 1,300
+    trials; of 9 seeds' median, once in 13.
     """
-    return np.median(np.sqrt(np.mean((losses - expected) ** 2, axis=1)))
+    return np.exp(np.mean(np.log(np.sqrt(np.mean((losses - expected) ** 2, axis=1)))))
