@@ -10,6 +10,7 @@ from flax import nnx
 
 from liger_jax.losses import shifted_labels
 from liger_jax.losses._language_model import IGNORE
+from liger_jax.ops._loss import as_labels
 
 Batch = jax.Array | Mapping[str, jax.Array]
 
@@ -50,10 +51,11 @@ def scored_tokens(batch: Batch) -> jax.Array:
         A float32 scalar; 1 where nothing is scored, whose loss is 0.
     """
     named = model_arguments(batch)
-    targets = named["shift_labels"] if "shift_labels" in named else None
+    targets, weights = named.get("shift_labels"), named.get("loss_weights")
     if targets is None:
         targets = shifted_labels(named["labels"], named.get("segment_ids"))
-    weights = named.get("loss_weights", jnp.ones(targets.shape, jnp.float32)).astype(jnp.float32)
+    targets = as_labels(targets)
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     scored = targets != IGNORE
     return jnp.where(jnp.any(scored & (weights != 0)), jnp.sum(weights, where=scored), 1.0)
 
@@ -77,7 +79,7 @@ def make_step(
         optimizer: any optax transformation.
         loss_fn: called with model, batch and the mean's denominator, which is `None` for one batch. What it returns is
             summed over micro-batches.
-        has_aux: it returns a pair, and so does the step: the loss and something else.
+        has_aux: `loss_fn` returns a pair (loss, others), and the step returns (state, (loss, others)).
         micro_batches: into how many equal parts a batch is cut. Sequence i belongs to part i mod `micro_batches`, so
             that each device of a mesh has its share of every part.
         state_on_host: the optimizer's arrays lie in the host's memory, and come to the device for the update.
@@ -99,7 +101,7 @@ def make_step(
         ()
     """
     if micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches} must be at least 1.")
+        raise ValueError(f"make_step: micro_batches={micro_batches} must be at least 1; 1 takes the batch in one part.")
 
     def value_and_grad(params, batch, normalizer):
         return jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch, normalizer), has_aux=has_aux)(params)
@@ -123,12 +125,15 @@ def make_step(
 def _accumulated(value_and_grad, params, batch, micro_batches):
     """The sum of what `value_and_grad` returns for each micro-batch, gradients in their parameters' dtypes."""
 
+    size = model_arguments(batch)["input_ids"].shape[0]
+    if size % micro_batches:
+        raise ValueError(
+            f"micro_batches={micro_batches} does not divide a batch of {size} sequences. Choose another batch, or "
+            "another number."
+        )
+
     def parts(x):
-        if x.shape[0] % micro_batches:
-            raise ValueError(
-                f"micro_batches={micro_batches} does not divide a batch of {x.shape[0]} sequences. Choose another "
-                "batch, or another number."
-            )
+        x = jnp.broadcast_to(x, (size, *x.shape[1:]))  # positions may be the same for all sequences
         return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
     normalizer, batches = scored_tokens(batch), jax.tree.map(parts, batch)

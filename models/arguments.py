@@ -64,6 +64,8 @@ def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any
     """
     if input_ids.ndim != 2:
         raise ValueError(f"input_ids has shape {input_ids.shape}; it must be (batch, length). Add the missing axis.")
+    if input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids has shape {input_ids.shape}; a sequence must have at least one token.")
     if labels is not None and shift_labels is not None:
         raise ValueError("labels and shift_labels exclude each other: pass the unshifted or the shifted ones.")
     if labels is None and shift_labels is None:

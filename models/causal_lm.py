@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Integer, Num
 
 from liger_jax import ops
 from liger_jax.losses import shifted_labels
@@ -24,6 +24,7 @@ from liger_jax.models.head import head_logits
 from liger_jax.models.remat import Remat, loss_budget_bytes
 from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards, with_auto_axes
 from liger_jax.ops import LossMetrics, _dispatch
+from liger_jax.ops._loss import as_labels
 
 Model = TypeVar("Model", bound="CausalLM")
 
@@ -186,10 +187,10 @@ class CausalLM(nnx.Module):
     @with_auto_axes
     def __call__(
         self,
-        input_ids: Int[Array, "B T"],
+        input_ids: Integer[Array, "B T"],
         *,
-        labels: Int[Array, "B T"] | None = None,
-        shift_labels: Int[Array, "B T"] | None = None,
+        labels: Integer[Array, "B T"] | None = None,
+        shift_labels: Integer[Array, "B T"] | None = None,
         loss_weights: Float[Array, "B T"] | None = None,
         loss_normalizer: Num[Array, ""] | float | int | None = None,
         logits_to_keep: int | Int[Array, "kept"] = 0,
@@ -238,14 +239,15 @@ class CausalLM(nnx.Module):
             TypeError: integers are expected and something else comes.
         """
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
-        shape = input_ids.shape
+        input_ids, shape = as_labels(input_ids), input_ids.shape
         arguments.check_shapes(shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
         arguments.check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
         if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids is given with a cache, whose rows hold one sequence each. Unpack the rows.")
         if positions is not None and positions.shape not in (shape, (1, shape[1])):
             raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
-        targets = shift_labels if labels is None else shifted_labels(labels, segment_ids)
+        targets = None if shift_labels is None else as_labels(shift_labels)
+        targets = targets if labels is None else shifted_labels(labels, segment_ids)
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
         if cache is None:
             hidden = self.model(input_ids, **per_token)

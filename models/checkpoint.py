@@ -175,7 +175,7 @@ def find(path_or_id: str | pathlib.Path) -> pathlib.Path:
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """config.json; of a multimodal model what it says of the language part.
+    """The `config_values` of a checkpoint.
 
     Raises:
         FileNotFoundError: there is none.
@@ -183,6 +183,11 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint.")
+    return config_values(path)
+
+
+def config_values(path: pathlib.Path) -> dict[str, Any]:
+    """A config.json, whatever its file's name; of a multimodal model what it says of the language part."""
     values = json.loads(path.read_text(encoding="utf8"))
     shared = {name: values[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in values}
     return shared | values["text_config"] if "text_config" in values else values

@@ -17,14 +17,16 @@ class KernelOptions:
     Args:
         rope: rotary embedding by `liger_jax.ops.apply_rope`.
         rms_norm: normalisation by `liger_jax.ops.rms_norm`, of the residual stream by `fused_add_rms_norm`.
-        glu: the feed-forward's gate by `liger_jax.ops.swiglu` (or the family's own gate).
+        glu: the feed-forward's gated unit by `liger_jax.ops.gated_mlp`, or `swiglu` or `geglu` where its products have
+            to be apart from it.
         cross_entropy: the loss by `liger_jax.ops.cross_entropy`, on logits that are held in memory.
         fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, which holds none.
         mode: how `fused_linear_cross_entropy` trades time for memory: `"auto"`, `"fast"` or `"lean"`.
         memory_budget_bytes: what `fused_linear_cross_entropy` may use beside inputs and gradients; `None` for no bound,
             but with `mode="auto"` in a model that rematerialises its layers: then as much as one of them does, or what
             `"lean"` needs if that is more. A call whose loss needs more than the budget is a ValueError.
-        implementation: the ops' `implementation`: `None` for the platform's default, a name, or names in order.
+        implementation: the ops' `implementation`: `None` for the platform's default; a name, which every op that is
+            switched on must have ("xla" and "triton" are); or names in order, such as `("mosaic_tpu", "xla")`.
         batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
             over which the batch is sharded. Ops then run on each device's part of it, and a layer's parameters,
             however they are sharded, are gathered where they are used. `None` on one device.

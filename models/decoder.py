@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from liger_jax.models.blocks import Blocks
 from liger_jax.models.cache import KVCache, LayerCache, with_tokens
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        input_ids: Int[Array, "B T"],
+        input_ids: Integer[Array, "B T"],
         *,
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,

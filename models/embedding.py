@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def embed(table: Float[Array, "V D"], ids: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
     """The rows table[ids] in `dtype`; NaN where an id is not in [0, V).
 
     A frequent token's gradients are summed in float32 and rounded once, in a buffer of B·T rows; then each row is

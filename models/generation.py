@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+from liger_jax.ops._loss import as_labels
 
 
 def generate(
     model: Any,
-    input_ids: Int[Array, "B T"],
+    input_ids: Integer[Array, "B T"],
     *,
     max_new_tokens: int,
     attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
@@ -27,8 +29,9 @@ def generate(
     """Continues each row of a batch: the likeliest token again and again, or random ones.
 
     p(token) = softmax(logits/temperature), over the fewest likeliest tokens whose probabilities reach top_p together.
-    It compiles once for a model, a batch's shape and a number of new tokens; temperature, top_p and the ids of tokens
-    may change without.
+    It compiles once for a model, a batch's shape, a number of new tokens and a way to choose them: the likeliest, drawn
+    from all, or drawn with top_p below 1. Values of temperature and top_p and ids of tokens may change without, but not
+    how many ids end a row.
 
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.
@@ -43,7 +46,7 @@ def generate(
 
     Returns:
         (B, T + max_new_tokens): the prompts as they came, padding too, and what follows them; −1 from where on logits
-        are NaN.
+        are NaN. Of input_ids' dtype, or int32 if that is narrower.
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.
@@ -58,9 +61,10 @@ def generate(
         (2, 8)
         >>> sampled = model.generate(prompts, max_new_tokens=5, temperature=0.7, top_p=0.9, key=jax.random.key(0))
     """
+    input_ids = as_labels(input_ids)
     stops = () if eos_token_id is None else tuple(np.atleast_1d(eos_token_id).tolist())
     pad = (stops or (0,))[0] if pad_token_id is None else pad_token_id
-    mask = jnp.ones(input_ids.shape, bool) if attention_mask is None else attention_mask.astype(bool)
+    mask = jnp.ones(input_ids.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     _check_choice(max_new_tokens, temperature, top_p, key)
     _check_ends(model.config.vocab_size, stops, pad, pad_token_id)
     _check_prompts(model.config, input_ids, mask, max_new_tokens)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from liger_jax.ops import LossMetrics
 
@@ -104,7 +104,7 @@ def geglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[A
 
 def cross_entropy(
     logits: Float[Array, "*tokens V"],
-    labels: Int[Array, "*tokens"],
+    labels: Integer[Array, "*tokens"],
     token_weights: Float[Array, "*tokens"] | None,
     ignore_index: int,
     reduction: str,

@@ -4,7 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.ops import _checks, _loss
 from liger_jax.ops.cross_entropy import reduced_cross_entropy
@@ -15,15 +15,16 @@ _OPTIONS = _loss.LossOptions(_OP, None, 0.0, 0.0, 1.0, None, "none")
 
 def softmax_cross_entropy_with_integer_labels(
     logits: Float[Array, "..."],
-    labels: Int[Array, "..."],
+    labels: Integer[Array, "..."],
     axis: int | tuple[int, ...] = -1,
     where: Bool[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Drop-in for `optax.softmax_cross_entropy_with_integer_labels`: lse − z_y for each example.
 
     The logits are read once forward and once backward, and nothing of their size is kept but themselves. The
-    arithmetic is float32 whatever comes in. It differs from optax in one point: a label outside [0, classes)
-    gives NaN, where optax silently scores −1 as the last class.
+    arithmetic is float32 whatever comes in. It differs from optax in three points: a label outside [0, classes)
+    gives NaN, where optax silently scores −1 as the last class; `where` is not broadcast; and there are derivatives in
+    reverse mode only (`jax.grad`, not `jax.jvp` or `jax.hessian`).
 
     Args:
         logits: (..., classes, ...), any float dtype.
@@ -48,7 +49,8 @@ def softmax_cross_entropy_with_integer_labels(
     References:
         optax.losses.softmax_cross_entropy_with_integer_labels.
     """
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    logits = jnp.asarray(logits)
+    labels, where, _ = _loss.as_tokens(labels, where, None)
     _checks.check_floating(_OP, logits=logits)
     class_axes = _class_axes(axis, logits.ndim)
     batch_axes = tuple(a for a in range(logits.ndim) if a not in class_axes)

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from liger_jax.ops import LossMetrics, fused_linear_cross_entropy
+from liger_jax.ops._loss import as_labels
 
 IGNORE = -100  # Hugging Face's label of a position that is not scored
 
@@ -14,7 +15,7 @@ IGNORE = -100  # Hugging Face's label of a position that is not scored
 def causal_lm_loss(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "..."],
-    labels: Int[Array, "B T"],
+    labels: Integer[Array, "B T"],
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     **options: Any,
@@ -56,20 +57,21 @@ def causal_lm_loss(
     return fused_linear_cross_entropy(hidden, head, targets, ignore_index=IGNORE, **options)
 
 
-def shifted_labels(labels: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
+def shifted_labels(labels: Integer[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
     """Moves labels one position to the left, with -100 at the end of each sequence and segment.
 
     Args:
-        labels: integer labels, unshifted.
+        labels: integer labels, unshifted, in any integer dtype.
         segment_ids: ids of packed segments.
 
     Returns:
-        The label that each position is scored against.
+        The label that each position is scored against, in at least 32 bits.
 
     Example:
         >>> shifted_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 0, 1, 1]])).tolist()
         [[6, -100, 8, -100]]
     """
+    labels = as_labels(labels)
     shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE)], axis=1)
     if segment_ids is None:
         return shifted

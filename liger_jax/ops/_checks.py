@@ -57,5 +57,7 @@ def check_rows(op: str, x: jax.Array, **columns: jax.Array | None) -> None:
     """Raises a ValueError unless `x` has a last axis to normalise and each of `columns` an entry for its elements."""
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (), but must have at least one axis to normalise; reshape it to (1,).")
+    if x.shape[-1] == 0:
+        raise ValueError(f"{op}: x has shape {x.shape}, whose last axis must have elements to normalise; leave x out.")
     for name, column in columns.items():
         check_shape(op, name, column, x.shape[-1:], "one entry for each element of x's last axis")

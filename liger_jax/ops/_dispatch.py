@@ -119,7 +119,8 @@ def choose(
             f"this op has {_names(kernels)}."
         )
     for name in candidates:
-        if name not in _names(kernels):
+        # In a tuple, as a model hands it to all of its ops, one may name kernels that others have.
+        if name not in (_names(kernels) if len(candidates) == 1 else _names({"xla": None} | _PLATFORM_OF)):
             raise ValueError(
                 f"{op}: implementation={name!r} is unknown; this op has {_names(kernels)}. Pass one of these, "
                 "or None for the default of the platform."
@@ -129,10 +130,13 @@ def choose(
     reasons = []
     for name in candidates:
         kernel, _, interpret = name.partition(":")
-        reason = _no_interpreter(kernel) if interpret else _wrong_device(kernel, device)
-        if kernel != "xla":
-            reason = reason or needs_shard_map(*(x for x in inputs if isinstance(x, jax.Array)))
-        reason = reason or kernels[kernel].unsupported(*inputs, **case)
+        if kernel not in kernels:
+            reason = f"this op has {_names(kernels)} only."
+        else:
+            reason = _no_interpreter(kernel) if interpret else _wrong_device(kernel, device)
+            if kernel != "xla":
+                reason = reason or needs_shard_map(*(x for x in inputs if isinstance(x, jax.Array)))
+            reason = reason or kernels[kernel].unsupported(*inputs, **case)
         if reason is None:
             return name
         reasons.append(f"{name!r}: {reason}")
@@ -200,7 +204,7 @@ def current_precision(precision: Any) -> Any:
         return jax.lax.DotAlgorithmPreset[precision]
 
 
-def _names(kernels: Mapping[str, ModuleType]) -> tuple[str, ...]:
+def _names(kernels: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(kernels) + tuple(f"{name}:interpret" for name in kernels if name != "xla")
 
 

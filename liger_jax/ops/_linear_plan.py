@@ -50,12 +50,14 @@ class Decision:
         return dataclasses.replace(self.options, chunk_size=self.plan(needs).chunk_size)
 
 
-def why_not_fast(reduction: str, vocab_axis: str | None) -> str | None:
-    """The reason why gradients cannot be made in the forward, or None."""
+def why_not_fast(reduction: str, vocab_axis: str | None, *dtypes: Any) -> str | None:
+    """The reason why gradients of these dtypes cannot be made in the forward, or None."""
     if reduction == "none":
         return "the cotangent of each token's loss is unknown in the forward; use mode='lean' or reduction='sum'"
     if vocab_axis is not None:
         return "the log-normaliser of all shards is unknown while one is computed; use mode='lean'"
+    if jnp.float16 in dtypes:
+        return "float16 rounds gradients to 0 before a loss scale can reach them; use mode='lean' or bfloat16"
     return None
 
 
@@ -178,7 +180,7 @@ def plan_fused_linear_cross_entropy(
         options=LinearOptions(
             LogitOptions(float(logit_scale), softcap), weight_layout, _dispatch.current_precision(None), mode, 0
         ),
-        fast_is_impossible=why_not_fast(reduction, None),
+        fast_is_impossible=why_not_fast(reduction, None, jnp.dtype(dtype), jnp.dtype(weight_dtype or dtype)),
         implementation=implementation,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,

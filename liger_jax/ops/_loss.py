@@ -6,7 +6,7 @@ a row's statistics make its loss, and the statistics become metrics. All of it i
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -87,6 +87,19 @@ class Rows(NamedTuple):
     coefficients: Coefficients  # float32; NaN where a label is out of range
     class_weight_sum: jax.Array  # (), Σ_v c_v
     num_tokens: jax.Array  # ()
+
+
+def as_labels(labels: Any) -> jax.Array:
+    """Integer labels of at least 32 bits: narrower ones may hold neither V nor -100, with which they are compared."""
+    labels = jnp.asarray(labels)
+    narrow = jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype.itemsize < 4
+    return labels.astype(jnp.int32) if narrow else labels
+
+
+def as_tokens(labels: Any, where: Any, token_weights: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """What a caller says of tokens, as JAX's arrays."""
+    where, token_weights = (None if x is None else jnp.asarray(x) for x in (where, token_weights))
+    return as_labels(labels), where, token_weights
 
 
 def check_tokens(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh
 from liger_jax.pallas_kernels.cross_entropy import mosaic_tpu, triton, xla
@@ -50,7 +50,7 @@ _statistics.defvjp(_forward_rule, _backward_rule)
 
 def cross_entropy(
     logits: Float[Array, "*tokens V"],
-    labels: Int[Array, "*tokens"],
+    labels: Integer[Array, "*tokens"],
     *,
     where: Bool[Array, "*tokens"] | None = None,
     token_weights: Float[Array, "*tokens"] | None = None,
@@ -117,6 +117,7 @@ def cross_entropy(
         raise ValueError(f"{op}: logits has shape (), but must be (..., V); the last axis holds the classes.")
     vocab_size = logits.shape[-1]
     loss_options = _loss.LossOptions(op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
+    labels, where, token_weights = _loss.as_tokens(labels, where, token_weights)
     _loss.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
     _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
     return reduced_cross_entropy(

@@ -74,10 +74,14 @@ def group_norm(
     """
     _checks.check_floating(_OP, x=x, scale=scale, bias=bias)
     _checks.check_number(_OP, eps=eps)
+    if x.ndim < 2:
+        raise ValueError(f"{_OP}: x has shape {x.shape}, but must be (B, C, …); add the missing axis.")
     _checks.check_choice(_OP, "channel_axis", channel_axis, (*range(1, x.ndim), *range(1 - x.ndim, 0)))
     channels = x.shape[channel_axis]
     for name, column in (("scale", scale), ("bias", bias)):
         _checks.check_shape(_OP, name, column, (channels,), f"one entry for each channel, on x's axis {channel_axis}")
+    if 0 in x.shape[1:]:
+        raise ValueError(f"{_OP}: x has shape {x.shape}, whose groups must have elements to normalise; leave x out.")
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
             f"{_OP}: num_groups={num_groups} does not divide the {channels} channels on x's axis {channel_axis}; "

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from liger_jax.models import auto, config_json
+from liger_jax.models import auto, checkpoint, config_json
 
 _LLAMA_3 = dict(model_type="llama", vocab_size=128256, num_key_value_heads=8, rope_theta=500000.0)
 _QWEN2 = dict(model_type="qwen2", vocab_size=152064, rope_theta=1000000.0, max_position_embeddings=131072)
@@ -104,7 +103,7 @@ def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
     if name.lower() in MODELS:
         values = MODELS[name.lower()]
     elif path.is_file():
-        values = json.loads(path.read_text(encoding="utf8"))
+        values = checkpoint.config_values(path)
     else:
         raise ValueError(
             f"model={name!r} is neither a file nor known. Pass the path of a config.json, or one of "

@@ -95,6 +95,11 @@ class LlamaConfig:
         return self.rope_theta, self.rope_scaling
 
     def __post_init__(self):
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{type(self).__name__}: {name}={size} must be at least 1.")
         kv_heads = self.num_key_value_heads or self.num_attention_heads
         if self.num_attention_heads % kv_heads:
             raise ValueError(

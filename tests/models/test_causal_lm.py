@@ -1,5 +1,6 @@
 """The contract of a call: labels, what is scored, and when logits come to exist."""
 
+import dataclasses
 import functools
 
 import jax
@@ -213,6 +214,16 @@ def test_labels_of_minus_100_are_not_scored(model, tokens):
     close(model(tokens, labels=labels).loss, scored.mean())
 
 
+@pytest.mark.parametrize("kernels", [KernelOptions(), *LOGITS_KERNELS.values()], ids=["fused", *LOGITS_KERNELS])
+def test_tokens_may_be_bytes(kernels, tokens):
+    """No 8 bits hold -100, the label of what is not scored."""
+    model = make_model(dataclasses.replace(CONFIG, vocab_size=256), kernels=kernels)
+    narrow = tokens.astype(jnp.uint8).at[0, :2].set(jnp.array([156, 255], jnp.uint8))
+    tokens = narrow.astype(jnp.int32)
+    close(model(narrow, labels=narrow).loss, model(tokens, labels=tokens).loss)
+    close(model(narrow, shift_labels=narrow).loss, model(tokens, shift_labels=tokens).loss)
+
+
 def test_packed_segments_are_scored_as_if_they_were_alone(model, rng):
     first, second = random_tokens(rng, 1, 5), random_tokens(rng, 1, 7)
     packed, segments = jnp.concatenate([first, second], axis=1), jnp.array([[0] * 5 + [1] * 7])
@@ -331,6 +342,8 @@ def test_wrong_arguments_are_refused_by_name(model, arguments, error, message):
 def test_input_ids_without_a_batch_axis_are_refused(model):
     with pytest.raises(ValueError, match=r"input_ids has shape \(12,\).*\(batch, length\)"):
         model(IDS[0])
+    with pytest.raises(ValueError, match=r"input_ids has shape \(2, 0\); a sequence must have at least one token"):
+        model(IDS[:, :0])
 
 
 def test_a_sequence_longer_than_the_model_takes_is_refused(model):

@@ -67,6 +67,17 @@ def test_greedy_tokens_of_committed_checkpoints_are_hugging_face_s(case):
     np.testing.assert_array_equal(out, np.concatenate([prompts, expected.greedy], axis=1))
 
 
+@pytest.mark.usefixtures("unchecked_types")
+def test_prompts_may_be_numpy_s_of_any_integer_dtype(rng):
+    model, prompts = make_model(), np.asarray(random_tokens(rng, length=3))
+    expected = generate(model, jnp.asarray(prompts), max_new_tokens=4)
+    mask = np.ones(prompts.shape, np.int64)
+    for dtype in (np.uint8, np.int64):
+        out = generate(model, prompts.astype(dtype), attention_mask=mask, max_new_tokens=4)
+        np.testing.assert_array_equal(out, expected)
+        assert out.dtype == jnp.int32
+
+
 @live
 @pytest.mark.parametrize("case", first(2, tuple(hugging_face.CASES)))
 def test_greedy_tokens_of_fresh_checkpoints_are_hugging_face_s(case, tmp_path, rng):

@@ -57,6 +57,16 @@ def test_gradients_of_micro_batches_add_up_to_those_of_the_batch(micro_batches, 
         assert np.abs(found - truth).max() < 2e-5 * np.abs(truth).max()
 
 
+def test_micro_batches_share_what_all_sequences_share(batch):
+    positions = 3 * jnp.arange(batch["input_ids"].shape[1])[None]
+    shared = batch | dict(positions=positions, loss_weights=None)
+    whole, (_, expected) = stepped(shared, optimizer=RECORD)
+    value, (_, gradients) = stepped(shared, optimizer=RECORD, micro_batches=4)
+    np.testing.assert_allclose(value, whole, rtol=1e-6)
+    for found, truth in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert np.abs(found - truth).max() < 2e-5 * np.abs(truth).max()
+
+
 def test_bfloat16_gradients_are_accumulated_in_float32(batch):
     """Each part's gradient is less than half a unit in the last place of the sum of those before it."""
     graph, params = split(param_dtype=jnp.bfloat16)

@@ -171,6 +171,17 @@ def test_kernel_that_an_op_does_not_have_is_unknown():
         geglu(X, X, implementation="mosaic_tpu")
 
 
+def test_tuple_may_name_kernels_that_only_other_ops_have():
+    """As a model does, that hands one tuple to all of its ops."""
+    with pytest.warns(UserWarning, match=r"geglu: stepping down from 'mosaic_tpu': this op has \('xla', 'triton', "):
+        assert geglu(X, X, implementation=("mosaic_tpu", "xla")).shape == X.shape
+    with pytest.raises(
+        ValueError, match=r"geglu cannot run here with .* 'mosaic_tpu': this op has \('xla', 'triton', "
+    ):
+        with pytest.warns(UserWarning, match="stepping down from 'mosaic_gpu'"):
+            geglu(X, X, implementation=("mosaic_gpu", "mosaic_tpu"))
+
+
 def test_unknown_name_in_a_tuple_is_an_error_even_behind_one_that_runs():
     with pytest.raises(ValueError, match="implementation='tritn' is unknown"):
         rms_norm(X, implementation=("xla", "tritn"))

@@ -201,6 +201,19 @@ def test_impossible_budget_is_refused():
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
+def test_a_loss_scale_keeps_float16_gradients(rng):
+    """A token's share of the mean's gradient, a probability over N, is less than the least of float16's numbers."""
+    n, d, v = 4096, 16, 8192
+    case = make_case(rng, n=n, d=d, v=v, scale=0.1, ignored=0)
+    labels, inputs = jnp.asarray(case.labels), arrays([case.hidden, 0.1 * case.weight], jnp.float16)
+    scale = 2.0**15
+    scaled = jax.jit(jax.grad(lambda h, w: scale * loss_of(labels)(h, w), (0, 1)))
+    grads, truth = scaled(*inputs), scaled(*(x.astype(jnp.float32) for x in inputs))
+    for grad, exact in zip(grads, truth, strict=True):
+        assert grad.dtype == jnp.float16
+        assert rms_error(grad, exact) < 2e-3 * rms_error(exact, 0.0)
+
+
 @pytest.mark.parametrize("mode", ["fast", "lean"])
 def test_weight_gradient_is_as_exact_at_64_chunks_as_unfused(mode, rng):
     """Summed in bfloat16 over 64 chunks it would be several times worse."""
@@ -255,6 +268,8 @@ def test_fast_mode_refuses_what_it_cannot_do(rng):
     labels = jnp.asarray(case.labels)
     with pytest.raises(ValueError, match="mode='fast' .* the cotangent of each token's loss is unknown"):
         loss_of(labels, mode="fast", reduction="none")(hidden, weight)
+    with pytest.raises(ValueError, match="mode='fast' .* float16 rounds gradients to 0 before a loss scale can reach"):
+        loss_of(labels, mode="fast")(hidden.astype(jnp.float16), weight)
     for name in ("triton:interpret", "mosaic_tpu:interpret"):
         with pytest.raises(ValueError, match="it has no mode 'fast'"):
             loss_of(labels, mode="fast", implementation=name)(hidden, weight)

@@ -133,6 +133,7 @@ class TestFusedAddRMSNorm(RootMeanSquare):
         ((jnp.ones((2, 3), int),), {}, TypeError, r"x has dtype int32, but must be floating point; cast it"),
         ((jnp.ones((2, 3)), jnp.ones(3, int)), {}, TypeError, r"scale has dtype int32, but must be floating point"),
         ((jnp.ones((2, 3)), jnp.ones(2)), {}, ValueError, r"scale has shape \(2,\), but must have shape \(3,\): one"),
+        ((jnp.ones((3, 0)),), {}, ValueError, r"x has shape \(3, 0\), whose last axis must have elements to normalise"),
         ((jnp.ones(()),), {}, ValueError, r"x has shape \(\), but must have at least one axis .* reshape it to \(1,\)"),
         ((jnp.ones((2, 3)),), {"eps": "0"}, TypeError, r"eps is a str, but must be a Python number, because"),
         ((jnp.ones((2, 3)),), {"offset": jnp.ones(())}, TypeError, r"offset is a ArrayImpl, but must be a Python"),

@@ -237,6 +237,9 @@ def test_config_json_is_read(tmp_path):
     layers = jax.tree.leaves(found.abstract()[1]["model"]["layers"])
     assert {leaf.shape[0] for leaf in layers} == {2}
     assert found.num_parameters == architecture(tmp_path / "config.json").num_parameters
+    text = dict(model_type="gemma3_text", hidden_size=64, num_hidden_layers=2, vocab_size=512)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert architecture(tmp_path).config.vocab_size == 512  # the language part of a model that also sees
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ValueError, match="model_type='mamba', which must be one of"):
         architecture(tmp_path)
