@@ -39,7 +39,7 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
     Args:
         config: the architecture, a `LlamaConfig` or one that derives from it.
         batch: B, at least 1.
-        length: S, from 1 to `config.max_position_embeddings`.
+        length: S, from 1 to `config.longest_sequence`.
         dtype: of keys and values.
 
     Returns:
@@ -50,10 +50,10 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
     """
     if batch < 1:
         raise ValueError(f"init_cache: batch={batch} must be at least 1.")
-    if not 1 <= length <= config.max_position_embeddings:
+    if not 1 <= length <= config.longest_sequence:
         raise ValueError(
-            f"init_cache: length={length} must lie in [1, {config.max_position_embeddings}], up to what the model "
-            "takes (max_position_embeddings). Take fewer tokens, or raise the config's field."
+            f"init_cache: length={length} must lie in [1, {config.longest_sequence}], up to what the model takes "
+            "(max_position_embeddings and rope_scaling). Take fewer tokens, or raise the config's field."
         )
     shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
     return KVCache(

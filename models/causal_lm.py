@@ -153,10 +153,16 @@ class CausalLM(nnx.Module):
             config_fields: more of config.json that others read, such as `{"eos_token_id": 2}`.
 
         Raises:
-            ValueError: `max_shard_bytes` is not positive.
+            ValueError: `max_shard_bytes` is not positive, or the model has adapters (`nnx.LoRAParam`).
         """
         if max_shard_bytes < 1:
             raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
+        flat = nnx.to_flat_state(nnx.state(self, nnx.Param))
+        if added := [".".join(map(str, path)) for path, parameter in flat if type(parameter) is not nnx.Param]:
+            raise ValueError(
+                f"save_pretrained: {added} are parameters that Hugging Face's model does not have. Add adapters to the "
+                "weights that they change, or save the state with orbax."
+            )
         values = config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
         values |= config_fields or {}
         checkpoint.write(pathlib.Path(path), self, values, max_shard_bytes=max_shard_bytes)
@@ -173,7 +179,7 @@ class CausalLM(nnx.Module):
 
         Args:
             batch: B, at least 1.
-            length: S, how many tokens it takes in all, from 1 to `max_position_embeddings`.
+            length: S, how many tokens it takes in all, from 1 to the config's `longest_sequence`.
             dtype: of keys and values; `None` for the computation's.
 
         Returns:
@@ -226,7 +232,8 @@ class CausalLM(nnx.Module):
             return_metrics: also return accuracy, argmax tokens, largest logit and log-normaliser per position.
             positions: rotary positions; 0, 1, 2, … if none.
             segment_ids: attention and loss stay within equal ids of a packed sequence.
-            attention_mask: 0 where a token is padding, which no other token sees. What is scored is the labels'.
+            attention_mask: 0 where a token is padding, of any id, which no other token sees. What is scored is the
+                labels'.
             cache: of `init_cache`, or an earlier call's: what these tokens follow and see. Windows, and `positions` if
                 none, then count the tokens of a row and not its padding, on whichever side that is.
 
@@ -246,6 +253,8 @@ class CausalLM(nnx.Module):
             raise ValueError("segment_ids is given with a cache, whose rows hold one sequence each. Unpack the rows.")
         if positions is not None and positions.shape not in (shape, (1, shape[1])):
             raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
+        if attention_mask is not None:  # an id outside the vocabulary is NaN, and 0 · NaN reaches other tokens
+            input_ids = jnp.where(attention_mask != 0, input_ids, 0)
         targets = None if shift_labels is None else as_labels(shift_labels)
         targets = targets if labels is None else shifted_labels(labels, segment_ids)
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)

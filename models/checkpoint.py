@@ -78,7 +78,6 @@ def read(
     places = _places(folder)
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
     wanted = [(tensors_of(_keys(path), parameter), parameter) for path, parameter in flat]
-    _check_names(folder, places, wanted, ignored)
     opened: dict[pathlib.Path, Any] = {}
     try:
         for path in dict.fromkeys(path for path, _ in places.values()):
@@ -88,7 +87,7 @@ def read(
             path, name_there = places[name]
             return opened[path].get_slice(name_there)
 
-        _check_shapes(folder, wanted, slice_of)
+        _check(folder, places, wanted, ignored, slice_of)
         parameters = [
             _parameter(tensors, parameter, sharding, slice_of)
             for (tensors, parameter), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)
@@ -127,18 +126,19 @@ def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[Na
 def write(folder: pathlib.Path, model: nnx.Module, config: Mapping[str, Any], *, max_shard_bytes: int) -> None:
     """Writes config.json and the safetensors, in files of at most so many bytes unless one tensor has more.
 
-    The parameters are fetched one after the other, and each file is written as soon as it is full.
+    The parameters are fetched one after the other, and each file is written as soon as it is full. Earlier files are
+    deleted when all new ones are there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
-        old.unlink(missing_ok=True)
     shards, names, total = [], {}, 0
     for shard in _shards(nnx.state(model, nnx.Param), max_shard_bytes):
-        path = folder / f"model-{len(shards) + 1:05d}.safetensors"
+        path = folder / f"model-{len(shards) + 1:05d}.part"
         save_file(shard, path, metadata={"format": "pt"})
         shards.append(path)
         names.update(dict.fromkeys(shard, len(shards) - 1))
         total += sum(x.nbytes for x in shard.values())
+    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+        old.unlink(missing_ok=True)
     if len(shards) == 1:
         shards[0].rename(folder / WEIGHTS)
     else:
@@ -171,7 +171,8 @@ def find(path_or_id: str | pathlib.Path) -> pathlib.Path:
             f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
             "pip install huggingface_hub."
         ) from error
-    return pathlib.Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    # Some repositories hold the weights a second time, under another name or in a folder.
+    return pathlib.Path(snapshot_download(name, allow_patterns=[CONFIG, "model*.safetensors", INDEX]))
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -213,40 +214,40 @@ def _places(folder: pathlib.Path) -> dict[str, tuple[pathlib.Path, str]]:
 
 
 def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The file of each tensor."""
-    if (folder / INDEX).is_file():
+    """The file of each tensor; one file alone is what Hugging Face takes, too, where an index is left of others."""
+    names = [WEIGHTS] if (folder / WEIGHTS).is_file() else []
+    if not names and (folder / INDEX).is_file():
         weight_map = json.loads((folder / INDEX).read_text(encoding="utf8"))["weight_map"]
-        absent = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
+        names = sorted(set(weight_map.values()))
+        absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             raise FileNotFoundError(f"from_pretrained: {folder} lacks {absent}, which its {INDEX} names.")
-        return {name: folder / file for name, file in weight_map.items()}
-    if (folder / WEIGHTS).is_file():
-        with safe_open(folder / WEIGHTS, framework="numpy") as file:
-            return dict.fromkeys(file.keys(), folder / WEIGHTS)
+    files = {}
+    for path in (folder / name for name in names):
+        with safe_open(path, framework="numpy") as file:
+            files.update(dict.fromkeys(file.keys(), path))
+    if files:
+        return files
     pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     hint = f" Its {pickled} are pickles, which can run code when read: convert them to safetensors." if pickled else ""
     raise FileNotFoundError(f"from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}.{hint}")
 
 
-def _check_names(folder, places, wanted, ignored) -> None:
+def _check(folder, places, wanted, ignored, slice_of) -> None:
+    """Raises a ValueError that lists every name and every shape that does not fit."""
     names = {name for tensors, _ in wanted for name in tensors.names}
     missing, left = sorted(names - set(places)), sorted(set(places) - names)
     left = [name for name in left if not name.endswith(ignored)] if ignored else left
-    if missing or left:
-        raise ValueError(
-            f"from_pretrained: {folder} does not fit the model. Missing: {missing or 'none'}; left over: "
-            f"{left or 'none'}. Does config.json belong to these weights?"
-        )
-
-
-def _check_shapes(folder, wanted, slice_of) -> None:
     wrong = []
     for tensors, parameter in wanted:
         expected = tensors.shape(parameter)
-        shapes = {name: tuple(slice_of(name).get_shape()) for name in tensors.names}
+        shapes = {name: tuple(slice_of(name).get_shape()) for name in tensors.names if name in places}
         wrong += [f"{name} {shape}, expected {expected}" for name, shape in shapes.items() if shape != expected]
-    if wrong:
-        raise ValueError(f"from_pretrained: {folder} does not fit the model. Shapes: {'; '.join(wrong)}.")
+    if missing or left or wrong:
+        raise ValueError(
+            f"from_pretrained: {folder} does not fit the model. Missing: {missing or 'none'}; left over: "
+            f"{left or 'none'}; shapes: {'; '.join(wrong) or 'all fit'}. Does config.json belong to these weights?"
+        )
 
 
 def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -> jax.Array:

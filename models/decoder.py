@@ -214,10 +214,11 @@ class Decoder(nnx.Module):
     ) -> Any:
         """Hidden states (B, T, D); with a cache these and the cache with the T tokens in it."""
         config, length = self.config, input_ids.shape[1]
-        if length > config.max_position_embeddings:
+        if length > config.longest_sequence:
             raise ValueError(
-                f"input_ids has {length} positions, and max_position_embeddings={config.max_position_embeddings} is "
-                "the most that this model takes. Shorten the sequence, or raise the config's field."
+                f"input_ids has {length} positions, and {config.longest_sequence} are the most that this model takes "
+                f"(max_position_embeddings={config.max_position_embeddings}, rope_scaling={config.rope_scaling}). "
+                "Shorten the sequence, or raise the config's field."
             )
         if cache is not None:
             cache, order = with_tokens(cache, input_ids.shape, attention_mask)

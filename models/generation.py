@@ -36,7 +36,7 @@ def generate(
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.
         input_ids: the prompts, ids in [0, V); rows of unequal lengths are padded on either side, with any id.
-        max_new_tokens: how many tokens a row gets at the most; with the prompt no more than `max_position_embeddings`.
+        max_new_tokens: how many tokens a row gets at the most; with the prompt no more than the model takes.
         attention_mask: 0 where a token is padding; `None` for no padding.
         temperature: 0 for the likeliest token, else positive: below 1 sharper, above 1 flatter than the model.
         top_p: in (0, 1]; 1 draws from all tokens.
@@ -181,10 +181,11 @@ def _check_prompts(config, input_ids, mask, max_new_tokens):
             "length), with at least one row and one token."
         )
     total = input_ids.shape[1] + max_new_tokens
-    if total > config.max_position_embeddings:
+    if total > config.longest_sequence:
         raise ValueError(
             f"generate: {input_ids.shape[1]} positions of input_ids and max_new_tokens={max_new_tokens} are more than "
-            f"max_position_embeddings={config.max_position_embeddings}. Ask for fewer, or shorten the prompts."
+            f"the {config.longest_sequence} that the model takes (max_position_embeddings and rope_scaling). Ask for "
+            "fewer, or shorten the prompts."
         )
     if any(isinstance(x, Tracer) or not x.is_fully_addressable for x in (input_ids, mask)):
         return  # a wrong id then makes logits NaN, and tokens −1

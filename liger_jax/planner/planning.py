@@ -163,7 +163,7 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
         raise ValueError(f"search={what!r} must be one of {SEARCHES}.")
     compilers.need_compiler(run.target.platform)
     unit = run.batch_unit if what == "batch" else SEQ_UNIT
-    most = run.model.config.max_position_embeddings // SEQ_UNIT if what == "seq" else None
+    most = run.model.config.longest_sequence // SEQ_UNIT if what == "seq" else None
     capacity = run.target.memory_bytes
     sized = lambda n: dataclasses.replace(run, **{what: n * unit})
     answers: dict[int, int] = {}

@@ -75,7 +75,7 @@ class Run:
                 f"batch={self.batch} is not divided by the {devices} devices of {self.target.name!r}, which take equal "
                 f"numbers of sequences{parts}. Take batch={max(1, self.batch // unit) * unit}, or fewer devices."
             )
-        longest = self.model.config.max_position_embeddings
+        longest = self.model.config.longest_sequence
         if self.seq > longest:
             raise ValueError(f"seq={self.seq} is longer than the {longest} positions that {self.model.name} takes.")
 

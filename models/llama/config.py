@@ -18,7 +18,7 @@ class LlamaConfig:
         num_attention_heads: Q.
         num_key_value_heads: K, a divisor of Q; `None` for Q.
         head_dim: H, even; `None` for D/Q.
-        max_position_embeddings: the longest sequence that the model takes.
+        max_position_embeddings: the longest sequence that the model takes, but for what `rope_scaling` adds.
         rms_norm_eps: added to the mean square in every norm.
         rope_theta: the rotary embedding's base.
         rope_scaling: how it reaches contexts longer than in training: a `LinearRope`, `DynamicRope`, `Llama3Rope` or
@@ -60,6 +60,19 @@ class LlamaConfig:
     final_logit_softcapping: ClassVar[float | None] = None
     sliding_window: ClassVar[int | None] = None
     layer_types: ClassVar[tuple[str, ...] | None] = None  # of each layer; never None in an instance
+
+    @property
+    def longest_sequence(self) -> int:
+        """How many positions the model takes: `max_position_embeddings`, or as many as its `rope_scaling` reaches.
+
+        A scaling reaches its factor times the length in training, which is `max_position_embeddings` where the scaling
+        does not say it.
+        """
+        scaling, most = self.rope_scaling, self.max_position_embeddings
+        if scaling is None:
+            return most
+        in_training = getattr(scaling, "original_max_position_embeddings", most)
+        return max(most, int(scaling.factor * in_training))
 
     def type_of_layer(self, i: int) -> str:
         """The type of a layer of which no `layer_types` says it.

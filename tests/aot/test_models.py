@@ -63,3 +63,34 @@ for kernel, arrays in (("triton", 1.5), ("mosaic_gpu", 2.5)):
 print("done")
 """
     assert "done" in run("-c", script)
+
+
+@pytest.mark.parametrize("kind, target", [("tpu", "v5e"), ("gpu", "h200")])
+def test_no_scores_of_all_tokens_exist_in_a_compiled_model(kind, target):
+    """On TPUs splash attention's kernels; on GPUs cuDNN's where it is installed, else chunks of queries."""
+    need_compiler(kind)
+    script = f"""
+import re
+import jax, jax.numpy as jnp
+from flax import nnx
+from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from liger_jax.planner.compilers import compile_for, {kind}_devices
+device = {kind}_devices("{target}")[0]
+config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2)
+make = lambda: LlamaForCausalLM(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+graph, params = nnx.split(nnx.eval_shape(make))
+leaves, tree = jax.tree.flatten(params)
+
+def gradient(tokens, *leaves):
+    loss = lambda params: nnx.merge(graph, params)(tokens, labels=tokens).loss
+    return jax.grad(loss)(jax.tree.unflatten(tree, leaves))
+
+types = [((1, 1536), jnp.int32), *((leaf.shape, leaf.dtype) for leaf in leaves)]
+text = compile_for(gradient, types, device, "{kind}").as_text()
+assert re.search(r"\\[(\\d+,)*1536,(\\d+,)*256\\]", text), "the tokens' own arrays are not found"
+assert not re.search(r"\\[(\\d+,)*1536,(\\d+,)*1536(,|\\])", text)
+if "{kind}" == "tpu":
+    assert len(set(re.findall(r"splash_m[hq]a\\w*", text))) >= 2, "splash attention's kernels, forward and backward"
+print("done")
+"""
+    assert "done" in run("-c", script)

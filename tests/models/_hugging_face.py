@@ -43,7 +43,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 6, "num_key_value_heads": 4}),
     "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
-    "llama_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}}),
+    "llama_dynamic": (  # longer than in training, where it begins to scale
+        "Llama",
+        {
+            "max_position_embeddings": 12,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+        },
+    ),
     "llama_yarn": (
         "Llama",
         {

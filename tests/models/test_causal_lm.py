@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from liger_jax import ops
 from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, KernelOptions, LlamaConfig
 from liger_jax.models.remat import loss_budget_bytes
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
 from tests.ops._oracle import first
 
@@ -193,6 +194,15 @@ def test_loss_on_logits_has_the_fused_loss_and_gradients(tokens, kernels):
     jax.tree.map(functools.partial(close, atol=1e-5), on_logits, fused)
 
 
+@pytest.mark.parametrize("cross_entropy", [True, False])
+def test_the_loss_on_logits_is_the_op_s_if_that_is_asked_for(cross_entropy, tokens, monkeypatch):
+    calls, op = [], ops.cross_entropy
+    monkeypatch.setattr(ops, "cross_entropy", lambda *args, **options: calls.append(args) or op(*args, **options))
+    kernels = KernelOptions(cross_entropy=cross_entropy, fused_linear_cross_entropy=False)
+    make_model(kernels=kernels)(tokens, labels=tokens)
+    assert len(calls) == cross_entropy
+
+
 def test_both_losses_at_once_are_refused():
     with pytest.raises(ValueError, match="exclude each other.*Pass fused_linear_cross_entropy=False"):
         KernelOptions(cross_entropy=True)
@@ -240,6 +250,13 @@ def test_padding_changes_nothing(model, rng):
         labels = join(tokens, jnp.full_like(filler, -100))
         labels = jnp.where((jnp.cumsum(mask, axis=1) == 1) & (mask == 1), -100, labels)  # none predicts the first
         close(model(join(tokens, filler), labels=labels, attention_mask=mask).loss, loss)
+
+
+def test_padding_may_have_any_id(model, tokens):
+    mask = jnp.ones(tokens.shape, jnp.int32).at[:, -3:].set(0)
+    labels = jnp.where(mask == 0, -100, tokens)
+    loss = lambda ids: model(ids, labels=labels, attention_mask=mask).loss
+    assert loss(jnp.where(mask == 0, -1, tokens)) == loss(tokens)
 
 
 def test_loss_weights_weigh_scoring_positions(model, tokens, rng):
@@ -347,5 +364,16 @@ def test_input_ids_without_a_batch_axis_are_refused(model):
 
 
 def test_a_sequence_longer_than_the_model_takes_is_refused(model):
-    with pytest.raises(ValueError, match="65 positions.*max_position_embeddings=64"):
+    with pytest.raises(ValueError, match="65 positions, and 64 are the most.*max_position_embeddings=64"):
         model(jnp.zeros((1, 65), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ["scaling", "longest"],
+    [(LinearRope(4.0), 256), (DynamicRope(2.0, 64), 128), (YarnRope(4.0, 32), 128), (Llama3Rope(8.0, 1.0, 4.0, 4), 64)],
+)
+def test_a_rope_scaling_makes_the_model_take_longer_sequences(scaling, longest):
+    model = make_model(dataclasses.replace(CONFIG, rope_scaling=scaling))
+    assert jnp.isfinite(model(jnp.zeros((1, longest), jnp.int32), logits_to_keep=1).logits).all()
+    with pytest.raises(ValueError, match=f"{longest + 1} positions, and {longest} are the most .*rope_scaling="):
+        model(jnp.zeros((1, longest + 1), jnp.int32))

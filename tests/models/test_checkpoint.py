@@ -1,8 +1,10 @@
 """Checkpoints of Hugging Face: both ways, their numbers, and what is said of those that do not fit."""
 
 import dataclasses
+import fnmatch
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -239,6 +241,71 @@ def test_all_wrong_shapes_are_listed(folder):
     change(folder, edit)
     with pytest.raises(ValueError, match=r"up_proj.weight \(32, 48\), expected \(48, 32\); .*norm.weight \(31,\), exp"):
         LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_names_and_shapes_are_listed_together(folder):
+    def edit(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].copy()
+
+    change(folder, edit)
+    with pytest.raises(
+        ValueError, match=r"Missing: \['model.layers.1.mlp.up_proj.*left over: none; shapes: .*norm.weight"
+    ):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_what_counts_is_in_the_files_and_not_in_their_index(tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path, max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shard = tmp_path / index["weight_map"]["model.norm.weight"]
+    tensors = load_file(shard)
+    tensors["model.other.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, shard)
+    with pytest.raises(ValueError, match=r"Missing: \['model.norm.weight'\]; left over: \['model.other.weight'\]"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_one_file_counts_more_than_an_index_that_is_left_of_others(tmp_path):
+    make_model(seed=1).save_pretrained(tmp_path, max_shard_bytes=20_000)
+    model = make_model()
+    model.save_pretrained(tmp_path / "one")
+    (tmp_path / "one" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_a_save_that_fails_leaves_the_earlier_model(folder, monkeypatch):
+    before = LlamaForCausalLM.from_pretrained(folder)
+
+    def full_disk(*arguments, **options):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        make_model(seed=1).save_pretrained(folder)
+    assert_equal_models(LlamaForCausalLM.from_pretrained(folder), before)
+
+
+def test_an_id_fetches_the_model_s_own_files_only(folder, monkeypatch):
+    fetched = {}
+    fetch = lambda name, allow_patterns: fetched.update(name=name, patterns=allow_patterns) or str(folder)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    LlamaForCausalLM.from_pretrained("org/name")
+    takes = lambda path: any(fnmatch.fnmatch(path, pattern) for pattern in fetched["patterns"])
+    assert fetched["name"] == "org/name"
+    wanted = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    assert all(map(takes, wanted))
+    assert not any(map(takes, ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin")))
+
+
+def test_adapters_are_not_saved_under_names_that_nobody_reads(tmp_path):
+    model: Any = make_model()
+    model.lm_adapter = nnx.LoRA(32, 2, 32, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"save_pretrained: \['lm_adapter.lora_a', 'lm_adapter.lora_b'\] are parameters"
+    ):
+        model.save_pretrained(tmp_path)
 
 
 def test_tied_head_and_rotary_buffers_may_be_there_once_more(tmp_path):

@@ -284,7 +284,7 @@ def test_both_of_two_random_tokens_have_the_model_s_probabilities(rng):
     ["options", "message"],
     [
         (dict(max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
-        (dict(max_new_tokens=62), "3 positions of input_ids and max_new_tokens=62 are more than .*=64. Ask for fewer"),
+        (dict(max_new_tokens=62), "3 positions of input_ids and max_new_tokens=62 are more than the 64 that .* fewer"),
         (dict(temperature=-1.0), "temperature=-1.0 must be 0, .* or positive"),
         (dict(temperature=float("nan")), "temperature=nan must be 0"),
         (dict(temperature=1.0), "temperature=1.0 draws random tokens, and key is None. Pass key="),
