@@ -265,7 +265,15 @@ def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -
 
     if sharding is None:
         return jax.device_put(part([slice(None)] * len(parameter.shape)))
-    return jax.make_array_from_callback(parameter.shape, sharding, part)
+    parts: dict[str, np.ndarray] = {}
+
+    def part_once(index):
+        """JAX asks for each device, and several may hold the same part."""
+        if str(index) not in parts:
+            parts[str(index)] = part(index)
+        return parts[str(index)]
+
+    return jax.make_array_from_callback(parameter.shape, sharding, part_once)
 
 
 def _shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:

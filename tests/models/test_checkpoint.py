@@ -161,9 +161,9 @@ def test_each_parameter_is_read_to_its_shards(kind, scan, tmp_path):
         assert found.lm_head[...].sharding.is_equivalent_to(NamedSharding(MESH, P(None, ("data", "fsdp"))), 2)
 
 
-def test_of_a_sharded_parameter_only_parts_are_read(tmp_path, monkeypatch):
+def test_of_a_sharded_parameter_parts_are_read_and_each_once(tmp_path, monkeypatch):
     make_model().save_pretrained(tmp_path)
-    most, open_file = {}, checkpoint.safe_open
+    most, total, open_file = {}, {}, checkpoint.safe_open
 
     class Slice:
         def __init__(self, name, inner):
@@ -172,6 +172,7 @@ def test_of_a_sharded_parameter_only_parts_are_read(tmp_path, monkeypatch):
         def __getitem__(self, index):
             part = self.inner[index]
             most[self.name] = max(most.get(self.name, 0), part.size)
+            total[self.name] = total.get(self.name, 0) + part.size
             return part
 
     class File:
@@ -196,6 +197,8 @@ def test_of_a_sharded_parameter_only_parts_are_read(tmp_path, monkeypatch):
     assert most["model.layers.1.mlp.up_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
     assert most["model.layers.1.mlp.down_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
     assert most["lm_head.weight"] == CONFIG.vocab_size * CONFIG.hidden_size // 2
+    assert total["model.layers.1.mlp.up_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size
+    assert total["lm_head.weight"] == CONFIG.vocab_size * CONFIG.hidden_size
 
 
 def test_specs_that_do_not_fit_are_refused(tmp_path):
