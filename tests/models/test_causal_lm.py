@@ -188,6 +188,13 @@ def test_no_logits_buffer_where_no_logits_are_returned(labelled, return_metrics)
     assert f"[{batch * length},{vocab}]" not in program and f"[{vocab},{batch * length}]" not in program
 
 
+def test_metrics_without_labels_take_the_one_product_that_logits_take(model, tokens):
+    graph, params = nnx.split(model)
+    call = lambda options: jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens, **options))
+    products = lambda **options: call(options).lower(params, tokens).as_text().count("dot_general")
+    assert products(return_logits=False, return_metrics=True) == products() == products(return_metrics=True)
+
+
 @pytest.mark.parametrize("kernels", LOGITS_KERNELS.values(), ids=LOGITS_KERNELS)
 def test_loss_on_logits_has_the_fused_loss_and_gradients(tokens, kernels):
     fused, on_logits = (loss_and_gradients(make_model(kernels=k), tokens, {}) for k in (KernelOptions(), kernels))

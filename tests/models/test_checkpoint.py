@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import functools
 import json
+import sys
 from typing import Any
 
 import jax
@@ -300,6 +301,12 @@ def test_an_id_fetches_the_model_s_own_files_only(folder, monkeypatch):
     wanted = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
     assert all(map(takes, wanted))
     assert not any(map(takes, ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin")))
+
+
+def test_an_id_without_huggingface_hub_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match="'org/name' is no folder here, .* pip install huggingface_hub"):
+        LlamaForCausalLM.from_pretrained("org/name")
 
 
 def test_adapters_are_not_saved_under_names_that_nobody_reads(tmp_path):
