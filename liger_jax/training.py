@@ -23,6 +23,10 @@ def model_arguments(batch: Batch) -> Mapping[str, jax.Array]:
 
     Returns:
         The arguments by name.
+
+    Example:
+        >>> sorted(model_arguments(jnp.ones((2, 8), jnp.int32)))
+        ['input_ids', 'labels']
     """
     return batch if isinstance(batch, Mapping) else dict(input_ids=batch, labels=batch)
 
@@ -37,6 +41,12 @@ def language_model_loss(model: nnx.Module, batch: Batch, normalizer: jax.Array |
 
     Returns:
         A float32 scalar.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> language_model_loss(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), jnp.ones((2, 8), jnp.int32)).dtype
+        dtype('float32')
     """
     return model(**model_arguments(batch), loss_normalizer=normalizer).loss
 
@@ -49,6 +59,10 @@ def scored_tokens(batch: Batch) -> jax.Array:
 
     Returns:
         A float32 scalar; 1 where nothing is scored, whose loss is 0.
+
+    Example:
+        >>> scored_tokens(jnp.ones((2, 8), jnp.int32)).item()  # of each sequence's last token nothing is predicted
+        14.0
     """
     named = model_arguments(batch)
     targets, weights = named.get("shift_labels"), named.get("loss_weights")

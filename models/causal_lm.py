@@ -40,8 +40,8 @@ class CausalLM(nnx.Module):
         kernels: which ops run as kernels.
         dtype: dtype of the computation; norms, rotary embedding, logits and loss round from float32.
         param_dtype: dtype of the parameters.
-        remat: what each layer keeps for the backward: `"none"` (all that costs), `"full"` (only its input), `"dots"`
-            or `"offload"`.
+        remat: what each layer keeps for the backward: `"none"` (all that costs), `"dots"` (its matrix products),
+            `"full"` (only its input) or `"offload"` (only its input, in the host's memory).
         scan_layers: stack the layers' parameters and scan over them, so that a layer is compiled once.
         rngs: `nnx.Rngs` with a stream `params`, or a default one.
 
