@@ -6,8 +6,8 @@ the same product for a slice of the vocabulary, with the softmax's gradient as i
 written; the two products with du are XLA's, which schedules them better than a kernel that would keep rewriting dX
 and dW. Lean mode only.
 Memory: on tpu7x the compiler by default copies 16-bit arrays that a loop reads or writes, the weight and dW too, into
-tiles of 16 rows; with its option xla_tpu_control_large_2nd_minor_layout_for_x16=false it does not: 240 MiB instead of
-1,478 at (8192, 4096, 128256). Spills: what is left is the float32 sums of a part of a tile's columns, 1 MiB, which no
+tiles of 16 rows; with its option xla_tpu_control_large_2nd_minor_layout_for_x16=false it does not: 176 MiB instead of
+1,327 at (8192, 4096, 128256). Spills: what is left is the float32 sums of a part of a tile's columns, 1 MiB, which no
 core has registers for (benchmarks/results/tpu_schedule.md).
 Rounding: logits and statistics float32 (see cross_entropy/xla.py, whose row formulas run here). Not measured on a
 TPU: no speed is claimed.
