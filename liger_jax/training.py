@@ -139,15 +139,14 @@ def make_step(
 def _accumulated(value_and_grad, params, batch, micro_batches):
     """The sum of what `value_and_grad` returns for each micro-batch, gradients in their parameters' dtypes."""
 
-    size = model_arguments(batch)["input_ids"].shape[0]
-    if size % micro_batches:
-        raise ValueError(
-            f"micro_batches={micro_batches} does not divide a batch of {size} sequences. Choose another batch, or "
-            "another number."
-        )
-
     def parts(x):
-        x = jnp.broadcast_to(x, (size, *x.shape[1:]))  # positions may be the same for all sequences
+        if x.shape[0] == 1:  # positions may be the same for all sequences
+            return jnp.broadcast_to(x, (micro_batches, *x.shape))
+        if x.shape[0] % micro_batches:
+            raise ValueError(
+                f"micro_batches={micro_batches} does not divide a batch of {x.shape[0]} sequences. Choose another "
+                "batch, or another number."
+            )
         return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
     normalizer, batches = scored_tokens(batch), jax.tree.map(parts, batch)

@@ -7,6 +7,7 @@ linear layer's kernel is the transposed weight, and layers that are stacked for 
 import dataclasses
 import json
 import pathlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -127,28 +128,29 @@ def write(folder: pathlib.Path, model: nnx.Module, config: Mapping[str, Any], *,
     """Writes config.json and the safetensors, in files of at most so many bytes unless one tensor has more.
 
     The parameters are fetched one after the other, and each file is written as soon as it is full. Earlier files are
-    deleted when all new ones are there.
+    replaced when all new ones are there: until then the disk holds both.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards, names, total = [], {}, 0
-    for shard in _shards(nnx.state(model, nnx.Param), max_shard_bytes):
-        path = folder / f"model-{len(shards) + 1:05d}.part"
-        save_file(shard, path, metadata={"format": "pt"})
-        shards.append(path)
-        names.update(dict.fromkeys(shard, len(shards) - 1))
-        total += sum(x.nbytes for x in shard.values())
-    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
-        old.unlink(missing_ok=True)
-    if len(shards) == 1:
-        shards[0].rename(folder / WEIGHTS)
-    else:
-        final = [folder / f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        for old, new in zip(shards, final, strict=True):
-            old.rename(new)
-        weight_map = {name: final[i].name for name, i in sorted(names.items())}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf8")
-    (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf8")
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        new = pathlib.Path(name)
+        in_shard, total = {}, 0
+        for i, shard in enumerate(_shards(nnx.state(model, nnx.Param), max_shard_bytes)):
+            save_file(shard, new / str(i), metadata={"format": "pt"})
+            in_shard |= dict.fromkeys(shard, i)
+            total += sum(x.nbytes for x in shard.values())
+        count = max(in_shard.values()) + 1
+        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [WEIGHTS]
+        for i, file in enumerate(files):
+            (new / str(i)).rename(new / file)
+        if count > 1:
+            weight_map = {tensor: files[i] for tensor, i in sorted(in_shard.items())}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (new / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf8")
+        (new / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf8")
+        for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+            old.unlink(missing_ok=True)
+        for path in sorted(new.iterdir()):
+            path.replace(folder / path.name)
 
 
 def find(path_or_id: str | pathlib.Path) -> pathlib.Path:

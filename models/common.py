@@ -26,7 +26,8 @@ class KernelOptions:
             but with `mode="auto"` in a model that rematerialises its layers: then as much as one of them does, or what
             `"lean"` needs if that is more. A call whose loss needs more than the budget is a ValueError.
         implementation: the ops' `implementation`: `None` for the platform's default; a name, which every op that is
-            switched on must have ("xla" and "triton" are); or names in order, such as `("mosaic_tpu", "xla")`.
+            switched on must have ("xla" and "triton" are); or names in order, such as `("mosaic_tpu", "xla")`,
+            where an op warns of each name that it has no kernel for.
         batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
             over which the batch is sharded. Ops then run on each device's part of it, and a layer's parameters,
             however they are sharded, are gathered where they are used. `None` on one device.

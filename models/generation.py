@@ -79,10 +79,10 @@ def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens):
     """`choice` is None for the likeliest token, or (key, temperature, top_p or None); `ends` is (stops, pad)."""
     model, (stops, pad) = nnx.merge(graph, params), ends
     batch, length = input_ids.shape
-    # Padding goes to the left, so that every row's last token stands last; its id may be none of the vocabulary.
+    # Padding goes to the left, so that every row's last token stands last.
     order = jnp.argsort(mask, axis=1, stable=True)
     mask = jnp.take_along_axis(mask, order, axis=1)
-    prompts = jnp.where(mask, jnp.take_along_axis(input_ids, order, axis=1), 0)
+    prompts = jnp.take_along_axis(input_ids, order, axis=1)
     cache = model.init_cache(batch, length + max_new_tokens - 1)  # nothing follows the last token
     out = model(prompts, attention_mask=mask, cache=cache, logits_to_keep=1)
 

@@ -119,8 +119,8 @@ def choose(
             f"this op has {_names(kernels)}."
         )
     for name in candidates:
-        # In a tuple, as a model hands it to all of its ops, one may name kernels that others have.
-        if name not in (_names(kernels) if len(candidates) == 1 else _names({"xla": None} | _PLATFORM_OF)):
+        # A tuple, which a model hands to all of its ops, may name kernels that only others have.
+        if name not in _names({"xla": None} | _PLATFORM_OF if isinstance(implementation, tuple) else kernels):
             raise ValueError(
                 f"{op}: implementation={name!r} is unknown; this op has {_names(kernels)}. Pass one of these, "
                 "or None for the default of the platform."

@@ -90,10 +90,11 @@ class Rows(NamedTuple):
 
 
 def as_labels(labels: Any) -> jax.Array:
-    """Integer labels of at least 32 bits: narrower ones may hold neither V nor -100, with which they are compared."""
+    """Labels as signed integers of 32 bits or more: others may hold neither V nor -100, and are compared with both."""
     labels = jnp.asarray(labels)
-    narrow = jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype.itemsize < 4
-    return labels.astype(jnp.int32) if narrow else labels
+    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) or labels.dtype in (jnp.int8, jnp.int16):
+        return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    return labels
 
 
 def as_tokens(labels: Any, where: Any, token_weights: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:

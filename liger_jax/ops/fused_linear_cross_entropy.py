@@ -169,11 +169,11 @@ def fused_linear_cross_entropy(
     accumulators. Gradient work is done only for what is differentiated: none for a frozen head or trunk.
 
     Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens, with 3 products of 2·N·D·V
-    operations; it needs a scalar loss. Mode "lean" makes statistics first and recomputes slices of the vocabulary for
-    the gradients: 4 products, and the weight's gradient is written once. "auto" is fast where the device's memory or
-    `memory_budget_bytes` allows it; `plan_fused_linear_cross_entropy` says what it comes to. The weight's gradient is
-    never summed in less than float32, or two 16-bit halves of it. Products take hidden's dtype. On one device, the
-    same program gives the same bits every time.
+    operations; it needs a scalar loss, and no float16. Mode "lean" makes statistics first and recomputes slices of the
+    vocabulary for the gradients: 4 products, and the weight's gradient is written once. "auto" is fast where the
+    device's memory or `memory_budget_bytes` allows it; `plan_fused_linear_cross_entropy` says what it comes to. The
+    weight's gradient is never summed in less than float32, or two 16-bit halves of it. Products take hidden's dtype. On
+    one device, the same program gives the same bits every time.
 
     On a mesh with Explicit axes tokens stay where they are, and "mean" is that of all. A weight that is split over the
     tokens' axes is gathered, and its gradient scattered; one whose vocabulary is split over another axis stays so.

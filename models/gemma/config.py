@@ -107,6 +107,11 @@ class Gemma3TextConfig(Gemma2Config):
 
     qk_norm: ClassVar[bool] = True
 
+    @property
+    def longest_sequence(self) -> int:
+        """`max_position_embeddings`, which counts what `rope_scaling` adds."""
+        return self.max_position_embeddings
+
     def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
         """Base and scaling of the rotary embedding in layers of this type."""
         return (self.rope_local_base_freq, None) if layer_type == "sliding_attention" else super().rope_of(layer_type)

@@ -231,9 +231,8 @@ def logit_gradients(
     tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem)
     present = [bias is not None, class_weights is not None, True, tiles.keeps_hidden, True]
     # Infinite where nothing depends on a row, for which the kernel has one comparison: v6e takes 21 % longer to look at
-    # the cotangents. An infinite one that matters is as loud as NaN.
-    loud = jnp.where(log_normalizer < jnp.inf, log_normalizer, jnp.nan)
-    lse = jnp.where(rows.is_live(cotangents), loud, jnp.inf)
+    # the cotangents. No other row's is: an infinite logit makes it NaN.
+    lse = jnp.where(rows.is_live(cotangents), log_normalizer, jnp.inf)
     fields = [lse, *(g for g in cotangents if g is not None)]
     # In one operand: of one lane or of 128, a row takes 512 bytes of HBM.
     as_int32 = [jax.lax.bitcast_convert_type(field, jnp.int32) for field in fields]

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import ops
-from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, KernelOptions, LlamaConfig
+from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, Gemma3TextConfig, KernelOptions, LlamaConfig
 from liger_jax.models.remat import loss_budget_bytes
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
@@ -232,13 +232,14 @@ def test_labels_of_minus_100_are_not_scored(model, tokens):
 
 
 @pytest.mark.parametrize("kernels", [KernelOptions(), *LOGITS_KERNELS.values()], ids=["fused", *LOGITS_KERNELS])
-def test_tokens_may_be_bytes(kernels, tokens):
-    """No 8 bits hold -100, the label of what is not scored."""
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32])
+def test_tokens_may_be_unsigned(kernels, dtype, tokens):
+    """They hold no -100, the label of what is not scored; 8 bits hold no size of a vocabulary either."""
     model = make_model(dataclasses.replace(CONFIG, vocab_size=256), kernels=kernels)
-    narrow = tokens.astype(jnp.uint8).at[0, :2].set(jnp.array([156, 255], jnp.uint8))
-    tokens = narrow.astype(jnp.int32)
-    close(model(narrow, labels=narrow).loss, model(tokens, labels=tokens).loss)
-    close(model(narrow, shift_labels=narrow).loss, model(tokens, shift_labels=tokens).loss)
+    tokens = tokens.at[0, :2].set(jnp.array([156, 255]))
+    unsigned = tokens.astype(dtype)
+    close(model(unsigned, labels=unsigned).loss, model(tokens, labels=tokens).loss)
+    close(model(unsigned, shift_labels=unsigned).loss, model(tokens, shift_labels=tokens).loss)
 
 
 def test_packed_segments_are_scored_as_if_they_were_alone(model, rng):
@@ -263,7 +264,8 @@ def test_padding_may_have_any_id(model, tokens):
     mask = jnp.ones(tokens.shape, jnp.int32).at[:, -3:].set(0)
     labels = jnp.where(mask == 0, -100, tokens)
     loss = lambda ids: model(ids, labels=labels, attention_mask=mask).loss
-    assert loss(jnp.where(mask == 0, -1, tokens)) == loss(tokens)
+    for padding in (-1, CONFIG.vocab_size):
+        assert loss(jnp.where(mask == 0, padding, tokens)) == loss(tokens)
 
 
 def test_loss_weights_weigh_scoring_positions(model, tokens, rng):
@@ -384,3 +386,9 @@ def test_a_rope_scaling_makes_the_model_take_longer_sequences(scaling, longest):
     assert jnp.isfinite(model(jnp.zeros((1, longest), jnp.int32), logits_to_keep=1).logits).all()
     with pytest.raises(ValueError, match=f"{longest + 1} positions, and {longest} are the most .*rope_scaling="):
         model(jnp.zeros((1, longest + 1), jnp.int32))
+
+
+def test_gemma_3_s_longest_sequence_counts_its_scaling():
+    """Of 4 billion parameters: trained with 131,072 positions, of which its scaling is the means."""
+    config = Gemma3TextConfig(rope_scaling=LinearRope(8.0))
+    assert config.longest_sequence == config.max_position_embeddings == 131072

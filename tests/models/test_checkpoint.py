@@ -279,15 +279,20 @@ def test_one_file_counts_more_than_an_index_that_is_left_of_others(tmp_path):
     assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path), model)
 
 
-def test_a_save_that_fails_leaves_the_earlier_model(folder, monkeypatch):
-    before = LlamaForCausalLM.from_pretrained(folder)
+def test_a_save_that_fails_leaves_the_earlier_model_and_nothing_else(folder, monkeypatch):
+    before, files = LlamaForCausalLM.from_pretrained(folder), sorted(folder.iterdir())
+    save_file, calls = checkpoint.save_file, []
 
     def full_disk(*arguments, **options):
-        raise OSError("no space left")
+        if calls:
+            raise OSError("no space left")
+        calls.append(arguments)
+        save_file(*arguments, **options)
 
     monkeypatch.setattr(checkpoint, "save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        make_model(seed=1).save_pretrained(folder)
+        make_model(seed=1).save_pretrained(folder, max_shard_bytes=20_000)
+    assert sorted(folder.iterdir()) == files
     assert_equal_models(LlamaForCausalLM.from_pretrained(folder), before)
 
 

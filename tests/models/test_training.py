@@ -67,6 +67,12 @@ def test_micro_batches_share_what_all_sequences_share(batch):
         assert np.abs(found - truth).max() < 2e-5 * np.abs(truth).max()
 
 
+@pytest.mark.usefixtures("unchecked_types")
+def test_labels_of_one_sequence_are_not_those_of_all(batch):
+    with pytest.raises(ValueError, match=r"labels has shape \(1, 21\); it must be \(2, 21\)"):
+        stepped(batch | dict(labels=batch["labels"][:1], loss_weights=None), micro_batches=4)
+
+
 def test_bfloat16_gradients_are_accumulated_in_float32(batch):
     """Each part's gradient is less than half a unit in the last place of the sum of those before it."""
     graph, params = split(param_dtype=jnp.bfloat16)
@@ -102,7 +108,7 @@ def test_a_batch_in_which_nothing_is_scored_has_loss_0(batch):
 def test_micro_batches_must_divide_the_batch(batch):
     with pytest.raises(ValueError, match="micro_batches=3 does not divide a batch of 8 sequences"):
         stepped(batch, micro_batches=3)
-    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
+    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1; 1 takes the batch in one part"):
         make_step(split()[0], SGD, micro_batches=0)
 
 

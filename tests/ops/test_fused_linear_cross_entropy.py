@@ -121,6 +121,17 @@ def test_metrics_cost_no_product(rng):
     assert products(jax.grad(loss, (0, 1), has_aux=True), hidden, weight) == 3
 
 
+def test_an_infinite_token_that_counts_is_loud_and_one_that_does_not_is_not(implementation, rng):
+    case = make_case(rng, ignored=0)
+    hidden, weight = arrays([case.hidden, case.weight])
+    hidden = hidden.at[jnp.array([3, 5])].set(jnp.inf)
+    where = jnp.arange(len(case.labels)) != 5
+    loss = loss_of(jnp.asarray(case.labels), where=where, mode="lean", implementation=implementation)
+    dx, dw = jax.jit(jax.grad(loss, (0, 1)))(hidden, weight)
+    assert jnp.isnan(dx[3]).all() and jnp.isnan(dw).all()
+    assert jnp.isfinite(jnp.delete(dx, 3, axis=0)).all() and not dx[5].any()
+
+
 def test_frozen_head_gets_the_same_trunk_gradient(kernel_mode, rng):
     implementation, mode = kernel_mode
     case = make_case(rng)
