@@ -90,14 +90,15 @@ def why_not_cudnn(q: Float[Array, "B T Q H"], device_kind: str) -> str | None:
     width = q.shape[3]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 and float16, and the queries are {q.dtype}."
-    if width % 8 or width > 128:  # from Hopper on 256, which is not known apart when compiling ahead of time
-        return f"cuDNN attention takes head widths up to 128 that 8 divides, and the width is {width}."
+    widest = 256 if _dispatch.is_hopper(device_kind) else 128
+    if width % 8 or width > widest:
+        return f"cuDNN attention takes head widths up to {widest} that 8 divides, and the width is {width}."
     if _dispatch.is_before_ampere(device_kind):
         return f"cuDNN attention needs compute capability 8.0 (Ampere) or newer, and this is a {device_kind}."
     try:
         jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), q, q, q)
-    except RuntimeError as error:  # only where a program is compiled for a GPU that is not there
-        return f"cuDNN is not installed: {error}"
+    except RuntimeError as error:  # where a program is compiled for a GPU that is not there; then no wider heads, too
+        return f"cuDNN cannot be asked here: {error}"
     return None
 
 

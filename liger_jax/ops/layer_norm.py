@@ -90,6 +90,7 @@ def layer_norm(
         op = functools.partial(layer_norm, eps=eps, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (scale, bias))
     rows = x.reshape(-1, x.shape[-1])
-    kernels = _rows.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias, wide=_WIDE)
+    columns = (9216, _WIDE[1]) if scale is not None and scale.dtype.itemsize == 4 else _WIDE
+    kernels = _rows.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias, wide=columns)
     y = _layer_norm(*_mesh.align_varying(rows, scale, bias), _Options(float(eps), *kernels))
     return jnp.reshape(y, x.shape)

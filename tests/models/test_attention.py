@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from liger_jax.models.attention import causal_attention, chunked_attention, splash_attention
+from liger_jax.models.attention import causal_attention, chunked_attention, splash_attention, why_not_cudnn
+from liger_jax.ops._dispatch import is_hopper
 
 LENGTH = 256
 SEGMENTS = jnp.repeat(jnp.array([[0, 1, 2, 2], [0, 0, 0, 1]]), LENGTH // 4, axis=1)
@@ -147,3 +148,22 @@ def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
         pytest.skip("cuDNN is there on a GPU only")
     jaxpr = str(jax.make_jaxpr(causal_attention)(*inputs(rng, jnp.bfloat16)))
     assert "dot_product_attention" in jaxpr
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("kind, widest", [("NVIDIA H200", 256), ("NVIDIA A100-SXM4-80GB", 128), ("NVIDIA B200", 128)])
+def test_cudnn_takes_wider_heads_on_hopper(kind, widest):
+    q = lambda width: jax.ShapeDtypeStruct((1, 128, 2, width), jnp.bfloat16)
+    assert f"head widths up to {widest} that 8 divides" in str(why_not_cudnn(q(widest + 8), kind))
+    assert "head widths" not in str(why_not_cudnn(q(widest), kind))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_heads_of_256_on_hopper_have_the_plain_values_and_gradients(window, rng, platform):
+    """Gemma's; in bfloat16 as exact as XLA's chunks of queries."""
+    if platform != "gpu" or not is_hopper(jax.devices()[0].device_kind):
+        pytest.skip("cuDNN takes such heads from Hopper on")
+    q, k, v = inputs(rng, jnp.bfloat16, length=300, width=256)
+    assert "dot_product_attention" in str(jax.make_jaxpr(functools.partial(causal_attention, window=window))(q, k, v))
+    found, plain = (errors(op, q, k, v, dict(window=window)) for op in (causal_attention, chunked_attention))
+    assert max(found) <= 2 * max(plain)
