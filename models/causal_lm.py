@@ -256,7 +256,8 @@ class CausalLM(nnx.Module):
         if attention_mask is not None:  # an id outside the vocabulary is NaN, and 0 · NaN reaches other tokens
             input_ids = jnp.where(attention_mask != 0, input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1))
         targets = None if shift_labels is None else as_labels(shift_labels)
-        targets = targets if labels is None else shifted_labels(labels, segment_ids)
+        if labels is not None:
+            targets = shifted_labels(labels, segment_ids)
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
         if cache is None:
             hidden = self.model(input_ids, **per_token)

@@ -6,7 +6,7 @@ returns `None`; the same sentence serves the error, the warning and the tests.
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -120,7 +120,7 @@ def choose(
         )
     for name in candidates:
         # A tuple, which a model hands to all of its ops, may name kernels that only others have.
-        if name not in _names({"xla": None} | _PLATFORM_OF if isinstance(implementation, tuple) else kernels):
+        if name not in _names(("xla", *_PLATFORM_OF) if isinstance(implementation, tuple) else kernels):
             raise ValueError(
                 f"{op}: implementation={name!r} is unknown; this op has {_names(kernels)}. Pass one of these, "
                 "or None for the default of the platform."
@@ -204,8 +204,9 @@ def current_precision(precision: Any) -> Any:
         return jax.lax.DotAlgorithmPreset[precision]
 
 
-def _names(kernels: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(kernels) + tuple(f"{name}:interpret" for name in kernels if name != "xla")
+def _names(kernels: Iterable[str]) -> tuple[str, ...]:
+    kernels = tuple(kernels)
+    return kernels + tuple(f"{name}:interpret" for name in kernels if name != "xla")
 
 
 def _no_interpreter(kernel: str) -> str | None:

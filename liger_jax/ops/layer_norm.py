@@ -14,7 +14,8 @@ from liger_jax.pallas_kernels.layer_norm import mosaic_gpu, mosaic_tpu, triton, 
 _OP = "layer_norm"
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",)}
-_WIDE = (8192, 2304)  # forward and backward; measured, benchmarks/results/row_tiles.md
+# Forward, backward; measured, benchmarks/results/row_tiles.md. Triton is faster forward at 8,192 with float32 scales.
+_WIDE, _WIDE_OF_FLOAT32 = (8192, 2304), (9216, 2304)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def layer_norm(
         op = functools.partial(layer_norm, eps=eps, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (scale, bias))
     rows = x.reshape(-1, x.shape[-1])
-    columns = (9216, _WIDE[1]) if scale is not None and scale.dtype.itemsize == 4 else _WIDE
-    kernels = _rows.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias, wide=columns)
+    wide = _WIDE if scale is None or scale.dtype.itemsize < 4 else _WIDE_OF_FLOAT32
+    kernels = _rows.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias, wide=wide)
     y = _layer_norm(*_mesh.align_varying(rows, scale, bias), _Options(float(eps), *kernels))
     return jnp.reshape(y, x.shape)

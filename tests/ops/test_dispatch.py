@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from liger_jax import fused_linear_cross_entropy, geglu, rms_norm
+from liger_jax import fused_linear_cross_entropy, geglu, layer_norm, rms_norm
 from liger_jax.ops import _dispatch, _mesh, _rows
 from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, triton, xla
 from tests.ops import _oracle
@@ -115,6 +115,24 @@ def test_wide_rows_come_by_hoppers_copy_engine(kind, shape, dtype, expected):
     with device_in_context(kind, platform):
         jax.eval_shape(choose, jax.ShapeDtypeStruct(shape, dtype))
     assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    "width, dtype, expected",
+    [(8192, jnp.bfloat16, "mosaic_gpu"), (8192, jnp.float32, "triton"), (9216, jnp.float32, "mosaic_gpu")],
+)
+def test_float32_scales_move_layer_norm_s_forward_to_wider_rows(width, dtype, expected, monkeypatch):
+    found, choose = [], _rows.choose
+
+    def recorded(*arguments, **options):
+        found.append(choose(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(_rows, "choose", recorded)
+    row, scale = (jax.ShapeDtypeStruct(*x) for x in (((4096, width), jnp.bfloat16), ((width,), dtype)))
+    with device_in_context("NVIDIA H200", "gpu"):
+        jax.eval_shape(layer_norm, row, scale)
+    assert found == [(expected, "mosaic_gpu")]
 
 
 def test_named_kernel_serves_both_directions():
