@@ -15,6 +15,10 @@ import jaxtyping
 import numpy as np
 import pytest
 
+# Annotations are checked. Here and not in a hook of pytest's: tests/ops/conftest.py imports liger_jax before those run
+# wherever it is named on the command line.
+jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
+
 IMPLEMENTATIONS = {
     "cpu": ("xla", "triton:interpret", "mosaic_tpu:interpret"),
     "gpu": ("xla", "triton"),
@@ -43,7 +47,6 @@ def pytest_configure(config):
     # Fresh inputs in every run; pytest-xdist's workers inherit the seed of the process that starts them.
     seed = config.getoption("--seed")
     os.environ["TEST_SEED"] = str(seed) if seed is not None else os.environ.get("TEST_SEED", str(secrets.randbits(32)))
-    config.add_cleanup(jaxtyping.install_import_hook("liger_jax", "beartype.beartype").uninstall)
 
 
 def pytest_generate_tests(metafunc):

@@ -121,7 +121,9 @@ def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
     return before + last + jax.lax.cond(last[0] == jnp.inf, rescue, lambda: (jnp.zeros((), jnp.float32),))
 
 
-def _write_totals(totals: Sequence[Terms], refs: Sequence[Any], shared: _Shared, tiles: MosaicGpuConfig, layout: Any):
+def _write_totals(
+    totals: Sequence[Sequence[jax.Array]], refs: Sequence[Any], shared: _Shared, tiles: MosaicGpuConfig, layout: Any
+):
     """A warpgroup's pieces of the sums over rows: each team adds its own to what its predecessors have written.
 
     The refs are a block's, (height of a row, warp_size).
