@@ -10,7 +10,12 @@ import json
 import os
 import sys
 
-from liger_jax.planner.compilers import TPU_ENVIRONMENT, compile_for, gpu_devices, tpu_devices
+import jaxtyping
+
+# Hopper's kernels have no interpreter: on a CPU, their annotations are checked here alone.
+jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
+
+from liger_jax.planner.compilers import TPU_ENVIRONMENT, compile_for, gpu_devices, tpu_devices  # noqa: E402
 
 GPUS = ("h200", "a100-80g")
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
