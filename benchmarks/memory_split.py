@@ -105,9 +105,12 @@ def scale_picture(figures: Figures) -> Figure:
                     label = part if first else None
                     axes.bar(place + shift, size / GIB, 0.36, bottom=bottom, color=shades[part], label=label)
                     bottom += size / GIB
-                axes.text(place + shift, bottom, loss, ha="center", va="bottom", fontsize=6, rotation=90)
+                top = bottom
                 if (found := figures.compiled(spec)) and "total" in found:
                     axes.plot(place + shift, found["total"] / GIB, "kD", ms=4, label="compiled" if first else None)
+                    top = max(bottom, found["total"] / GIB)
+                above = dict(xytext=(0, 4), textcoords="offset points", ha="center", va="bottom")  # the diamond
+                axes.annotate(loss, (place + shift, top), fontsize=6, rotation=90, **above)
         axes.set_title(f"{model}, {where}")
         axes.set_xticks(range(len(EACH)), map(str, sorted(EACH)))
         axes.margins(y=0.15)
