@@ -259,49 +259,54 @@ class CausalLM(nnx.Module):
         if labels is not None:
             targets = shifted_labels(labels, segment_ids)
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
-        if cache is None:
-            hidden = self.model(input_ids, **per_token)
-        else:
+        head = self.head
+        if cache is not None:
             hidden, cache = self.model(input_ids, **per_token, cache=cache)
+        elif self.config.tie_word_embeddings:
+            rows, head = self.model.embed(input_ids)
+            hidden = self.model(input_ids, inputs_embeds=rows, **per_token)
+        else:
+            hidden = self.model(input_ids, **per_token)
         hidden, targets, loss_weights = arguments.keep(logits_to_keep, hidden, targets, loss_weights)
         if targets is None:
-            out = self._predict(hidden, return_logits is not False, return_metrics)
+            out = self._predict(hidden, head, return_logits is not False, return_metrics)
         else:
-            out = self._score(hidden, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
+            out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
         return out if cache is None else dataclasses.replace(out, cache=cache)
 
-    def _predict(self, hidden, return_logits, return_metrics):
+    def _predict(self, hidden, head, return_logits, return_metrics):
         """The result without labels."""
-        logits = self._logits(hidden) if return_logits else None
+        logits = self._logits(hidden, head) if return_logits else None
         metrics = None
         if return_metrics:
-            _, metrics = self._loss(hidden, logits, jnp.zeros(hidden.shape[:-1], jnp.int32), None, "mean", True)
+            labels = jnp.zeros(hidden.shape[:-1], jnp.int32)
+            _, metrics = self._loss(hidden, head, logits, labels, None, "mean", True)
             # Nothing is scored.
             metrics = dataclasses.replace(metrics, accuracy=jnp.zeros(()), num_tokens=jnp.zeros(()))
         return CausalLMOutput(logits=logits, metrics=metrics)
 
-    def _score(self, hidden, targets, loss_weights, loss_normalizer, return_logits, return_metrics):
+    def _score(self, hidden, head, targets, loss_weights, loss_normalizer, return_logits, return_metrics):
         """The result with labels."""
         with_logits = return_logits or not self.kernels.fused_linear_cross_entropy
-        logits = self._logits(hidden) if with_logits else None
+        logits = self._logits(hidden, head) if with_logits else None
         reduction = "mean" if loss_normalizer is None else "sum"
-        loss, metrics = self._loss(hidden, logits, targets, loss_weights, reduction, return_metrics)
+        loss, metrics = self._loss(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
         if loss_normalizer is not None:
             loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
         return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)
 
-    def _logits(self, hidden):
-        logits = on_batch_shards(head_logits, self.kernels.batch_axes, (hidden,), (self.head,))
+    def _logits(self, hidden, head):
+        logits = on_batch_shards(head_logits, self.kernels.batch_axes, (hidden,), (head,))
         softcap = self.config.final_logit_softcapping
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
-    def _loss(self, hidden, logits, targets, loss_weights, reduction, return_metrics):
+    def _loss(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
         """(loss, metrics or None) from the logits where there are any, else from hidden states and head."""
         if self.kernels.batch_axes:
-            return self._sharded_loss(hidden, logits, targets, loss_weights, reduction, return_metrics)
-        return self._local_loss(hidden, logits, targets, loss_weights, self.head, reduction, return_metrics)
+            return self._sharded_loss(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
+        return self._local_loss(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
 
-    def _sharded_loss(self, hidden, logits, targets, loss_weights, reduction, return_metrics):
+    def _sharded_loss(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
         """`_loss` of a batch that is sharded: each device sums its tokens, and "mean" is the global mean."""
 
         def local(hidden, logits, targets, weights, head):
@@ -310,7 +315,7 @@ class CausalLM(nnx.Module):
 
         # Where there are logits, the head would be gathered once more for nothing.
         per_token = (hidden, None) if logits is None else (None, logits)
-        head = self.head if logits is None else None
+        head = head if logits is None else None
         loss, per_token = sum_over_batch_shards(
             local, self.kernels.batch_axes, (*per_token, targets, loss_weights), (head,)
         )
@@ -343,7 +348,7 @@ class CausalLM(nnx.Module):
             targets.size,
             hidden.dtype,
             weight_dtype=head.dtype,
-            is_sharded=kernels.batch_axes is not None,
+            is_copied=not kernels.batch_axes and self.head.dtype != hidden.dtype,
             implementation=kernels.implementation,
             device=_dispatch.device_of(hidden, head),
         )

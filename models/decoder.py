@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from liger_jax.models.blocks import Blocks
 from liger_jax.models.cache import KVCache, LayerCache, with_tokens
 from liger_jax.models.common import KernelOptions
-from liger_jax.models.embedding import embed
+from liger_jax.models.embedding import embed, embed_tied
 from liger_jax.models.remat import INPUT, POLICIES, Remat
 from liger_jax.models.sharding import gathered, on_batch_shards
 from liger_jax.ops import rope_table
@@ -203,16 +203,32 @@ class Decoder(nnx.Module):
         )
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
 
+    def embed(self, input_ids: Integer[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
+        """The tokens' rows of the embedding, and the embedding as the weight of a head that is tied to it.
+
+        On one device the head's gradient and the rows' are summed before they are rounded. Where the batch is split
+        over several, each has its own sums, and these meet in the parameter's dtype as those of all parameters do.
+        """
+        table = self.embed_tokens[...]
+        if not self.batch_axes:
+            return embed_tied(table, input_ids, self.dtype)
+        look_up = lambda ids, table: embed(table, ids, self.dtype)
+        return on_batch_shards(look_up, self.batch_axes, (input_ids,), (table,)), table
+
     def __call__(
         self,
         input_ids: Integer[Array, "B T"],
         *,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        """Hidden states (B, T, D); with a cache these and the cache with the T tokens in it."""
+        """Hidden states (B, T, D); with a cache these and the cache with the T tokens in it.
+
+        `inputs_embeds` are the rows of `embed`, where they have been looked up already.
+        """
         config, length = self.config, input_ids.shape[1]
         if length > config.longest_sequence:
             raise ValueError(
@@ -230,8 +246,7 @@ class Decoder(nnx.Module):
             theta, scaling = config.rope_of(kind)
             cos, sin = rope_table(positions, config.head_dim, theta=theta, scaling=scaling)
             inputs[kind] = (cos, sin, segments, config.window_of(kind))
-        look_up = lambda ids, table: embed(table, ids, self.dtype)
-        x = on_batch_shards(look_up, self.batch_axes, (input_ids,), (self.embed_tokens[...],))
+        x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # rounded as it was in training
         if cache is None:

@@ -1,19 +1,17 @@
-"""Looking tokens up in an embedding, with a gradient that is summed in float32."""
+"""Looking tokens up in an embedding, and the head that is the same array: their gradients are one float32 sum."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
     """The rows table[ids] in `dtype`; NaN where an id is not in [0, V).
 
-    A frequent token's gradients are summed in float32 and rounded once, in a buffer of B·T rows; then each row is
-    added to the table's gradient once. With a tied head that gradient is the head's, so that there is one such array.
+    A frequent token's gradients are summed in float32 and rounded once, in a buffer of B·T rows.
 
     Args:
         table: one row for each token, any float dtype.
@@ -23,25 +21,93 @@ def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) ->
     Returns:
         (B, T, D).
     """
-    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
+    return _look_up(table, ids, dtype)[0]
 
 
-def _forward(table, ids, dtype):
-    return embed(table, ids, dtype), (ids, jnp.empty((0, table.shape[0]), table.dtype))
+def embed_tied(
+    table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any
+) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
+    """`embed`, and the table again as the head's weight: gradients by both are summed before they are rounded.
+
+    The head's gradient is the table's, and the tokens' rows of it get the embedding's sums in addition. A bfloat16
+    table is handed on as float32, which a compiler undoes where products take bfloat16, and its float32 gradient comes
+    back in two parts: rounded to bfloat16, and what rounding took off those rows, so that each is rounded once.
+
+    Args:
+        table: one row for each token, any float dtype.
+        ids: token ids.
+        dtype: of the rows.
+
+    Returns:
+        The rows, (B, T, D), and the head: float32 for a bfloat16 table, else in the table's dtype. float16's gradient
+        is rounded once more, before the embedding's is added: what rounding takes off may be too small for it.
+    """
+    rows, head, remainder = _look_up(table, ids, dtype)
+    if table.dtype == jnp.bfloat16:
+        head = _widened(head, remainder, _tokens(ids, len(table)).rows)
+    return rows, head
 
 
-def _backward(dtype, residuals, dx):
-    ids, like = residuals
-    vocab_size, table_dtype = like.shape[1], like.dtype
-    order = jnp.argsort(ids.reshape(-1))
-    tokens, dx = ids.reshape(-1)[order], dx.reshape(-1, dx.shape[-1])[order]
-    first = jnp.concatenate([jnp.ones(1, bool), tokens[1:] != tokens[:-1]])
-    place = jnp.cumsum(first) - 1  # of a token among the different ones
-    sums = jnp.zeros(dx.shape, jnp.float32).at[place].add(dx.astype(jnp.float32), indices_are_sorted=True)
-    rows = (vocab_size + jnp.arange(len(tokens))).at[place].set(tokens)  # beyond the table where there are no more
-    options = dict(mode="drop", unique_indices=True, indices_are_sorted=True, wrap_negative_indices=False)
-    table = jnp.zeros((vocab_size, dx.shape[1]), table_dtype)
-    return table.at[rows].add(sums.astype(table_dtype), **options), None
+class _Tokens(NamedTuple):
+    """The tokens of a batch in order, N of them, U = min(N, V + 1) different ones at most."""
+
+    order: jax.Array  # (N,), of the flat batch
+    place: jax.Array  # (N,), of each among the different ones
+    rows: jax.Array  # (U,), the different ones; numbers beyond the table where there are no more
 
 
-embed.defvjp(_forward, _backward)
+def _tokens(ids, vocab_size) -> _Tokens:
+    ids = jnp.where((ids >= 0) & (ids < vocab_size), ids, vocab_size).reshape(-1)
+    order = jnp.argsort(ids)
+    ids = ids[order]
+    first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+    place = jnp.cumsum(first) - 1
+    beyond = vocab_size + jnp.arange(min(len(ids), vocab_size + 1))
+    return _Tokens(order, place, beyond.at[place].set(ids))
+
+
+_ROWS: Any = dict(unique_indices=True, indices_are_sorted=True, wrap_negative_indices=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _look_up(table, ids, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The rows, the table, and zeros whose cotangent is what the table's cotangent lacks in each token's row."""
+    rows = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
+    return rows, table, jnp.zeros((min(ids.size, len(table) + 1), table.shape[1]), jnp.float32)
+
+
+def _look_up_forward(table, ids, dtype):
+    return _look_up(table, ids, dtype), (ids,)
+
+
+def _look_up_backward(dtype, residuals, cotangents):
+    (ids,) = residuals
+    dx, dtable, remainder = cotangents
+    order, place, rows = _tokens(ids, len(dtable))
+    dx = dx.reshape(-1, dx.shape[-1])[order].astype(jnp.float32)
+    sums = remainder.at[place].add(dx, indices_are_sorted=True)
+    sums += dtable.at[rows].get(mode="fill", fill_value=0, **_ROWS).astype(jnp.float32)
+    return dtable.at[rows].set(sums.astype(dtable.dtype), mode="drop", **_ROWS), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+@jax.custom_vjp
+def _widened(table, remainder, rows):
+    """A bfloat16 table in float32, whose gradient comes back rounded, with what rounding took off these rows."""
+    return table.astype(jnp.float32)
+
+
+def _widened_forward(table, remainder, rows):
+    return _widened(table, remainder, rows), rows
+
+
+def _widened_backward(rows, dtable):
+    # A conversion there and back is one that the compiler may leave out.
+    rounded = jax.lax.reduce_precision(dtable, exponent_bits=8, mantissa_bits=7)
+    row_of = lambda x: x.at[rows].get(mode="fill", fill_value=0, **_ROWS)
+    return rounded.astype(jnp.bfloat16), row_of(dtable) - row_of(rounded), None
+
+
+_widened.defvjp(_widened_forward, _widened_backward)

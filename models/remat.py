@@ -40,7 +40,7 @@ POLICIES = {
 
 
 def loss_budget_bytes(
-    remat: Remat, config: Any, tokens: int, dtype: Any, *, weight_dtype: Any, is_sharded: bool = False, **options: Any
+    remat: Remat, config: Any, tokens: int, dtype: Any, *, weight_dtype: Any, is_copied: bool = False, **options: Any
 ) -> int | None:
     """What the fused loss may use, beside layers that are made again, without being the step's peak itself.
 
@@ -54,7 +54,7 @@ def loss_budget_bytes(
         tokens: B·T of one device.
         dtype: of the computation.
         weight_dtype: of the head.
-        is_sharded: whether parameters and batch are split over several devices.
+        is_copied: whether a copy of the head, in the computation's dtype, may come on top.
         **options: of `plan_fused_linear_cross_entropy`.
 
     Returns:
@@ -67,7 +67,6 @@ def loss_budget_bytes(
         return None
     itemsize = jnp.dtype(dtype).itemsize
     of_a_layer = tokens * (5 * config.hidden_size + 3 * config.intermediate_size) * itemsize
-    is_copied = not is_sharded and jnp.dtype(weight_dtype) != jnp.dtype(dtype)
     allowed = of_a_layer + is_copied * config.vocab_size * config.hidden_size * itemsize
     plan = plan_fused_linear_cross_entropy(
         max(1, tokens),

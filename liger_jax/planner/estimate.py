@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels.gated_mlp.config import part_width
 from liger_jax.planner.sharding import split
 from liger_jax.planner.step import Run
 
@@ -161,15 +162,16 @@ def estimate(run: Run) -> Estimate:
         loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8) + is_cast * size * sizes.head
         head_gradient = param * sizes.head if tpu else 0
         in_loss, in_layers = of_head, 0 if tpu else of_head
-    # A tied head's gradient is a sum of two, of which a TPU has both until the end.
-    second = param * sizes.head // run.mesh["fsdp"] if tpu and config.tie_word_embeddings else 0
+    # A tied head's gradient is the embedding's too. In 16 bits it comes with what rounding took off the tokens' rows.
+    is_widened = run.head_dtype != run.param_dtype
+    remainder = is_widened * 4 * min(run.tokens, config.vocab_size) * config.hidden_size
     sums = 4 * sizes.own if run.micro_batches > 1 else 0  # of the micro-batches' gradients, in float32
     # On several GPUs from Hopper on XLA orders a program so as to hide its communication, which brings forward the
     # zeros that the layers' gradients are summed into.
     early = param * sizes.own_layers if run.target.count > 1 and run.target.capability >= (9, 0) else 0
     at_loss = {"gradients": head_gradient + sums + early, "copies of parameters": in_loss, "loss": loss}
     in_backward = {
-        "gradients": param * sizes.own + sums + second,
+        "gradients": param * sizes.own + sums + remainder,
         "copies of parameters": of_layers + in_layers,
         "one layer's work": _work_of_a_layer(run),
     }
@@ -182,9 +184,12 @@ def _work_of_a_layer(run: Run) -> int:
     """The backward of one layer: what it makes anew, and the gradients of that."""
     c, size = run.model.config, jnp.dtype(run.dtype).itemsize
     heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    everything = (7 if run.model.norms_results else 5) * c.hidden_size + 3 * c.intermediate_size
+    f = c.intermediate_size
+    if run.target.platform == "gpu" and run.remat in ("full", "offload"):
+        f = part_width(run.tokens, c.hidden_size, f)  # of gate, up, their product and their gradients, at a time
+    everything = (7 if run.model.norms_results else 5) * c.hidden_size + 3 * f
     everything += (3 if c.qk_norm else 2) * heads
-    gradients = 2 * c.intermediate_size + 2 * c.hidden_size
+    gradients = 2 * f + 2 * c.hidden_size
     return run.tokens * size * (everything + gradients - sum(_values_kept(run).values()))
 
 

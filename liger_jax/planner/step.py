@@ -89,15 +89,21 @@ class Run:
         """What divides the batch: each device has a share of every micro-batch."""
         return self.target.count * self.micro_batches
 
+    @property
+    def head_dtype(self) -> str:
+        """Of the head's gradient: on one device a tied head's is float32 until it is rounded once."""
+        is_widened = self.target.count == 1 and self.model.config.tie_word_embeddings and self.param_dtype == "bfloat16"
+        return "float32" if is_widened else self.param_dtype
+
     def loss_plan(self) -> Any:
         """How the fused loss is computed on each device.
 
         Returns:
             What `plan_fused_linear_cross_entropy` returns.
         """
-        config, options = self.model.config, dict(weight_dtype=self.param_dtype, device=self.target.description)
-        is_sharded = self.target.count > 1
-        budget = loss_budget_bytes(self.remat, config, self.tokens, self.dtype, is_sharded=is_sharded, **options)
+        config, options = self.model.config, dict(weight_dtype=self.head_dtype, device=self.target.description)
+        is_copied = self.target.count == 1 and self.param_dtype != self.dtype
+        budget = loss_budget_bytes(self.remat, config, self.tokens, self.dtype, is_copied=is_copied, **options)
         return plan_fused_linear_cross_entropy(
             self.tokens,
             config.hidden_size,

@@ -141,6 +141,8 @@ def gradients_in_forward(
             dweight = kernels.add_to_sum(*dweight, du, part.hidden, which[None], options)
         elif needs.weight and one_chunk:
             dweight = xla.weight_gradient(du, part.hidden, options, dtypes.weight)
+        elif needs.weight and _hopper.can_add_in_place(inputs.hidden):
+            dweight = kernels.put_product(dweight, du, part.hidden, jnp.zeros(1, jnp.int32), options, add=True)
         elif needs.weight:
             dweight += xla.weight_gradient(du, part.hidden, options)
         if needs.hidden:

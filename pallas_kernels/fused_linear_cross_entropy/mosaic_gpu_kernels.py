@@ -185,13 +185,15 @@ def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Arra
     return total
 
 
-def put_product(whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.Array, options: LinearOptions):
-    """Writes duᵀ · X to its place in dW, from the vocabulary's `start` on, in place."""
+def put_product(
+    whole: jax.Array, du: jax.Array, hidden: jax.Array, start: jax.Array, options: LinearOptions, add: bool = False
+):
+    """Writes duᵀ · X to its place in dW, from the vocabulary's `start` on, or adds it (float32), in place."""
 
     def epilogue(tile: Tile, refs, scratch):
         row, column = tile.row, tile.column
         row, column = (row + tile.start, column) if options.vocab_dim == 0 else (row, column + tile.start)
-        store_tile(tile, tile.values, scratch[0], refs[0], row, column)
+        store_tile(tile, tile.values, scratch[0], refs[0], row, column, add)
 
     operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
     (whole,) = product(

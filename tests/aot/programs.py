@@ -221,7 +221,11 @@ HOPPER_ONLY = [
         (*FLCE, HOPPER_KERNELS[-1]),
     ),
     Case(
-        "hopper_mixed", with_gradient(head(mode="fast", chunk_size=2048), (0, 1)), LLAMA_8B_MIXED_HEAD, FLCE, full=True
+        "hopper_mixed",
+        with_gradient(head(mode="fast", chunk_size=2048), (0, 1)),
+        LLAMA_8B_MIXED_HEAD,
+        (*FLCE, HOPPER_KERNELS[-1]),
+        full=True,
     ),
     Case(
         "hopper_dv",

@@ -161,12 +161,12 @@ from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entrop
 from liger_jax.planner.compilers import compile_for, described, gpu_devices
 device = gpu_devices("h200")[0]
 n, d, v = 4096, 2048, 64000
-for kernel, mode, weight_dtype in (
-    ("mosaic_gpu", "fast", "float32"),
-    ("xla", "fast", "bfloat16"), ("xla", "fast", "float32"),
-    ("xla", "lean", "bfloat16"), ("triton", "lean", "bfloat16"),
+for kernel, mode, weight_dtype, chunk_size in (
+    ("mosaic_gpu", "fast", "float32", None), ("mosaic_gpu", "fast", "float32", 1024),
+    ("xla", "fast", "bfloat16", None), ("xla", "fast", "float32", None),
+    ("xla", "lean", "bfloat16", None), ("triton", "lean", "bfloat16", None),
 ):
-    options = dict(mode=mode, implementation=kernel)
+    options = dict(mode=mode, implementation=kernel, chunk_size=chunk_size)
     plan = plan_fused_linear_cross_entropy(
         n, d, v, weight_dtype=weight_dtype, device=described(device, "gpu"), **options
     )

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.full]
 
 
 def test_the_two_gradients_of_a_tied_head_share_one_array():
-    """The head's is a product; equal tokens' rows, summed in float32, are scattered into it, and nothing else is."""
+    """The head's is a float32 product, rounded; tokens' rows, summed in float32, are scattered into it."""
     need_compiler("gpu")
     script = r"""
 import re
@@ -33,17 +33,19 @@ text = compile_for(gradient, types, device, "gpu").as_text()
 entry = text[text.index("ENTRY"):]
 tables = [line for line in entry.splitlines() if re.search(r"= \(?(bf16|f32)\[4096,256\]", line)]
 tables = [line for line in tables if not re.search(r" (parameter|bitcast|get-tuple-element|tuple)\(", line)]
-assert len(tables) == 2 and "scatter" in tables[1], tables
-product = re.match(r"\s*(%\S+)", tables[0])[1]
-assert f"({product}," in tables[1], tables
+assert [re.search(r"= \(?(bf16|f32)", line)[1] for line in tables] == ["f32", "bf16", "bf16"], tables
+assert "scatter" in tables[2], tables
+for earlier, later in zip(tables, tables[1:]):
+    name = re.match(r"\s*(%\S+)", earlier)[1]
+    assert re.search(re.escape(name) + r"[,)]", later), tables
 assert re.search(r"scatter\S* = f32\[512,256\]", text), "equal tokens are not summed in float32"
 print("done")
 """
     assert "done" in run("-c", script)
 
 
-def test_gates_that_are_made_again_take_the_memory_of_half_of_them():
-    """In arrays (N, F): Triton's pass runs over gate, up and dh of a half, Hopper's kernel beside gate and up."""
+def test_gates_that_are_made_again_take_the_memory_of_a_part_of_them():
+    """In arrays of N rows: Triton's pass runs over gate, up and dh of a part, Hopper's kernel beside gate and up."""
     need_compiler("gpu")
     script = r"""
 import jax, jax.numpy as jnp
@@ -52,14 +54,15 @@ from liger_jax.planner.compilers import compile_for, gpu_devices
 device = gpu_devices("h200")[0]
 n, d, f = 16384, 896, 4864
 types = [(shape, jnp.bfloat16) for shape in ((n, d), (d, f), (d, f), (f, d), (n, d))]
-for kernel, arrays in (("triton", 1.5), ("mosaic_gpu", 2.5)):
+width = 1664  # of three parts
+for kernel, arrays in (("triton", 3), ("mosaic_gpu", 5)):
     def gradients(x, gate_kernel, up_kernel, down_kernel, dy):
         op = lambda *inputs: gated_mlp(*inputs, recomputed=True, implementation=kernel)
         return jax.vjp(op, x, gate_kernel, up_kernel, down_kernel)[1](dy)
 
     memory = compile_for(gradients, types, device, "gpu").memory_analysis()
-    beside = 2 * n * d * 2 + 6 * d * f * 2  # sums of x's gradient; halves of kernels and of their gradients
-    assert arrays * n * f * 2 <= memory.temp_size_in_bytes <= arrays * n * f * 2 + beside, (kernel, memory)
+    beside = 4 * n * d * 2 + 6 * d * f * 2  # parts of x's gradient and their sums; kernels' parts and gradients
+    assert arrays * n * width * 2 <= memory.temp_size_in_bytes <= arrays * n * width * 2 + beside, (kernel, memory)
 print("done")
 """
     assert "done" in run("-c", script)

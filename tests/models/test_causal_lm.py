@@ -89,11 +89,11 @@ def test_the_bound_is_a_layers_memory_or_what_the_lean_loss_needs():
     assert gate_up_and_product < bound(16384) < 1.5 * gate_up_and_product
     assert bound(16384) == pytest.approx(2 * bound(8192), rel=0.01)
     copy_of_the_head = 128256 * 2048 * 2
-    assert bound(16384, jnp.float32) == bound(16384) + copy_of_the_head
-    assert bound(16384, jnp.float32, is_sharded=True) == bound(16384)
+    assert bound(16384, jnp.float32, is_copied=True) == bound(16384) + copy_of_the_head
+    assert bound(16384, jnp.float32) == bound(16384)
     mixed = dict(weight_dtype=jnp.float32, device=H200)
     lean = ops.plan_fused_linear_cross_entropy(1, 2048, 128256, mode="lean", **mixed)
-    assert bound(1, jnp.float32, is_sharded=True) == lean.extra_bytes
+    assert bound(1, jnp.float32) == lean.extra_bytes
 
 
 @pytest.mark.parametrize("head", first(2, [(128264, None), (128256, 100.0), (128256, None), (50257, 30.0)]), ids=str)

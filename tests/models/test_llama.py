@@ -52,6 +52,23 @@ def test_loss_and_every_gradient_are_a_float64_rewriting_s(config, rng):
     assert_equal_trees(nnx.to_pure_dict(grads), true_grads, tolerance=5e-5)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_tied_bfloat16_table_s_gradient_is_the_float32_one_s_rounded_once(fused, rng):
+    """The same model with float32 parameters of the same values has the sum of both gradients before it is rounded."""
+    kernels = KernelOptions(fused_linear_cross_entropy=fused)
+    narrow = make_model(TIED, kernels=kernels, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    wide = make_model(TIED, kernels=kernels, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    nnx.update(wide, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(narrow)))
+    tokens = random_tokens(rng)
+    rounded, exact = (
+        np.asarray(loss_and_gradients(model, tokens, {})[1]["model"]["embed_tokens"][...], np.float64)
+        for model in (narrow, wide)
+    )
+    nonzero = np.where(exact, np.abs(exact), 1.0)
+    half_a_step = 2.0 ** (np.floor(np.log2(nonzero)) - 8)
+    assert np.all(np.abs(rounded - exact) <= 1.001 * half_a_step)
+
+
 @pytest.mark.full  # by default the convergence test stands for it
 def test_kernels_of_this_platform_give_the_plain_loss_and_gradients(implementation, rng):
     tokens = random_tokens(rng)
