@@ -1,6 +1,5 @@
 """Looking tokens up in an embedding, and the head that is the same array: their gradients are one float32 sum."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,8 @@ def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) ->
     Returns:
         (B, T, D).
     """
-    return _look_up(table, ids, dtype)[0]
+    rows, _, _ = _looked_up(table, ids, dtype)
+    return rows
 
 
 def embed_tied(
@@ -42,7 +42,7 @@ def embed_tied(
         The rows, (B, T, D), and the head: float32 for a bfloat16 table, else in the table's dtype. float16's gradient
         is rounded once more, before the embedding's is added: what rounding takes off may be too small for it.
     """
-    rows, head, remainder = _look_up(table, ids, dtype)
+    rows, head, remainder = _looked_up(table, ids, dtype)
     if table.dtype == jnp.bfloat16:
         head = _widened(head, remainder, _tokens(ids, len(table)).rows)
     return rows, head
@@ -69,8 +69,7 @@ def _tokens(ids, vocab_size) -> _Tokens:
 _ROWS: Any = dict(unique_indices=True, indices_are_sorted=True, wrap_negative_indices=False)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _look_up(table, ids, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _look_up(table, ids, dtype):
     """The rows, the table, and zeros whose cotangent is what the table's cotangent lacks in each token's row."""
     rows = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
     return rows, table, jnp.zeros((min(ids.size, len(table) + 1), table.shape[1]), jnp.float32)
@@ -90,7 +89,8 @@ def _look_up_backward(dtype, residuals, cotangents):
     return dtable.at[rows].set(sums.astype(dtable.dtype), mode="drop", **_ROWS), None
 
 
-_look_up.defvjp(_look_up_forward, _look_up_backward)
+_looked_up = jax.custom_vjp(_look_up, nondiff_argnums=(2,))
+_looked_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 @jax.custom_vjp

@@ -87,10 +87,13 @@ def launch(
 
 
 def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array of anything, for kernels to fill: zeros cost a pass over memory."""
+    """An array of anything, for kernels to fill: zeros cost a pass over memory.
+
+    It takes `like`, so as not to be there before that is.
+    """
     no_scratch = [plgpu.SMEM((8,), jnp.float32)]
     (array,) = launch(
-        lambda *_: None, num_blocks=1, scratch=no_scratch, name="empty", out_types=[out_like(like, shape, dtype)]
+        lambda *_: None, like, num_blocks=1, scratch=no_scratch, name="empty", out_types=[out_like(like, shape, dtype)]
     )
     return array
 

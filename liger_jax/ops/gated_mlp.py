@@ -80,24 +80,25 @@ def _backward_rule(options, residuals, dy):
     shapes, x, gate, up, *kernels = residuals
     needs = [shape.size == 1 for shape in shapes]
     if options.recomputed:
-        return _gradients_in_parts(needs, x, *kernels, dy, options)
+        return _gradients_in_halves(needs, x, *kernels, dy, options)
     return _gradients(needs, x, gate, up, *kernels, dy, options)
 
 
-def _gradients_in_parts(needs, x, gate_kernel, up_kernel, down_kernel, dy, options):
-    """Makes gate and up again, and what follows from them, for one part of F after the other: as much less memory."""
-    parts = []
-    for part in _parts(x, gate_kernel) if options.backward != "xla" else [slice(None)]:
-        # The compiler takes gate and up for the forward's without the barrier, and all parts at a time.
-        x, dy, parts = jax.lax.optimization_barrier((x, dy, parts))
-        own = gate_kernel[:, part], up_kernel[:, part], down_kernel[part]
+def _gradients_in_halves(needs, x, gate_kernel, up_kernel, down_kernel, dy, options):
+    """Makes gate and up again, and what follows from them, for one half of F after the other: half the memory."""
+    middle = 0 if options.backward == "xla" else _middle(x, gate_kernel)
+    halves = []
+    for half in (slice(middle), slice(middle, None)) if middle else (slice(None),):
+        # The compiler takes gate and up for the forward's without the barrier, and both halves at a time.
+        x, dy, halves = jax.lax.optimization_barrier((x, dy, halves))
+        own = gate_kernel[:, half], up_kernel[:, half], down_kernel[half]
         gate, up = options.times(x, own[0]), options.times(x, own[1])
-        parts.append(_gradients(needs, x, gate, up, *own, dy, options))
-    dxs, *of_kernels = zip(*parts, strict=True)
+        halves.append(_gradients(needs, x, gate, up, *own, dy, options))
+    dxs, *of_kernels = zip(*halves, strict=True)
     dx = functools.reduce(operator.add, dxs) if needs[0] else None
     joined = [
-        jnp.concatenate(own, axis) if need else None
-        for own, axis, need in zip(of_kernels, (1, 1, 0), needs[1:], strict=True)
+        jnp.concatenate(parts, axis) if need else None
+        for parts, axis, need in zip(of_kernels, (1, 1, 0), needs[1:], strict=True)
     ]
     return dx, *joined
 
@@ -123,11 +124,10 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
     return dx, dgate_kernel, dup_kernel, ddown_kernel
 
 
-def _parts(x, kernel) -> list[slice]:
-    """Of F."""
-    d, f = kernel.shape
-    width = config.part_width(math.prod(x.shape[:-1]), d, f)
-    return [slice(start, min(start + width, f)) for start in range(0, f, width)]
+def _middle(x, kernel):
+    """Where F is cut in two, a multiple of 64 as the copy engine wants it; 0 where halves are too small to pay."""
+    middle = kernel.shape[1] // 128 * 64
+    return middle if config.is_large(math.prod(x.shape[:-1]), middle) else 0
 
 
 _gated_mlp_vjp.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -162,10 +162,10 @@ def gated_mlp(
         up_kernel: (D, F) in x.dtype.
         down_kernel: (F, D) in x.dtype.
         activation: "silu", or "gelu_tanh" or "gelu", which is exact: see `geglu`.
-        recomputed: whether the backward makes gate and up again rather than keep them: large ones in parts of F, no
-            wider than 2·D, if a Pallas kernel makes their gradients, for half the memory or less. A `jax.checkpoint`
-            around the op then has no product to make again. Where its policy is to keep products, this is False; up,
-            no plain product on Hopper, is kept by its `checkpoint_name`, "kept_of_gated_mlp".
+        recomputed: whether the backward makes gate and up again rather than keep them: large ones in two halves of F,
+            if a Pallas kernel makes their gradients, for half the memory. A `jax.checkpoint` around the op then has no
+            product to make again. Where its policy is to keep products, this is False; up, no plain product on Hopper,
+            is kept by its `checkpoint_name`, "kept_of_gated_mlp".
         precision: of the products; None for `jax.default_matmul_precision`.
         implementation: of what lies between the products: None for the platform's default, or "xla", "triton",
             "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
@@ -203,7 +203,7 @@ def _choose(x, up_kernel, activation, recomputed, implementation) -> Iterator[st
     is_large = config.is_large(math.prod(x.shape[:-1]), up_kernel.shape[1])
     up_on_hopper = is_large and x.shape[-1] <= config.DEEPEST_UP
     # Hopper's kernel writes beside gate and up, Triton's pass over them: in halves 2.5·F a token, whole 5·F, and 3·F.
-    gradients_on_hopper = len(_parts(x, up_kernel)) > 1 if recomputed else is_large
+    gradients_on_hopper = _middle(x, up_kernel) > 0 if recomputed else is_large
     hopper = ("mosaic_gpu",)
     for names in (*(hopper * up_on_hopper), *before), (*(hopper * gradients_on_hopper), "triton"):
         yield _dispatch.choose(_OP, _KERNELS, {"gpu": names}, implementation, x, up_kernel, activation=activation)

@@ -18,12 +18,3 @@ LEAST_TILES = 1024  # almost eight for each core, the fewest that were measured
 def is_large(n: int, f: int) -> bool:
     """Whether (n, f) has tiles enough that the last round's idle cores do not matter."""
     return cdiv(n, ROWS) * cdiv(f, TILES.columns) >= LEAST_TILES
-
-
-def part_width(n: int, d: int, f: int) -> int:
-    """Columns of gate and up made again at a time: F in two parts or more, up to 2·D wide, or all where they are small.
-
-    The copy engine wants multiples of 64. A part's five arrays are then about as large as the rest of a layer's.
-    """
-    width = cdiv(f, 64 * max(2, cdiv(f, 2 * d))) * 64
-    return width if is_large(n, width) else max(f, 1)

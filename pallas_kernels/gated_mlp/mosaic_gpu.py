@@ -1,8 +1,9 @@
 """The gated feed-forward in Pallas Mosaic GPU (Hopper): what lies between its products is done in their epilogues.
 
 Forward, the product that makes up reads gate's tiles and writes up and the gated product. Backward, the product that
-makes dh, the gated product's gradient, reads gate's and up's tiles and writes their gradients and the gated product: dh
-never reaches memory. Two warpgroups take tiles in turn, so that one's memory moves while the other multiplies.
+makes dh, the gated product's gradient, reads gate's and up's tiles and writes their gradients over them, and the gated
+product: dh never reaches memory. Two warpgroups take tiles in turn, so that one's memory moves while the other
+multiplies.
 Memory passes saved: forward one read of up; backward one write and one read of dh.
 Rounding: glu/xla.py's formulas, whose dh is the float32 accumulator.
 """
@@ -43,13 +44,16 @@ def _product_with(
     matrices: Sequence[jax.Array],
     formula: Callable[..., Sequence[jax.Array]],
     name: str,
+    in_place: bool = False,
 ) -> Sequence[jax.Array]:
     """formula(a · b, *matrices), element by element: one array more than the matrices, each like them.
 
-    A piece of a tile at a time: of the matrices `NUM_SLOTS` are fetched ahead, and their slots written to.
+    A piece of a tile at a time: of the matrices `NUM_SLOTS` are fetched ahead, and their slots written to. `in_place`
+    the results lie where the matrices did, and the last in an array of its own.
     """
     todo = pieces((TILES.rows, TILES.columns))
     like, num_matrices = matrices[0], len(matrices)
+    written = 0 if in_place else num_matrices  # where the results' refs begin
 
     def fetch(tile: Tile, refs, scratch, i):
         arrived = scratch[-1].at[tile.warpgroup * NUM_SLOTS + i % NUM_SLOTS]
@@ -71,7 +75,7 @@ def _product_with(
             for stage, slot, y in zip(stages, slots, formula(tile.values[piece], *values), strict=True):
                 stage[slot] = y.astype(stage.dtype)
             plgpu.commit_smem()
-            for k, (stage, slot, ref) in enumerate(zip(stages, slots, refs[num_matrices:], strict=True)):
+            for k, (stage, slot, ref) in enumerate(zip(stages, slots, refs[written:], strict=True)):
                 there = _hopper.at(ref, tile.row, tile.column, piece)
                 plgpu.copy_smem_to_gmem(stage.at[slot], there, commit_group=k == num_matrices)
             if i > 0:  # the last piece's slots, once it has left
@@ -80,6 +84,10 @@ def _product_with(
                     fetch(tile, refs, scratch, i - 1 + NUM_SLOTS)
 
     slots = [NUM_SLOTS] * num_matrices + [NUM_NEW_SLOTS]
+    if in_place:
+        arrays: dict[str, Any] = dict(in_place=[*matrices, _hopper.empty(like, like.shape, like.dtype)])
+    else:
+        arrays = dict(matrices=matrices, out_types=[out_like(like, like.shape, like.dtype)] * len(slots))
     return product(
         a,
         b,
@@ -88,12 +96,11 @@ def _product_with(
         epilogue,
         prologue=prologue,
         name=name,
-        out_types=[out_like(like, like.shape, like.dtype)] * len(slots),
         scratch=[
             *[_hopper.shared_tile((2, count, 64, PIECE_COLUMNS), like.dtype) for count in slots],
             plgpu.Barrier(num_arrivals=num_matrices, num_barriers=2 * NUM_SLOTS),
         ],
-        matrices=matrices,
+        **arrays,
     )
 
 
@@ -126,5 +133,6 @@ def gradients_and_product(
         return xla.gradients_and_product(dh, gate, up, activation=activation)
 
     rows, *both = _as_rows(dy, gate, up)
-    results = _product_with(rows, down_kernel, (1, 1), both, formula, "gated_mlp_gradients")
+    in_place = _hopper.can_write_in_place(gate)
+    results = _product_with(rows, down_kernel, (1, 1), both, formula, "gated_mlp_gradients", in_place)
     return tuple(y.reshape(gate.shape) for y in results)

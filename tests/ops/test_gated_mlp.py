@@ -47,11 +47,10 @@ def test_every_shape_matches_float64(batch, activation, implementation, rng):
     _oracle.check_float32(make(activation, implementation), oracle, draw(rng, *batch), rng)
 
 
-@pytest.mark.parametrize("f", [200, 136])
-def test_gates_made_again_in_unequal_parts_match_float64(f, implementation, rng, monkeypatch):
+def test_gates_made_again_in_unequal_halves_match_float64(implementation, rng, monkeypatch):
     monkeypatch.setattr(config, "LEAST_TILES", 1)
     oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation="silu"))
-    arrays = draw(rng, 3, 5, f=f)
+    arrays = draw(rng, 3, 5, f=200)
     _oracle.check_float32(make("silu", implementation, recomputed=True), oracle, arrays, rng)
 
 
