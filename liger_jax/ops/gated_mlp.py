@@ -32,9 +32,9 @@ class _Options:
     recomputed: bool
     precision: Any
 
-    def run(self, choice: str, function: str, *arrays: jax.Array) -> Any:
+    def run(self, choice: str, function: str, *arrays: jax.Array, **static: Any) -> Any:
         kernel = _dispatch.bind(_OP, _KERNELS, choice, function)
-        return kernel(*arrays, activation=self.activation, precision=self.precision)
+        return kernel(*arrays, activation=self.activation, precision=self.precision, **static)
 
     def times(self, x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
         """x (..., D) by that axis of a kernel."""
@@ -110,7 +110,8 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
         h = glu_xla.product(gate, up, activation=options.activation)
         return None, None, None, options.kernel_gradient(h, dy)
     # The order lets the gated product's array go first, then x. Where down_kernel is frozen, XLA alone leaves h out.
-    dgate, dup, h = options.run(options.backward, "gradients_and_product", dy, down_kernel, gate, up)
+    arrays, in_place = (dy, down_kernel, gate, up), options.recomputed
+    dgate, dup, h = options.run(options.backward, "gradients_and_product", *arrays, in_place=in_place)
     if by_down:
         ddown_kernel = options.kernel_gradient(h, dy)
         dgate, dup = options.after(ddown_kernel, dgate, dup)

@@ -183,13 +183,12 @@ def _work_of_a_layer(run: Run) -> int:
     """The backward of one layer: what it makes anew, and the gradients of that."""
     c, size = run.model.config, jnp.dtype(run.dtype).itemsize
     heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    f = c.intermediate_size
-    if run.target.platform == "gpu" and run.remat in ("full", "offload"):
-        f = (f + 1) // 2
-    everything = (7 if run.model.norms_results else 5) * c.hidden_size + 3 * f
-    everything += (3 if c.qk_norm else 2) * heads
-    gradients = 2 * f + 2 * c.hidden_size
-    return run.tokens * size * (everything + gradients - sum(_values_kept(run).values()))
+    everything = (7 if run.model.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
+    everything += 2 * c.hidden_size  # gradients
+    # Gate, up and their product, and two gradients; made again on a GPU, a half of them at a time, and in place.
+    in_halves = run.target.platform == "gpu" and run.remat in ("full", "offload")
+    everything += (3 * c.intermediate_size + 1) // 2 if in_halves else 5 * c.intermediate_size
+    return run.tokens * size * (everything - sum(_values_kept(run).values()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The gated feed-forward in Pallas Mosaic GPU (Hopper): what lies between its products is done in their epilogues.
 
 Forward, the product that makes up reads gate's tiles and writes up and the gated product. Backward, the product that
-makes dh, the gated product's gradient, reads gate's and up's tiles and writes their gradients over them, and the gated
-product: dh never reaches memory. Two warpgroups take tiles in turn, so that one's memory moves while the other
-multiplies.
+makes dh, the gated product's gradient, reads gate's and up's tiles and writes their gradients (over them, where they
+were made again) and the gated product: dh never reaches memory. Two warpgroups take tiles in turn, so that one's memory
+moves while the other multiplies.
 Memory passes saved: forward one read of up; backward one write and one read of dh.
 Rounding: glu/xla.py's formulas, whose dh is the float32 accumulator.
 """
@@ -124,15 +124,25 @@ def up_and_product(
 
 
 def gradients_and_product(
-    dy: jax.Array, down_kernel: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str, precision: Any
+    dy: jax.Array,
+    down_kernel: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: str,
+    precision: Any,
+    in_place: bool,
 ) -> tuple[jax.Array, ...]:
-    """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F)."""
+    """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F).
+
+    `in_place` the gradients are written over gate and up, which must be no loop's slices: see `_hopper.mapped`.
+    """
     del precision  # as above
 
     def formula(dh, gate, up):
         return xla.gradients_and_product(dh, gate, up, activation=activation)
 
     rows, *both = _as_rows(dy, gate, up)
-    in_place = _hopper.can_write_in_place(gate)
+    in_place = in_place and _hopper.can_write_in_place(gate)
     results = _product_with(rows, down_kernel, (1, 1), both, formula, "gated_mlp_gradients", in_place)
     return tuple(y.reshape(gate.shape) for y in results)

@@ -30,8 +30,10 @@ def gradients_and_product(
     *,
     activation: str,
     precision: Any,
+    in_place: bool,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F)."""
+    del in_place  # always
     dh = down_gradient(dy, down_kernel, precision)
     return glu.gradients_and_product(dh, gate, up, activation=activation, interpret=interpret)

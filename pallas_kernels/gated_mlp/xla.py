@@ -32,7 +32,15 @@ def down_gradient(dy: jax.Array, down_kernel: jax.Array, precision: Any) -> jax.
 
 
 def gradients_and_product(
-    dy: jax.Array, down_kernel: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str, precision: Any
+    dy: jax.Array,
+    down_kernel: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: str,
+    precision: Any,
+    in_place: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F)."""
+    del in_place  # the compiler's choice
     return glu.gradients_and_product(down_gradient(dy, down_kernel, precision), gate, up, activation=activation)
