@@ -185,8 +185,9 @@ def _work_of_a_layer(run: Run) -> int:
     heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
     everything = (7 if run.model.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
     everything += 2 * c.hidden_size  # gradients
-    # Gate, up and their product, and two gradients; made again on a GPU, a half of them at a time, and in place.
-    in_halves = run.target.platform == "gpu" and run.remat in ("full", "offload")
+    # Gate, up and their product, and two gradients. One GPU makes them again a half at a time, in place; between
+    # several XLA orders the halves anew, and holds both.
+    in_halves = run.target.platform == "gpu" and run.target.count == 1 and run.remat in ("full", "offload")
     everything += (3 * c.intermediate_size + 1) // 2 if in_halves else 5 * c.intermediate_size
     return run.tokens * size * (everything - sum(_values_kept(run).values()))
 
