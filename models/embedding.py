@@ -85,6 +85,8 @@ def _look_up_backward(dtype, residuals, cotangents):
     order, place, rows = _tokens(ids, len(dtable))
     dx = dx.reshape(-1, dx.shape[-1])[order].astype(jnp.float32)
     sums = remainder.at[place].add(dx, indices_are_sorted=True)
+    if dtable.dtype == jnp.float32:  # in one scatter: another (N, D) less than what follows
+        return dtable.at[rows].add(sums, mode="drop", **_ROWS), None
     sums += dtable.at[rows].get(mode="fill", fill_value=0, **_ROWS).astype(jnp.float32)
     return dtable.at[rows].set(sums.astype(dtable.dtype), mode="drop", **_ROWS), None
 
