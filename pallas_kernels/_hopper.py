@@ -19,7 +19,6 @@ ROW_LAYOUT, COLUMN_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)  # one number a r
 NUM_CORES = 132
 _SWIZZLE_BYTES = 128
 _is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
-_is_mapped = contextvars.ContextVar("is_mapped", default=False)
 
 
 def shared_tile(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -84,7 +83,10 @@ def launch(
     kernel = pl.kernel(run, out_type=list(out_types), mesh=mesh, compiler_params=params, name=name)
     if not in_place:
         return kernel(*operands)
-    return pl.run_state(lambda refs: kernel(*operands, *refs) and None)(tuple(in_place))
+    # In a loop over slices XLA (jaxlib 0.11.2) fuses a call with the slices that it takes, and with the places in whole
+    # arrays that its results go to. One that writes in place leaves those places as they were: barriers keep it apart.
+    operands, arrays = jax.lax.optimization_barrier((operands, tuple(in_place)))
+    return jax.lax.optimization_barrier(pl.run_state(lambda refs: kernel(*operands, *refs) and None)(arrays))
 
 
 def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -101,26 +103,12 @@ def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def can_write_in_place(x: jax.Array) -> bool:
     """Whether `launch` may change arrays that vary over the mesh as x does."""
-    return not (_is_mapped.get() or jax.typeof(x).manual_axis_type.varying)
+    return not jax.typeof(x).manual_axis_type.varying
 
 
 def can_add_in_place(x: jax.Array) -> bool:
     """Whether `store_tile` may add: JAX's interpreter has no copies that do."""
     return can_write_in_place(x) and not _is_interpreted.get()
-
-
-@contextlib.contextmanager
-def mapped(is_mapped: bool) -> Iterator[None]:
-    """Within it nothing is changed in place: a loop's slices go in, and results to their places in whole arrays.
-
-    XLA (jaxlib 0.11.2) fuses a call with the slices around it. One in place then writes over the slice that it reads,
-    and the results' places stay as they were.
-    """
-    token = _is_mapped.set(is_mapped)
-    try:
-        yield
-    finally:
-        _is_mapped.reset(token)
 
 
 @contextlib.contextmanager

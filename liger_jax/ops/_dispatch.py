@@ -172,30 +172,17 @@ def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str)
 
 @functools.cache
 def _mosaic_gpu(
-    kernel: Callable[..., Any], interpret: bool, options: tuple[tuple[str, Any], ...], is_mapped: bool = False
+    kernel: Callable[..., Any], interpret: bool, options: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
     """The kernel under jit, by which a model's layers share one: it takes half a second and more to lower.
 
     Simulated it is traced each time, for tests that change what it is traced for.
     """
 
-    @jax.custom_batching.custom_vmap
+    @jax.custom_batching.sequential_vmap  # these kernels have no batching rule
     def one(*arrays):
-        with _hopper.interpreter(interpret), _hopper.mapped(is_mapped):
+        with _hopper.interpreter(interpret):
             return kernel(*arrays, **dict(options))
-
-    @one.def_vmap
-    def one_by_one(axis_size, has_axis, *arrays):  # these kernels have no batching rule
-        of_loop = _mosaic_gpu(kernel, interpret, options, is_mapped=True)
-        leaves, tree = jax.tree.flatten(arrays)
-        has_axis = jax.tree.leaves(has_axis)
-
-        def call(own):
-            own = iter(own)
-            return of_loop(*tree.unflatten([next(own) if has else x for x, has in zip(leaves, has_axis, strict=True)]))
-
-        results = jax.lax.map(call, [x for x, has in zip(leaves, has_axis, strict=True) if has])
-        return results, jax.tree.map(lambda _: True, results)
 
     return one if interpret else jax.jit(one)
 

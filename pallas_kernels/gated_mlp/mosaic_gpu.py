@@ -135,7 +135,7 @@ def gradients_and_product(
 ) -> tuple[jax.Array, ...]:
     """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F).
 
-    `in_place` the gradients are written over gate and up, which must be no loop's slices: see `_hopper.mapped`.
+    `in_place` the gradients are written over gate and up.
     """
     del precision  # as above
 

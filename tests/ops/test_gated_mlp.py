@@ -85,9 +85,11 @@ def test_hopper_at_models_sizes(d, f, recomputed, hardware, hopper, rng):
     _oracle.check_half(make("silu", None, recomputed), plain, oracle, draw(rng, 8000, d=d, f=f, dtype="bfloat16"), rng)
 
 
-def test_hopper_maps_over_a_batch(hopper, rng):
+@keeping
+@pytest.mark.parametrize("loop", ["vmap", "map"])
+def test_hopper_maps_over_a_batch(loop, recomputed, hopper, rng):
     """As each element by itself, but for the order of sums that are rounded to bfloat16."""
-    op, batch = make("silu", hopper), 3
+    op, batch = make("silu", hopper, recomputed), 3
     xs, *kernels = draw(rng, batch, 72, d=64, f=64, dtype="bfloat16")
     (dy,) = normal(rng, xs.shape, dtype="bfloat16")
 
@@ -95,7 +97,11 @@ def test_hopper_maps_over_a_batch(hopper, rng):
         y, pullback = jax.vjp(function, xs, *kernels)
         return [y, *pullback(dy)]
 
-    mapped = jax.jit(lambda: run(jax.vmap(op, (0, None, None, None))))()
+    def over(xs, *kernels):
+        one = functools.partial(lambda kernels, x: op(x, *kernels), kernels)
+        return jax.vmap(one)(xs) if loop == "vmap" else jax.lax.map(one, xs)
+
+    mapped = jax.jit(lambda: run(over))()
     alone = jax.jit(lambda: run(lambda xs, *kernels: jnp.stack([op(x, *kernels) for x in xs])))()
     for found, expected in zip(mapped, alone, strict=True):
         assert _oracle.largest_error(found, expected) <= 2**-7

@@ -3,6 +3,8 @@
 On a Hopper GPU its kernels are compiled; on a CPU JAX simulates them, memory begins as NaN and races are errors.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,14 +159,25 @@ def test_large_and_equal_logits_neither_overflow_nor_vanish(hopper, mode):
     assert np.all(np.isfinite(np.asarray(grad, np.float32)))
 
 
-def test_vmap_equals_a_loop(hopper, mode, rng):
-    case, (hidden, weight, _) = rounded_case(rng, n=384, d=64, v=320)
-    labels = jnp.asarray(case.labels).reshape(3, 128)
-    hidden = hidden.reshape(3, 128, 64)
-    step = jax.value_and_grad(lambda h, y: fused_linear_cross_entropy(h, weight, y, mode=mode, implementation=hopper))
-    mapped, looped = jax.vmap(step)(hidden, labels), [step(h, y) for h, y in zip(hidden, labels, strict=True)]
-    for i, (loss, grad) in enumerate(looped):  # XLA sums the losses in another order
-        assert relative_error(mapped[0][i], loss) < 1e-6 and relative_error(mapped[1][i], grad) < 1e-2
+@pytest.mark.parametrize("loop", ["vmap", "map"])
+def test_heads_in_a_loop_equal_each_by_itself(loop, hopper, mode, rng):
+    cases = [rounded_case(rng, n=128, d=64, v=320) for _ in range(3)]
+    heads = [(hidden, weight, jnp.asarray(case.labels)) for case, (hidden, weight, _) in cases]
+
+    def step(head):
+        def loss(hidden, weight):
+            return fused_linear_cross_entropy(
+                hidden, weight, head[2], mode=mode, chunk_size=64 if mode == "fast" else None, implementation=hopper
+            )
+
+        return jax.value_and_grad(loss, (0, 1))(*head[:2])
+
+    over = jax.vmap(step) if loop == "vmap" else functools.partial(jax.lax.map, step)
+    found = jax.jit(over)(jax.tree.map(lambda *own: jnp.stack(own), *heads))
+    expected = jax.tree.map(lambda *own: jnp.stack(own), *map(step, heads))
+    for ours, alone in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert ours.shape == alone.shape
+        assert all(relative_error(*pair) < 1e-2 for pair in zip(ours, alone, strict=True))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
