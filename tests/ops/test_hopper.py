@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from liger_jax import fused_linear_cross_entropy
+from liger_jax.pallas_kernels._hopper_product import Tiles
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error
 
 BF16 = jnp.bfloat16
@@ -78,6 +80,12 @@ def test_values_and_gradients(hopper, mode, sizes, weight_dtype, options, chunk_
     ):
         assert grad.dtype == plain_grad.dtype
         assert rms_error(grad, truth_grad) <= 1.5 * rms_error(plain_grad, truth_grad) + 1e-6 * (1 + abs(truth))
+
+
+def test_tiles_that_warpgroups_share(hopper, mode, rng, monkeypatch):
+    """As those of wide hidden states, which are too much for an interpreter."""
+    monkeypatch.setattr(config, "mosaic_gpu_tiles", lambda *_: Tiles(columns=256))
+    test_values_and_gradients(hopper, mode, SMALL, BF16, EVERYTHING, 128, rng)
 
 
 def test_weight_layouts_agree(hopper, mode, rng):
