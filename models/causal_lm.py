@@ -349,6 +349,7 @@ class CausalLM(nnx.Module):
             hidden.dtype,
             weight_dtype=head.dtype,
             is_copied=not kernels.batch_axes and self.head.dtype != hidden.dtype,
+            is_widened=self.head.dtype != head.dtype,
             implementation=kernels.implementation,
             device=_dispatch.device_of(hidden, head),
         )

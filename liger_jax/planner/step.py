@@ -102,8 +102,11 @@ class Run:
             What `plan_fused_linear_cross_entropy` returns.
         """
         config, options = self.model.config, dict(weight_dtype=self.head_dtype, device=self.target.description)
-        is_copied = self.target.count == 1 and self.param_dtype != self.dtype
-        budget = loss_budget_bytes(self.remat, config, self.tokens, self.dtype, is_copied=is_copied, **options)
+        kinds = dict(
+            is_copied=self.target.count == 1 and self.param_dtype != self.dtype,
+            is_widened=self.head_dtype != self.param_dtype,
+        )
+        budget = loss_budget_bytes(self.remat, config, self.tokens, self.dtype, **kinds, **options)
         return plan_fused_linear_cross_entropy(
             self.tokens,
             config.hidden_size,

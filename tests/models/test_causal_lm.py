@@ -96,6 +96,30 @@ def test_the_bound_is_a_layers_memory_or_what_the_lean_loss_needs():
     assert bound(1, jnp.float32) == lean.extra_bytes
 
 
+def test_beside_kept_layers_a_float32_gradient_of_the_head_is_not_made_in_one_chunk():
+    config = LlamaConfig(vocab_size=151936, hidden_size=896, intermediate_size=4864)
+    plan = functools.partial(ops.plan_fused_linear_cross_entropy, d=896, v=151936, weight_dtype=jnp.float32)
+
+    def plans(tokens, is_widened=True, device=H200):
+        """The fused loss's without the bound, and with it."""
+        bound = loss_budget_bytes(
+            "none", config, tokens, jnp.bfloat16, weight_dtype=jnp.float32, is_widened=is_widened, device=device
+        )
+        return plan(tokens, device=device), plan(tokens, memory_budget_bytes=bound, device=device)
+
+    free, bounded = plans(4096)
+    assert free.chunk_size == 4096 and bounded.mode == "fast" and bounded.chunk_size == 2048
+    assert bounded.extra_bytes < free.extra_bytes - 300 * 2**20
+    for tokens, options in (
+        (1024, {}),  # smaller chunks would be slow
+        (16384, {}),  # of which a chunk is a part anyway
+        (4096, dict(is_widened=False)),
+        (4096, dict(device=AbstractDevice("NVIDIA A100", 108, "gpu"))),  # others sum in float32 in any case
+    ):
+        free, bounded = plans(tokens, **options)
+        assert free == bounded
+
+
 @pytest.mark.parametrize("head", first(2, [(128264, None), (128256, 100.0), (128256, None), (50257, 30.0)]), ids=str)
 @pytest.mark.parametrize("param_dtype", first(1, [jnp.bfloat16, jnp.float32]))
 @pytest.mark.parametrize("tokens", first(1, [(1, 1), (2, 50), (8, 2048)]))
