@@ -91,10 +91,9 @@ def loss_budget_bytes(
     )
     if remat == "none":
         freely = plan()
-        if (freely.implementation, freely.mode) != ("mosaic_gpu", "fast") or freely.chunk_size < tokens:
-            return None
         chunked = plan(device_memory_bytes=SHARE_OF_MEMORY * (freely.extra_bytes - 1))
-        return chunked.extra_bytes if chunked.mode == "fast" and chunked.chunk_size >= 2048 else None
+        helps = freely.chunk_size >= tokens and chunked.mode == "fast" and chunked.chunk_size >= 2048
+        return chunked.extra_bytes if helps else None
     of_a_layer = tokens * (5 * config.hidden_size + 3 * config.intermediate_size) * itemsize
     allowed = of_a_layer + is_copied * config.vocab_size * config.hidden_size * itemsize
     return max(allowed, plan(device_memory_bytes=SHARE_OF_MEMORY * allowed).extra_bytes)

@@ -11,9 +11,17 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import ops
-from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, Gemma3TextConfig, KernelOptions, LlamaConfig
+from liger_jax.models import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3TextConfig,
+    KernelOptions,
+    LlamaConfig,
+    Qwen2ForCausalLM,
+)
 from liger_jax.models.remat import loss_budget_bytes
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from liger_jax.planner.planning import make_run
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
 from tests.ops._oracle import first
 
@@ -111,13 +119,30 @@ def test_beside_kept_layers_a_float32_gradient_of_the_head_is_not_made_in_one_ch
     assert free.chunk_size == 4096 and bounded.mode == "fast" and bounded.chunk_size == 2048
     assert bounded.extra_bytes < free.extra_bytes - 300 * 2**20
     for tokens, options in (
-        (1024, {}),  # smaller chunks would be slow
+        (1024, {}),  # only the lean mode is smaller
+        (2048, {}),  # chunks of 1,024 would be slow
         (16384, {}),  # of which a chunk is a part anyway
         (4096, dict(is_widened=False)),
-        (4096, dict(device=AbstractDevice("NVIDIA A100", 108, "gpu"))),  # others sum in float32 in any case
+        (4096, dict(device=AbstractDevice("NVIDIA A100", 108, "gpu"))),
     ):
         free, bounded = plans(tokens, **options)
         assert free == bounded
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_model_and_planner_give_the_loss_the_same_bound(is_tied, budgets):
+    run = make_run("qwen2-0.5b", batch=8, seq=512, device="h200", param_dtype="bfloat16", remat="none")
+    config = dataclasses.replace(run.model.config, tie_word_embeddings=is_tied)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, config=config))
+    create = lambda: Qwen2ForCausalLM(
+        config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, remat="none"
+    )
+    graph, params = nnx.split(nnx.eval_shape(create))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=H200)):
+        ids = jax.ShapeDtypeStruct((8, 512), jnp.int32)
+        jax.eval_shape(lambda params, ids: nnx.merge(graph, params)(ids, labels=ids).loss, params, ids)
+    assert run.loss_plan().chunk_size == (2048 if is_tied else 4096)
+    assert budgets == [run.loss_plan().extra_bytes if is_tied else None]
 
 
 @pytest.mark.parametrize("head", first(2, [(128264, None), (128256, 100.0), (128256, None), (50257, 30.0)]), ids=str)
