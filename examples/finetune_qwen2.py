@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import glob
 import importlib
-import shutil
 from pathlib import Path
 
 import jax
@@ -61,8 +60,7 @@ def main(argv: list[str] | None = None) -> None:
             if len(log["loss"]) % args.every == 0:
                 checkpoints.save(len(log["loss"]), state, log)
     checkpoints.save(len(log["loss"]), state, log)
-    nnx.merge(graph, state[0]).save_pretrained(out / "model")
-    shutil.copy(folder / TOKENIZER, out / "model")
+    nnx.merge(graph, state[0]).save_pretrained(out / "model", tokenizer_from=folder)
     print(f"{len(log['loss'])} steps; loss {log['loss'][0]:.3f} → {log['loss'][-1]:.3f}; model in {out / 'model'}")
 
 
