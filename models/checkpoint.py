@@ -59,9 +59,9 @@ def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
         ImportError: it may be an id, and huggingface_hub is not installed.
     """
     folder, name = pathlib.Path(path_or_id), os.fspath(path_or_id)
-    if os.path.isdir(folder):
+    if os.path.isdir(name):  # "" is not the current folder, as it is for pathlib
         return folder
-    if os.path.exists(folder):
+    if os.path.exists(name):
         raise FileNotFoundError(f"from_pretrained: {name!r} is a file. Pass the folder that holds its {CONFIG}.")
     if not _may_be_id(name):
         raise FileNotFoundError(f"from_pretrained: no such folder: {name!r}. (An id has the form 'org/name'.)")

@@ -4,6 +4,8 @@ import dataclasses
 import fnmatch
 import functools
 import json
+import re
+import shutil
 import sys
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from huggingface_hub.errors import LocalEntryNotFoundError
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
@@ -298,21 +301,46 @@ def test_a_save_that_fails_leaves_the_earlier_model_and_nothing_else(folder, mon
     assert_equal_models(LlamaForCausalLM.from_pretrained(folder), before)
 
 
-def test_an_id_fetches_the_model_s_own_files_only(folder, monkeypatch):
+def test_an_id_fetches_the_model_s_and_the_tokenizer_s_files_only(folder, monkeypatch):
     fetched = {}
     fetch = lambda name, allow_patterns: fetched.update(name=name, patterns=allow_patterns) or str(folder)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     LlamaForCausalLM.from_pretrained("org/name")
     takes = lambda path: any(fnmatch.fnmatch(path, pattern) for pattern in fetched["patterns"])
     assert fetched["name"] == "org/name"
-    wanted = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
-    assert all(map(takes, wanted))
+    weights = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    others = ("config.json", "generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja")
+    assert all(map(takes, weights + others))
     assert not any(map(takes, ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin")))
 
 
 def test_an_id_without_huggingface_hub_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match="'org/name' is no folder here, .* pip install huggingface_hub"):
+        LlamaForCausalLM.from_pretrained("org/name")
+
+
+@pytest.mark.parametrize(
+    "path", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "here/nowhere", "gone/", "a/config.json", "", "a b/c"]
+)
+def test_a_path_without_a_folder_is_no_id(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    fetch = lambda *_, **__: pytest.fail("the hub was asked")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(FileNotFoundError, match=f"no such folder: '{re.escape(path)}'"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_file_is_no_folder_and_an_unknown_id_no_model(folder, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="config.json' is a file. Pass the folder that holds its config.json"):
+        LlamaForCausalLM.from_pretrained(folder / "config.json")
+
+    def fetch(name, allow_patterns):
+        raise LocalEntryNotFoundError("the hub's own words")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(FileNotFoundError, match="no such folder: 'org/name', and .* that id: the hub's own words"):
         LlamaForCausalLM.from_pretrained("org/name")
 
 
@@ -370,3 +398,112 @@ def test_absent_files_are_named(folder, tmp_path):
         LlamaForCausalLM.from_pretrained("./nowhere")
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be positive"):
         make_model().save_pretrained(tmp_path, max_shard_bytes=0)
+
+
+# --- damaged and hostile files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..\\x.safetensors", "c:x.safetensors", "x.bin"]
+    + ["..", "", ".safetensors", "x.safetensors\n", None, 3, ["x.safetensors"]],
+    ids=repr,
+)
+def test_an_index_names_files_of_its_folder_only(entry, folder):
+    shutil.copy(folder / "model.safetensors", folder.parent / "x.safetensors")
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    index = {"weight_map": {"model.norm.weight": "one.safetensors", "lm_head.weight": entry}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="index.json: the file of 'lm_head.weight' is .*, and must be the name of a"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_the_hub_s_cache_of_links_is_read(tmp_path):
+    make_model().save_pretrained(tmp_path / "blobs", max_shard_bytes=20_000)
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for i, path in enumerate(sorted((tmp_path / "blobs").iterdir())):
+        path.rename(tmp_path / "blobs" / str(i))  # as there, where a blob is named by its digest
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
+    assert_equal_models(LlamaForCausalLM.from_pretrained(snapshot), make_model())
+
+
+JSON = {
+    b"[]": "must hold a JSON object, and holds ..",
+    b"3": "must hold a JSON object, and holds 3",
+    b"": "is no JSON that can be read: Expecting value",
+    b'{"weight_map": ': "is no JSON that can be read: Expecting value",
+    b"\xff": "is no JSON that can be read: 'utf-8' codec",
+    b"[" * 100_000: "is no JSON that can be read: maximum recursion",
+    b'{"weight_map": ' + b"1" * 5000 + b"}": "is no JSON that can be read: Exceeds the limit",
+}
+INDICES = {
+    b"{}": "weight_map must be an object of tensors and files, and is None",
+    b'{"weight_map": null}': "weight_map must be an object of tensors and files, and is None",
+    b'{"weight_map": {}}': "weight_map must be an object of tensors and files, and is {}",
+    b'{"weight_map": ["x"]}': "weight_map must be an object of tensors and files, and is .'x'.",
+}
+
+
+@pytest.mark.parametrize("content", [*JSON, *INDICES], ids=lambda content: content[:20].decode("latin1"))
+def test_a_damaged_index_is_named(content, folder):
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"model.safetensors.index.json:? {(JSON | INDICES)[content]}"):
+        LlamaForCausalLM.from_pretrained(folder)
+    make_model().save_pretrained(folder)  # which mends the folder
+    LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", JSON, ids=lambda content: content[:20].decode("latin1"))
+def test_damaged_json_is_named(name, content, folder):
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} {JSON[content]}"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_text_config_and_a_model_type_of_the_wrong_kind_are_refused(folder):
+    (folder / "config.json").write_text('{"text_config": 3}')
+    with pytest.raises(ValueError, match="config.json: text_config must be an object, and is 3"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": ["llama"]}')
+    with pytest.raises(ValueError, match=r"model_type=\['llama'\] in"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "config.json").write_text('{"dtype": "int8"}')
+    with pytest.raises(ValueError, match="config.json: dtype='int8' must be one of .'float32', 'bfloat16'"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def header(tensors):
+    text = json.dumps({name: dict(dtype="F32", shape=[2], data_offsets=place) for name, place in tensors.items()})
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+@pytest.mark.parametrize(
+    ["damage", "reason"],
+    [
+        (lambda whole: b"", "header too small"),
+        (lambda whole: whole[:-1], "incomplete metadata, file not fully covered"),
+        (lambda whole: whole + b"0", "incomplete metadata, file not fully covered"),
+        (lambda whole: whole[:100], "header too large|invalid header length"),
+        (lambda whole: b"\xff" * 200, "header too large"),
+        (lambda whole: header({"a": (0, 8), "b": (4, 12)}) + b"0" * 12, "invalid offset for tensor `b`"),
+    ],
+    ids=["empty", "truncated", "longer", "cut in its header", "garbage", "overlapping"],
+)
+def test_damaged_safetensors_are_named_with_the_reason(damage, reason, tmp_path):
+    make_model().save_pretrained(tmp_path, max_shard_bytes=20_000)
+    path = sorted(tmp_path.glob("*.safetensors"))[-1]
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{path.name} is damaged, or no safetensors file: .*({reason})"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_, jnp.float8_e4m3fn])
+def test_tensors_that_are_no_floats_are_refused_by_name_and_dtype(dtype, folder):
+    names = {"int64": "I64", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3"}
+    norm = {"model.norm.weight": np.ones(CONFIG.hidden_size, dtype)}
+    change(folder, lambda tensors: tensors.update(norm))
+    with pytest.raises(ValueError, match=f"dtypes: model.norm.weight {names[np.dtype(dtype).name]}, expected one of"):
+        LlamaForCausalLM.from_pretrained(folder)

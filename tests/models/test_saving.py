@@ -1,6 +1,7 @@
 """Saving over a checkpoint: whatever moment it is killed at, a model is there, and never a mixture of two."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -207,6 +208,26 @@ def test_a_first_save_that_is_killed_leaves_no_model_or_a_whole_one(num_shards, 
         assert_nothing_else_is_there(folder, num_shards)
     assert all("has no config.json" in message for message in messages)
     assert "since the first save into it was cut off. Save the model again" in messages[-1]
+
+
+def test_a_model_with_another_config_is_read_whole_or_not_at_all(killer, tmp_path):
+    old = make_model()
+    new = make_model(dataclasses.replace(CONFIG, rope_theta=500.0), seed=1)  # of the same shapes
+    old.save_pretrained(tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "whole")
+    found = []
+    for at in range(0, killer.run(-1, new.save_pretrained, tmp_path / "whole"), 3):
+        folder = shutil.copytree(tmp_path / "old", tmp_path / str(at))
+        killer.run(at, new.save_pretrained, folder)
+        try:
+            model = LlamaForCausalLM.from_pretrained(folder)
+        except FileNotFoundError as error:
+            assert re.search("has no config.json, since a save into it was cut off. Save .* or move the", str(error))
+            found.append("none")
+        else:
+            of = {"old": old, "new": new}
+            found.append(next(name for name in of if model.config == of[name].config and is_equal(model, of[name])))
+    assert list(dict.fromkeys(found)) == ["old", "none", "new"]
 
 
 CHILD = """
