@@ -41,7 +41,7 @@ class AutoModelForCausalLM:
         """
         folder = checkpoint.find(path_or_id)
         model_type = checkpoint.read_config(folder).get("model_type")
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
+        if model_type not in FAMILIES:
             raise ValueError(
                 f"AutoModelForCausalLM: model_type={model_type!r} in {folder} must be one of {sorted(FAMILIES)}."
             )

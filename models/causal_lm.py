@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Num
 from liger_jax import ops
 from liger_jax.losses import shifted_labels
 from liger_jax.losses._language_model import IGNORE
-from liger_jax.models import arguments, checkpoint, config_json, plain, saving, weights
+from liger_jax.models import arguments, checkpoint, config_in_files, config_json, plain, saving, weights
 from liger_jax.models.cache import KVCache, empty_cache
 from liger_jax.models.common import CausalLMOutput, KernelOptions
 from liger_jax.models.decoder import Decoder
@@ -28,7 +28,6 @@ from liger_jax.ops import LossMetrics, _dispatch
 from liger_jax.ops._loss import as_labels
 
 Model = TypeVar("Model", bound="CausalLM")
-_DTYPES = ("float32", "bfloat16", "float16", "float64")  # that config.json may name
 
 
 class CausalLM(nnx.Module):
@@ -120,13 +119,14 @@ class CausalLM(nnx.Module):
             FileNotFoundError: no such folder, or no config.json or safetensors in it. Pickled weights are not read.
                 Where a save was cut off, the message says how the folder is mended.
             ValueError: config.json, generation_config.json, the index or a safetensors file is damaged; the index names
-                what is no safetensors file of the folder; fields of config.json that the model does not support; or
-                tensors that are missing, left over, of another shape or no floats: all of them are listed. Or
-                `partition_specs` do not fit the parameters.
+                what is no safetensors file of the folder; config.json has fields that the model does not support, or
+                another number of layers or tokens than the tensors; or tensors are missing, left over, of another shape
+                or no floats. All of these are listed. Or `partition_specs` do not fit the parameters.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
         folder = checkpoint.find(path_or_id)
         config, stored_dtype, kept = cls._described(folder)
+        config_in_files.check(config, weights.shapes(folder), folder)
         param_dtype = jnp.dtype(stored_dtype if param_dtype is None else param_dtype)
         make = lambda: cls(
             config,
@@ -202,11 +202,9 @@ class CausalLM(nnx.Module):
     @classmethod
     def _described(cls, folder: pathlib.Path) -> tuple[Any, str, checkpoint.Kept]:
         """What a folder's JSON files say: the config, the dtype of the weights, and what is to be kept."""
-        values = checkpoint.read_config(folder)
-        config: Any = config_json.read(values, cls.config_type, cls.config_fixed)
-        dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
-        if dtype not in _DTYPES:
-            raise ValueError(f"{folder / checkpoint.CONFIG}: dtype={dtype!r} must be one of {_DTYPES}.")
+        values, path = checkpoint.read_config(folder), folder / checkpoint.CONFIG
+        config: Any = config_json.read(values, cls.config_type, cls.config_fixed, path)
+        dtype = config_json.dtype_of(values, path)
         own = config_json.write(config, cls.config_fixed, cls.__name__, dtype)
         return config, dtype, checkpoint.kept_of(folder, values, own)
 

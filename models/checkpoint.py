@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from liger_jax.models import config_json
+from liger_jax.models.config_fields import short
+
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER = (
@@ -125,18 +128,16 @@ def files_that_complete(folder: pathlib.Path) -> pathlib.Path | None:
 def config_values(path: pathlib.Path) -> dict[str, Any]:
     """A config.json, whatever its file's name; of a multimodal model what it says of the language part.
 
+    The ids of tokens are the whole model's, where it says any.
+
     Raises:
-        ValueError: the file holds no JSON object, or its `text_config` is none.
+        ValueError: it is damaged (`config_json.load`, `config_json.language_part`).
     """
-    values = json_object(path)
-    if "text_config" not in values:
-        return values
-    text = values["text_config"]
-    if not isinstance(text, dict):
-        raise ValueError(f"{path}: text_config must be an object, and is {_short(text)}.")
-    shared = {name: values[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in values}
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")  # what a model's own part says of these gives way
-    return shared | text | {name: values[name] for name in ids if values.get(name) is not None}
+    values = config_json.load(path)
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return config_json.language_part(values, path) | {
+        name: values[name] for name in ids if values.get(name) is not None
+    }
 
 
 def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str]) -> Kept:
@@ -155,8 +156,8 @@ def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str])
     _check_stops(folder / CONFIG, left)
     path, generation = folder / GENERATION, None
     if path.is_file():
-        _check_stops(path, json_object(path))
-        generation = path.read_bytes().decode("utf8")
+        _check_stops(path, config_json.load(path))
+        generation = path.read_bytes().decode("utf8")  # its line ends, too
     return Kept(json.dumps(left), generation)
 
 
@@ -181,22 +182,7 @@ def _check_stops(path, values):
     stops = values.get("eos_token_id")
     stops_list = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if any(type(stop) is not int for stop in stops_list):
-        raise ValueError(f"{path}: eos_token_id must be a token's number or a list of them, and is {_short(stops)}.")
-
-
-def json_object(path: pathlib.Path) -> dict[str, Any]:
-    """A file's JSON.
-
-    Raises:
-        ValueError: it is no object, or no JSON.
-    """
-    try:
-        values = json.loads(path.read_bytes().decode("utf8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON that can be read: {error}.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, and holds {_short(values)}.")
-    return values
+        raise ValueError(f"{path}: eos_token_id must be a token's number or a list of them, and is {short(stops)}.")
 
 
 def weight_files(folder: pathlib.Path) -> list[str]:
@@ -212,18 +198,13 @@ def weight_files(folder: pathlib.Path) -> list[str]:
     path = folder / INDEX
     if not path.is_file():
         return []
-    weight_map = json_object(path).get("weight_map")
+    weight_map = config_json.load(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{path}: weight_map must be an object of tensors and files, and is {_short(weight_map)}.")
+        raise ValueError(f"{path}: weight_map must be an object of tensors and files, and is {short(weight_map)}.")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", name):
             raise ValueError(
-                f"{path}: the file of {_short(tensor)} is {_short(name)}, and must be the name of a .safetensors file "
+                f"{path}: the file of {short(tensor)} is {short(name)}, and must be the name of a .safetensors file "
                 "in this folder, without a path."
             )
     return sorted(set(weight_map.values()))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -60,6 +60,13 @@ def tensors_of(path: tuple[Any, ...], parameter: Any) -> Tensors:
     return Tensors(names, transposed, stacked)
 
 
+def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
+    """By a tensor's name in a language model, its shape in the files."""
+    with contextlib.ExitStack() as stack:
+        places = _places(folder, stack)
+        return {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in places.items()}
+
+
 def read(
     folder: pathlib.Path, graphdef: Any, state: Any, *, shardings: Any = None, ignored: tuple[str, ...] = ()
 ) -> Any:
