@@ -21,18 +21,18 @@ from benchmarks import _copy_speed, _measure
 from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.norms import WIDTHS
 from liger_jax.ops._dispatch import is_hopper
-from liger_jax.pallas_kernels._rows import config
-from liger_jax.pallas_kernels._rows.config import MosaicGpuConfig, TritonConfig
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_gpu as fused_mosaic_gpu
 from liger_jax.pallas_kernels.fused_add_rms_norm import triton as fused_triton
-from liger_jax.pallas_kernels.fused_add_rms_norm import xla as fused_xla
 from liger_jax.pallas_kernels.layer_norm import mosaic_gpu as layer_mosaic_gpu
 from liger_jax.pallas_kernels.layer_norm import triton as layer_triton
-from liger_jax.pallas_kernels.layer_norm import xla as layer_xla
+from liger_jax.pallas_kernels.norms import fused_add_rms_norm as fused_xla
+from liger_jax.pallas_kernels.norms import layer_norm as layer_xla
+from liger_jax.pallas_kernels.norms import rms_norm as rms_xla
+from liger_jax.pallas_kernels.norms import tiles_triton as config
+from liger_jax.pallas_kernels.norms.tiles_triton import MosaicGpuConfig, TritonConfig
 from liger_jax.pallas_kernels.rms_norm import mosaic_gpu as rms_mosaic_gpu
 from liger_jax.pallas_kernels.rms_norm import triton as rms_triton
-from liger_jax.pallas_kernels.rms_norm import xla as rms_xla
 
 ROWS = 16384
 HOPPER = "Mosaic GPU"

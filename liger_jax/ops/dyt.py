@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.dyt import mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.dyt import mosaic_tpu, triton
+from liger_jax.pallas_kernels.norms import dyt as xla
 
 _OP = "dyt"
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}

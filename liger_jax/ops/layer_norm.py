@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
-from liger_jax.pallas_kernels.layer_norm import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.layer_norm import mosaic_gpu, mosaic_tpu, triton
+from liger_jax.pallas_kernels.norms import layer_norm as xla
 
 _OP = "layer_norm"
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}

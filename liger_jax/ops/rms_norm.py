@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
-from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.norms import rms_norm as xla
+from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, mosaic_tpu, triton
 
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}

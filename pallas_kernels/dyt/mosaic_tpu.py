@@ -6,8 +6,8 @@ one write, which XLA may fuse into its neighbours and a kernel cannot. Not measu
 
 import functools
 
-from liger_jax.pallas_kernels._rows import mosaic_tpu
-from liger_jax.pallas_kernels.dyt import xla
+from liger_jax.pallas_kernels.norms import dyt as xla
+from liger_jax.pallas_kernels.norms import run_mosaic_tpu as mosaic_tpu
 
 unsupported = mosaic_tpu.unsupported
 forward = functools.partial(xla.forward, run=mosaic_tpu.run)

@@ -6,8 +6,8 @@ one write, which XLA may fuse into its neighbours and a kernel cannot. Not measu
 
 import functools
 
-from liger_jax.pallas_kernels._rows import triton
-from liger_jax.pallas_kernels.dyt import xla
+from liger_jax.pallas_kernels.norms import dyt as xla
+from liger_jax.pallas_kernels.norms import run_triton as triton
 
 unsupported = triton.unsupported
 forward = functools.partial(xla.forward, run=triton.run)

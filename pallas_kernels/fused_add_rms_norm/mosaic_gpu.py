@@ -8,8 +8,8 @@ Triton), backward 90 to 100 from 2,048 on (benchmarks/results/row_tiles.md).
 
 import functools
 
-from liger_jax.pallas_kernels._rows import mosaic_gpu
-from liger_jax.pallas_kernels.fused_add_rms_norm import xla
+from liger_jax.pallas_kernels.norms import fused_add_rms_norm as xla
+from liger_jax.pallas_kernels.norms import run_mosaic_gpu as mosaic_gpu
 
 unsupported = mosaic_gpu.unsupported
 forward = functools.partial(xla.forward, run=mosaic_gpu.run)

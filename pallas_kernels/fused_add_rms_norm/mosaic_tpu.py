@@ -7,8 +7,8 @@ no speed is claimed.
 
 import functools
 
-from liger_jax.pallas_kernels._rows import mosaic_tpu
-from liger_jax.pallas_kernels.fused_add_rms_norm import xla
+from liger_jax.pallas_kernels.norms import fused_add_rms_norm as xla
+from liger_jax.pallas_kernels.norms import run_mosaic_tpu as mosaic_tpu
 
 unsupported = mosaic_tpu.unsupported
 forward = functools.partial(xla.forward, run=mosaic_tpu.run)

@@ -2,7 +2,7 @@
 
 import jax
 
-from liger_jax.pallas_kernels.rms_norm import reference
+from liger_jax.pallas_kernels.norms import reference
 
 
 def fused_add_rms_norm(

@@ -7,8 +7,8 @@ sum and of both cotangents and one write of their common gradient, with dscale s
 
 import functools
 
-from liger_jax.pallas_kernels._rows import triton
-from liger_jax.pallas_kernels.fused_add_rms_norm import xla
+from liger_jax.pallas_kernels.norms import fused_add_rms_norm as xla
+from liger_jax.pallas_kernels.norms import run_triton as triton
 
 unsupported = triton.unsupported
 forward = functools.partial(xla.forward, run=triton.run)

@@ -8,8 +8,8 @@ columns and 91 at 18,432 (narrower rows are faster in Triton), backward 80 to 92
 
 import functools
 
-from liger_jax.pallas_kernels._rows import mosaic_gpu
-from liger_jax.pallas_kernels.layer_norm import xla
+from liger_jax.pallas_kernels.norms import layer_norm as xla
+from liger_jax.pallas_kernels.norms import run_mosaic_gpu as mosaic_gpu
 
 unsupported = mosaic_gpu.unsupported
 forward = functools.partial(xla.forward, run=mosaic_gpu.run)

@@ -6,8 +6,8 @@ summed on the way. Not measured on a TPU: no speed is claimed.
 
 import functools
 
-from liger_jax.pallas_kernels._rows import mosaic_tpu
-from liger_jax.pallas_kernels.layer_norm import xla
+from liger_jax.pallas_kernels.norms import layer_norm as xla
+from liger_jax.pallas_kernels.norms import run_mosaic_tpu as mosaic_tpu
 
 unsupported = mosaic_tpu.unsupported
 forward = functools.partial(xla.forward, run=mosaic_tpu.run)

@@ -7,8 +7,8 @@ columns (benchmarks/results/row_tiles.md).
 
 import functools
 
-from liger_jax.pallas_kernels._rows import triton
-from liger_jax.pallas_kernels.layer_norm import xla
+from liger_jax.pallas_kernels.norms import layer_norm as xla
+from liger_jax.pallas_kernels.norms import run_triton as triton
 
 unsupported = triton.unsupported
 forward = functools.partial(xla.forward, run=triton.run)

@@ -6,8 +6,8 @@ VMEM, where XLA may read x and dy a second time for it. Not measured on a TPU: n
 
 import functools
 
-from liger_jax.pallas_kernels._rows import mosaic_tpu
-from liger_jax.pallas_kernels.rms_norm import xla
+from liger_jax.pallas_kernels.norms import rms_norm as xla
+from liger_jax.pallas_kernels.norms import run_mosaic_tpu as mosaic_tpu
 
 unsupported = mosaic_tpu.unsupported
 forward = functools.partial(xla.forward, run=mosaic_tpu.run)

@@ -7,8 +7,8 @@ to 90 % and 80 at 896 columns; 85 and 61 % at 18,432 (benchmarks/results/row_til
 
 import functools
 
-from liger_jax.pallas_kernels._rows import triton
-from liger_jax.pallas_kernels.rms_norm import xla
+from liger_jax.pallas_kernels.norms import rms_norm as xla
+from liger_jax.pallas_kernels.norms import run_triton as triton
 
 unsupported = triton.unsupported
 forward = functools.partial(xla.forward, run=triton.run)

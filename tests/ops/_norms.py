@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from liger_jax.pallas_kernels._rows import config
+from liger_jax.pallas_kernels.norms import tiles_triton as config
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 

@@ -11,7 +11,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from liger_jax import fused_linear_cross_entropy, geglu, layer_norm, rms_norm
 from liger_jax.ops import _dispatch, _mesh, _rows
-from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, triton, xla
+from liger_jax.pallas_kernels.norms import rms_norm as xla
+from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, triton
 from tests.ops import _oracle
 
 CPU = jax.devices("cpu")[0]

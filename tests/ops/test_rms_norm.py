@@ -8,7 +8,7 @@ import pytest
 
 from liger_jax import fused_add_rms_norm, rms_norm
 from liger_jax.pallas_kernels.fused_add_rms_norm import reference as fused_reference
-from liger_jax.pallas_kernels.rms_norm import reference
+from liger_jax.pallas_kernels.norms import reference
 from tests.ops import _norms, _oracle
 from tests.ops._oracle import normal
 

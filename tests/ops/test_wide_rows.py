@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._rows import config, mosaic_gpu
 from liger_jax.pallas_kernels.layer_norm import mosaic_gpu as layer_norm
+from liger_jax.pallas_kernels.norms import run_mosaic_gpu as mosaic_gpu
+from liger_jax.pallas_kernels.norms import tiles_triton as config
 from liger_jax.pallas_kernels.rms_norm import mosaic_gpu as rms_norm
 from tests.ops import _oracle, test_layer_norm, test_rms_norm
 from tests.ops._oracle import normal

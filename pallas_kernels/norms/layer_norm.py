@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import jax
 
-from liger_jax.pallas_kernels._rows import xla
-from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
-from liger_jax.pallas_kernels.rms_norm.xla import reciprocal_root, scaled, shrunk_squares, squares
+from liger_jax.pallas_kernels.norms import run_xla as xla
+from liger_jax.pallas_kernels.norms.rms_norm import reciprocal_root, scaled, shrunk_squares, squares
+from liger_jax.pallas_kernels.norms.run_xla import RowPass, Terms, wide
 
 unsupported = xla.unsupported
 

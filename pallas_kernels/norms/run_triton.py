@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._contraction import contracted
-from liger_jax.pallas_kernels._rows import config
-from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
 from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, split, with_absent
+from liger_jax.pallas_kernels.norms import tiles_triton as config
+from liger_jax.pallas_kernels.norms.run_xla import RowPass, Terms
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:

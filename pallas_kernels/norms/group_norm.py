@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import jax
 
-from liger_jax.pallas_kernels._rows import xla
-from liger_jax.pallas_kernels.layer_norm.xla import forward_pass, gradient_pass
+from liger_jax.pallas_kernels.norms import run_xla as xla
+from liger_jax.pallas_kernels.norms.layer_norm import forward_pass, gradient_pass
 
 unsupported = xla.unsupported
 

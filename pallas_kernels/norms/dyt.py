@@ -8,9 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._rows import xla
-from liger_jax.pallas_kernels._rows.xla import RowPass, wide
-from liger_jax.pallas_kernels.rms_norm.xla import scaled
+from liger_jax.pallas_kernels.norms import run_xla as xla
+from liger_jax.pallas_kernels.norms.rms_norm import scaled
+from liger_jax.pallas_kernels.norms.run_xla import RowPass, wide
 
 unsupported = xla.unsupported
 

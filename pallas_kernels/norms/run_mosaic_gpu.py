@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels._hopper import NUM_CORES, launch, load, store
-from liger_jax.pallas_kernels._rows import config
-from liger_jax.pallas_kernels._rows.config import MosaicGpuConfig
-from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, split, with_absent
+from liger_jax.pallas_kernels.norms import tiles_triton as config
+from liger_jax.pallas_kernels.norms.run_xla import RowPass, Terms
+from liger_jax.pallas_kernels.norms.tiles_triton import MosaicGpuConfig
 
 _WARPS = 4  # of a warpgroup
 _MOST_SUMS = 8  # of a row

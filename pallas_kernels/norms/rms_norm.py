@@ -10,9 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._rows import xla
-from liger_jax.pallas_kernels._rows.xla import RowPass, Terms, wide
 from liger_jax.pallas_kernels._tiles import promoted
+from liger_jax.pallas_kernels.norms import run_xla as xla
+from liger_jax.pallas_kernels.norms.run_xla import RowPass, Terms, wide
 
 unsupported = xla.unsupported
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from liger_jax.pallas_kernels._rows import config
-from liger_jax.pallas_kernels._rows.xla import RowPass, Terms
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, split, tpu_interpreter, tpu_params, with_absent
+from liger_jax.pallas_kernels.norms import tiles_triton as config
+from liger_jax.pallas_kernels.norms.run_xla import RowPass, Terms
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._rows import xla
-from liger_jax.pallas_kernels._rows.xla import wide
+from liger_jax.pallas_kernels.norms import run_xla as xla
+from liger_jax.pallas_kernels.norms.run_xla import wide
 
 unsupported = xla.unsupported
 _POWERS = (3, 2, 1)
