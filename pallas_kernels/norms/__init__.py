@@ -1,5 +1,6 @@
-"""One pass over the rows of matrices: what every normalisation's forward and backward is.
+"""Normalisations: one engine for passes over rows, one file of formulas for each norm.
 
-A `RowPass` is the mathematics, written for any part of a row's columns: stages whose terms are summed along each row,
-then outputs element by element. `xla`, `triton` and `mosaic_tpu` each run one, in tiles of their own.
+Begin with `row_pass`. A norm's file (`rms_norm`, `layer_norm`, …) says what is computed of a row; `run_xla`,
+`run_triton`, `run_mosaic_gpu` and `run_mosaic_tpu` compute it, in tiles from the `tiles_…` file beside each.
+`backends` joins a norm and a runner. `reference` holds the formulas that the tests compare with.
 """

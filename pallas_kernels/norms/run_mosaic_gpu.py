@@ -1,16 +1,16 @@
-"""A pass over rows in Pallas Mosaic GPU (Hopper).
+"""A row pass in Pallas Mosaic GPU (Hopper).
 
-Memory passes: each row is read once, by the copy engine into shared memory, where the next ones arrive while one is
-computed. One block a core walks over rows. Its warpgroups form teams, of one or more, and a team has a row: each of its
-warpgroups fetches its own columns, keeps their sums over rows in registers as float32, and meets the team's others only
-where the row's own sums are added up. At the end a block's teams add theirs up one after the other, and the (blocks, D)
-partial sums are added up outside.
-A forward pass saves its rows' sums: with them a backward has one stage left.
+Memory passes: each row is read once, by the copy engine into shared memory, where the next rows arrive while one is
+computed. There is one block a core, which walks over rows. Its warpgroups form teams of one or more, and each team has
+a row at a time. A warpgroup fetches its own columns of the row, and keeps their totals in registers as float32; it
+meets its team's other warpgroups only where the row's sums are added up. At the end a block's teams add up their totals
+one after the other. Each block writes its own, (blocks, D), and XLA adds these up.
+The rows' sums are saved by a forward pass: with them a backward pass has one stage left.
 """
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels._hopper import NUM_CORES, launch, load, store
-from liger_jax.pallas_kernels._tiles import cdiv, out_like, split, with_absent
-from liger_jax.pallas_kernels.norms import tiles_triton as config
-from liger_jax.pallas_kernels.norms.run_xla import RowPass, Terms
-from liger_jax.pallas_kernels.norms.tiles_triton import MosaicGpuConfig
+from liger_jax.pallas_kernels._tiles import cdiv, out_like, with_absent
+from liger_jax.pallas_kernels.norms import tiles_mosaic_gpu
+from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Signature, statistic_sums
+from liger_jax.pallas_kernels.norms.tiles_mosaic_gpu import MosaicGpuTiles
 
 _WARPS = 4  # of a warpgroup
-_MOST_SUMS = 8  # of a row
+_MOST_SUMS = 8  # along a row
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:
@@ -37,11 +37,12 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
     d = x.shape[-1]
     if d % 256:
         return f"the kernel deals out pieces of 256 columns, and {d} is no multiple of it; use 'triton' or 'xla'."
-    rows = [array.dtype.itemsize for array in present if array.ndim > 1]
-    columns = [array.dtype.itemsize for array in present if array.ndim == 1]
-    directions = (rows, sum(columns), 0), ([*rows, rows[-1]], sum(columns[:1]), len(columns))  # a backward has dy too
-    for direction in directions:
-        reason = config.mosaic_gpu_config(d, *direction)
+    matrices = [array.dtype.itemsize for array in present if array.ndim > 1]
+    vectors = [array.dtype.itemsize for array in present if array.ndim == 1]
+    forward = matrices, sum(vectors), 0
+    backward = [*matrices, matrices[-1]], sum(vectors[:1]), len(vectors)  # it reads dy too, and no bias
+    for direction in (forward, backward):
+        reason = tiles_mosaic_gpu.mosaic_gpu_tiles(d, *direction)
         if isinstance(reason, str):
             return f"{reason}; use 'triton' or 'xla'."
     return None
@@ -50,26 +51,26 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
 class _Shared(NamedTuple):
     """What a block keeps in shared memory, and the barriers of what arrives there."""
 
-    rows: Sequence[Any]  # of each matrix (stages, warpgroups, height, warp_size)
-    columns: Sequence[Any]  # (warpgroups of a team, height, warp_size)
-    sums: Any  # (teams, 2, sums of a row, warps): a row's, while its predecessor's may still be read
-    rows_filled: Sequence[Any]  # of each matrix: stages · warpgroups
-    columns_filled: Any  # warpgroups of a team
-    sums_made: Any  # teams
-    totals_made: Any  # warpgroups
+    matrices: Sequence[Any]  # for each matrix (stages, warpgroups, height, warp_size)
+    vectors: Sequence[Any]  # (warpgroups of a team, height, warp_size)
+    sums: Any  # (teams, 2, sums of a row, warps): one row's, while the previous row's may still be read
+    matrices_filled: Sequence[Any]  # for each matrix stages · warpgroups barriers
+    vectors_filled: Any  # a barrier for each warpgroup of a team
+    sums_made: Any  # a barrier for each team
+    totals_made: Any  # a barrier for each warpgroup
 
     @classmethod
-    def scratch(cls, tiles: MosaicGpuConfig, rows: Sequence[Any], columns: Sequence[Any]) -> "_Shared":
+    def scratch(cls, tiles: MosaicGpuTiles, matrices: Sequence[Any], vectors: Sequence[Any]) -> "_Shared":
         shape = tiles.height, tiles.warp_size
         return cls(
             [
                 plgpu.SMEM((stages, tiles.num_warpgroups, *shape), x.dtype)
-                for stages, x in zip(tiles.stages, rows, strict=True)
+                for stages, x in zip(tiles.stages, matrices, strict=True)
             ],
-            [plgpu.SMEM((tiles.team_size, *shape), x.dtype) for x in columns],
+            [plgpu.SMEM((tiles.team_size, *shape), x.dtype) for x in vectors],
             plgpu.SMEM((tiles.num_teams, 2, _MOST_SUMS, tiles.team_size * _WARPS), jnp.float32),
             [plgpu.Barrier(num_barriers=stages * tiles.num_warpgroups) for stages in tiles.stages],
-            plgpu.Barrier(num_arrivals=max(1, len(columns)), num_barriers=tiles.team_size),
+            plgpu.Barrier(num_arrivals=max(1, len(vectors)), num_barriers=tiles.team_size),
             plgpu.Barrier(num_arrivals=tiles.team_size, num_barriers=tiles.num_teams),
             plgpu.Barrier(num_barriers=tiles.num_warpgroups),
         )
@@ -79,27 +80,27 @@ class _Queue(NamedTuple):
     """One warpgroup's columns of one matrix, on their way through shared memory."""
 
     source: Any  # (rows, height, warp_size)
-    stage: Any  # (stages, warpgroups, height, warp_size)
+    slots: Any  # (stages, warpgroups, height, warp_size)
     filled: Any
     warpgroup: Any
 
-    def place(self, i: Any) -> tuple[Any, Any]:
-        """Where the block's i-th row comes to, and its barrier."""
-        num_stages, num_warpgroups, *_ = self.stage.shape
+    def slot(self, i: Any) -> tuple[Any, Any]:
+        """Where the team's i-th row comes to, and its barrier."""
+        num_stages, num_warpgroups, *_ = self.slots.shape
         slot = jax.lax.rem(i, num_stages)
-        return self.stage.at[slot, self.warpgroup], self.filled.at[slot * num_warpgroups + self.warpgroup]
+        return self.slots.at[slot, self.warpgroup], self.filled.at[slot * num_warpgroups + self.warpgroup]
 
     def fetch(self, i: Any, row: Any) -> None:
-        stage, barrier = self.place(i)
-        plgpu.copy_gmem_to_smem(self.source.at[row], stage, barrier)
+        slot, barrier = self.slot(i)
+        plgpu.copy_gmem_to_smem(self.source.at[row], slot, barrier)
 
     def wait(self, i: Any) -> Any:
-        stage, barrier = self.place(i)
+        slot, barrier = self.slot(i)
         plgpu.barrier_wait(barrier)
-        return stage
+        return slot
 
 
-def _place(tiles: MosaicGpuConfig) -> tuple[Any, Any]:
+def _team_and_member(tiles: MosaicGpuTiles) -> tuple[Any, Any]:
     """A warpgroup's team, and its number there."""
     warpgroup = jax.lax.axis_index("warpgroup")
     if tiles.num_teams == 1:  # 0 takes no register
@@ -107,30 +108,16 @@ def _place(tiles: MosaicGpuConfig) -> tuple[Any, Any]:
     return jax.lax.div(warpgroup, tiles.team_size), jax.lax.rem(warpgroup, tiles.team_size)
 
 
-def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
-    """The sums that a forward pass saves; `along(stage, sums, number)` makes a stage's, the row's from `number` on."""
-    if not row_pass.statistics:
-        return ()
-    before: Terms = ()
-    for stage in row_pass.statistics[:-1]:
-        before += along(stage, before, len(before))
-    last = along(row_pass.statistics[-1], before, len(before))
-    if row_pass.rescue is None:
-        return before + last
-    rescue = functools.partial(along, row_pass.rescue, before, len(before) + 1)
-    return before + last + jax.lax.cond(last[0] == jnp.inf, rescue, lambda: (jnp.zeros((), jnp.float32),))
-
-
 def _write_totals(
-    totals: Sequence[Sequence[jax.Array]], refs: Sequence[Any], shared: _Shared, tiles: MosaicGpuConfig, layout: Any
+    totals: Sequence[Sequence[jax.Array]], refs: Sequence[Any], shared: _Shared, tiles: MosaicGpuTiles, layout: Any
 ):
-    """A warpgroup's pieces of the sums over rows: each team adds its own to what its predecessors have written.
+    """Writes a warpgroup's pieces of the totals: each team adds its own to what the teams before it have written.
 
     The refs are a block's, (height of a row, warp_size).
     """
     if not refs:
         return
-    warpgroup, (team, member) = jax.lax.axis_index("warpgroup"), _place(tiles)
+    warpgroup, (team, member) = jax.lax.axis_index("warpgroup"), _team_and_member(tiles)
     places = [(pl.ds(member * tiles.height + j * _WARPS, _WARPS),) for j in range(tiles.num_pieces)]
 
     def write(totals):
@@ -151,68 +138,75 @@ def _write_totals(
     pl.when(team < tiles.num_teams - 1)(lambda: plgpu.barrier_arrive(shared.totals_made.at[warpgroup]))
 
 
-def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuConfig, counts, has_column):
-    row_refs, known_refs, column_refs, out_refs, saved_refs, total_refs, scratch = split(refs, counts)
-    shared = _Shared(*scratch)
+def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int, num_blocks: int, tiles: MosaicGpuTiles):
+    refs = signature.refs(refs)
+    shared = _Shared(*refs.scratch)
     block, warpgroup = jax.lax.axis_index("block"), jax.lax.axis_index("warpgroup")
-    team, member = _place(tiles)
+    team, member = _team_and_member(tiles)
     worker, num_workers = block * tiles.num_teams + team, num_blocks * tiles.num_teams
     num_rows = jax.lax.div(n - 1 - worker + num_workers, num_workers)
     first, own = member * tiles.height, pl.ds(member * tiles.height, tiles.height)
     queues = [
-        _Queue(ref.at[:, own], stage, filled, warpgroup)
-        for ref, stage, filled in zip(row_refs, shared.rows, shared.rows_filled, strict=True)
+        _Queue(ref.at[:, own], slots, filled, warpgroup)
+        for ref, slots, filled in zip(refs.matrices, shared.matrices, shared.matrices_filled, strict=True)
     ]
-    # A piece's rows are warps', so that its sums along them need no other warp.
+    # Each row of a piece is one warp's, so that its sums need no other warp.
     tiling = plgpu.Tiling(((_WARPS, tiles.warp_size), (tiles.vec_size,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    row_of = lambda i: worker + i * num_workers
-    load_known = lambda i: [ref[jnp.minimum(row_of(i), n - 1)] for ref in known_refs]
+
+    def row_of(i):
+        return worker + i * num_workers
+
+    def load_known_sums(i):
+        return [ref[jnp.minimum(row_of(i), n - 1)] for ref in refs.known_sums]
 
     def fetch(queue, i):
         pl.when(i < num_rows)(lambda: queue.fetch(i, row_of(i)))
 
     def step(i, carry):
-        known, totals = carry
-        following = load_known(i + 1)
-        # Here and not behind the row before, which is read by now: there the compiler moves the additions to `totals`
-        # past the branch, and spills.
+        known_sums, totals = carry
+        next_known_sums = load_known_sums(i + 1)
+        # Here, and not after the previous row, although that was read by then: there the compiler moves the additions
+        # to `totals` past the branch, and spills.
         plgpu.commit_smem()
         for queue, stages in zip(queues, tiles.stages, strict=True):
             fetch(queue, i + stages - 1)
-        stages = [queue.wait(i) for queue in queues]
+        row_slots = [queue.wait(i) for queue in queues]
 
-        # A thread's columns, which may be wider than its rows' 16 bytes, are one load then no more.
-        in_one = lambda stage: tiles.vec_size * stage.dtype.itemsize <= 16
+        def fits_one_load(ref):
+            return tiles.vec_size * ref.dtype.itemsize <= 16
 
         def load_piece(j):
             at = pl.ds(j * _WARPS, _WARPS)
-            columns = [load(stage, (member, at), layout, optimized=in_one(stage)) for stage in shared.columns]
-            return *(load(stage, (at,), layout) for stage in stages), *with_absent(columns, has_column)
+            # A thread's elements of a vector may be wider than 16 bytes, and are more than one load then.
+            vectors = [load(ref, (member, at), layout, optimized=fits_one_load(ref)) for ref in shared.vectors]
+            return *(load(slot, (at,), layout) for slot in row_slots), *with_absent(vectors, signature.has_vector)
 
-        def along(stage, sums, number):
-            add = lambda j, terms: tuple(map(operator.add, terms, stage(sums, *load_piece(j))))
+        def sum_along_row(stage, sums, number):
+            def add(j, terms):
+                return tuple(map(operator.add, terms, stage(sums, *load_piece(j))))
+
             terms = jax.lax.fori_loop(1, tiles.num_pieces, add, tuple(stage(sums, *load_piece(0))))
-            of_row = shared.sums.at[team, jax.lax.rem(i, 2)]
+            sums_of_row = shared.sums.at[team, jax.lax.rem(i, 2)]
             for k, term in enumerate(terms):
-                of_row[number + k, pl.ds(member * _WARPS, _WARPS)] = jnp.sum(term, axis=1)
+                sums_of_row[number + k, pl.ds(member * _WARPS, _WARPS)] = jnp.sum(term, axis=1)
             plgpu.barrier_arrive(shared.sums_made.at[team])
             plgpu.barrier_wait(shared.sums_made.at[team])
             warps = range(tiles.team_size * _WARPS)
-            return tuple(sum(of_row[number + k, warp] for warp in warps) for k in range(len(terms)))
+            return tuple(sum(sums_of_row[number + k, warp] for warp in warps) for k in range(len(terms)))
 
-        sums = tuple(known) or _statistics(row_pass, along)
-        for ref, x in zip(saved_refs, sums if saved_refs else (), strict=True):
+        sums = tuple(known_sums) or statistic_sums(row_pass, sum_along_row, lambda total: total == jnp.inf)
+        for ref, x in zip(refs.saved_sums, sums if refs.saved_sums else (), strict=True):
             pl.when(member == 0)(functools.partial(ref.__setitem__, row_of(i), x))
         for stage in row_pass.stages:
-            sums += along(stage, sums, len(sums))
+            sums += sum_along_row(stage, sums, len(sums))
         new_totals = []
         for j, total in enumerate(totals):
             outputs, terms = row_pass.outputs(sums, *load_piece(j))
-            for ref, y in zip(out_refs, outputs, strict=True):
+            for ref, y in zip(refs.outputs, outputs, strict=True):
                 ref[row_of(i), pl.ds(first + j * _WARPS, _WARPS)] = y.astype(ref.dtype)
             new_totals.append([x + y for x, y in zip(total, terms, strict=True)])
-        return following, new_totals
+        return next_known_sums, new_totals
 
     for queue, stages in zip(queues, tiles.stages, strict=True):
         for i in range(stages - 1):
@@ -220,60 +214,53 @@ def _kernel(*refs, row_pass: RowPass, n: int, num_blocks: int, tiles: MosaicGpuC
 
     @pl.when(team == 0)
     def _():
-        for ref, stage in zip(column_refs, shared.columns, strict=True):
-            plgpu.copy_gmem_to_smem(ref.at[own], stage.at[member], shared.columns_filled.at[member])
+        for ref, vector in zip(refs.vectors, shared.vectors, strict=True):
+            plgpu.copy_gmem_to_smem(ref.at[own], vector.at[member], shared.vectors_filled.at[member])
 
-    if column_refs:
-        plgpu.barrier_wait(shared.columns_filled.at[member])
+    if refs.vectors:
+        plgpu.barrier_wait(shared.vectors_filled.at[member])
     zeros = plgpu.layout_cast(jnp.zeros((_WARPS, tiles.warp_size), jnp.float32), layout)
-    totals = [[zeros] * len(total_refs)] * tiles.num_pieces
-    _, totals = jax.lax.fori_loop(0, num_rows, step, (load_known(0), totals))
-    _write_totals(totals, [ref.at[block] for ref in total_refs], shared, tiles, layout)
+    totals = [[zeros] * len(refs.totals)] * tiles.num_pieces
+    _, totals = jax.lax.fori_loop(0, num_rows, step, (load_known_sums(0), totals))
+    _write_totals(totals, [ref.at[block] for ref in refs.totals], shared, tiles, layout)
 
 
 def run(
-    row_pass: RowPass, rows: Sequence[jax.Array], columns: Sequence[jax.Array | None], known: Terms = ()
-) -> tuple[Terms, Terms, Terms]:
-    """rows (N, D), columns (D,) or None → row outputs (N, D), column outputs (D,) float32, and sums to save (N, 1).
+    row_pass: RowPass, matrices: Sequence[jax.Array], vectors: Sequence[jax.Array | None], known_sums: Arrays = ()
+) -> tuple[Arrays, Arrays, Arrays]:
+    """matrices (N, D), vectors (D,) or None → outputs (N, D), totals (D,) float32, and sums to save (N, 1).
 
-    The sums are those of `statistics` and the rescue, unless these are `known`: what an earlier pass saved.
+    The sums are those of the statistics and of the rescue. Where they are known, because an earlier pass saved them,
+    they are read and none are saved.
     """
-    (n, d), present = rows[0].shape, [x for x in columns if x is not None]
-    num_totals, num_saved = row_pass.num_column_outputs, 0 if known else row_pass.num_statistics
-    row_bytes, column_bytes = ([x.dtype.itemsize for x in arrays] for arrays in (rows, present))
-    tiles = config.mosaic_gpu_config(d, row_bytes, sum(column_bytes), num_totals)
+    (n, d), present = matrices[0].shape, [x for x in vectors if x is not None]
+    signature = Signature.of(row_pass, matrices, vectors, known_sums, saves_sums=True)
+    matrix_itemsizes, vector_bytes = [x.dtype.itemsize for x in matrices], sum(x.dtype.itemsize for x in present)
+    tiles = tiles_mosaic_gpu.mosaic_gpu_tiles(d, matrix_itemsizes, vector_bytes, row_pass.num_totals)
     if isinstance(tiles, str):
         raise ValueError(tiles)
     num_blocks = min(NUM_CORES, cdiv(n, tiles.num_teams))
-    width = d // tiles.warp_size, tiles.warp_size
-    kernel = functools.partial(
-        _kernel,
-        row_pass=row_pass,
-        n=n,
-        num_blocks=num_blocks,
-        tiles=tiles,
-        counts=(len(rows), len(known), len(present), len(row_pass.dtypes), num_saved, num_totals),
-        has_column=tuple(x is not None for x in columns),
-    )
-    like = functools.partial(out_like, rows[0])
+    row_shape = d // tiles.warp_size, tiles.warp_size
+    kernel = functools.partial(_kernel, row_pass=row_pass, signature=signature, n=n, num_blocks=num_blocks, tiles=tiles)
+    type_of = functools.partial(out_like, matrices[0])
     results = launch(
         kernel,
-        *(x.reshape(n, *width) for x in rows),
-        *(x.reshape(n) for x in known),
-        *(x.reshape(width) for x in present),
+        *(x.reshape(n, *row_shape) for x in matrices),
+        *(x.reshape(n) for x in known_sums),
+        *(x.reshape(row_shape) for x in present),
         num_blocks=num_blocks,
         num_warpgroups=tiles.num_warpgroups,
         # All threads arrive at `sums_made` between a write of the sums and its reads, and again before the next one.
         auto_barriers=False,
-        out_types=[like((n, *width), dtype) for dtype in row_pass.dtypes]
-        + [like((n,), jnp.float32)] * num_saved
-        + [like((num_blocks, *width), jnp.float32)] * num_totals,
-        scratch=_Shared.scratch(tiles, rows, present),
+        out_types=[type_of((n, *row_shape), dtype) for dtype in row_pass.output_dtypes]
+        + [type_of((n,), jnp.float32)] * signature.num_saved_sums
+        + [type_of((num_blocks, *row_shape), jnp.float32)] * signature.num_totals,
+        scratch=_Shared.scratch(tiles, matrices, present),
         name=row_pass.name,
     )
-    outputs, saved, partials = split(results, (len(row_pass.dtypes), num_saved))
+    outputs, saved_sums, partial_totals = signature.results(results)
     return (
         tuple(x.reshape(n, d) for x in outputs),
-        tuple(jnp.sum(x, axis=0).reshape(d) for x in partials),
-        tuple(x.reshape(n, 1) for x in saved),
+        tuple(jnp.sum(x, axis=0).reshape(d) for x in partial_totals),
+        tuple(x.reshape(n, 1) for x in saved_sums),
     )

@@ -1,15 +1,15 @@
-"""A pass over rows in Pallas-Triton (NVIDIA, Ampere and newer).
+"""A row pass in Pallas-Triton (NVIDIA, Ampere and newer).
 
-Memory passes: each row is read once and stays in registers over all stages. It comes in pieces of equal width, a power
-of two as all of Triton's arrays, so that few lanes idle at widths like 2,304, 5,120 or 18,432. A program walks over
-rows and, where registers allow, loads the next ones while it computes. Sums over rows are float32 in registers too, and
-the (programs, D) partial sums are added up outside.
-A forward pass saves its rows' sums: with them a backward has one stage left, and registers for it.
+Memory passes: each row is read once and stays in registers through all stages. It comes in pieces of equal width. The
+width is a power of two, as all of Triton's arrays, so pieces leave fewer lanes idle than one array would at widths like
+2,304, 5,120 or 18,432. A program walks over rows and, where registers allow, loads the next ones while it computes.
+Totals are float32 in registers too; each program writes its own, (programs, D), and XLA adds these up.
+The rows' sums are saved by a forward pass: with them a backward pass has one stage left, and registers for it.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,130 +18,121 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._contraction import contracted
-from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, split, with_absent
-from liger_jax.pallas_kernels.norms import tiles_triton as config
-from liger_jax.pallas_kernels.norms.run_xla import RowPass, Terms
+from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, with_absent
+from liger_jax.pallas_kernels.norms import tiles_triton
+from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Signature, statistic_sums
+from liger_jax.pallas_kernels.norms.tiles_triton import TritonTiles
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:
     """A row must fit the registers of one program."""
-    if x.shape[-1] > config.TRITON_MAX_WIDTH:
-        return f"a row of {x.shape[-1]} elements exceeds {config.TRITON_MAX_WIDTH}, what one program holds; use 'xla'."
+    most = tiles_triton.MAX_WIDTH
+    if x.shape[-1] > most:
+        return f"a row of {x.shape[-1]} elements exceeds {most}, what one program holds; use 'xla'."
     if any(array is not None and array.dtype == jnp.float64 for array in (x, *arrays)):
         return "the kernel computes in float32; use 'xla' for float64."
     return None
 
 
-def _kernel(*refs, row_pass: RowPass, n: int, d: int, counts, has_column, tiles: config.TritonConfig, interpret: bool):
-    row_refs, known_refs, column_refs, refs = split(refs, (*counts, sum(has_column)))
-    column_refs = with_absent(column_refs, has_column)
-    num_outputs, num_totals = len(row_pass.dtypes), row_pass.num_column_outputs
-    out_refs, saved_refs, total_refs = split(refs, (num_outputs, len(refs) - num_outputs - num_totals))
+def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int, d: int, tiles: TritonTiles, interpret: bool):
+    refs = signature.refs(refs)
+    vector_refs = with_absent(refs.vectors, signature.has_vector)
     program = pl.program_id(0)
-    fused = (lambda formula: formula) if interpret else contracted
-    policy = "evict_first" if tiles.streams else None
+    eviction_policy = "evict_first" if tiles.evicts_outputs_first else None
     pieces = tuple(
         (pl.ds(start, tiles.d_block_size), in_bounds(start, tiles.d_block_size, d, axis=1) if end > d else None)
         for start, end in itertools.pairwise(range(0, tiles.width + 1, tiles.d_block_size))
     )
 
-    def load_columns(at, mask):
-        return [None if ref is None else _load(ref.at[:, at], mask) for ref in column_refs]
+    def with_multiply_adds(formula):
+        return formula if interpret else contracted(formula)
 
-    def place(step):
+    def load_vectors(at, mask):
+        return [None if ref is None else _load(ref.at[:, at], mask) for ref in vector_refs]
+
+    def rows_of(step):
         start = (program + step * tiles.num_programs) * tiles.n_block_size
         return pl.ds(start, tiles.n_block_size), in_bounds(start, tiles.n_block_size, n, axis=0)
 
     def load(step):
-        """The rows of a step by pieces, and what is known of them."""
-        rows, in_array = place(step)
-        values = [[_load(ref.at[rows, at], _both(in_array, mask)) for ref in row_refs] for at, mask in pieces]
-        # A row past the end is zeros, whose normalised self is zeros as well, as its sums are 1.
-        return values, [_load(ref.at[rows, :], in_array, other=1.0) for ref in known_refs]
+        """A step's rows by pieces, and the sums of them that are known."""
+        rows, in_array = rows_of(step)
+        values = [[_load(ref.at[rows, at], _both(in_array, mask)) for ref in refs.matrices] for at, mask in pieces]
+        # A row past the end is zeros. Its sums are ones, so that nothing is divided by zero and it adds nothing.
+        return values, [_load(ref.at[rows, :], in_array, other=1.0) for ref in refs.known_sums]
 
-    def column_values(i):
-        return columns[i] if columns else load_columns(*pieces[i])
+    def vectors_of_piece(i):
+        return kept_vectors[i] if kept_vectors else load_vectors(*pieces[i])
 
-    def all_sums(step, rows, known):
-        """Along the rows of a step; writes those that are saved."""
+    def all_sums(step, row_pieces, known_sums):
+        """The sums along a step's rows. Writes those that are saved."""
 
-        def along(stage, sums):
+        def sum_along_row(stage, sums, number=None):
+            del number  # the sums are in registers, and have no places
             totals: Any = None
-            for i, (row, (_, mask)) in enumerate(zip(rows, pieces, strict=True)):
-                add = fused(functools.partial(_with_terms, stage, mask))
-                totals = add(totals, sums, *row, *column_values(i))
+            for i, (row_piece, (_, mask)) in enumerate(zip(row_pieces, pieces, strict=True)):
+                add = with_multiply_adds(functools.partial(_with_terms, stage, mask))
+                totals = add(totals, sums, *row_piece, *vectors_of_piece(i))
             return tuple(jnp.sum(total, axis=1, keepdims=True) for total in totals)
 
-        sums: Terms = tuple(known) or _statistics(row_pass, along)
-        if not known:
-            at, in_array = place(step)
-            for ref, x in zip(saved_refs, sums, strict=True):
+        sums: Arrays = tuple(known_sums) or statistic_sums(row_pass, sum_along_row, _is_any_infinite)
+        if not known_sums:
+            at, in_array = rows_of(step)
+            for ref, x in zip(refs.saved_sums, sums, strict=True):
                 pltriton.store(ref.at[at, :], x, mask=in_array)
         for stage in row_pass.stages:
-            sums += along(stage, sums)
+            sums += sum_along_row(stage, sums)
         return sums
 
-    def write(step, rows, sums, totals):
-        """The row outputs of a step; returns the sums over rows so far."""
-        at_rows, in_array = place(step)
+    def write(step, row_pieces, sums, totals):
+        """Writes a step's outputs; returns the totals so far."""
+        at_rows, in_array = rows_of(step)
         new_totals = []
-        for i, ((at, mask), row, total) in enumerate(zip(pieces, rows, totals, strict=True)):
-            outputs, total = fused(functools.partial(_with_outputs, row_pass))(total, sums, *row, *column_values(i))
-            for ref, y in zip(out_refs, outputs, strict=True):
-                pltriton.store(ref.at[at_rows, at], y, mask=_both(in_array, mask), eviction_policy=policy)
+        for i, ((at, mask), row_piece, total) in enumerate(zip(pieces, row_pieces, totals, strict=True)):
+            add = with_multiply_adds(functools.partial(_with_outputs, row_pass))
+            outputs, total = add(total, sums, *row_piece, *vectors_of_piece(i))
+            for ref, y in zip(refs.outputs, outputs, strict=True):
+                pltriton.store(ref.at[at_rows, at], y, mask=_both(in_array, mask), eviction_policy=eviction_policy)
             new_totals.append(total)
         return new_totals
 
-    def compute(step, rows, known, totals):
-        return write(step, rows, all_sums(step, rows, known), totals)
+    def compute(step, row_pieces, known_sums, totals):
+        return write(step, row_pieces, all_sums(step, row_pieces, known_sums), totals)
 
-    def step_ahead(i, carry):
+    def step_with_next_loaded(i, carry):
         following = load(i + 1)
         return following, compute(i, *carry[0], carry[1])
 
-    columns = [load_columns(*piece) for piece in pieces] if tiles.keeps_columns else []
-    totals = [[jnp.zeros((1, tiles.d_block_size), jnp.float32) for _ in total_refs] for _ in pieces]
+    kept_vectors = [load_vectors(*piece) for piece in pieces] if tiles.keeps_vectors else []
+    totals = [[jnp.zeros((1, tiles.d_block_size), jnp.float32) for _ in refs.totals] for _ in pieces]
     if tiles.num_steps == 1:
         totals = compute(0, *load(0), totals)
     elif tiles.loads_ahead:
-        _, totals = jax.lax.fori_loop(0, tiles.num_steps, step_ahead, (load(0), totals))
+        _, totals = jax.lax.fori_loop(0, tiles.num_steps, step_with_next_loaded, (load(0), totals))
     else:
         totals = jax.lax.fori_loop(0, tiles.num_steps, lambda i, totals: compute(i, *load(i), totals), totals)
     for (at, mask), total in zip(pieces, totals, strict=True):
-        for ref, x in zip(total_refs, total, strict=True):
+        for ref, x in zip(refs.totals, total, strict=True):
             pltriton.store(ref.at[:, at], x, mask=mask)
 
 
 def _with_terms(stage, mask, totals, sums, *arrays):
-    """A piece's terms, columns behind the last left out, added to those of the pieces before."""
+    """A piece's terms, without those past the last column, added to the terms of the pieces before."""
     terms = [x if mask is None else jnp.where(mask, x, 0.0) for x in stage(sums, *arrays)]
     return terms if totals is None else [x + y for x, y in zip(totals, terms, strict=True)]
 
 
 def _with_outputs(row_pass, totals, sums, *arrays):
-    """A piece's outputs, rounded, and its terms added to the sums over rows."""
+    """A piece's outputs, rounded, and its terms added to the totals."""
     outputs, terms = row_pass.outputs(sums, *arrays)
     terms = [x if len(x) == 1 else jnp.sum(x, axis=0, keepdims=True) for x in terms]
-    outputs = [y.astype(dtype) for y, dtype in zip(outputs, row_pass.dtypes, strict=True)]
+    outputs = [y.astype(dtype) for y, dtype in zip(outputs, row_pass.output_dtypes, strict=True)]
     return outputs, [x + y for x, y in zip(totals, terms, strict=True)]
 
 
-def _statistics(row_pass: RowPass, along: Callable[..., Terms]) -> Terms:
-    """The sums that a forward pass saves; `along` makes a stage's."""
-    if not row_pass.statistics:
-        return ()
-    before: Terms = ()
-    for stage in row_pass.statistics[:-1]:
-        before += along(stage, before)
-    last = along(row_pass.statistics[-1], before)
-    if row_pass.rescue is None:
-        return before + last
-    rescued = jax.lax.cond(
-        jnp.max((last[0] == jnp.inf).astype(jnp.int32)) > 0,  # not the largest: that may be NaN
-        lambda: along(row_pass.rescue, before),
-        lambda: tuple(jnp.zeros_like(x) for x in last),
-    )
-    return before + last + rescued
+def _is_any_infinite(sums: jax.Array) -> jax.Array:
+    """Whether a row's sum is infinite. The maximum of the sums would not do: it may be NaN."""
+    return jnp.max((sums == jnp.inf).astype(jnp.int32)) > 0
 
 
 def _load(ref, mask, other=0.0):
@@ -154,55 +145,48 @@ def _both(row_mask, column_mask):
 
 def run(
     row_pass: RowPass,
-    rows: Sequence[jax.Array],
-    columns: Sequence[jax.Array | None],
-    known: Terms = (),
+    matrices: Sequence[jax.Array],
+    vectors: Sequence[jax.Array | None],
+    known_sums: Arrays = (),
     *,
     interpret: bool,
-) -> tuple[Terms, Terms, Terms]:
-    """rows (N, D), columns (D,) or None → row outputs (N, D), column outputs (D,) float32, and sums to save (N, 1).
+) -> tuple[Arrays, Arrays, Arrays]:
+    """matrices (N, D), vectors (D,) or None → outputs (N, D), totals (D,) float32, and sums to save (N, 1).
 
-    The sums are those of `statistics` and the rescue, unless these are `known`: what an earlier pass saved. A pass that
-    has both these and column outputs needs them.
+    The sums are those of the statistics and of the rescue. Where they are known, because an earlier pass saved them,
+    they are read and none are saved. A pass that has both statistics and totals must be given them.
     """
-    n, d = rows[0].shape
-    num_stages = len(row_pass.stages) + (0 if known else len(row_pass.statistics))
-    itemsize = max(x.dtype.itemsize for x in rows)
-    tiles = config.triton_config(n, d, itemsize, len(rows), num_stages, row_pass.num_column_outputs)
+    n, d = matrices[0].shape
+    signature = Signature.of(row_pass, matrices, vectors, known_sums, saves_sums=True)
+    num_stages = len(row_pass.stages) + (0 if known_sums else len(row_pass.statistics))
+    itemsize = max(x.dtype.itemsize for x in matrices)
+    tiles = tiles_triton.triton_tiles(n, d, itemsize, len(matrices), num_stages, row_pass.num_totals)
     n_padded = round_up(n, tiles.num_steps * tiles.num_programs * tiles.n_block_size)
-    rows_spec = pl.BlockSpec((n_padded, tiles.width), lambda _: (0, 0))
+    matrix_spec = pl.BlockSpec((n_padded, tiles.width), lambda _: (0, 0))
     sums_spec = pl.BlockSpec((n_padded, 1), lambda _: (0, 0))
-    column_spec = pl.BlockSpec((1, tiles.width), lambda _: (0, 0))
-    partial_spec = pl.BlockSpec((1, tiles.width), lambda program: (program, 0))
-    present = [x[None, :] for x in columns if x is not None]
-    num_saved = 0 if known else row_pass.num_statistics
+    vector_spec = pl.BlockSpec((1, tiles.width), lambda _: (0, 0))
+    totals_spec = pl.BlockSpec((1, tiles.width), lambda program: (program, 0))
+    present = [x[None, :] for x in vectors if x is not None]
 
     def kernel(*refs):
-        _kernel(
-            *refs,
-            row_pass=row_pass,
-            n=n,
-            d=d,
-            counts=(len(rows), len(known)),
-            has_column=tuple(x is not None for x in columns),
-            tiles=tiles,
-            interpret=interpret,
-        )
+        _kernel(*refs, row_pass=row_pass, signature=signature, n=n, d=d, tiles=tiles, interpret=interpret)
 
-    float32 = lambda *shape: out_like(rows[0], shape, jnp.float32)
+    def float32_type(*shape):
+        return out_like(matrices[0], shape, jnp.float32)
+
     results = pl.pallas_call(
         kernel,
         grid=(tiles.num_programs,),
-        in_specs=[rows_spec] * len(rows) + [sums_spec] * len(known) + [column_spec] * len(present),
-        out_specs=[rows_spec] * len(row_pass.dtypes)
-        + [sums_spec] * num_saved
-        + [partial_spec] * row_pass.num_column_outputs,
-        out_shape=[out_like(rows[0], (n, d), dtype) for dtype in row_pass.dtypes]
-        + [float32(n, 1)] * num_saved
-        + [float32(tiles.num_programs, d)] * row_pass.num_column_outputs,
+        in_specs=[matrix_spec] * len(matrices) + [sums_spec] * len(known_sums) + [vector_spec] * len(present),
+        out_specs=[matrix_spec] * signature.num_outputs
+        + [sums_spec] * signature.num_saved_sums
+        + [totals_spec] * signature.num_totals,
+        out_shape=[out_like(matrices[0], (n, d), dtype) for dtype in row_pass.output_dtypes]
+        + [float32_type(n, 1)] * signature.num_saved_sums
+        + [float32_type(tiles.num_programs, d)] * signature.num_totals,
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=1),
         interpret=interpret,
         name=row_pass.name,
-    )(*rows, *known, *present)
-    outputs, saved, partials = split(results, (len(row_pass.dtypes), num_saved))
-    return tuple(outputs), tuple(jnp.sum(x, axis=0) for x in partials), tuple(saved)
+    )(*matrices, *known_sums, *present)
+    outputs, saved_sums, partial_totals = signature.results(results)
+    return tuple(outputs), tuple(jnp.sum(x, axis=0) for x in partial_totals), tuple(saved_sums)
