@@ -16,8 +16,8 @@ from benchmarks._measure import heading, in_rounds, save, table
 from benchmarks.fused_linear_cross_entropy import SHAPES
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas as xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 
 OPTIONS = LinearOptions(LogitOptions(), "vd", precision=None, mode="fast", chunk_size=0)

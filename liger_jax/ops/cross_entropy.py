@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh
-from liger_jax.pallas_kernels.cross_entropy import mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.cross_entropy import formulas as xla
+from liger_jax.pallas_kernels.cross_entropy import mosaic_tpu, triton
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, glu
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu, triton, xla
-from liger_jax.pallas_kernels.glu import xla as glu_xla
+from liger_jax.pallas_kernels.glu import formulas as glu_xla
 
 _OP = "gated_mlp"
 _OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}

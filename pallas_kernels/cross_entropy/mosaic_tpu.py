@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params
-from liger_jax.pallas_kernels.cross_entropy import config, xla
+from liger_jax.pallas_kernels.cross_entropy import config
+from liger_jax.pallas_kernels.cross_entropy import formulas as xla
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import full_like, round_up
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
-from liger_jax.pallas_kernels.cross_entropy.xla import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy import formulas as rows
+from liger_jax.pallas_kernels.cross_entropy.formulas import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas as xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 _WIDEST_SOFTCAP = 40.0  # |z| up to it: exp(z − max) stays a normal number, from which z can be had back

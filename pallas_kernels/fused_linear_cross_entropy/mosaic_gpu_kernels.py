@@ -20,9 +20,9 @@ from liger_jax.pallas_kernels._hopper_product import (
     store_tile,
 )
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
+from liger_jax.pallas_kernels.cross_entropy import formulas as rows
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, OnlineState
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, OnlineState
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 

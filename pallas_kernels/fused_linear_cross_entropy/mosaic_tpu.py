@@ -29,9 +29,10 @@ from liger_jax.pallas_kernels._tiles import (
     vmem_limit,
     with_absent,
 )
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
+from liger_jax.pallas_kernels.cross_entropy import formulas as rows
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas as xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 LANES = 128

@@ -17,9 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, round_up, with_absent
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
+from liger_jax.pallas_kernels.cross_entropy import formulas as rows
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas as xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Gradients,
     Inputs,

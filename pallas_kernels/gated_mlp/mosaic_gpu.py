@@ -20,7 +20,7 @@ from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import PIECE_COLUMNS, Tile, pieces, product
 from liger_jax.pallas_kernels._tiles import out_like
 from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES
-from liger_jax.pallas_kernels.glu import xla
+from liger_jax.pallas_kernels.glu import formulas as xla
 
 
 def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:

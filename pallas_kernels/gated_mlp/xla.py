@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from liger_jax.pallas_kernels.glu import xla as glu
+from liger_jax.pallas_kernels.glu import formulas as glu
 
 unsupported = glu.unsupported
 

@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
-from liger_jax.pallas_kernels.glu import config, xla
+from liger_jax.pallas_kernels.glu import config
+from liger_jax.pallas_kernels.glu import formulas as xla
 
 _WIDTH = 1024  # of the rows that two arrays are cut into
 

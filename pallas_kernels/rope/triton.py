@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
-from liger_jax.pallas_kernels.rope import config, xla
+from liger_jax.pallas_kernels.rope import config
+from liger_jax.pallas_kernels.rope import formulas as xla
 
 
 def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> str | None:

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like
-from liger_jax.pallas_kernels.softmax import config, xla
+from liger_jax.pallas_kernels.softmax import config
+from liger_jax.pallas_kernels.softmax import formulas as xla
 
 
 def unsupported(x: jax.Array, *, kind: str) -> str | None:

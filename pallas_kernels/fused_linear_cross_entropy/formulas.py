@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import full_like
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
-from liger_jax.pallas_kernels.cross_entropy.xla import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy import formulas as rows
+from liger_jax.pallas_kernels.cross_entropy.formulas import Coefficients, Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 
