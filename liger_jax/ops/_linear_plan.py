@@ -9,8 +9,7 @@ from jax.sharding import AbstractDevice
 
 from liger_jax.ops import _checks, _dispatch
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas as xla
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.plan import Plan, Problem, plan
 

@@ -8,8 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.glu import formulas as xla
-from liger_jax.pallas_kernels.glu import triton
+from liger_jax.pallas_kernels.glu import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
 # can only lose.

@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.rope import formulas as xla
-from liger_jax.pallas_kernels.rope import triton
+from liger_jax.pallas_kernels.rope import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
 # can only lose.

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit
-from liger_jax.pallas_kernels.softmax import formulas as xla
-from liger_jax.pallas_kernels.softmax import triton
+from liger_jax.pallas_kernels.softmax import triton, xla
 
 _KERNELS = {"xla": xla, "triton": triton}
 _DEFAULTS: dict[str, tuple[str, ...]] = {}  # the Triton kernels are not measured

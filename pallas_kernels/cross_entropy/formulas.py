@@ -1,13 +1,10 @@
-"""Cross-entropy in plain XLA, and the row formulas that every backend's kernel runs.
+"""The formulas of cross-entropy: what every backend makes of a row of logits. All arithmetic is float32.
 
-A row of logits z is reduced to a few statistics: lse = log Σ_v exp(z_v), the target logit z_y, and where wanted
-Σ_v c_v·z_v, max_v z_v and its first index. Every loss of this package is a function of these, so a backend needs
-two kernels only: the statistics, and the gradient that their cotangents make of the logits,
+A row of logits z is reduced to a few statistics: lse = log Σ_v exp(z_v), the target logit z_y, and where they are
+wanted Σ_v c_v·z_v, max_v z_v and its first index. Every loss of this package is a function of these. So a backend needs
+two kernels only. One makes the statistics. The other makes the gradient by the logits, from the statistics' cotangents:
 
     dz_v = g_lse · exp(z_v − lse) + g_target · 1[v = y] + g_sum · c_v.
-
-All arithmetic is float32. Memory passes over the logits: XLA reads them twice for the statistics (maximum, then
-sum of exponentials), and once more, with one write, for the gradient.
 """
 
 from typing import NamedTuple
@@ -17,13 +14,13 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
-NO_LABEL = -1  # of a row that does not count
-IMPOSSIBLE_LABEL = -2  # of a row that counts and has no valid label; no column matches either
+NO_LABEL = -1  # the label of a row that does not count
+IMPOSSIBLE_LABEL = -2  # the label of a row that counts and has no valid label. No column matches -1 or -2.
 _NO_INDEX = 2**31 - 1
 
 
 class Statistics(NamedTuple):
-    """What is left of each row of logits; all (N,), or (N, 1) inside kernels."""
+    """What a row of logits is reduced to; each field is (N,), or (N, 1) inside kernels."""
 
     log_normalizer: jax.Array  # float32
     target_logit: jax.Array  # float32; 0 where the label is none of the columns
@@ -33,7 +30,7 @@ class Statistics(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of the first three statistics; each (N,) float32, or (N, 1) inside kernels."""
+    """The cotangents of the first three statistics; each is (N,) float32, or (N, 1) inside kernels."""
 
     log_normalizer: jax.Array
     target_logit: jax.Array
@@ -49,7 +46,7 @@ class Coefficients(NamedTuple):
 
 
 class OnlineState(NamedTuple):
-    """The statistics of the columns seen so far; each (N, 1). Sums are relative to exp(maximum)."""
+    """The statistics of the columns that were seen; each is (N, 1). `exp_sum` is relative to exp(maximum)."""
 
     maximum: jax.Array
     exp_sum: jax.Array
@@ -58,13 +55,8 @@ class OnlineState(NamedTuple):
     predicted_token: jax.Array | None
 
 
-def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:
-    """XLA runs every case."""
-    return None
-
-
 def where(counts: jax.Array, statistics: Statistics) -> Statistics:
-    """The statistics of rows that count, and zeros for the others, whatever they hold."""
+    """The statistics of rows that count. Other rows get zeros, whatever they hold."""
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros((), x.dtype)), statistics)
 
 
@@ -92,7 +84,7 @@ def row_cotangents(log_normalizer: jax.Array, coefficients: Coefficients, class_
 
 
 def is_live(cotangents: Cotangents) -> jax.Array:
-    """Whether anything depends on a row's loss. Others must not reach a product: 0 · NaN is NaN."""
+    """Whether anything depends on a row's loss. Other rows must not reach a product, because 0 · NaN is NaN."""
     return (cotangents.log_normalizer != 0) | (cotangents.target_logit != 0)
 
 
@@ -111,7 +103,7 @@ def slope(u: jax.Array, options: LogitOptions) -> jax.Array | float:
 
 
 def online_start(n: int, options: LogitOptions) -> OnlineState:
-    """Nothing seen yet."""
+    """The state before any column was seen."""
     zeros = jnp.zeros((n, 1), jnp.float32)
     return OnlineState(
         maximum=jnp.full((n, 1), -jnp.inf, jnp.float32),
@@ -133,7 +125,8 @@ def online_update(
 ) -> OnlineState:
     """Adds a tile of logits z (N, v); columns and in_vocab (1, v), labels (N, 1), class_weights (1, v).
 
-    in_vocab None: all are. With axis 0 the tile is (pieces, N, lanes), reduced to a state (1, N, lanes).
+    If in_vocab is None, all columns are in the vocabulary. With axis 0 the tile is (pieces, N, lanes), and it is
+    reduced to a state (1, N, lanes).
     """
     masked = z if in_vocab is None else jnp.where(in_vocab, z, -jnp.inf)
     tile_maximum = jnp.max(masked, axis, keepdims=True)
@@ -142,7 +135,8 @@ def online_update(
     exp_sum = state.exp_sum * jnp.exp(state.maximum - shift)
     exp_sum += jnp.sum(jnp.exp(masked - shift), axis, keepdims=True)
     if axis == 0:
-        target_logit = state.target_logit  # one column of a row is its label's at most: two operations, not three
+        # At most one column of a row is its label's, so nothing need be summed: two operations an element, not three.
+        target_logit = state.target_logit
         for piece_columns, piece in zip(columns, z, strict=True):
             target_logit = jnp.where(piece_columns == labels, piece, target_logit)
     else:
@@ -162,7 +156,10 @@ def over_lanes(lanes: OnlineState) -> OnlineState:
     """The state (N, 1) of rows whose columns were dealt out to the lanes of `lanes` (N, lanes)."""
     maximum = jnp.max(lanes.maximum, axis=1, keepdims=True)
     shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    total = lambda x: jnp.sum(x, axis=1, keepdims=True)
+
+    def total(x):
+        return jnp.sum(x, axis=1, keepdims=True)
+
     predicted_token = lanes.predicted_token
     if predicted_token is not None:
         first = jnp.where(lanes.maximum == maximum, predicted_token, _NO_INDEX)
@@ -177,7 +174,7 @@ def over_lanes(lanes: OnlineState) -> OnlineState:
 
 
 def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:
-    """The statistics of whole rows from those of vocabulary parts, in order: each field (parts, N) → (N,)."""
+    """The statistics of whole rows from the states of the vocabulary's parts in order: each field (parts, N) → (N,)."""
     maximum = jnp.max(parts.maximum, axis=0)
     shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     exp_sum = jnp.sum(parts.exp_sum * jnp.exp(parts.maximum - shift[None, :]), axis=0)
@@ -203,7 +200,7 @@ def logit_gradient(
     class_weights: jax.Array | None,
     options: LogitOptions,
 ) -> jax.Array:
-    """du of a tile of raw float32 logits u (N, v); rows (N, 1), columns and class_weights (1, v)."""
+    """du of a tile of raw float32 logits u (N, v); what belongs to rows is (N, 1), columns and class_weights (1, v)."""
     # dz_v = g_lse · exp(z_v − lse) + g_target · 1[v = y] + g_sum · c_v
     dz = cotangents.log_normalizer * jnp.exp(transform(u, options) - log_normalizer)
     dz += jnp.where(columns == labels, cotangents.target_logit, 0.0)
@@ -212,25 +209,9 @@ def logit_gradient(
     return dz * slope(u, options)
 
 
-def _columns(v: int) -> jax.Array:
+def column_indices(v: int) -> jax.Array:
+    """0 … v − 1, as (1, v)."""
     return jnp.arange(v, dtype=jnp.int32)[None, :]
-
-
-def statistics(
-    logits: jax.Array, labels: jax.Array, class_weights: jax.Array | None, *, options: LogitOptions
-) -> Statistics:
-    """logits (N, V), labels (N,) int32, class_weights (V,) float32 or None → Statistics of (N,)."""
-    z = transform(logits.astype(jnp.float32), options)
-    # A mask and a sum, not a gather: XLA fuses it into the pass that sums the exponentials.
-    target = jnp.sum(jnp.where(_columns(z.shape[1]) == labels[:, None], z, 0.0), axis=1)
-    weighted = z if class_weights is None else z * class_weights[None, :]
-    return Statistics(
-        log_normalizer=jax.nn.logsumexp(z, axis=1),
-        target_logit=target,
-        logit_sum=jnp.sum(weighted, axis=1) if options.logit_sum else None,
-        max_logit=jnp.max(z, axis=1) if options.metrics else None,
-        predicted_token=jnp.argmax(z, axis=1).astype(jnp.int32) if options.metrics else None,
-    )
 
 
 def gradient(
@@ -243,14 +224,13 @@ def gradient(
     options: LogitOptions,
 ) -> jax.Array:
     """The logits' gradient (N, V) in their dtype; exactly 0 in rows without a label, whatever they hold."""
-    rows = jax.tree.map(lambda g: g[:, None], cotangents)
     weights = None if class_weights is None else class_weights[None, :]
     du = logit_gradient(
         logits.astype(jnp.float32),
-        _columns(logits.shape[1]),
+        column_indices(logits.shape[1]),
         labels[:, None],
         log_normalizer[:, None],
-        rows,
+        jax.tree.map(lambda g: g[:, None], cotangents),
         weights,
         options,
     )

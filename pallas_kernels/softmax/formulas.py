@@ -1,18 +1,10 @@
-"""Softmax and sparsemax of the last axis in plain XLA.
+"""The formulas of softmax and sparsemax that every backend runs, over the last axis.
 
-Everything is float32 until it is rounded once. The backward of both reads the output only. Sparsemax's threshold comes
-from a sort, which is exact and needs no loop whose end the devices of a mesh would have to agree on.
+Everything is float32 until it is rounded once. The backward of both reads the output only.
 """
 
 import jax
 import jax.numpy as jnp
-
-from liger_jax.pallas_kernels._tiles import promoted
-
-
-def unsupported(x: jax.Array, *, kind: str) -> str | None:
-    """XLA runs every case."""
-    return None
 
 
 def softmax_rows(x: jax.Array) -> jax.Array:
@@ -22,20 +14,8 @@ def softmax_rows(x: jax.Array) -> jax.Array:
 
 
 def shifted_rows(x: jax.Array) -> jax.Array:
-    """x − max, no less than −1: the threshold of sparsemax is not less, so what lies below makes no difference."""
+    """max(x − max(x), −1): sparsemax's threshold is never below −1, so what lies below it makes no difference."""
     return jnp.maximum(x - jnp.max(x, axis=-1, keepdims=True), -1.0)
-
-
-def sparsemax_rows(x: jax.Array) -> jax.Array:
-    """max(x − τ, 0) over the last axis, float32 or wider; τ = (Σ x_j − 1)/k over the k largest, by sorting."""
-    x = shifted_rows(x)
-    descending = jnp.sort(x, axis=-1, stable=False, descending=True)
-    ranks = jax.lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1) + 1.0
-    # Σ_{j ≤ k} (x₍ⱼ₎ − x₍ₖ₎) < 1 for those in the support; where x₍ₖ₎ = −1 the sum is 1 or more, whatever its rounding.
-    inside = (1.0 + ranks * descending > jnp.cumsum(descending, axis=-1)) & (descending > -1.0)
-    total = jnp.sum(jnp.where(inside, descending, 0.0), axis=-1, keepdims=True)
-    threshold = (total - 1.0) / jnp.sum(inside.astype(x.dtype), axis=-1, keepdims=True)
-    return jnp.maximum(x - threshold, 0.0)
 
 
 def row_gradients(dy: jax.Array, y: jax.Array, *, kind: str) -> jax.Array:
@@ -47,17 +27,3 @@ def row_gradients(dy: jax.Array, y: jax.Array, *, kind: str) -> jax.Array:
     support = (y > 0.0).astype(y.dtype)
     mean = jnp.sum(support * dy, axis=-1, keepdims=True) / jnp.sum(support, axis=-1, keepdims=True)
     return support * (dy - mean)
-
-
-def forward(x: jax.Array, *, kind: str) -> jax.Array:
-    """x (..., F) → y (..., F) in x's dtype; kind is "softmax" or "sparsemax"."""
-    if not x.size:
-        return x
-    rows = softmax_rows if kind == "softmax" else sparsemax_rows
-    return rows(x.astype(promoted(x.dtype, jnp.float32))).astype(x.dtype)
-
-
-def backward(dy: jax.Array, y: jax.Array, *, kind: str) -> jax.Array:
-    """dy, y (..., F) → dx (..., F) in y's dtype."""
-    dtype = promoted(y.dtype, jnp.float32)
-    return row_gradients(dy.astype(dtype), y.astype(dtype), kind=kind).astype(y.dtype)

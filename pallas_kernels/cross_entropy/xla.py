@@ -1,0 +1,36 @@
+"""Cross-entropy in plain XLA.
+
+Memory passes over the logits: two reads for the statistics (the maximum, then the sum of exponentials); one read and
+one write for the gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels.cross_entropy import formulas
+from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
+
+gradient = formulas.gradient
+
+
+def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:
+    """XLA runs every case."""
+    return None
+
+
+def statistics(
+    logits: jax.Array, labels: jax.Array, class_weights: jax.Array | None, *, options: LogitOptions
+) -> Statistics:
+    """logits (N, V), labels (N,) int32, class_weights (V,) float32 or None → Statistics of (N,)."""
+    z = formulas.transform(logits.astype(jnp.float32), options)
+    # A mask and a sum, and not a gather: XLA fuses these into the pass that sums the exponentials.
+    target = jnp.sum(jnp.where(formulas.column_indices(z.shape[1]) == labels[:, None], z, 0.0), axis=1)
+    weighted = z if class_weights is None else z * class_weights[None, :]
+    return Statistics(
+        log_normalizer=jax.nn.logsumexp(z, axis=1),
+        target_logit=target,
+        logit_sum=jnp.sum(weighted, axis=1) if options.logit_sum else None,
+        max_logit=jnp.max(z, axis=1) if options.metrics else None,
+        predicted_token=jnp.argmax(z, axis=1).astype(jnp.int32) if options.metrics else None,
+    )

@@ -1,0 +1,131 @@
+"""Fused linear cross-entropy in plain XLA: products by XLA's own library, logits in chunks.
+
+fast: for each chunk of tokens the logits, their statistics, and at once both gradients.
+lean: statistics over slices of the vocabulary, then slices again for the gradients. dW is written once, dX is summed in
+float32.
+Rounding: logits and statistics are float32. The gradient by the logits is rounded to hidden's dtype before its
+products, as in an unfused step. In mode fast, dW is summed over chunks in float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels._tiles import full_like
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
+from liger_jax.pallas_kernels.cross_entropy import xla as cross_entropy
+from liger_jax.pallas_kernels.cross_entropy.formulas import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import product, put, take
+
+
+def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
+    """XLA runs every case."""
+    return None
+
+
+def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
+    """The statistics of all rows, each (N,)."""
+    hidden, weight, labels, bias, class_weights = inputs
+    n, v = hidden.shape[0], weight.shape[options.vocab_dim]
+    start_state = row_formulas.online_start(n, options.logit)
+    start_state = jax.tree.map(lambda x: full_like(hidden, x.shape, 0, x.dtype) + x, start_state)
+
+    def body(state, start, size):
+        u = formulas.raw_logits(hidden, take(weight, start, size, options.vocab_dim), take(bias, start, size), options)
+        columns = start + jnp.arange(size, dtype=jnp.int32)[None, :]
+        weights = take(class_weights, start, size)
+        return row_formulas.online_update(
+            state,
+            row_formulas.transform(u, options.logit),
+            columns,
+            jnp.ones_like(columns, dtype=bool),
+            labels[:, None],
+            None if weights is None else weights[None, :],
+        )
+
+    # As many logits at a time as a chunk of the fast mode holds.
+    size = options.chunk_size if options.mode == "lean" else max(1, options.chunk_size * v // max(n, 1))
+    state = formulas.over_slices(v, min(size, v), body, start_state)
+    parts = jax.tree.map(lambda field: field.reshape(1, n), state)
+    return row_formulas.online_merge(parts, options.logit)
+
+
+def logit_gradients(
+    inputs: Inputs, log_normalizer: jax.Array, cotangents: Cotangents, *, options: LinearOptions
+) -> jax.Array:
+    """du (N, v) in hidden's dtype for the vocabulary entries in `weight`; labels count from its first entry."""
+    hidden, weight, labels, bias, class_weights = inputs
+    u = formulas.raw_logits(hidden, weight, bias, options)
+    return row_formulas.logit_gradient(
+        u,
+        jnp.arange(u.shape[1], dtype=jnp.int32)[None, :],
+        labels[:, None],
+        log_normalizer[:, None],
+        jax.tree.map(lambda g: g[:, None], cotangents),
+        None if class_weights is None else class_weights[None, :],
+        options.logit,
+    ).astype(hidden.dtype)
+
+
+def gradients(
+    inputs: Inputs, log_normalizer: jax.Array, cotangents: Cotangents, *, options: LinearOptions, needs: Needs
+) -> Gradients:
+    """The lean backward, with du from XLA."""
+    return formulas.lean_gradients(
+        inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=logit_gradients
+    )
+
+
+def gradients_in_forward(
+    inputs: Inputs, coefficients: Coefficients, class_weight_sum: jax.Array, *, options: LinearOptions, needs: Needs
+) -> tuple[Statistics, Gradients]:
+    """The fast mode: for each chunk of tokens logits, statistics, du, dX = du · W and dW += duᵀ · X."""
+    hidden, weight, labels, bias, class_weights = inputs
+    n, v = hidden.shape[0], weight.shape[options.vocab_dim]
+    products_weight = weight.astype(hidden.dtype)
+    logit_statistics = functools.partial(cross_entropy.statistics, options=options.logit)
+    empty = jax.eval_shape(lambda: logit_statistics(jnp.zeros((n, v)), labels, class_weights))
+    size = min(options.chunk_size, max(n, 1))
+
+    def body(carry, start, own):
+        stats, (dhidden, dweight, dbias) = carry
+        (x, _, y, _, _), chunk_coefficients = formulas.take_tokens(inputs, coefficients, start, size, own)
+        u = formulas.raw_logits(x, products_weight, bias, options)
+        chunk_stats = logit_statistics(u, y, class_weights)
+        lse = chunk_stats.log_normalizer
+        du = row_formulas.logit_gradient(
+            u,
+            jnp.arange(v, dtype=jnp.int32)[None, :],
+            y[:, None],
+            lse[:, None],
+            jax.tree.map(lambda g: g[:, None], row_formulas.row_cotangents(lse, chunk_coefficients, class_weight_sum)),
+            None if class_weights is None else class_weights[None, :],
+            options.logit,
+        )
+        if needs.bias:
+            dbias += jnp.sum(du, axis=0)
+        du = du.astype(hidden.dtype)
+        if needs.hidden:
+            dhidden = put(dhidden, product(du, products_weight, 1, options.vocab_dim, options), start)
+        if needs.weight:
+            dweight += formulas.weight_gradient(du, x, options)
+        stats = jax.tree.map(lambda whole, part: put(whole, part, start), stats, chunk_stats)
+        return stats, Gradients(dhidden, dweight, dbias)
+
+    start_carry = (
+        jax.tree.map(lambda field: full_like(hidden, field.shape, 0, field.dtype), empty),
+        Gradients(
+            full_like(hidden, hidden.shape, 0, hidden.dtype) if needs.hidden else None,
+            full_like(hidden, weight.shape, 0, jnp.float32) if needs.weight else None,
+            full_like(hidden, (v,), 0, jnp.float32) if needs.bias else None,
+        ),
+    )
+    stats, grads = formulas.over_tokens(n, size, body, start_carry)
+    return stats, Gradients(
+        grads.hidden,
+        grads.weight.astype(weight.dtype) if needs.weight else None,
+        grads.bias.astype(bias.dtype) if needs.bias else None,
+    )
