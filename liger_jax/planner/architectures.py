@@ -66,8 +66,14 @@ class Architecture:
 
     @functools.cached_property
     def parameters(self) -> list[tuple[Any, Any]]:
-        """Path and type of every parameter."""
-        return jax.tree_util.tree_leaves_with_path(self.abstract()[1])
+        """Path and type of every parameter, as of layers of one type: those of others have equal ones.
+
+        Layers of one type are one stack, whatever their number; others could be made one by one.
+        """
+        config = self.config
+        if "layer_types" in {field.name for field in dataclasses.fields(config)}:
+            config = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
+        return jax.tree_util.tree_leaves_with_path(dataclasses.replace(self, config=config).abstract()[1])
 
     @functools.cached_property
     def norms_results(self) -> bool:
@@ -101,9 +107,9 @@ def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
     path = pathlib.Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     if name.lower() in MODELS:
-        values = MODELS[name.lower()]
+        values, source = MODELS[name.lower()], name
     elif path.is_file():
-        values = checkpoint.config_values(path)
+        values, source = checkpoint.config_values(path), path
     else:
         raise ValueError(
             f"model={name!r} is neither a file nor known. Pass the path of a config.json, or one of "
@@ -114,4 +120,4 @@ def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
         raise ValueError(
             f"model={name!r} has model_type={values.get('model_type')!r}, which must be one of {sorted(auto.FAMILIES)}."
         )
-    return Architecture(name, family, config_json.read(values, family.config_type, family.config_fixed))
+    return Architecture(name, family, config_json.read(values, family.config_type, family.config_fixed, source))
