@@ -10,6 +10,7 @@ from liger_jax.planner.estimate import Estimate, estimate
 from liger_jax.planner.sharding import parse_mesh
 from liger_jax.planner.step import Run
 
+PRECISIONS = ("state_dtype", "param_dtype")
 _LITTLE = 0.1  # a saving below this share is little
 
 
@@ -65,7 +66,7 @@ def _saves(saving: float) -> str:
     return f"saves {saving:.0%} of the whole" if saving > 0 else f"takes {-saving:.0%} more"
 
 
-def changes_to_fit(run: Run, correction: int = 0) -> list[Change]:
+def changes_to_fit(run: Run, correction: int = 0, precisions: tuple[str, ...] = PRECISIONS) -> list[Change]:
     """The first combination of changes that makes a run fit by its estimate, the cheapest in time and quality first.
 
     What costs nothing comes first, then what costs time, then 16 bits for what is kept in 32, all on the same devices;
@@ -75,6 +76,7 @@ def changes_to_fit(run: Run, correction: int = 0) -> list[Change]:
     Args:
         run: that does not fit.
         correction: bytes that the estimate lacks.
+        precisions: what may be held in bfloat16; none of it with `()`.
 
     Returns:
         The changes, each on top of those before it and none without need; empty if the run fits, or if nothing here
@@ -84,7 +86,7 @@ def changes_to_fit(run: Run, correction: int = 0) -> list[Change]:
     fits = lambda r: needed(r) <= r.target.capacity_bytes
     if fits(run):
         return []
-    for start, coarser in _starts(run):
+    for start, coarser in _starts(run, precisions):
         if (chosen := _chosen(start, [*_changes(start, coarser)], needed, fits)) is not None:
             runs = [run] if start is run else [run, start]
             for change in chosen:
@@ -94,11 +96,11 @@ def changes_to_fit(run: Run, correction: int = 0) -> list[Change]:
     return []
 
 
-def _starts(run: Run) -> Iterator[tuple[Run, bool]]:
-    """The run on its own devices and on more of them, each with whether what costs quality may be tried."""
-    yield run, False
-    yield run, True
-    for coarser in (False, True):
+def _starts(run: Run, precisions: tuple[str, ...]) -> Iterator[tuple[Run, tuple[str, ...]]]:
+    """The run on its own devices and on more of them, each with what may be held in bfloat16."""
+    yield run, ()
+    yield run, precisions
+    for coarser in ((), precisions):
         devices = run.target.more()
         while devices is not None:
             if (start := _on(run, devices)) is not None:
@@ -124,8 +126,8 @@ def _chosen(
     return None
 
 
-def _changes(run: Run, coarser: bool) -> Iterator[dict[str, Any]]:
-    """What may be tried on the run's devices; `coarser` with what costs quality, too."""
+def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """What may be tried on the run's devices: what costs nothing, what costs time, and what costs quality."""
     yield dict(loss="fused" if run.loss == "logits" else "logits")
     if run.mesh["data"] > 1 and (most := _on(run, run.target)) is not None:
         yield dict(mesh=most.mesh)
@@ -136,10 +138,9 @@ def _changes(run: Run, coarser: bool) -> Iterator[dict[str, Any]]:
             yield dict(micro_batches=parts)
     yield dict(state_memory="host")
     yield dict(remat="offload")
-    if coarser:
-        for name in ("state_dtype", "param_dtype"):
-            if getattr(run, name) == "float32":
-                yield {name: "bfloat16"}
+    for name in coarser:
+        if getattr(run, name) == "float32":
+            yield {name: "bfloat16"}
 
 
 def _divisors(n: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_jax.planner import compilers
-from liger_jax.planner.advice import Change, advice, changes_to_fit, largest, largest_batch
+from liger_jax.planner.advice import PRECISIONS, Change, advice, changes_to_fit, largest, largest_batch
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.compiled import Compiled, compile_run
 from liger_jax.planner.devices import target
@@ -75,13 +75,16 @@ class MemoryPlan:
         """What follows from the numbers, in a sentence or two."""
         return advice(self.run, self.totals, self.estimates)
 
-    def changes_to_fit(self) -> list[Change]:
+    def changes_to_fit(self, precisions: tuple[str, ...] = PRECISIONS) -> list[Change]:
         """What would make the run fit, by estimates.
+
+        Args:
+            precisions: what may be held in bfloat16; none of it with `()`.
 
         Returns:
             Changes, one on top of the other, and what each bought; none where the run fits, or where nothing helps.
         """
-        return changes_to_fit(self.run, self._correction)
+        return changes_to_fit(self.run, self._correction, precisions)
 
 
 def make_run(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from liger_jax._install import install_command
+from liger_jax.planner.advice import PRECISIONS, options
 from liger_jax.planner.devices import FRACTIONS, GIB, Target
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.planning import MemoryPlan
@@ -109,12 +110,23 @@ def verdict(plan: MemoryPlan) -> str:
         Such as "Fits: 21.7 of 74.3 GiB on each of 8."
     """
     target = plan.run.target
-    needed, capacity = plan.needed / GIB, target.capacity_bytes / GIB
-    digits = 1 if f"{needed:.1f}" != f"{capacity:.1f}" else 2
-    where = f" on each of {target.count}" if target.count > 1 else ""
     if plan.fits:
-        return f"Fits: {needed:.{digits}f} of {capacity:.{digits}f} GiB{where}{_with_share(target, plan.needed)}."
-    return f"Does not fit: {needed:.{digits}f} GiB needed{where}, and a process can have {capacity:.{digits}f}."
+        return f"Fits: {_needed_of(target, plan.needed)}."
+    where = f" on each of {target.count}" if target.count > 1 else ""
+    needed, capacity = _apart(plan.needed, target.capacity_bytes)
+    return f"Does not fit: {needed} GiB needed{where}, and a process can have {capacity}."
+
+
+def _needed_of(target: Target, needed: int) -> str:
+    """What fits, of what, on how many, and with which setting."""
+    where = f" on each of {target.count}" if target.count > 1 else ""
+    return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{_with_share(target, needed)}"
+
+
+def _apart(*sizes: int) -> list[str]:
+    """GiB with one digit, or with two where one does not tell them apart."""
+    texts = [f"{size / GIB:.1f}" for size in sizes]
+    return texts if len({*texts}) > 1 else [f"{size / GIB:.2f}" for size in sizes]
 
 
 def _with_share(target: Target, needed: int) -> str:
@@ -153,8 +165,8 @@ def _to_fit(plan: MemoryPlan) -> list[str]:
     changes, run = plan.changes_to_fit(), plan.run
     if not changes:
         return [
-            f"Nothing here makes it fit, and no number of {run.target.kind}s does. Take a shorter sequence, larger devices "
-            "or a smaller model."
+            f"Nothing here makes it fit, and no number of {run.target.kind}s does. Take a shorter sequence, larger "
+            "devices or a smaller model."
         ]
     width = max(len(change.name) for change in changes)
     lines = ["To make it fit, the cheapest first (estimates):"]
@@ -163,13 +175,12 @@ def _to_fit(plan: MemoryPlan) -> list[str]:
             f"  {change.name:<{width}}  saves {change.saved_bytes / GIB:.1f} GiB: {change.total_bytes / GIB:.1f} needed"
         )
     last = changes[-1]
-    where = f" on each of {last.run.target.count}" if last.run.target.count > 1 else ""
-    total, capacity = last.total_bytes / GIB, last.run.target.capacity_bytes / GIB
-    lines.append(
-        f"Then it fits: {total:.1f} of {capacity:.1f} GiB{where}{_with_share(last.run.target, last.total_bytes)}."
-    )
-    if last.run.param_dtype == "bfloat16" != run.param_dtype:
-        lines.append("Parameters in bfloat16 lose each update below about 1/256 of them.")
+    lines.append(f"Then it fits: {_needed_of(last.run.target, last.total_bytes)}.")
+    if any(getattr(last.run, name) != getattr(run, name) for name in PRECISIONS) and (
+        exact := plan.changes_to_fit(precisions=())
+    ):
+        last = exact[-1]
+        lines.append(f"Or in float32: {options(run, last.run)}, {_needed_of(last.run.target, last.total_bytes)}.")
     return lines
 
 
@@ -182,11 +193,11 @@ def notes(plan: MemoryPlan) -> list[str]:
     Returns:
         Sentences.
     """
-    run = plan.run
-    if run.target.platform == "gpu" and run.target.capability < (8, 0) and "bfloat16" in (run.dtype, run.param_dtype):
+    run, target = plan.run, plan.run.target
+    if target.platform == "gpu" and target.capability < (8, 0) and "bfloat16" in (run.dtype, run.param_dtype):
         return [
-            f"Note: {run.target.kind} has no bfloat16 arithmetic. XLA converts to float32 there, which is slow and takes"
-            " memory that the formulas do not count: plan with --dtype float32 as well."
+            f"Note: {target.kind} has no bfloat16 arithmetic. XLA converts to float32 there, which is slow and takes "
+            "memory that the formulas do not count: plan with --dtype float32 as well."
         ]
     return []
 
