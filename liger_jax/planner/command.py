@@ -100,7 +100,7 @@ def _search(args, where, options) -> list[str]:
         if bar is not None:
             bar.close()
     where[args.search] = largest = getattr(found.run, args.search)
-    lines = [f"The largest {args.search} that fits is {largest}, by {len(found.answers)} compilations:"]
+    lines = [f"The largest {args.search} that fits is {largest}. What was compiled to find it:"]
     return lines + [f"  {args.search} {size}: {needed / GIB:.2f} GiB" for size, needed in sorted(found.answers.items())]
 
 
