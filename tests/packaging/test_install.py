@@ -11,7 +11,7 @@ import pytest
 
 from liger_jax import _install
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
