@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Num
 from liger_jax import ops
 from liger_jax.losses import shifted_labels
 from liger_jax.losses._language_model import IGNORE
-from liger_jax.models import arguments, checkpoint, config_json, plain
+from liger_jax.models import arguments, checkpoint, config_in_files, config_json, plain
 from liger_jax.models.cache import KVCache, empty_cache
 from liger_jax.models.common import CausalLMOutput, KernelOptions
 from liger_jax.models.decoder import Decoder
@@ -114,15 +114,17 @@ class CausalLM(nnx.Module):
 
         Raises:
             FileNotFoundError: no such folder, or no config.json or safetensors in it. Pickled weights are not read.
-            ValueError: fields of config.json that the model does not support, or tensors that are missing, left over or
-                of another shape: all of them are listed. Or `partition_specs` do not fit the parameters.
+            ValueError: config.json is no JSON object, or has fields that the model does not support, or another number
+                of layers or tokens than the tensors; or tensors are missing, left over or of another shape. All of
+                these are listed. Or `partition_specs` do not fit the parameters.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
         folder = checkpoint.find(path_or_id)
         values = checkpoint.read_config(folder)
-        config: Any = config_json.read(values, cls.config_type, cls.config_fixed)
-        stored = values.get("dtype") or values.get("torch_dtype") or "float32"
-        param_dtype = jnp.dtype(stored if param_dtype is None else param_dtype)
+        path = folder / checkpoint.CONFIG
+        config: Any = config_json.read(values, cls.config_type, cls.config_fixed, path)
+        config_in_files.check(config, checkpoint.shapes(folder), folder)
+        param_dtype = jnp.dtype(config_json.dtype_of(values, path) if param_dtype is None else param_dtype)
         make = lambda: cls(
             config,
             kernels=kernels,

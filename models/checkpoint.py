@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from liger_jax.models import config_json
+
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal checkpoint
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
@@ -182,6 +184,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: as `config_values`.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -190,10 +193,22 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def config_values(path: pathlib.Path) -> dict[str, Any]:
-    """A config.json, whatever its file's name; of a multimodal model what it says of the language part."""
-    values = json.loads(path.read_text(encoding="utf8"))
-    shared = {name: values[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in values}
-    return shared | values["text_config"] if "text_config" in values else values
+    """A config.json, whatever its file's name; of a multimodal model what it says of the language part.
+
+    Raises:
+        ValueError: it is damaged (`config_json.load`, `config_json.language_part`).
+    """
+    return config_json.language_part(config_json.load(path), path)
+
+
+def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
+    """By a tensor's name in a language model, its shape in the files."""
+    places, found = _places(folder), {}
+    for path in dict.fromkeys(path for path, _ in places.values()):
+        with safe_open(path, framework="numpy") as file:
+            here = {name: name_there for name, (place, name_there) in places.items() if place == path}
+            found |= {name: tuple(file.get_slice(name_there).get_shape()) for name, name_there in here.items()}
+    return found
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -100,7 +100,6 @@ _OTHER_NAMES = {
     "mistral-small-24b": "mistral-small-24b-2501",
 }
 _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say nothing of sizes
-_MOST_LAYERS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +130,14 @@ class Architecture:
 
     @functools.cached_property
     def parameters(self) -> list[tuple[Any, Any]]:
-        """Path and type of every parameter."""
-        return jax.tree_util.tree_leaves_with_path(self.abstract()[1])
+        """Path and type of every parameter, as of layers of one type: those of others have equal ones.
+
+        Layers of one type are one stack, whatever their number; others could be made one by one.
+        """
+        config = self.config
+        if "layer_types" in {field.name for field in dataclasses.fields(config)}:
+            config = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
+        return jax.tree_util.tree_leaves_with_path(dataclasses.replace(self, config=config).abstract()[1])
 
     @functools.cached_property
     def norms_results(self) -> bool:
@@ -168,33 +173,17 @@ def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
     path = pathlib.Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        values = _config_json(path)
+        values, source = checkpoint.config_values(path), path
     elif (known := _known_as(name)) in MODELS:
-        values = MODELS[known]
+        values, source = MODELS[known], name
     else:
         raise ValueError(_unknown(name, known))
-    model_type = values.get("model_type")
-    family = auto.FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = auto.FAMILIES.get(values.get("model_type"))
     if family is None:
-        raise ValueError(f"model={name!r} has model_type={model_type!r}, which must be one of {sorted(auto.FAMILIES)}.")
-    try:
-        return Architecture(name, family, config_json.read(values, family.config_type, family.config_fixed))
-    except ValueError as error:
-        raise ValueError(f"model={name!r}: {error}") from error
-
-
-def _config_json(path: pathlib.Path) -> dict[str, Any]:
-    """The fields of the language model in the file."""
-    try:
-        values = checkpoint.config_values(path)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is no config.json: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(path)!r} must hold an object with a model's fields, not {type(values).__name__}.")
-    layers = values.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > _MOST_LAYERS:  # each of which is made
-        raise ValueError(f"{str(path)!r}: num_hidden_layers={layers} must be at most {_MOST_LAYERS} here.")
-    return values
+        raise ValueError(
+            f"model={name!r} has model_type={values.get('model_type')!r}, which must be one of {sorted(auto.FAMILIES)}."
+        )
+    return Architecture(name, family, config_json.read(values, family.config_type, family.config_fixed, source))
 
 
 def _known_as(name: str) -> str:

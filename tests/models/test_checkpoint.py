@@ -5,6 +5,8 @@ import fnmatch
 import functools
 import json
 import sys
+import time
+import tracemalloc
 from typing import Any
 
 import jax
@@ -368,3 +370,33 @@ def test_absent_files_are_named(folder, tmp_path):
         LlamaForCausalLM.from_pretrained("./nowhere")
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be positive"):
         make_model().save_pretrained(tmp_path, max_shard_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ["fields", "message"],
+    [
+        (dict(num_hidden_layers=10**15), "num_hidden_layers=1000000000000000 must be an int from 1 to 10000"),
+        (dict(num_hidden_layers=10**6), "num_hidden_layers=1000000 must be an int from 1 to 10000"),
+        (dict(num_hidden_layers=10**4), r"says num_hidden_layers=10000, and the tensors are of 2 layers: \[0, 1\]"),
+        (dict(num_hidden_layers=1), "says num_hidden_layers=1, and the tensors are of 2 layers"),
+        (dict(vocab_size=10**15), "vocab_size=1000000000000000 must be an int from 1 to 2147483647"),
+        (dict(vocab_size=10**9), r"says vocab_size=1000000000, and model.embed_tokens.weight has the shape \(61, 32\)"),
+        (dict(num_hidden_layers=3, vocab_size=62), "says num_hidden_layers=3, .*; vocab_size=62, "),
+        (dict(intermediate_size=10**9), r"up_proj.weight \(48, 32\), expected \(1000000000, 32\)"),
+        (dict(torch_dtype="float99"), "torch_dtype='float99' must be one of"),
+        (dict(dtype=["float32"]), r"dtype=\['float32'\] must be one of"),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_not_the_files_are_refused_in_little_time_and_memory(folder, fields, message):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | fields))
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        with pytest.raises(ValueError, match=f"{folder}.*{message}"):
+            AutoModelForCausalLM.from_pretrained(folder)
+        assert time.process_time() - start < 1
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()

@@ -1,10 +1,12 @@
 """Models by the names that people know them by, and by their config.json."""
 
 import json
+import time
 
 import jax
 import pytest
 
+from liger_jax.planner import plan
 from liger_jax.planner.architectures import MODELS, architecture
 
 PUBLISHED = {  # parameters as the models' publishers count them, in billions; of Gemma 3 from 4b on the language part
@@ -80,3 +82,20 @@ def test_what_lies_in_a_folder_goes_before_a_name(tmp_path, monkeypatch):
     assert architecture("qwen2-0.5b").config.num_hidden_layers == 24  # a folder without a config.json says nothing
     (tmp_path / "qwen2-0.5b" / "config.json").write_text(json.dumps(MODELS["qwen2-0.5b"] | {"num_hidden_layers": 3}))
     assert architecture("qwen2-0.5b").config.num_hidden_layers == 3
+
+
+def test_sizes_without_end_are_refused_or_answered_in_a_moment(tmp_path):
+    """In turn 5,000 layers slide and one does not: as modules these would take minutes."""
+    sizes = dict(model_type="gemma3_text", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    many = dict(sizes, intermediate_size=128, num_hidden_layers=9999, sliding_window_pattern=5001, vocab_size=10**9)
+    path = tmp_path / "config.json"
+    start = time.process_time()
+    path.write_text(json.dumps(many))
+    layer = architecture(path)
+    found = plan(path, batch=8, seq=128, device="h200")
+    assert 9999 * 3 * 64 * 128 < layer.num_parameters - 64 * 10**9 < 9999 * 6 * 64 * 128 and not found.fits
+    for field in ("num_hidden_layers", "vocab_size"):
+        path.write_text(json.dumps(many | {field: 10**15}))
+        with pytest.raises(ValueError, match=f"from {path}: {field}=1000000000000000 must be an int from 1 to"):
+            plan(path, batch=8, seq=128, device="h200")
+    assert time.process_time() - start < 3

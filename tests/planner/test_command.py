@@ -10,7 +10,11 @@ from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.command import main
 
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
-QWEN2 = MODELS["qwen2-0.5b"]
+
+
+def with_(**fields):
+    """A config.json with other fields."""
+    return json.dumps(MODELS["qwen2-0.5b"] | fields).encode()
 
 
 def refused(arguments, capsys):
@@ -65,32 +69,35 @@ def test_an_error_of_the_command_is_one_sentence(capsys):
 @pytest.mark.parametrize(
     "content, message",
     {
-        b"": "is no config.json: Expecting value",
-        b"\xff\xfe\x00": "is no config.json: 'utf-8' codec can't decode",
-        b"{": "is no config.json: Expecting property name",
-        b"[]": "is no config.json|must hold an object",
-        b"8": "is no config.json|must hold an object",
-        b"null": "is no config.json|must hold an object",
-        b"[" * 100_000: "is no config.json",
-        b'{"text_config": 8}': "is no config.json|must hold an object",
+        b"": "cannot be read as JSON",
+        b"\xff\xfe\x00": "cannot be read as JSON: 'utf-8' codec can't decode",
+        b"{": "cannot be read as JSON",
+        b"[]": "must hold an object",
+        b"null": "must hold an object",
+        b"[" * 100_000: "is nested too deep",
+        b'{"text_config": 8}': "text_config=8 must be an object",
         b"{}": "model_type=None, which must be one of",
         b'{"model_type": "mamba"}': "model_type='mamba', which must be one of",
-        b'{"model_type": ["llama"]}': r"model_type=\['llama'\], which must be one of",
-        json.dumps(
-            QWEN2 | {"num_hidden_layers": 10**15}
-        ).encode(): "num_hidden_layers=1000000000000000 must be at most",
-        json.dumps(QWEN2 | {"num_attention_heads": 13}).encode(): "must divide",
-        json.dumps(QWEN2 | {"hidden_act": "relu"}).encode(): "hidden_act='relu' must be 'silu'",
-        json.dumps(QWEN2 | {"hidden_size": 0}).encode(): "hidden_size=0 must be",
+        b'{"model_type": ["llama"]}': "model_type=['llama'] must be a string",
+        with_(num_hidden_layers=10**15): "num_hidden_layers=1000000000000000 must be",
+        with_(num_attention_heads=13): "num_attention_heads=13",
+        with_(hidden_act="relu"): "hidden_act='relu' must be 'silu'",
+        with_(hidden_size=0): "hidden_size=0 must be",
+        with_(hidden_size="896"): "hidden_size='896' (str) must be",
+        with_(vocab_size=None): "vocab_size=None (NoneType) must be",
+        with_(intermediate_size=1.5): "intermediate_size=1.5 (float) must be",
+        with_(num_key_value_heads=[2]): "num_key_value_heads=[2] (list) must be",
+        with_(tie_word_embeddings="yes"): "tie_word_embeddings='yes' (str) must be",
+        with_(rope_theta=float("inf")): "is no finite float64",
+        with_(rope_scaling=True): "rope_scaling=True must be an object",
+        with_(layer_types=8): "layer_types=8 (int) must be a list",
     }.items(),
-    ids=range(15),
+    ids=range(22),
 )
 def test_an_odd_config_json_is_one_sentence_that_names_it(content, message, capsys, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     printed = refused([*SMALL, "--model", str(tmp_path)], capsys)
-    assert str(tmp_path) in printed
-    with pytest.raises((ValueError, OSError), match=message):
-        plan(tmp_path, batch=8, seq=512, device="h200")
+    assert message in printed and str(tmp_path) in printed
 
 
 def test_a_folder_without_a_config_json_is_refused(capsys, tmp_path):
