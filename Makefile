@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,0)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full parity lint types wheel clean
+.PHONY: help train test test-full parity lint format types wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -98,7 +98,8 @@ help:
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
 	@echo 'make test-full  all shapes, targets and model families   the same'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
-	@echo 'make lint       ruff'
+	@echo 'make lint       ruff: mistakes and format'
+	@echo 'make format     ruff puts the format right'
 	@echo 'make types      basedpyright'
 	@echo 'make wheel      dist/*.whl, and what is in it'
 	@echo 'make clean      removes the environments and what was built; training runs stay'
@@ -125,6 +126,10 @@ parity: $(TEST_ENV)/.installed-parity
 
 lint: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/ruff check .
+	@$(TEST_ENV)/bin/ruff format --check .
+
+format: $(TEST_ENV)/.installed-dev
+	@$(TEST_ENV)/bin/ruff format .
 
 types: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/basedpyright --pythonpath $(TEST_ENV)/bin/python

@@ -8,23 +8,29 @@ Started again, it goes on from its last checkpoint. The second form needs the pa
 
 import argparse
 import dataclasses
-import glob
 import importlib
+import sys
 from pathlib import Path
 
-import jax
-import numpy as np
-import optax
-from flax import nnx
-from tokenizers import Tokenizer
-from tqdm import tqdm
+if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from examples.checkpoints import Checkpoints
-from examples.configuration import Training, add_flags, from_flags
-from examples.text import Text
-from examples.train_step import loss_and_accuracy
-from liger_jax.models import AutoModelForCausalLM, checkpoint
-from liger_jax.training import make_step
+from examples.command import UserError, needed_packages, run
+
+with needed_packages(__name__):
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+    from tokenizers import Tokenizer
+    from tqdm import tqdm
+
+    from examples import text
+    from examples.checkpoints import Checkpoints
+    from examples.configuration import Training, add_flags, from_flags
+    from examples.train_step import loss_and_accuracy
+    from liger_jax.models import AutoModelForCausalLM, checkpoint
+    from liger_jax.training import make_step
 
 TOKENIZER = "tokenizer.json"
 DEFAULT = Training(batch=8, length=512, steps=100, learning_rate=1e-5, remat="none")
@@ -81,18 +87,22 @@ def _arguments(argv):
 
 def _documents(args) -> list[str]:
     if args.dataset:
-        rows = importlib.import_module("datasets").load_dataset(args.dataset, args.subset, split="train")
-        return [text for text in rows[args.column] if text]
-    return [Path(path).read_text(encoding="utf-8") for path in sorted(glob.glob(args.data, recursive=True))]
+        try:
+            datasets = importlib.import_module("datasets")
+        except ModuleNotFoundError as error:
+            raise UserError("--dataset needs the package datasets: pip install datasets.") from error
+        rows = datasets.load_dataset(args.dataset, args.subset, split="train")
+        return [row for row in rows[args.column] if row]
+    return text.read(args.data)
 
 
-def _tokens(documents, tokenizer, vocab_size, length) -> Text:
+def _tokens(documents, tokenizer, vocab_size, length) -> text.Text:
     encoded = Tokenizer.from_file(str(tokenizer)).encode_batch_fast(documents)
     tokens = np.array([token for document in encoded for token in document.ids], np.int32)
     if len(tokens) < length:
-        raise ValueError(f"The text has {len(tokens)} tokens; --length={length} of them are the least.")
-    return Text(tokens, tokens[:0], vocab_size, "")
+        raise UserError(f"The text has {len(tokens)} tokens; --length={length} of them are the least.")
+    return text.Text(tokens, tokens[:0], vocab_size, "")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

@@ -13,8 +13,11 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-# JAX counts axes, positions and token ids in int32.
+import numpy as np
+
+# JAX counts axes, positions and token ids in int32, and the models compute in float32.
 MOST = 2**31 - 1
+_MOST_FLOAT = float(np.finfo(np.float32).max)
 # A config has an entry for each layer. The deepest transformer that was published has 1,000 (arXiv:2203.00555).
 MOST_LAYERS = 10_000
 _FROM_ZERO = {"initializer_range", "max_window_layers", "mscale", "mscale_all_dim"}
@@ -95,9 +98,9 @@ def _law(name: str, value: Any, kinds: tuple[Any, ...]) -> tuple[bool, bool, str
         number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         as_float = _as_float(value) if number else math.nan
         if name in _FROM_ZERO:
-            return number, 0 <= as_float < math.inf, "a finite number of at least 0"
+            return number, 0 <= as_float <= _MOST_FLOAT, "a finite float32 of at least 0"
         bound = 1 if name in _ABOVE_ONE else 0
-        return number, bound < as_float < math.inf, f"a finite number above {bound}"
+        return number, bound < as_float <= _MOST_FLOAT, f"a finite float32 above {bound}"
     if int in kinds:
         most = MOST_LAYERS if name == "num_hidden_layers" else MOST
         number = isinstance(value, numbers.Integral) and not isinstance(value, bool)

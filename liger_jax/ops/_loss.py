@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from liger_jax.ops import _checks
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
 
 REDUCTIONS = ("mean", "sum", "none")
 

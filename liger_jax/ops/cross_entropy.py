@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh
-from liger_jax.pallas_kernels.cross_entropy import mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
@@ -153,7 +153,7 @@ def reduced_cross_entropy(
     options = _Options(loss_options.op, loss_options.logit_options(return_metrics), choice)
     z, kernel_labels, class_weights = _mesh.align_varying(z, rows.labels, class_weights)
     statistics = _statistics(z, kernel_labels, class_weights, options)
-    losses = xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
+    losses = formulas.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
     # Not a product with 0: a row that does not count may hold anything.
     loss = _loss.reduced(jnp.where(rows.counts, losses, 0.0), loss_options, labels.shape)
     return (loss, _loss.metrics(statistics, rows, loss_options, labels.shape)) if return_metrics else loss

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.dyt import mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.norms import dyt as formulas
+from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "dyt"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_KERNELS = backends(formulas, "xla", "triton", "mosaic_tpu")
 _DEFAULTS: dict[str, tuple[str, ...]] = {}  # until something is measured
 
 

@@ -10,10 +10,11 @@ from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
 from liger_jax.ops.rms_norm import CASTING_MODES
-from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.norms import fused_add_rms_norm as formulas
+from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "fused_add_rms_norm"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
 _DEFAULTS = {"gpu": ("triton",)}
 _WIDE = (9216, 2048)  # forward and backward; measured, benchmarks/results/row_tiles.md
 

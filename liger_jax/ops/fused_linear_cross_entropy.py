@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._linear_plan import KERNELS, OP, Decision, check_choices, decide, why_not_fast
-from liger_jax.pallas_kernels.cross_entropy import xla as rows_xla
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy import formulas as rows_xla
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 

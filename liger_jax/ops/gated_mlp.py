@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, glu
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu, triton, xla
-from liger_jax.pallas_kernels.glu import xla as glu_xla
+from liger_jax.pallas_kernels.glu import formulas as glu_formulas
 
 _OP = "gated_mlp"
 _OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}
@@ -107,7 +107,7 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
     by_x, by_gate, by_up, by_down = needs
     dx = dgate_kernel = dup_kernel = ddown_kernel = None
     if not (by_x or by_gate or by_up):
-        h = glu_xla.product(gate, up, activation=options.activation)
+        h = glu_formulas.product(gate, up, activation=options.activation)
         return None, None, None, options.kernel_gradient(h, dy)
     # The order lets the gated product's array go first, then x. Where down_kernel is frozen, XLA alone leaves h out.
     arrays, in_place = (dy, down_kernel, gate, up), options.recomputed

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _mesh
-from liger_jax.pallas_kernels.group_norm import xla
+from liger_jax.pallas_kernels.norms import group_norm as xla
 
 _OP = "group_norm"
 # No kernel: a group need not fit registers, and XLA reads x no more often than the formula does.

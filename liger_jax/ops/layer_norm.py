@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
-from liger_jax.pallas_kernels.layer_norm import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.norms import layer_norm as formulas
+from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "layer_norm"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
 _DEFAULTS = {"gpu": ("triton",)}
 # Forward, backward; measured, benchmarks/results/row_tiles.md. Triton is faster forward at 8,192 with float32 scales.
 _WIDE, _WIDE_OF_FLOAT32 = (8192, 2304), (9216, 2304)

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.poly_norm import xla
+from liger_jax.pallas_kernels.norms import poly_norm as xla
 
 _OP = "poly_norm"
 # No kernel yet: XLA, with nothing kept but the inputs.

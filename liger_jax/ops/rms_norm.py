@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
-from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.norms import rms_norm as formulas
+from liger_jax.pallas_kernels.norms.backends import backends
 
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 _WIDE = (9216, 2560)  # forward and backward; measured, benchmarks/results/row_tiles.md
 CASTING_MODES = ("llama", "gemma", "none")

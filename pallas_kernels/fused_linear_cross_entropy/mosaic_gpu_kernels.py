@@ -20,9 +20,9 @@ from liger_jax.pallas_kernels._hopper_product import (
     store_tile,
 )
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, OnlineState
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, OnlineState
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 
@@ -33,7 +33,7 @@ _SMALLEST = 2.0**-126  # normal number in bfloat16
 
 
 def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
-    """`rows.transform`, with a tanh that is exact here."""
+    """`row_formulas.transform`, with a tanh that is exact here."""
     if options.softcap is not None:
         u = options.softcap * _hopper.tanh(u / options.softcap)
     return u if options.scale == 1.0 else options.scale * u
@@ -136,7 +136,7 @@ def _target_logits(inputs: Inputs, options: LinearOptions) -> jax.Array:
     u = jnp.sum(inputs.hidden.astype(jnp.float32) * (weight.T if options.vocab_dim else weight), axis=1)
     if inputs.bias is not None:
         u += jnp.take(inputs.bias, labels, mode="clip").astype(jnp.float32)
-    return jnp.where((labels >= 0) & (labels < v), rows.transform(u, options.logit), 0.0)
+    return jnp.where((labels >= 0) & (labels < v), row_formulas.transform(u, options.logit), 0.0)
 
 
 def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:

@@ -5,7 +5,7 @@ makes dh, the gated product's gradient, reads gate's and up's tiles and writes t
 were made again) and the gated product: dh never reaches memory. Two warpgroups take tiles in turn, so that one's memory
 moves while the other multiplies.
 Memory passes saved: forward one read of up; backward one write and one read of dh.
-Rounding: glu/xla.py's formulas, whose dh is the float32 accumulator.
+Rounding: the formulas are those of glu/formulas.py, and their dh is the float32 accumulator.
 """
 
 import math
@@ -20,7 +20,7 @@ from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import PIECE_COLUMNS, Tile, pieces, product
 from liger_jax.pallas_kernels._tiles import out_like
 from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES
-from liger_jax.pallas_kernels.glu import xla
+from liger_jax.pallas_kernels.glu import formulas as glu
 
 
 def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:
@@ -116,7 +116,7 @@ def up_and_product(
 
     def formula(up, gate):
         up = up.astype(gate.dtype)
-        return up, xla.product(gate, up, activation=activation)
+        return up, glu.product(gate, up, activation=activation)
 
     rows, gates = _as_rows(x, gate)
     results = _product_with(rows, up_kernel, (1, 0), [gates], formula, "gated_mlp_up")
@@ -140,7 +140,7 @@ def gradients_and_product(
     del precision  # as above
 
     def formula(dh, gate, up):
-        return xla.gradients_and_product(dh, gate, up, activation=activation)
+        return glu.gradients_and_product(dh, gate, up, activation=activation)
 
     rows, *both = _as_rows(dy, gate, up)
     in_place = in_place and _hopper.can_write_in_place(gate)

@@ -12,6 +12,7 @@ from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from examples import finetune_qwen2
+from examples.command import UserError
 from liger_jax.models import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 WORDS = ["one", "two", "three", "four", "five"]
@@ -79,3 +80,15 @@ def test_a_hugging_face_dataset_is_read_by_its_column(tune, monkeypatch):
 def test_a_text_shorter_than_a_sequence_is_refused(tune):
     with pytest.raises(ValueError, match="The text has 200 tokens; --length=512 of them are the least"):
         tune("--length=512")
+
+
+def test_a_dataset_without_its_package_is_refused_with_the_command_that_installs_it(tune, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="--dataset needs the package datasets: pip install datasets"):
+        tune(data=["--dataset=org/words"])
+
+
+def test_a_file_that_is_no_text_is_named(tune, tmp_path):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    with pytest.raises(UserError, match="picture.png is no text file"):
+        tune(data=[f"--data={tmp_path / 'picture.png'}"])
