@@ -162,8 +162,8 @@ class CausalLM(nnx.Module):
         save.
 
         Args:
-            path: a folder, made if there is none. Safetensors and generation_config.json of an earlier model in it
-                are deleted; the disk holds both models for a while.
+            path: a folder, made if there is none, to which no other process writes at the time. Safetensors and
+                generation_config.json of an earlier model in it are deleted; the disk holds both models for a while.
             max_shard_bytes: the most that one file holds, unless a single tensor has more.
             config_fields: more of config.json that others read, such as `{"eos_token_id": 2}`.
             tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
