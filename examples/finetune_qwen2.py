@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from examples.command import UserError, needed_packages, run
+from examples.command import UserError, needed_packages, run, user_errors
 
 with needed_packages(__name__):
     import jax
@@ -39,9 +39,10 @@ DEFAULT = Training(batch=8, length=512, steps=100, learning_rate=1e-5, remat="no
 def main(argv: list[str] | None = None) -> None:
     """Runs the program with these arguments, or the command line's."""
     args = _arguments(argv)
-    folder, out = checkpoint.find(args.model), Path(args.out)
-    training = from_flags(args, DEFAULT)
-    model = AutoModelForCausalLM.from_pretrained(folder, **training.model_options())
+    out, training = Path(args.out), from_flags(args, DEFAULT)
+    with user_errors():
+        folder = checkpoint.find(args.model)
+        model = AutoModelForCausalLM.from_pretrained(folder, **training.model_options())
     corpus = _tokens(_documents(args), folder / TOKENIZER, model.config.vocab_size, training.length)
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(training.learning_rate, weight_decay=0.01))

@@ -71,11 +71,9 @@ def normal(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    return (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
+    """The types of a union, or the one type."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def _problems_of(name: str, value: Any, kinds: tuple[Any, ...]) -> list[str]:
@@ -104,7 +102,7 @@ def _law(name: str, value: Any, kinds: tuple[Any, ...]) -> tuple[bool, bool, str
     if int in kinds:
         most = MOST_LAYERS if name == "num_hidden_layers" else MOST
         number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return number, number and least <= value <= most, f"an int from {least} to {most}"
+        return number, number and least <= int(value) <= most, f"an int from {least} to {most}"
     classes = [kind for kind in kinds if isinstance(kind, type) and kind is not types.NoneType]
     if any(dataclasses.is_dataclass(kind) for kind in classes):
         return isinstance(value, tuple(classes)), True, f"one of {', '.join(kind.__name__ for kind in classes)}"

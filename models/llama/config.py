@@ -146,7 +146,7 @@ class LlamaConfig:
             in_training = getattr(scaling, "original_max_position_embeddings", self.max_position_embeddings)
             if scaling.factor * in_training > most:
                 yield f"rope_scaling={scaling} reaches more than the {most} positions that int32 counts"
-        types, num_layers = self.layer_types, self.num_hidden_layers
+        types, num_layers = self.layer_types or (), self.num_hidden_layers
         if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
             yield (
                 f"layer_types={config_fields.short(types)} must be a 'full_attention' or 'sliding_attention' for each "

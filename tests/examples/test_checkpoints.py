@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def test_a_checkpoint_is_read_back_and_its_step_is_printed(folder, capsys):
-    state, log = Checkpoints(folder, {"steps": 3}, fresh=False).restore(STATE)
+    state, log = Checkpoints(folder, {"steps": 3}, fresh=False).restore(STATE) or ([], {})
     np.testing.assert_array_equal(state[0], STATE[0])
     assert log == LOG and capsys.readouterr().out == "resumed at step 1\n"
 

@@ -96,3 +96,8 @@ def test_a_file_that_is_no_text_is_named(tune, tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     with pytest.raises(UserError, match="picture.png is no text file"):
         tune(data=[f"--data={tmp_path / 'picture.png'}"])
+
+
+def test_a_model_that_is_not_there_is_the_user_s_error():
+    with pytest.raises(UserError, match="'./nowhere' is no folder"):
+        finetune_qwen2.main(["--model=./nowhere", "--data=text.txt"])
