@@ -13,6 +13,11 @@ from liger_jax.ops import _checks
 EXPONENT_LIMIT = 80.0
 
 
+def clamp_exponent(x: jax.Array) -> jax.Array:
+    """x, at most the limit. Beyond it the gradient is 0 even where what follows has made it inf, which min's is not."""
+    return jnp.where(x > EXPONENT_LIMIT, EXPONENT_LIMIT, x)
+
+
 def check_number(op: str, name: str, value: Any, holds: bool, law: str) -> None:
     """Raises a ValueError that states `law` unless it `holds`."""
     if not holds:

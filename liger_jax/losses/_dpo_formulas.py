@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.losses._checks import EXPONENT_LIMIT
+from liger_jax.losses._checks import clamp_exponent
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 LOSS_TYPES = (
@@ -48,11 +48,11 @@ class Pairs(NamedTuple):
 def score(log_ratio: jax.Array, divergence: str, alpha: float) -> jax.Array:
     """f'(π/π_ref) of an f-divergence, up to a constant where it is 0 for equal policies."""
     if divergence == "forward_kl":
-        return -jnp.expm1(jnp.minimum(-log_ratio, EXPONENT_LIMIT))
+        return -jnp.expm1(clamp_exponent(-log_ratio))
     if divergence == "js_divergence":
         return jnp.log(2.0) + jax.nn.log_sigmoid(log_ratio)
     if divergence == "alpha_divergence" and abs(alpha - 1.0) >= 1e-6:  # at 1 its limit is log_ratio
-        return jnp.expm1(jnp.minimum((alpha - 1.0) * log_ratio, EXPONENT_LIMIT)) / (alpha - 1.0)
+        return jnp.expm1(clamp_exponent((alpha - 1.0) * log_ratio)) / (alpha - 1.0)
     return log_ratio
 
 
@@ -98,7 +98,7 @@ def pair_losses(loss_type: str, p: Pairs, beta: float, label_smoothing: float, d
             return sigmoid(chosen) + sigmoid(rejected - chosen)
         case "discopop":
             share = sigmoid(logits / discopop_tau)
-            exponential = jnp.exp(jnp.minimum(-logits, EXPONENT_LIMIT))
+            exponential = jnp.exp(clamp_exponent(-logits))
             return -(1.0 - share) * log_sigmoid(logits) + share * exponential
         case _:  # sft
             return p.sft

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.losses import _checks
-from liger_jax.losses._checks import EXPONENT_LIMIT
+from liger_jax.losses._checks import clamp_exponent
 from liger_jax.ops._checks import check_choice
 
 CLIPPING_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -73,7 +73,7 @@ class Objective:
         self, log_ratio: jax.Array, log_probs: jax.Array, advantages: jax.Array, reference: Any, importance: Any
     ) -> jax.Array:
         """The loss of each token; `log_ratio` may be one for each sequence, (B, 1)."""
-        ratio = jnp.exp(jnp.minimum(log_ratio, EXPONENT_LIMIT))
+        ratio = jnp.exp(clamp_exponent(log_ratio))
         if self.loss_type == "cispo":
             losses = -jax.lax.stop_gradient(jnp.minimum(ratio, self.clip_range[1])) * advantages * log_probs
         elif self.loss_type == "sapo":
@@ -99,5 +99,5 @@ class Objective:
 
 def k3(log_probs: jax.Array, reference: jax.Array) -> jax.Array:
     """e^d − d − 1 with d = reference − log_probs: an estimate of KL(policy ‖ reference) that is never negative."""
-    d = jnp.minimum(reference - log_probs, EXPONENT_LIMIT)
+    d = clamp_exponent(reference - log_probs)
     return jnp.expm1(d) - d

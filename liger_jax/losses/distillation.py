@@ -10,6 +10,7 @@ from liger_jax.losses import _checks
 from liger_jax.ops._checks import check_choice
 
 REDUCTIONS = ("mean", "sum", "none")
+_IMPOSSIBLE = -1e30  # a log-probability whose exponential is 0, and finite
 
 
 def kl_divergence(
@@ -96,6 +97,8 @@ def js_divergence(
     law = "in (0, 1); the limits 0 and 1 are kl_divergence(student, teacher) and kl_divergence(teacher, student)"
     _checks.check_number(op, "beta", beta, 0 < beta < 1, law)
     log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
+    # Where both are impossible the mixture is, too, and logaddexp has no derivative there.
+    log_student, log_teacher = (jnp.maximum(x, _IMPOSSIBLE) for x in (log_student, log_teacher))
     mixture = jnp.logaddexp(log_student + jnp.log(1.0 - beta), log_teacher + jnp.log(beta))
     losses = beta * _kl(log_teacher, mixture) + (1.0 - beta) * _kl(log_student, mixture)
     return _reduced(op, losses, where, reduction)

@@ -277,7 +277,7 @@ def _columns(op: str, mask: jax.Array, advantages: Any, importance_ratio: Any) -
 def _clipped(objective: Objective, log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array) -> list[jax.Array]:
     """The shares of counted tokens whose ratio the objective has clipped, below and above."""
     low, high = objective.clip_range
-    ratio = jnp.exp(jnp.minimum(log_ratio, _checks.EXPONENT_LIMIT))
+    ratio = jnp.exp(_checks.clamp_exponent(log_ratio))
     if objective.loss_type == "cispo":
         below, above = jnp.zeros_like(mask), (ratio > high) & (advantages > 0)
     elif objective.loss_type in CLIPPING_TYPES:
