@@ -41,6 +41,11 @@ def check_positive(op: str, **numbers: Any) -> None:
         check_number(op, name, value, 0 < value < float("inf"), "a finite number > 0")
 
 
+def check_denominator(op: str, **values: Any) -> None:
+    """Raises a ValueError for the first Python number that is not above 0; arrays, which may be traced, pass."""
+    check_positive(op, **{name: value for name, value in values.items() if isinstance(value, (int, float))})
+
+
 def check_label_smoothing(op: str, label_smoothing: Any) -> None:
     """Raises a TypeError or ValueError unless it is the share of wrong labels, below one half."""
     check_python_numbers(op, label_smoothing=label_smoothing)

@@ -1,6 +1,6 @@
 """The formulas of `dpo_loss`, one loss for each pair. All arrays are (P,) float32."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,9 @@ class Pairs(NamedTuple):
     rejected_score: jax.Array
     policy_margin: jax.Array  # log-probability of chosen − rejected, under the policy
     reference_margin: jax.Array  # and under the reference
-    chosen_mean: jax.Array | None  # score over the number of tokens
-    rejected_mean: jax.Array | None
-    sft: jax.Array | None  # negative log-likelihood of chosen
+    chosen_mean: Any  # score over the number of tokens, where a type needs it
+    rejected_mean: Any
+    sft: Any  # negative log-likelihood of chosen, where a type needs it
 
 
 def score(log_ratio: jax.Array, divergence: str, alpha: float) -> jax.Array:

@@ -189,7 +189,8 @@ def _pair(op: str, student: Any, teacher: Any, where: Any, cure: str) -> tuple[j
     if where is None:
         return student, teacher, None
     where = _checks.as_mask(op, "where", where, student.shape[:-1])
-    return (*(jnp.where(where[..., None], x, 0.0) for x in (student, teacher)), where)
+    masked = lambda x: jnp.where(where[..., None], x, 0.0)
+    return masked(student), masked(teacher), where
 
 
 def _distributions(

@@ -166,6 +166,8 @@ def policy_loss(
         mask: bool, which tokens count; what stands at others has no effect.
         reference_log_probs: those under the reference: needed for `beta` > 0; with 0 only `kl` is made of them.
         importance_ratio: factors of the losses, for each token or (B, 1), such as old policy over sampler, truncated.
+            A factor of 0 leaves a token out and keeps it in the denominator, as masks of stale sequences or of tokens
+            with low entropy do.
         entropy: entropies of the policy at the tokens; with `entropy_coef` only.
         loss_type: a type of the table.
         importance_level: "token" or "sequence".
@@ -205,7 +207,7 @@ def policy_loss(
     op = "policy_loss"
     check_choice(op, "importance_level", importance_level, IMPORTANCE_LEVELS)
     objective = Objective(op, loss_type, epsilon_low, epsilon_high, delta, beta, unbiased_kl, sapo_temperatures)
-    _check_companions(op, beta, reference_log_probs, entropy_coef, entropy, entropy_denominator)
+    _check_companions(op, beta, reference_log_probs, entropy_coef, entropy, denominator, entropy_denominator)
     (log_probs,) = _checks.as_float32(op, log_probs=log_probs)
     if log_probs.ndim != 2:
         raise ValueError(f"{op}: log_probs has shape {log_probs.shape}, but must be (sequences, tokens).")
@@ -233,7 +235,7 @@ def policy_loss(
 
 
 def _check_companions(
-    op: str, beta: float, reference: Any, entropy_coef: float, entropy: Any, entropy_denominator: Any
+    op: str, beta: float, reference: Any, entropy_coef: float, entropy: Any, denominator: Any, entropy_denominator: Any
 ) -> None:
     if beta > 0 and reference is None:
         raise ValueError(f"{op}: beta={beta} needs reference_log_probs; pass them, or beta=0.0.")
@@ -242,9 +244,8 @@ def _check_companions(
         cure = "pass entropy_coef" if entropy_coef == 0 else "pass the tokens' entropies, or entropy_coef=0.0"
         raise ValueError(f"{op}: entropy belongs to entropy_coef, which is {entropy_coef}; {cure}.")
     if entropy is None and entropy_denominator is not None:
-        raise ValueError(
-            f"{op}: entropy_denominator={entropy_denominator} has no meaning without entropy; leave it out."
-        )
+        raise ValueError(f"{op}: entropy_denominator has no meaning without entropy; leave it out, or pass entropy.")
+    _checks.check_denominator(op, denominator=denominator, entropy_denominator=entropy_denominator)
 
 
 def _token_arrays(op: str, mask: jax.Array, **arrays: Any) -> list[Any]:

@@ -140,6 +140,7 @@ def dpo_loss(
         discopop_tau=discopop_tau != 0.05,
     ).items():
         _checks.check_is_read(op, name, is_set, loss_type, _READERS[name])
+    _checks.check_denominator(op, sft_tokens_per_pair=sft_tokens_per_pair)
     weights = _loss_weights(op, types, loss_weights)
     chosen, rejected, reference_chosen, reference_rejected, pair_weights = _checks.as_sequences(
         op,
@@ -175,6 +176,8 @@ def _check_dpo_options(
     f_alpha: float,
     discopop_tau: float,
 ) -> None:
+    if not types:
+        raise ValueError(f"{op}: loss_type=() names no type; pass one of {_dpo_formulas.LOSS_TYPES}, or several.")
     for name in types:
         check_choice(op, "loss_type", name, _dpo_formulas.LOSS_TYPES)
     _checks.check_positive(op, beta=beta, discopop_tau=discopop_tau)
@@ -203,7 +206,7 @@ def _loss_weights(op: str, types: tuple[str, ...], weights: Any) -> tuple[float,
         return (1.0,) * len(types)
     weights = tuple(weights)
     _checks.check_python_numbers(op, **{f"loss_weights[{i}]": weight for i, weight in enumerate(weights)})
-    if len(weights) != len(types) or not types:
+    if len(weights) != len(types):
         raise ValueError(f"{op}: loss_weights={weights} must have a number for each of loss_type={types}.")
     return weights
 

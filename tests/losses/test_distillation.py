@@ -76,7 +76,7 @@ def test_tokens_that_do_not_count_may_be_anything_and_have_no_gradient(divergenc
     expected = oracle(divergence, *(x[where] for x in logits)).mean()
     spoiled = [jnp.asarray(np.where(where[:, None], x, np.nan), jnp.float32) for x in logits]
     f = lambda *a: divergence(*a, where=jnp.asarray(where))
-    value, gradients = jax.value_and_grad(f, (0, 1))(*spoiled)
+    value, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(*spoiled)
     close(value, expected)
     for gradient in gradients:
         assert np.isfinite(gradient).all() and not gradient[~where].any() and gradient[where].any()
@@ -87,7 +87,7 @@ def test_tokens_that_do_not_count_may_be_anything_and_have_no_gradient(divergenc
 @pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
 def test_equal_distributions_have_no_divergence_and_no_pull(divergence, logits):
     x = jnp.asarray(40 * logits[0], jnp.float32)
-    value, gradients = jax.value_and_grad(divergence, (0, 1))(x, x)
+    value, gradients = jax.jit(jax.value_and_grad(divergence, (0, 1)))(x, x)
     assert abs(value) < 1e-6
     assert all(np.abs(g).max() < 1e-6 for g in gradients)
 
@@ -100,7 +100,7 @@ def test_impossible_tokens_add_nothing(divergence, logits):
     possible = np.full((2, N, V), -700.0)  # p = 1e-300 or so in the oracle's float64
     possible = np.maximum([student, teacher], possible)
     arrays = [jnp.asarray(x, jnp.float32) for x in (student, teacher)]
-    value, gradients = jax.value_and_grad(divergence, (0, 1))(*arrays)
+    value, gradients = jax.jit(jax.value_and_grad(divergence, (0, 1)))(*arrays)
     close(value, oracle(divergence, *possible).mean())
     assert all(np.isfinite(g).all() for g in gradients)
 
@@ -115,7 +115,7 @@ def test_what_the_student_calls_impossible_and_the_teacher_does_not_is_infinitel
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_far_logits_stay_finite(divergence):
     ends = jnp.asarray([[80.0, -80.0, 0.0]])
-    value, gradients = jax.value_and_grad(divergence, (0, 1))(ends, -ends)
+    value, gradients = jax.jit(jax.value_and_grad(divergence, (0, 1)))(ends, -ends)
     close(value, oracle(divergence, np.asarray(ends, np.float64), -np.asarray(ends, np.float64)).mean())
     assert all(np.isfinite(g).all() for g in gradients)
 
