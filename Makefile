@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,0)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full parity lint types wheel clean
+.PHONY: help train test test-full parity lint types docs wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -100,6 +100,7 @@ help:
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
 	@echo 'make lint       ruff'
 	@echo 'make types      basedpyright'
+	@echo 'make docs       the documentation site in site/; it needs no network'
 	@echo 'make wheel      dist/*.whl, and what is in it'
 	@echo 'make clean      removes the environments and what was built; training runs stay'
 	@echo 'All take PYTHON=python3.12 and JAX=0.11.2; each choice has an environment of its own in .venv/.'
@@ -129,6 +130,11 @@ lint: $(TEST_ENV)/.installed-dev
 types: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/basedpyright --pythonpath $(TEST_ENV)/bin/python
 
+# NO_MKDOCS_2_WARNING: the theme advertises its successor. The hooks import the package, and no device is looked for.
+docs: $(TEST_ENV)/.installed
+	@JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(TEST_ENV)/bin/python -m mkdocs build --strict --quiet
+	@echo 'make: the site is in site/. Open site/index.html; its search needs a server: python3 -m http.server -d site'
+
 # build/ would bring files of an earlier build into the wheel.
 wheel: $(TEST_ENV)/.installed
 	@rm -rf build
@@ -137,5 +143,5 @@ wheel: $(TEST_ENV)/.installed
 	@for wheel in dist/*.whl; do echo "$$wheel"; $(TEST_ENV)/bin/python -m zipfile -l "$$wheel"; done
 
 clean:
-	rm -rf .venv build dist liger_jax.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist site liger_jax.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
