@@ -27,20 +27,19 @@ def run(page: Path, fence: re.Match, names: dict) -> None:
         assert printed.getvalue() == fence["printed"], f"{page}, the example {fence['code']}"
 
 
-def alone():
-    """One case for each example of the pages whose examples stand alone."""
-    for page in ALONE:
-        text = page.read_text(encoding="utf-8")
-        for fence in FENCE.finditer(text):
-            line = text.count("\n", 0, fence.start("code")) + 1
-            yield pytest.param(page, fence, id=f"{page.relative_to(CHECKOUT)}:{line}")
+def named(page: Path, fence: re.Match):
+    """A case whose name says where the example stands."""
+    line = fence.string.count("\n", 0, fence.start("code")) + 1
+    return pytest.param(page, fence, id=f"{page.relative_to(CHECKOUT)}:{line}")
 
 
 def test_readme_has_three_examples_or_more():
     assert len(FENCE.findall(ALONE[0].read_text(encoding="utf-8"))) >= 3
 
 
-@pytest.mark.parametrize("page, fence", alone())
+@pytest.mark.parametrize(
+    "page, fence", [named(page, fence) for page in ALONE for fence in FENCE.finditer(page.read_text(encoding="utf-8"))]
+)
 def test_example_runs_alone(page, fence):
     run(page, fence, {"__name__": "example"})
 
