@@ -61,6 +61,7 @@ endif
 VERSIONS := py$(PY)$(if $(JAX),-jax$(JAX))
 TRAIN_ENV := .venv/train-$(VERSIONS)-$(ACCELERATOR)
 TEST_ENV := .venv/test-$(VERSIONS)-$(PLATFORM)
+DOCS_ENV := .venv/docs-$(VERSIONS)
 
 EXTRAS_none := examples
 EXTRAS_cuda := examples,cuda
@@ -84,6 +85,9 @@ $(TRAIN_ENV)/.installed: pyproject.toml
 
 $(TEST_ENV)/.installed: pyproject.toml
 	$(call install,$(TEST_ENV),$(EXTRAS_TEST_$(PLATFORM)))
+
+$(DOCS_ENV)/.installed: pyproject.toml
+	$(call install,$(DOCS_ENV),docs)
 
 $(TEST_ENV)/.installed-dev: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_DEV))
@@ -131,8 +135,8 @@ types: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/basedpyright --pythonpath $(TEST_ENV)/bin/python
 
 # NO_MKDOCS_2_WARNING: the theme advertises its successor. The hooks import the package, and no device is looked for.
-docs: $(TEST_ENV)/.installed
-	@JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(TEST_ENV)/bin/python -m mkdocs build --strict --quiet
+docs: $(DOCS_ENV)/.installed
+	@JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/python -m mkdocs build --strict --quiet
 	@echo 'make: the site is in site/. Open site/index.html; its search needs a server: python3 -m http.server -d site'
 
 # build/ would bring files of an earlier build into the wheel.
