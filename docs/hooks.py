@@ -15,6 +15,7 @@ from mkdocs.structure.files import File
 REPOSITORY = Path(__file__).parents[1]
 COPIED = ("CONTRIBUTING.md", "CHANGELOG.md", "models/*/README.md", "benchmarks/results/*.md", "examples/*.py")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
+FENCED = re.compile(r"^(`{3,}).*?^\1$", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"^::: (?P<name>[\w.]+)$", re.MULTILINE)
 PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>[^"]+\.svg)" ?/?>')
 
@@ -39,7 +40,12 @@ def on_page_markdown(markdown, page, config, files):
         target = _on_site(posixpath.normpath(posixpath.join(folder, link["path"])))
         return posixpath.relpath(target, posixpath.dirname(here) or ".") + (link["anchor"] or "")
 
-    return NAME.sub(lambda match: "\n".join(_directive(match["name"])), LINK.sub(on_site, markdown))
+    written, at = [], 0
+    for code in FENCED.finditer(markdown):  # what looks like a link there is an index and a call
+        written += [LINK.sub(on_site, markdown[at : code.start()]), code[0]]
+        at = code.end()
+    markdown = "".join([*written, LINK.sub(on_site, markdown[at:])])
+    return NAME.sub(lambda match: "\n".join(_directive(match["name"])), markdown)
 
 
 def on_page_content(html, page, config, files):

@@ -91,3 +91,7 @@ def test_pages_ask_for_nothing_from_the_network(site):
         assert not (found := loads.search(page.read_text(encoding="utf-8"))), f"{page.name}: {found}"
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(?:@import|url\()\s*[\"']?https?://", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+def test_the_pictures_of_how_it_works_are_drawn_in_the_pages_own_colours(site):
+    assert (site / "how-it-works.html").read_text(encoding="utf-8").count('<svg role="img"') == 2
