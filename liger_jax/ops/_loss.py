@@ -6,6 +6,7 @@ a row's statistics make its loss, and the statistics become metrics. All of it i
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import chex
@@ -97,10 +98,9 @@ def as_labels(labels: Any) -> jax.Array:
     return labels
 
 
-def as_tokens(labels: Any, where: Any, token_weights: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """What a caller says of tokens, as JAX's arrays."""
-    where, token_weights = (None if x is None else jnp.asarray(x) for x in (where, token_weights))
-    return as_labels(labels), where, token_weights
+def as_arrays(labels: Any, *others: Any) -> Iterator[jax.Array]:
+    """What a caller says of tokens and classes, as JAX's arrays; None passes."""
+    return iter([as_labels(labels), *map(_checks.as_array, others)])
 
 
 def check_tokens(
@@ -117,7 +117,7 @@ def check_tokens(
         raise TypeError(f"{op}: labels have dtype {labels.dtype}, but must be integers; labels.astype(jnp.int32).")
     if where is not None and where.dtype != jnp.bool_:
         raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
-    _checks.check_floating(op, token_weights=token_weights, class_weights=class_weights)
+    _checks.floating(op, token_weights=token_weights, class_weights=class_weights)
     rule = "one entry for each token"
     _checks.check_shape(op, "labels", labels, tokens_shape, rule)
     _checks.check_shape(op, "where", where, tokens_shape, rule)
