@@ -170,7 +170,7 @@ def _parts(batch: Batch, micro_batches: int) -> Any:
                 f"make_step: {name} has shape {x.shape}, but must begin with {num_sequences}, the number of sequences "
                 "in input_ids. Only positions may be one row for all sequences."
             )
-        return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(num_sequences // micro_batches, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
     return jax.tree_util.tree_map_with_path(parts, batch)
 

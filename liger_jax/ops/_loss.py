@@ -6,6 +6,7 @@ a row's statistics make its loss, and the statistics become metrics. All of it i
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,6 +44,17 @@ class LossMetrics:
     num_tokens: jax.Array
 
 
+def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None) -> None:
+    """Raises a TypeError or ValueError unless logits can be scaled and capped by these."""
+    _checks.check_number(op, logit_scale=logit_scale)
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"{op}: logit_scale={logit_scale} must be finite; 1.0 leaves the logits as they are.")
+    if logit_softcap is not None:
+        _checks.check_number(op, logit_softcap=logit_softcap)
+        if not 0.0 < logit_softcap < math.inf:
+            raise ValueError(f"{op}: logit_softcap={logit_softcap} must be finite and > 0; pass None to cap nothing.")
+
+
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
     """The loss options of the public functions, checked."""
@@ -58,16 +70,15 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         op = self.op
-        _checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss, logit_scale=self.logit_scale)
+        _checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         if self.ignore_index is not None and not isinstance(self.ignore_index, int):
             raise TypeError(f"{op}: ignore_index={self.ignore_index!r} must be a Python int; None ignores no label.")
         _checks.check_choice(op, "reduction", self.reduction, REDUCTIONS)
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"{op}: label_smoothing={self.label_smoothing} must be in [0, 1]; 0.0 switches it off.")
-        if self.logit_softcap is not None:
-            _checks.check_number(op, logit_softcap=self.logit_softcap)
-            if self.logit_softcap <= 0:
-                raise ValueError(f"{op}: logit_softcap={self.logit_softcap} must be > 0; None switches it off.")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"{op}: z_loss={self.z_loss} must be finite and ≥ 0; 0.0 switches it off.")
+        check_logit_options(op, self.logit_scale, self.logit_softcap)
 
     def sum(self, per_token: jax.Array) -> jax.Array:
         """Over all tokens, those of other devices too."""

@@ -87,9 +87,9 @@ def cross_entropy(
         class_weights: (V,) float, constants; None for ones.
         ignore_index: the label of tokens that do not count; None for no such label.
         label_smoothing: ε in [0, 1], a Python number.
-        z_loss: the factor of lse², a Python number.
-        logit_scale: a Python number.
-        logit_softcap: s > 0, a Python number, or None for no capping.
+        z_loss: the factor of lse², a finite Python number ≥ 0.
+        logit_scale: a finite Python number.
+        logit_softcap: s > 0, a finite Python number, or None for no capping.
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"

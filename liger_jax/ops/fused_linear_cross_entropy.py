@@ -191,9 +191,9 @@ def fused_linear_cross_entropy(
         class_weights: (V,) float, constants; None for ones.
         ignore_index: the label of tokens that do not count; None for no such label.
         label_smoothing: ε in [0, 1], a Python number.
-        z_loss: the factor of lse², a Python number.
-        logit_scale: a Python number.
-        logit_softcap: s > 0 for s·tanh(u/s), a Python number, or None.
+        z_loss: the factor of lse², a finite Python number ≥ 0.
+        logit_scale: a finite Python number.
+        logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
