@@ -65,8 +65,7 @@ def check_is_read(op: str, name: str, is_set: bool, loss_type: Any, readers: tup
 
 def as_float32(op: str, **arrays: Any) -> list[Any]:
     """Floating arrays in float32; None stays None, and another dtype is a TypeError."""
-    _checks.check_floating(op, **arrays)
-    return [None if x is None else jnp.asarray(x).astype(jnp.float32) for x in arrays.values()]
+    return [None if x is None else x.astype(jnp.float32) for x in _checks.floating(op, **arrays)]
 
 
 def as_sequences(op: str, **arrays: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from liger_jax.losses import _checks
-from liger_jax.ops._checks import check_choice, check_floating, check_shape
+from liger_jax.ops._checks import check_choice, check_shape
 
 KTO_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -88,9 +88,8 @@ def kto_loss(
     if desirable.dtype != jnp.bool_:
         raise TypeError(f"{op}: desirable has dtype {desirable.dtype}, but must be bool; pass desirable != 0.")
     check_shape(op, "desirable", desirable, log_probs.shape, "one entry for each response")
-    kl = jnp.zeros(()) if kl is None else jnp.asarray(kl)
-    check_floating(op, kl=kl)
-    baseline = jax.lax.stop_gradient(jnp.maximum(jnp.mean(kl.astype(jnp.float32)), 0.0))
+    (kl,) = _checks.as_float32(op, kl=0.0 if kl is None else kl)
+    baseline = jax.lax.stop_gradient(jnp.maximum(jnp.mean(kl), 0.0))
     log_ratios = log_probs - reference_log_probs
     advantage = beta * (log_ratios - baseline)  # 1 − σ(x) = σ(−x)
     good, bad = jax.nn.sigmoid(-advantage), jax.nn.sigmoid(advantage)
