@@ -88,32 +88,19 @@ def _may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
 
 
 class _SwiGLU(SwiGLUMLP):
-    activation = SwiGLUMLP.activation
     kernels: KernelOptions
-    may_fuse: bool
 
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.swiglu
         return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
 
-    def fuses(self):
-        return self.may_fuse and super().fuses()
-
 
 class _GeGLU(GeGLUMLP):
     kernels: KernelOptions
-    may_fuse: bool
-
-    @property
-    def activation(self):
-        return super().activation
 
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.geglu
         return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
-
-    def fuses(self):
-        return self.may_fuse and super().fuses()
 
 
 _MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate
@@ -278,8 +265,9 @@ class Blocks:
             self.config.hidden_size,
             self.config.intermediate_size,
             linear=self.linear,
+            fused=_may_fuse(self.kernels, self.remat, self.scan),
+            recomputed=self.remat != "none",
             implementation=self.kernels.implementation,
         )
-        layer.kernels, layer.recomputed = self.kernels, self.remat != "none"
-        layer.may_fuse = _may_fuse(self.kernels, self.remat, self.scan)
+        layer.kernels = self.kernels
         return layer
