@@ -156,7 +156,8 @@ def plan_fused_linear_cross_entropy(
 
     Raises:
         TypeError: `logit_scale` or `logit_softcap` is no Python number.
-        ValueError: a size, a number or a name is out of range, the budget is too small, or an implementation cannot run this.
+        ValueError: a size, a number or a name is out of range, the budget is too small, or an implementation cannot
+            run this.
 
     Example:
         >>> from jax.sharding import AbstractDevice
