@@ -13,11 +13,12 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractDevice
 
-from liger_jax.ops._mesh import forbid_partitioning, needs_shard_map
+from liger_jax.ops._mesh import needs_shard_map, opaque
 from liger_jax.pallas_kernels import _hopper
 
 Implementation = str | tuple[str, ...] | None
 
+_TWICE = "pass implementation='xla', which is plain JAX"
 _PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
 _GPU_NAMES = ("gpu", "cuda", "rocm")
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
@@ -145,7 +146,7 @@ def choose(
 
 
 def bind(op: str, kernels: Mapping[str, Any], choice: str, function: str) -> Callable[..., Any]:
-    """Takes `function` from the module that `choose` named; a Pallas kernel refuses to be partitioned.
+    """Takes `function` from the module that `choose` named; Pallas kernels are `opaque`.
 
     Args:
         op: the op's public name, for messages.
@@ -160,13 +161,14 @@ def bind(op: str, kernels: Mapping[str, Any], choice: str, function: str) -> Cal
     kernel = getattr(kernels[name], function)
     if name == "xla":
         return kernel
-    if name == "mosaic_gpu":
-        return lambda x, *arrays, **options: _mosaic_gpu(kernel, bool(interpret), tuple(options.items()))(
-            forbid_partitioning(x, op), *arrays
-        )
-    return lambda x, *arrays, **options: kernel(
-        forbid_partitioning(x, op), *arrays, **options, interpret=bool(interpret)
-    )
+
+    def run(*arrays, **options):
+        arrays = opaque(arrays, op, _TWICE)
+        if name == "mosaic_gpu":
+            return _mosaic_gpu(kernel, bool(interpret), tuple(options.items()))(*arrays)
+        return kernel(*arrays, **options, interpret=bool(interpret))
+
+    return run
 
 
 @functools.cache
