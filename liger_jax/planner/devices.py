@@ -243,5 +243,7 @@ def _tpus(kind: str, size: str) -> Target:
             f"{CHIPS_PER_HOST} chips, divides, such as '{kind}:{'x'.join(str(4 * h) for h in of_host)}'; "
             f"'{kind}' alone is one device."
         )
+    if math.prod(axes) > tpu.most_chips:
+        raise ValueError(f"device='{kind}:{size}' has {math.prod(axes)} chips, and a pod of them has {tpu.most_chips}.")
     count = math.prod(axes) * tpu.devices_per_chip
     return Target(f"{kind}:{size}", "tpu", tpu.kind, count, memory, size, memory, memory)
