@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 _CURE = (
     "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works), "
-    "or run it on one device."
+    "pass KernelOptions(batch_axes=…) to a model that makes it, or run it on one device."
 )
 
 
@@ -53,7 +53,8 @@ def needs_shard_map(*inputs: jax.Array | None) -> str | None:
         if explicit or automatic:
             return (
                 f"it is not partitioned over the mesh axes {mesh.axis_names}; "
-                "call it inside jax.shard_map, which makes every axis Manual."
+                "call it inside jax.shard_map, which makes every axis Manual, or pass KernelOptions(batch_axes=…) "
+                "to a model that calls it."
             )
     return None
 
