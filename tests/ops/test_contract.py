@@ -10,14 +10,9 @@ from flax import nnx
 
 from liger_jax import losses, ops
 from liger_jax.pallas_kernels.cross_entropy import reference as cross_entropy
-from liger_jax.pallas_kernels.dyt import reference as dyt
-from liger_jax.pallas_kernels.fused_add_rms_norm import reference as fused_add_rms_norm
 from liger_jax.pallas_kernels.glu import reference as glu
-from liger_jax.pallas_kernels.group_norm import reference as group_norm
-from liger_jax.pallas_kernels.layer_norm import reference as layer_norm
-from liger_jax.pallas_kernels.poly_norm import reference as poly_norm
+from liger_jax.pallas_kernels.norms import reference as norms
 from liger_jax.pallas_kernels.relu_squared import reference as relu_squared
-from liger_jax.pallas_kernels.rms_norm import reference as rms_norm
 from liger_jax.pallas_kernels.rope import reference as rope
 from liger_jax.pallas_kernels.softmax import reference as softmax
 from tests.ops._oracle import TOLERANCE, largest_error
@@ -145,12 +140,12 @@ def gated_mlp(x, gate_kernel, up_kernel, down_kernel):
 
 EPS = {"eps": 1e-6}
 TRUTHS = {
-    "rms_norm": functools.partial(rms_norm.rms_norm, offset=0.0, **EPS),
-    "layer_norm": functools.partial(layer_norm.layer_norm, **EPS),
-    "fused_add_rms_norm": functools.partial(fused_add_rms_norm.fused_add_rms_norm, offset=0.0, **EPS),
-    "group_norm": functools.partial(group_norm.group_norm, num_groups=2, channel_axis=1, **EPS),
-    "dyt": dyt.dyt,
-    "poly_norm": functools.partial(poly_norm.poly_norm, **EPS),
+    "rms_norm": functools.partial(norms.rms_norm, offset=0.0, **EPS),
+    "layer_norm": functools.partial(norms.layer_norm, **EPS),
+    "fused_add_rms_norm": functools.partial(norms.fused_add_rms_norm, offset=0.0, **EPS),
+    "group_norm": functools.partial(norms.group_norm, num_groups=2, channel_axis=1, **EPS),
+    "dyt": norms.dyt,
+    "poly_norm": functools.partial(norms.poly_norm, **EPS),
     "relu_squared": relu_squared.relu_squared,
     "softmax": softmax.softmax,
     "sparsemax": softmax.sparsemax,
