@@ -223,7 +223,7 @@ def chunked_attention(
         out = jax.lax.map(
             lambda x: attend(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(segments), starts)
         )
-        return out.swapaxes(0, 1).reshape(batch, chunks * chunk, kv_heads, -1, width)
+        return out.swapaxes(0, 1).reshape(batch, chunks * chunk, *grouped.shape[2:])
 
     whole = length // chunk
     step = math.ceil(whole / _SPANS)

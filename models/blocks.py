@@ -161,7 +161,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
     ) -> Float[Array, "B T D"]:
         def heads(y):
-            return y.reshape(*y.shape[:2], -1, self.head_width)
+            return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
         q, k, v = map(heads, in_one_product(x, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
@@ -179,7 +179,7 @@ class Attention(nnx.Module):
             out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segment_ids))
         else:
             out = cache.attend(q, k, v, **options)
-        return self.o_proj(out.reshape(*x.shape[:2], -1))
+        return self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]))
 
 
 class Blocks:

@@ -61,8 +61,7 @@ def _tokens(ids, vocab_size) -> _Tokens:
     ids = jnp.where((ids >= 0) & (ids < vocab_size), ids, vocab_size).reshape(-1)
     order = jnp.argsort(ids)
     ids = ids[order]
-    first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
-    place = jnp.cumsum(first) - 1
+    place = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1
     beyond = vocab_size + jnp.arange(min(len(ids), vocab_size + 1))
     return _Tokens(order, place, beyond.at[place].set(ids))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.pallas_kernels.norms import layer_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
 
@@ -50,9 +51,9 @@ _layer_norm.defvjp(_forward_rule, _backward_rule)
 
 
 def layer_norm(
-    x: Float[Array, "*batch D"],
-    scale: Float[Array, " D"] | None = None,
-    bias: Float[Array, " D"] | None = None,
+    x: Float[ArrayLike, "*batch D"],
+    scale: Float[ArrayLike, " D"] | None = None,
+    bias: Float[ArrayLike, " D"] | None = None,
     *,
     eps: float = 1e-6,
     implementation: _dispatch.Implementation = None,
@@ -85,7 +86,7 @@ def layer_norm(
     References:
         Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
     """
-    _checks.check_floating(_OP, x=x, scale=scale, bias=bias)
+    x, scale, bias = _checks.floating(_OP, x=x, scale=scale, bias=bias)
     _checks.check_number(_OP, eps=eps)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
     if (spec := _explicit.row_spec(x)) is not None:

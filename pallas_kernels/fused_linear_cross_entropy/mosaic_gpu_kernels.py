@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._hopper_product import (
     PIECE_COLUMNS,
     Tile,
@@ -272,8 +272,8 @@ def add_to_sum(
             slot = (tile.warpgroup, i % num_slots)
             barrier = arrived.at[tile.warpgroup * num_slots + i % num_slots]
             pl.when(~is_first)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
-            upper = _hopper.load(high_stage, slot, _hopper.LAYOUT)
-            lowest = _hopper.load(low_stage, slot, _hopper.LAYOUT)
+            upper = _hopper.load(high_stage, slot, _hopper.tile_layout())
+            lowest = _hopper.load(low_stage, slot, _hopper.tile_layout())
             old = _join(upper, lowest)
             zeros = jnp.zeros_like(old)
             total = tile.values[piece] + jax.lax.select(jax.lax.broadcast(is_first, zeros.shape), zeros, old)
@@ -358,9 +358,9 @@ def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents:
             pl.when(i + 1 < count)(lambda: fetch(i + 1))
             plgpu.barrier_wait(filled.at[own * num_slots + slot])
             plgpu.barrier_wait(vectors_filled.at[own])
-            e = _hopper.load(e_stage, (own, slot), _hopper.LAYOUT).astype(jnp.float32)
-            maximum = _hopper.load(maximum_stage, (own, slot), _hopper.ROW_LAYOUT)
-            layouts = [_hopper.ROW_LAYOUT] * len(row_vectors) + [_hopper.COLUMN_LAYOUT] * len(column_vectors)
+            e = _hopper.load(e_stage, (own, slot), _hopper.tile_layout()).astype(jnp.float32)
+            maximum = _hopper.load(maximum_stage, (own, slot), _hopper.row_layout())
+            layouts = [_hopper.row_layout()] * len(row_vectors) + [_hopper.column_layout()] * len(column_vectors)
             vectors = [_hopper.load(s, (own,), layout) for s, layout in zip(vector_stages, layouts, strict=True)]
             labels, lse, *g = vectors[: len(row_vectors)]
             weights = vectors[-1] if has_weights else None

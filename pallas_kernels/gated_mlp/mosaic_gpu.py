@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._hopper_product import PIECE_COLUMNS, Tile, pieces, product
 from liger_jax.pallas_kernels._tiles import out_like
 from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES
@@ -71,7 +71,7 @@ def _product_with(
         for i, piece in enumerate(todo):
             slots = [(tile.warpgroup, i % NUM_SLOTS)] * num_matrices + [(tile.warpgroup, i % NUM_NEW_SLOTS)]
             plgpu.barrier_wait(arrived.at[tile.warpgroup * NUM_SLOTS + i % NUM_SLOTS])
-            values = [_hopper.load(stage, slots[0], _hopper.LAYOUT) for stage in stages[:num_matrices]]
+            values = [_hopper.load(stage, slots[0], _hopper.tile_layout()) for stage in stages[:num_matrices]]
             for stage, slot, y in zip(stages, slots, formula(tile.values[piece], *values), strict=True):
                 stage[slot] = y.astype(stage.dtype)
             plgpu.commit_smem()

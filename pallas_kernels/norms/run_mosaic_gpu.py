@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._hopper import NUM_CORES, launch, load, store
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, with_absent
 from liger_jax.pallas_kernels.norms import tiles_mosaic_gpu

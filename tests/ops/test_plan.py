@@ -122,6 +122,10 @@ def test_a_plan_for_billions_takes_a_moment(device):
 def test_wrong_arguments_are_refused(unchecked_types):
     with pytest.raises(ValueError, match="n=0 must be at least 1"):
         plan_fused_linear_cross_entropy(0, 4096, 128256)
+    with pytest.raises(ValueError, match="logit_softcap=inf must be finite and > 0; pass None to cap nothing"):
+        plan_fused_linear_cross_entropy(*LLAMA, logit_softcap=float("inf"))
+    with pytest.raises(ValueError, match="logit_scale=nan must be finite"):
+        plan_fused_linear_cross_entropy(*LLAMA, logit_scale=float("nan"))
     with pytest.raises(ValueError, match="differentiated='bias' is unknown"):
         plan_fused_linear_cross_entropy(*LLAMA, differentiated=("bias",))
     with pytest.raises(ValueError, match="memory_budget_bytes=1000 is too small"):
