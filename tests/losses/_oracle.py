@@ -34,7 +34,7 @@ def close(found, expected, tolerance=TOLERANCE, scale=0.0):
 
 
 def scale_of_sum(value, arrays, gradients):
-    """How far a sum moves as its inputs do: its terms may cancel, and their rounding does not. Other values: no scale."""
+    """How far a sum moves as its inputs do, 0 for other values. Terms may cancel; their rounding errors do not."""
     if np.ndim(value):
         return 0.0
     return sum(np.abs(x * g).sum() for x, g in zip(arrays, gradients, strict=True))
