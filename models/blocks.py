@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from liger_jax import ops
 from liger_jax.layers import GeGLUMLP, SwiGLUMLP
 from liger_jax.models import plain
-from liger_jax.models.attention import causal_attention
 from liger_jax.models.cache import LayerCache
 from liger_jax.models.common import KernelOptions
 from liger_jax.models.remat import ATTENDED, Remat
@@ -188,7 +187,7 @@ class Attention(nnx.Module):
             q, k, v = checkpoint_name((q, k, v), ATTENDED)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
         if cache is None:
-            attend = functools.partial(causal_attention, **options)
+            attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
             out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segment_ids))
         else:
             out = cache.attend(q, k, v, **options)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from liger_jax.models.attention import CHUNK, HIDDEN
+from liger_jax.pallas_kernels.attention.xla import CHUNK, HIDDEN
 
 
 @chex.dataclass(frozen=True)

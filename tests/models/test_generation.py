@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from liger_jax import causal_attention
 from liger_jax.models import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
@@ -19,7 +20,6 @@ from liger_jax.models import (
     MistralForCausalLM,
     generate,
 )
-from liger_jax.models.attention import causal_attention
 from liger_jax.models.cache import cached_attention
 from liger_jax.models.generation import draw
 from liger_jax.models.llama.modeling import LlamaLayer

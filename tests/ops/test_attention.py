@@ -1,4 +1,4 @@
-"""Which attention runs where, and that what we put around it is right."""
+"""Attention against float64, whichever kernel runs it, and which runs where."""
 
 import functools
 import math
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from liger_jax.models.attention import causal_attention, chunked_attention, splash_attention, why_not_cudnn
+from liger_jax import ops
 from liger_jax.ops._dispatch import is_hopper
+from liger_jax.pallas_kernels.attention import cudnn, reference
 
 LENGTH = 256
 SEGMENTS = jnp.repeat(jnp.array([[0, 1, 2, 2], [0, 0, 0, 1]]), LENGTH // 4, axis=1)
@@ -22,17 +23,8 @@ def inputs(rng, dtype=jnp.float32, length=LENGTH, width=64):
     return make(4), make(2), make(2)
 
 
-def true_attention(q, k, v, segment_ids=None, *, window=None, softcap=None, scale=None):
-    """In float64, all scores at once."""
-    q, k, v = (jnp.asarray(x, jnp.float64) for x in (q, k, v))
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
-    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-    distance = np.subtract.outer(np.arange(q.shape[1]), np.arange(q.shape[1]))[None, None]
-    visible = (distance >= 0) & (distance < (window or q.shape[1]))
-    if segment_ids is not None:
-        visible = visible & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1), v)
+causal_attention = ops.causal_attention
+chunked_attention = functools.partial(causal_attention, implementation="xla")
 
 
 OPTIONS = {
@@ -58,14 +50,14 @@ def errors(attention, q, k, v, options, **own):
     def run(function, *inputs, **all_options):
         def loss(*x):
             value = function(*x, **all_options)
-            return jnp.sum(value * cotangent.astype(x[0].dtype)), value
+            return jnp.sum(value * jnp.asarray(cotangent, value.dtype)), value
 
         gradients, value = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*inputs)
         return [value, *gradients]
 
     found = run(attention, q, k, v, **options, **own)
     with jax.enable_x64(True):
-        truth = run(true_attention, *(jnp.asarray(x, jnp.float64) for x in (q, k, v)), **options)
+        truth = run(reference.causal_attention, *(jnp.asarray(x, jnp.float64) for x in (q, k, v)), **options)
     found, truth = ([np.asarray(x, np.float64) for x in xs] for xs in (found, truth))
     size = lambda t: np.abs(t).max() or 1.0  # where one key is seen, its score has no gradient
     return [np.abs(f - t).max() / size(t) for f, t in zip(found, truth, strict=True)]
@@ -112,15 +104,49 @@ def test_a_window_saves_the_scores_that_nobody_sees():
 @each_option
 def test_splash_attention_is_called_rightly(rng, options):
     q, k, v = inputs(rng)
-    out = splash_attention(q, k, v, **options, interpret=True)
+    out = causal_attention(q, k, v, **options, implementation="splash:interpret")
     with jax.enable_x64(True):
-        truth = true_attention(q, k, v, **options)
+        truth = reference.causal_attention(*(jnp.asarray(x, jnp.float64) for x in (q, k, v)), **options)
     np.testing.assert_allclose(out, truth, rtol=0, atol=2e-5)
 
 
-def test_a_window_that_holds_nothing_is_refused(rng):
-    with pytest.raises(ValueError, match="window=0 must be at least 1, since a position sees itself"):
-        causal_attention(*inputs(rng), window=0)
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(window=0), ValueError, "window=0 must be at least 1, since a position sees itself"),
+        (dict(softcap=0.0), ValueError, "softcap=0.0 must be positive"),
+        (dict(scale=jnp.ones(())), TypeError, "scale is a .*must be a Python number"),
+        (dict(k=jnp.zeros((2, 8, 3, 16))), ValueError, "with Q a multiple of K"),
+        (dict(v=jnp.zeros((2, 9, 2, 16))), ValueError, r"v has shape \(2, 9, 2, 16\), but must have shape"),
+        (dict(v=jnp.zeros((2, 8, 2, 16), jnp.bfloat16)), ValueError, "v has dtype bfloat16 and q float32"),
+        (dict(q=jnp.zeros((2, 8, 4, 16), jnp.int32)), TypeError, "q has dtype int32, but must be floating point"),
+        (dict(segment_ids=jnp.zeros((2, 7), jnp.int32)), ValueError, "one id for each position of q"),
+        (dict(implementation="cudnn", segment_ids=jnp.zeros((2, 8), jnp.int32)), ValueError, "cudnn.: it is compiled"),
+        (dict(implementation="triton"), ValueError, "implementation='triton' is unknown; this op has"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else None,
+)
+def test_what_cannot_be_attended_is_refused(changes, error, message):
+    q, k = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
+    with pytest.raises(error, match=message):
+        causal_attention(**{**dict(q=q, k=k, v=k), **changes})
+
+
+def test_cudnn_says_that_it_knows_no_segments_and_no_softcap():
+    q, segments = jnp.zeros((1, 128, 2, 64), jnp.bfloat16), jnp.zeros((1, 128), jnp.int32)
+    for ids, softcap in ((segments, None), (None, 30.0)):
+        reason = cudnn.unsupported(q, q, q, ids, window=None, softcap=softcap, is_hopper=True)
+        assert "knows no segments and no softcap" in str(reason)
+
+
+def test_splash_says_which_lengths_it_takes(rng):
+    with pytest.raises(ValueError, match="lengths that 128 divides, and the length is 100"):
+        causal_attention(*inputs(rng, length=100), implementation="splash:interpret")
+
+
+def test_no_rows_have_no_attention():
+    assert causal_attention(jnp.zeros((0, 8, 4, 16)), *[jnp.zeros((0, 8, 2, 16))] * 2).shape == (0, 8, 4, 16)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +176,11 @@ def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
     assert "dot_product_attention" in jaxpr
 
 
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("kind, widest", [("NVIDIA H200", 256), ("NVIDIA A100-SXM4-80GB", 128), ("NVIDIA B200", 128)])
-def test_cudnn_takes_wider_heads_on_hopper(kind, widest):
+@pytest.mark.parametrize("is_hopper, widest", [(True, 256), (False, 128)])
+def test_cudnn_takes_wider_heads_on_hopper(is_hopper, widest):
     q = lambda width: jax.ShapeDtypeStruct((1, 128, 2, width), jnp.bfloat16)
-    assert f"head widths up to {widest} that 8 divides" in str(why_not_cudnn(q(widest + 8), kind))
-    assert "head widths" not in str(why_not_cudnn(q(widest), kind))
+    assert f"head widths up to {widest} that 8 divides" in str(cudnn.why_not(q(widest + 8), is_hopper=is_hopper))
+    assert "head widths" not in str(cudnn.why_not(q(widest), is_hopper=is_hopper))
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -1,0 +1,118 @@
+"""Causal self-attention by the best kernel that is there."""
+
+import functools
+from typing import Any
+
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.pallas_kernels.attention import cudnn, splash, xla
+
+_OP = "causal_attention"
+_KERNELS = {"xla": xla, "cudnn": cudnn, "splash": splash}
+_DEFAULTS = {"gpu": ("cudnn",), "tpu": ("splash",)}
+ATTENDED = "attended"  # `checkpoint_name` of what a backward would have to attend again for
+
+
+def causal_attention(
+    q: Float[Array, "B T Q H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "B T Q H"]:
+    """softmax(softcap·tanh(scale·q·kᵀ/softcap), over what a position may see)·v, with Q a multiple of K.
+
+    A position sees itself and those before it: of its own segment, and inside of its window. No (T, T) array exists,
+    forward or backward. Scores and their softmax are float32, whose weights are rounded to q.dtype for the product.
+
+    On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike.
+
+    Args:
+        q: (B, T, Q, H), queries, any float dtype.
+        k: (B, T, K, H), keys, of q's dtype.
+        v: (B, T, K, H), values, of q's dtype.
+        segment_ids: (B, T) integers; positions see only positions with their own id, wherever these stand. `None` for
+            one segment.
+        window: a position sees itself and window − 1 before it; `None` for all before it.
+        softcap: positive bound of the scores; `None` for none.
+        scale: factor of the scores; `None` for 1/√H.
+        implementation: None for the platform's default, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs
+            from Ampere on: no segments, no softcap), "splash" (TPUs: lengths that 128 divides), "splash:interpret", or
+            a tuple of these to try in order.
+
+    Returns:
+        (B, T, Q, H) in q.dtype.
+
+    Raises:
+        TypeError: `q`, `k` or `v` is not floating point, or an option is no Python number.
+        ValueError: shapes or dtypes do not fit, `window` or `softcap` is not positive, `implementation` is unknown, or
+            the named one cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> values = jnp.array([[1.0], [3.0], [5.0]]).reshape(1, 3, 1, 1)
+        >>> causal_attention(jnp.zeros_like(values), values, values).ravel().tolist()
+        [1.0, 2.0, 3.0]
+        >>> causal_attention(jnp.zeros_like(values), values, values, jnp.array([[0, 0, 1]])).ravel().tolist()
+        [1.0, 2.0, 5.0]
+
+    References:
+        Dao, "FlashAttention-2", 2023 (arXiv:2307.08691).
+    """
+    _check(q, k, v, segment_ids, window, softcap, scale)
+    options = dict(window=window, softcap=softcap, scale=scale)
+    if _explicit.is_explicit(q):
+        return _on_mesh(q, k, v, segment_ids, **options, implementation=implementation)
+    if not q.size:
+        return q
+    device = _dispatch.device_of(q, k, v, segment_ids)
+    choice = _dispatch.choose(
+        _OP, _KERNELS, _DEFAULTS, implementation, q, k, v, segment_ids,
+        device=device, window=window, softcap=softcap, is_hopper=_dispatch.is_hopper(device.device_kind),
+    )  # fmt: skip
+    attend = _dispatch.bind(_OP, _KERNELS, choice, "attend")
+    out = attend(*_mesh.align_varying(q, k, v, segment_ids), **options)
+    return checkpoint_name(out, ATTENDED) if choice == "xla" else out  # the others keep what they need themselves
+
+
+def _on_mesh(q, k, v, segment_ids, **options: Any):
+    batch, length, heads, width = _explicit.spec_of(q)
+    if length is not None or width is not None:
+        raise ValueError(
+            f"{_OP}: q lies on the mesh as {_explicit.spec_of(q)}, but each device must have its T and H axes whole. "
+            "Move it by jax.sharding.reshard."
+        )
+    spec = P(batch, None, heads, None)
+    attend = functools.partial(causal_attention, **options)
+    return _explicit.on_parts(_OP, attend, (q, k, v, segment_ids), (spec, spec, spec, P(batch, None)), spec)
+
+
+def _check(q, k, v, segment_ids, window, softcap, scale):
+    _checks.check_floating(_OP, q=q, k=k, v=v)
+    if q.ndim != 4 or k.ndim != 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{_OP}: q has shape {q.shape} and k {k.shape}, but they must be (B, T, Q, H) and (B, T, K, H) with Q a "
+            "multiple of K, since query heads share key heads evenly."
+        )
+    like_q = q.shape[:2] + (k.shape[2], q.shape[3])
+    _checks.check_shape(_OP, "k", k, like_q, "it is (B, T, K, H), with q's B, T and H")
+    _checks.check_shape(_OP, "v", v, like_q, "it is (B, T, K, H), as k is")
+    _checks.check_shape(_OP, "segment_ids", segment_ids, q.shape[:2], "one id for each position of q")
+    for name, x in dict(k=k, v=v).items():
+        if x.dtype != q.dtype:
+            raise ValueError(f"{_OP}: {name} has dtype {x.dtype} and q {q.dtype}, but all must have one; cast it.")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"{_OP}: window={window} must be at least 1, since a position sees itself; pass None for no window."
+        )
+    numbers = {name: x for name, x in dict(softcap=softcap, scale=scale).items() if x is not None}
+    _checks.check_number(_OP, **numbers)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{_OP}: softcap={softcap} must be positive; pass None for no bound.")
