@@ -1,6 +1,7 @@
 """Causal attention by cuDNN, as JAX calls it: the fastest there is on NVIDIA GPUs where nothing is packed or capped."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ def unsupported(
     v: jax.Array,
     segment_ids: jax.Array | None,
     *,
-    window: int | None,
     softcap: float | None,
     is_hopper: bool,
+    **_: Any,
 ) -> str | None:
     """No segments, which JAX hands to cuDNN as a (T, T) mask, no softcap, 16-bit operands of limited width."""
     if segment_ids is not None or softcap is not None:

@@ -12,7 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import ops
 from liger_jax.ops._dispatch import is_hopper
-from liger_jax.pallas_kernels.attention import cudnn, reference
+from liger_jax.pallas_kernels.attention import cudnn, intervals, mosaic_gpu, reference
+from tests.ops._oracle import ROUNDED, WORSE_THAN_PLAIN, random_cotangents, rms_error, truth, value_and_gradients
 
 LENGTH = 256
 SEGMENTS = jnp.repeat(jnp.array([[0, 1, 2, 2], [0, 0, 0, 1]]), LENGTH // 4, axis=1)
@@ -61,6 +62,105 @@ def errors(attention, q, k, v, options, **own):
     found, truth = ([np.asarray(x, np.float64) for x in xs] for xs in (found, truth))
     size = lambda t: np.abs(t).max() or 1.0  # where one key is seen, its score has no gradient
     return [np.abs(f - t).max() / size(t) for f, t in zip(found, truth, strict=True)]
+
+
+def random_ids(rng, kind, batch, length):
+    """Segments of every length; in one of ids that come back, and with padding on both sides."""
+    if kind == "one segment":
+        return None
+    ids = np.cumsum(rng.random((batch, length)) < 0.02, axis=1)
+    if kind == "ids that come back":
+        return jnp.asarray(rng.integers(0, 3, (batch, length)), jnp.int32)
+    if kind == "padded":
+        ids[0, : length // 5] = -1
+        ids[0, -length // 7 :] = ids[1, -length // 3 :] = -1
+    return jnp.asarray(ids, jnp.int32)
+
+
+HOPPER = {
+    "packed": ("packed", 201, (2, 1, 64), {}),
+    "all": ("ids that come back", 136, (2, 1, 64), dict(window=70, softcap=3.0, scale=0.3)),
+    "one segment": ("one segment", 256, (2, 1, 64), {}),
+    "groups of 7": ("packed", 257, (7, 1, 64), dict(window=70)),
+    "padded": ("padded", 264, (2, 1, 128), {}),
+    "width 80": ("packed", 130, (2, 1, 80), {}),
+    "width 256": ("packed", 140, (2, 1, 256), dict(softcap=3.0)),
+    "one position": ("one segment", 1, (2, 1, 64), {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=name, marks=[] if name in ("packed", "all") else pytest.mark.full)
+        for name, c in HOPPER.items()
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.full)])
+def test_hopper_rounds_no_more_than_chunks_do(hopper, case, dtype, rng):
+    kind, length, (query_heads, kv_heads, width), options = case
+    ids = random_ids(rng, kind, 2, length)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, length, heads, width)), dtype)
+        for heads in (query_heads, kv_heads, kv_heads)
+    )
+    attend = lambda name: functools.partial(causal_attention, segment_ids=ids, **options, implementation=name)
+    cotangents = random_cotangents(attend("xla"), (q, k, v), rng)
+    expected = truth(functools.partial(reference.causal_attention, segment_ids=ids, **options), (q, k, v), cotangents)
+    found, again, plain = (value_and_gradients(attend(name), (q, k, v), cotangents) for name in (hopper, hopper, "xla"))
+    for x, y, p, t in zip(found, again, plain, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert rms_error(x, t) <= WORSE_THAN_PLAIN * rms_error(p, t) + ROUNDED
+
+
+def test_hopper_lets_no_nan_out_of_another_segment(hopper, rng):
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 200, 1, 64)), jnp.bfloat16) for _ in range(3))
+    ids = (jnp.arange(200)[None] >= 90).astype(jnp.int32)
+    attend = functools.partial(causal_attention, segment_ids=ids, implementation=hopper)
+    clean, dirty = attend(q, k, v), attend(q, k.at[:, :90].set(jnp.nan), v)
+    np.testing.assert_array_equal(clean[:, 90:], dirty[:, 90:])
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_hopper_says_what_it_cannot_attend():
+    q = lambda dtype, width: jax.ShapeDtypeStruct((1, 128, 2, width), dtype)
+    reason = lambda q, scale=None: str(mosaic_gpu.unsupported(q, q, q, None, scale=scale))
+    assert "take bfloat16 and float16, and the queries are float32" in reason(q(jnp.float32, 64))
+    assert "head widths up to" in reason(q(jnp.bfloat16, 512))
+    assert "takes positive scales, and scale is -1.0" in reason(q(jnp.bfloat16, 64), -1.0)
+    assert mosaic_gpu.unsupported(*[q(jnp.bfloat16, 80)] * 3, None, scale=None) is None
+
+
+def test_intervals_are_the_first_and_the_last_position_with_an_id(rng):
+    for kind in ("packed", "ids that come back", "padded"):
+        ids = random_ids(rng, kind, 3, 70)
+        first, last, is_foreign = intervals.intervals(70, ids, 20)
+        for row, id_of in enumerate(np.asarray(ids)):
+            places = {i: np.flatnonzero(id_of == i) for i in id_of}
+            own = [places[i] for i in id_of]
+            assert first[row].tolist() == [max(p[0], t - 19) for t, p in enumerate(own)]
+            assert last[row].tolist() == [min(p[-1], t + 19) for t, p in enumerate(own)]
+            assert is_foreign[row] == any(np.any(np.diff(p) > 1) for p in own)
+
+
+@pytest.mark.parametrize("window", [None, 1, 150])
+@pytest.mark.parametrize("kind", ["one segment", "packed", "ids that come back"])
+def test_blocks_are_what_somebody_sees_and_what_everybody_sees(kind, window, rng):
+    length, rows, columns = 300, 128, 64
+    ids = random_ids(rng, kind, 2, length)
+    seen = np.broadcast_to(reference.visible(length, ids, window), (2, length, length))
+    found = intervals.intervals(length, ids, window)
+    entries = intervals.table(found.first, np.arange(length)[None], found.is_foreign, 2, rows, columns)
+    assert len(entries) == 2 * 3
+    for batch, block, begin, all_begin, all_count, count, is_foreign in np.asarray(entries):
+        for column in range(5):
+            part = seen[batch, block * rows : (block + 1) * rows, column * columns : (column + 1) * columns]
+            if begin <= column < begin + count:
+                assert is_foreign or kind == "ids that come back" or part.any()
+            else:
+                assert not part.any()
+            if all_begin <= column < all_begin + all_count:
+                assert part.all() and not is_foreign
 
 
 @each_option
@@ -136,7 +236,7 @@ def test_what_cannot_be_attended_is_refused(changes, error, message):
 def test_cudnn_says_that_it_knows_no_segments_and_no_softcap():
     q, segments = jnp.zeros((1, 128, 2, 64), jnp.bfloat16), jnp.zeros((1, 128), jnp.int32)
     for ids, softcap in ((segments, None), (None, 30.0)):
-        reason = cudnn.unsupported(q, q, q, ids, window=None, softcap=softcap, is_hopper=True)
+        reason = cudnn.unsupported(q, q, q, ids, softcap=softcap, is_hopper=True)
         assert "knows no segments and no softcap" in str(reason)
 
 
