@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 _CURE = (
@@ -110,4 +110,5 @@ def _check_devices(op: str, num_devices: int) -> None:
 
 
 mlir.register_lowering(_unpartitioned, _lower)
+ad.deflinear2(_unpartitioned, lambda cotangent, x, *, op: [cotangent])
 batching.primitive_batchers[_unpartitioned] = lambda args, dims, *, op: (_unpartitioned.bind(*args, op=op), dims[0])

@@ -11,11 +11,12 @@ from jaxtyping import Array, Float, Int
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, xla
+from liger_jax.pallas_kernels.attention.intervals import Segments
 
 _OP = "causal_attention"
 _KERNELS = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "splash": splash}
-# Forward and backward on an H100: of one segment, 32 and 8 heads, 8 × 2,048 at width 64 take 1.51 ms in cuDNN and 1.56
-# in ours, 2 × 8,192 at width 128 6.9 and 7.8. Packed rows and softcaps cuDNN does not take.
+# Forward and backward on an H100, ours take 1.04 and 1.13 of cuDNN's time for one segment at widths 64 and 128, and as
+# long for a window (benchmarks/results/attention.md). Packed rows and softcaps cuDNN does not take.
 _DEFAULTS = {"gpu": ("cudnn", "mosaic_gpu"), "tpu": ("splash",)}
 ATTENDED = "attended"  # `checkpoint_name` of what a backward would have to attend again for
 
@@ -35,13 +36,13 @@ class _Options:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, segment_ids, options):
-    return options.run("forward", q, k, v, segment_ids)[0]
+def _attend(q, k, v, segments, options):
+    return options.run("forward", q, k, v, segments)[0]
 
 
-def _forward_rule(q, k, v, segment_ids, options):
-    out, log_sums = checkpoint_name(options.run("forward", q, k, v, segment_ids), ATTENDED)
-    return out, (q, k, v, segment_ids, out, log_sums)
+def _forward_rule(q, k, v, segments, options):
+    out, log_sums = checkpoint_name(options.run("forward", q, k, v, segments), ATTENDED)
+    return out, (q, k, v, segments, out, log_sums)
 
 
 def _backward_rule(options, residuals, dout):
@@ -55,7 +56,7 @@ def causal_attention(
     q: Float[Array, "B T Q H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | Segments | None = None,
     *,
     window: int | None = None,
     softcap: float | None = None,
@@ -67,14 +68,18 @@ def causal_attention(
     A position sees itself and those before it: of its own segment, and inside of its window. No (T, T) array exists,
     forward or backward. Scores and their softmax are float32, whose weights are rounded to q.dtype for the product.
 
+    The default is splash attention on TPUs, and on NVIDIA GPUs cuDNN where there are neither segments nor a softcap,
+    else, on Hopper, kernels of ours whose cost falls with what is visible: packed documents of 512 positions on
+    average, 2 × 8,192, take a quarter of what cuDNN takes for one segment. Elsewhere it is XLA.
+
     On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike.
 
     Args:
         q: (B, T, Q, H), queries, any float dtype.
         k: (B, T, K, H), keys, of q's dtype.
         v: (B, T, K, H), values, of q's dtype.
-        segment_ids: (B, T) integers; positions see only positions with their own id, wherever these stand. `None` for
-            one segment.
+        segment_ids: (B, T) integers; positions see only positions with their own id, wherever these stand. Or what
+            `Segments.of` makes of them, once for many calls. `None` for one segment.
         window: a position sees itself and window − 1 before it; `None` for all before it.
         softcap: positive bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
@@ -101,21 +106,26 @@ def causal_attention(
     References:
         Dao, "FlashAttention-2", 2023 (arXiv:2307.08691).
     """
-    _check(q, k, v, segment_ids, window, softcap, scale)
+    segments = segment_ids if isinstance(segment_ids, Segments) else None
+    ids = segment_ids if segments is None else segments.ids
+    _check(q, k, v, ids, window, softcap, scale)
     options = dict(window=window, softcap=softcap, scale=scale)
     if _explicit.is_explicit(q):
-        return _on_mesh(q, k, v, segment_ids, **options, implementation=implementation)
+        return _on_mesh(q, k, v, ids, **options, implementation=implementation)
     if not q.size:
         return q
-    device = _dispatch.device_of(q, k, v, segment_ids)
+    device = _dispatch.device_of(q, k, v, ids)
     choice = _dispatch.choose(
-        _OP, _KERNELS, _DEFAULTS, implementation, q, k, v, segment_ids,
+        _OP, _KERNELS, _DEFAULTS, implementation, q, k, v, ids,
         device=device, **options, is_hopper=_dispatch.is_hopper(device.device_kind),
     )  # fmt: skip
-    q, k, v, segment_ids = _mesh.align_varying(q, k, v, segment_ids)
+    if segments is None and ids is not None:
+        segments = Segments.of(ids)
+    q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
+    segments = Segments(*fields) if fields else None
     if choice.startswith("mosaic_gpu"):
-        return _attend(q, k, v, segment_ids, _Options(choice, **options))
-    out = _dispatch.bind(_OP, _KERNELS, choice, "attend")(q, k, v, segment_ids, **options)
+        return _attend(q, k, v, segments, _Options(choice, **options))
+    out = _dispatch.bind(_OP, _KERNELS, choice, "attend")(q, k, v, segments, **options)
     return checkpoint_name(out, ATTENDED) if choice == "xla" else out  # the others keep what they need themselves
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels.attention.intervals import Segments
+
 
 def unsupported(
     q: jax.Array,
@@ -42,14 +44,14 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array | None,
+    segments: Segments | None,
     *,
     window: int | None,
     softcap: float | None,
     scale: float | None,
 ) -> jax.Array:
     """q (B, T, Q, H), k and v (B, T, K, H) → (B, T, Q, H)."""
-    del segment_ids, softcap  # `unsupported` refuses them
+    del segments, softcap  # `unsupported` refuses them
     before = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=True, scale=scale, local_window_size=before, implementation="cudnn"

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+from liger_jax.pallas_kernels.attention.intervals import Segments
+
 # Positions in a block: the largest that divides the sequence. 512 × 512 scores are 1 MiB of VMEM in float32.
 _BLOCKS = (128, 256, 512)
 
@@ -21,7 +23,7 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array | None,
+    segments: Segments | None,
     *,
     window: int | None,
     softcap: float | None,
@@ -41,9 +43,9 @@ def attend(
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * query_heads), block_sizes=sizes, attn_logits_soft_cap=softcap, interpret=interpret
     )
-    segments = None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
+    ids = None if segments is None else splash.SegmentIds(segments.ids, segments.ids)
     heads_first = functools.partial(jnp.swapaxes, axis1=1, axis2=2)  # splash works on (heads, T, H), unscaled
     out = jax.vmap(kernel)(
-        heads_first(q) * (width**-0.5 if scale is None else scale), heads_first(k), heads_first(v), segments
+        heads_first(q) * (width**-0.5 if scale is None else scale), heads_first(k), heads_first(v), ids
     )
     return heads_first(out)

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels.attention.intervals import Segments
+
 CHUNK = 256  # queries at a time
 _SPANS = 8  # of queries, each with keys of its own length: 9/16 of all scores are computed, where 8/16 are needed
 HIDDEN = -1e30  # the score of what may not be seen; finite, so that a row without anything to see is no NaN
@@ -24,7 +26,7 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array | None,
+    segments: Segments | None,
     *,
     window: int | None,
     softcap: float | None,
@@ -35,13 +37,13 @@ def attend(
     kv_heads, dtype = k.shape[2], q.dtype
     scale = width**-0.5 if scale is None else scale
     chunk = min(CHUNK, length)
-    segments = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
+    ids = jnp.zeros((batch, length), jnp.int32) if segments is None else segments.ids
     grouped = q.reshape(batch, length, kv_heads, query_heads // kv_heads, width)
     # The gradients of keys and values are summed over chunks in the dtype that the chunks are handed.
     k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
 
     @functools.partial(jax.checkpoint, static_argnums=4)
-    def attend_chunk(queries, own_segments, start, first, count):
+    def attend_chunk(queries, own_ids, start, first, count):
         """Queries (B, C, K, Q/K, H) from position `start` on, to `count` keys from `first` on."""
         seen = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=1)
         seen_k, seen_v = seen(k32).astype(dtype), seen(v32).astype(dtype)
@@ -50,7 +52,7 @@ def attend(
             scores = softcap * jnp.tanh(scores / softcap)
         distance = (start + jnp.arange(queries.shape[1]))[:, None] - (first + jnp.arange(count))[None]
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        visible = near[None] & (own_segments[:, :, None] == seen(segments)[:, None])
+        visible = near[None] & (own_ids[:, :, None] == seen(ids)[:, None])
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN), axis=-1)
         return jnp.einsum("bkgcs,bskh->bckgh", weights.astype(dtype), seen_v)
 
@@ -62,7 +64,7 @@ def attend(
         first_key = lambda start: 0 if window is None else jnp.maximum(start + chunk - keys, 0)
         starts = first_query + chunk * jnp.arange(chunks)
         out = jax.lax.map(
-            lambda x: attend_chunk(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(segments), starts)
+            lambda x: attend_chunk(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(ids), starts)
         )
         return out.swapaxes(0, 1).reshape(batch, chunks * chunk, kv_heads, -1, width)
 
@@ -72,5 +74,5 @@ def attend(
     if length % chunk:
         rest = whole * chunk
         first_key = 0 if window is None else max(0, rest - window + 1)
-        parts.append(attend_chunk(grouped[:, rest:], segments[:, rest:], rest, first_key, length - first_key))
+        parts.append(attend_chunk(grouped[:, rest:], ids[:, rest:], rest, first_key, length - first_key))
     return jnp.concatenate(parts, axis=1).reshape(q.shape)

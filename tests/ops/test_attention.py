@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from liger_jax import ops
+from liger_jax import Segments, ops
 from liger_jax.ops._dispatch import is_hopper
 from liger_jax.pallas_kernels.attention import cudnn, intervals, mosaic_gpu, reference
 from tests.ops._oracle import ROUNDED, WORSE_THAN_PLAIN, random_cotangents, rms_error, truth, value_and_gradients
@@ -134,7 +134,7 @@ def test_hopper_says_what_it_cannot_attend():
 def test_intervals_are_the_first_and_the_last_position_with_an_id(rng):
     for kind in ("packed", "ids that come back", "padded"):
         ids = random_ids(rng, kind, 3, 70)
-        first, last, is_foreign = intervals.intervals(70, ids, 20)
+        first, last, is_foreign = intervals.intervals(70, Segments.of(ids), 20)
         for row, id_of in enumerate(np.asarray(ids)):
             places = {i: np.flatnonzero(id_of == i) for i in id_of}
             own = [places[i] for i in id_of]
@@ -149,7 +149,7 @@ def test_blocks_are_what_somebody_sees_and_what_everybody_sees(kind, window, rng
     length, rows, columns = 300, 128, 64
     ids = random_ids(rng, kind, 2, length)
     seen = np.broadcast_to(reference.visible(length, ids, window), (2, length, length))
-    found = intervals.intervals(length, ids, window)
+    found = intervals.intervals(length, None if ids is None else Segments.of(ids), window)
     entries = intervals.table(found.first, np.arange(length)[None], found.is_foreign, 2, rows, columns)
     assert len(entries) == 2 * 3
     for batch, block, begin, all_begin, all_count, count, is_foreign in np.asarray(entries):
@@ -161,6 +161,12 @@ def test_blocks_are_what_somebody_sees_and_what_everybody_sees(kind, window, rng
                 assert not part.any()
             if all_begin <= column < all_begin + all_count:
                 assert part.all() and not is_foreign
+
+
+def test_segments_made_once_are_as_good_as_ids(rng):
+    q, k, v = inputs(rng)
+    found, expected = (causal_attention(q, k, v, segments) for segments in (Segments.of(SEGMENTS), SEGMENTS))
+    np.testing.assert_array_equal(found, expected)
 
 
 @each_option
@@ -267,6 +273,24 @@ def test_each_device_gets_the_attention_that_it_can_run(rng, platform, kind, dty
         jaxpr = str(jax.make_jaxpr(causal_attention)(*types))
     assert ("splash" in jaxpr) == (expected == "splash")
     assert "cudnn" not in jaxpr and expected in jaxpr
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, options, is_ours",
+    [
+        ("NVIDIA H200", jnp.bfloat16, dict(segment_ids=SEGMENTS), True),
+        ("NVIDIA H100 80GB HBM3", jnp.float16, dict(softcap=30.0, window=50), True),
+        ("NVIDIA H200", jnp.float32, dict(segment_ids=SEGMENTS), False),
+        ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, dict(segment_ids=SEGMENTS), False),
+    ],
+)
+def test_packed_and_capped_rows_on_hopper_are_ours(rng, kind, dtype, options, is_ours):
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(rng, dtype)]
+    device = AbstractDevice(kind, None, "gpu")
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = str(jax.make_jaxpr(functools.partial(causal_attention, **options))(*types))
+    assert ("causal_attention_forward" in jaxpr) == is_ours and ("dot_general" in jaxpr) != is_ours
 
 
 def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
