@@ -97,7 +97,8 @@ def add_product(total: jax.Array, a: jax.Array, b_ref: Any, slot: Any) -> jax.Ar
     def multiply(accumulator_ref):
         plgpu.wgmma(accumulator_ref, a, b_ref.at[slot])
 
-    return pl.run_state(multiply)(plgpu.ACC.init(total))
+    summed: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
+    return summed
 
 
 def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -171,7 +171,7 @@ def _product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], Non
             meanwhile()
         return accumulator_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _row_of(x: Any, batch: Any) -> Any:
@@ -500,6 +500,7 @@ def key_gradients(
                         p = jnp.where(_visible(shape, low, high, pair), p, 0.0)
                     do_slot = do_ring.wait(begun + n)
                     do_stage, delta_stage = do_ring.stages
+                    ds = None
                     if of_keys:
                         dp = _product(v_stage, do_stage.at[do_slot], shape)
                         delta = _hopper.load(delta_stage, (do_slot,), COLUMN_LAYOUT)
@@ -507,7 +508,7 @@ def key_gradients(
                     if of_values:
                         dv = _hopper.add_product(dv, p.astype(do_stage.dtype), do_stage, do_slot)
                     do_ring.release(begun + n, was_loaded=True)
-                    if of_keys:
+                    if ds is not None:
                         dk = _hopper.add_product(dk, ds, q_stage, slot)
                     q_ring.release(begun + n, was_loaded=True)
                     return dk, dv
