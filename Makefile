@@ -12,7 +12,7 @@ ARGS ?=
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,0)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full parity lint types wheel clean
+.PHONY: help train test test-full parity lint format types docs wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -61,6 +61,7 @@ endif
 VERSIONS := py$(PY)$(if $(JAX),-jax$(JAX))
 TRAIN_ENV := .venv/train-$(VERSIONS)-$(ACCELERATOR)
 TEST_ENV := .venv/test-$(VERSIONS)-$(PLATFORM)
+DOCS_ENV := .venv/docs-$(VERSIONS)
 
 EXTRAS_none := examples
 EXTRAS_cuda := examples,cuda
@@ -85,6 +86,9 @@ $(TRAIN_ENV)/.installed: pyproject.toml
 $(TEST_ENV)/.installed: pyproject.toml
 	$(call install,$(TEST_ENV),$(EXTRAS_TEST_$(PLATFORM)))
 
+$(DOCS_ENV)/.installed: pyproject.toml
+	$(call install,$(DOCS_ENV),docs)
+
 $(TEST_ENV)/.installed-dev: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_DEV))
 
@@ -98,8 +102,10 @@ help:
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
 	@echo 'make test-full  all shapes, targets and model families   the same'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
-	@echo 'make lint       ruff'
+	@echo 'make lint       ruff: mistakes and format'
+	@echo 'make format     ruff puts the format right'
 	@echo 'make types      basedpyright'
+	@echo 'make docs       the documentation site in site/; it needs no network'
 	@echo 'make wheel      dist/*.whl, and what is in it'
 	@echo 'make clean      removes the environments and what was built; training runs stay'
 	@echo 'All take PYTHON=python3.12 and JAX=0.11.2; each choice has an environment of its own in .venv/.'
@@ -125,9 +131,18 @@ parity: $(TEST_ENV)/.installed-parity
 
 lint: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/ruff check .
+	@$(TEST_ENV)/bin/ruff format --check .
+
+format: $(TEST_ENV)/.installed-dev
+	@$(TEST_ENV)/bin/ruff format .
 
 types: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/basedpyright --pythonpath $(TEST_ENV)/bin/python
+
+# NO_MKDOCS_2_WARNING: the theme advertises its successor. The hooks import the package, and no device is looked for.
+docs: $(DOCS_ENV)/.installed
+	@JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/python -m mkdocs build --strict --quiet
+	@echo 'make: the site is in site/. Open site/index.html; its search needs a server: python3 -m http.server -d site'
 
 # build/ would bring files of an earlier build into the wheel.
 wheel: $(TEST_ENV)/.installed
@@ -137,5 +152,5 @@ wheel: $(TEST_ENV)/.installed
 	@for wheel in dist/*.whl; do echo "$$wheel"; $(TEST_ENV)/bin/python -m zipfile -l "$$wheel"; done
 
 clean:
-	rm -rf .venv build dist liger_jax.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist site liger_jax.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

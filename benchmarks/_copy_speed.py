@@ -33,6 +33,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from benchmarks import _measure
 from benchmarks._copy_speed_report import Result, Row, draw, text_of
+from liger_jax._install import install_command
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 
 ROTATED_BYTES = 4 * 128 * 2**20  # four times the largest L2 so far, of a B200; an H200's is 50 MiB
@@ -300,7 +301,7 @@ def main(name: str, make_cases: Callable[[], list[Case]]) -> None:
     if jax.default_backend() != "gpu":
         sys.exit(
             f"benchmarks.{name} times kernels on an NVIDIA GPU by CUPTI, and JAX finds only a {jax.default_backend()} "
-            "here. Run it where there is one, with pip install 'liger-jax[cuda]'."
+            f"here. Run it where there is one, after {install_command('cuda')}"
         )
     command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
     heading = "; ".join(filter(None, (_measure.heading(command).rstrip(), ", ".join(versions()))))

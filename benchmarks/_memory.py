@@ -30,10 +30,11 @@ COLORS = {"logits": "#c00000", "fused": "#2e75b6"}
 
 
 def run_of(spec: dict[str, Any]) -> Run:
-    """The run that arguments of `make_run` say; "memory_gib" stands for the device's own memory."""
+    """The run that arguments of `make_run` say; "memory_gib" is what a process has, in place of what it would get."""
     run = make_run(**{name: value for name, value in spec.items() if name != "memory_gib"})
     if "memory_gib" in spec:
-        capped = dataclasses.replace(run.target, memory_bytes=int(spec["memory_gib"] * GIB))
+        memory = int(spec["memory_gib"] * GIB)
+        capped = dataclasses.replace(run.target, memory_bytes=memory, capacity_bytes=memory)
         run = dataclasses.replace(run, target=capped)
     return run
 

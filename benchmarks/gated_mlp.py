@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks._measure import heading, in_rounds, save, table
-from liger_jax.pallas_kernels.gated_mlp import mosaic_gpu, triton, xla
+from liger_jax.pallas_kernels.gated_mlp import formulas, mosaic_gpu, triton, xla
 
 OF_MODELS = (16384, 2048, 8192), (16384, 896, 4864), (8192, 2304, 9216), (8192, 4096, 14336)
 SHAPES = (*OF_MODELS, (4096, 2048, 8192), (2048, 2048, 8192))  # and of few tokens
@@ -39,7 +39,7 @@ def programs(n: int, d: int, f: int):
     }
     found = {}
     for what, (name, arrays) in cases.items():
-        product = xla.down_gradient if what == "gradients" else jnp.matmul
+        product = formulas.down_gradient if what == "gradients" else jnp.matmul
         runs = {"product alone": functools.partial(product, precision=None)}
         runs |= {kernel: functools.partial(getattr(module, name), **o) for kernel, (module, o) in KERNELS.items()}
         for kernel, run in runs.items():

@@ -16,8 +16,8 @@ from benchmarks._measure import heading, in_rounds, save, table
 from benchmarks.fused_linear_cross_entropy import SHAPES
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 
 OPTIONS = LinearOptions(LogitOptions(), "vd", precision=None, mode="fast", chunk_size=0)
@@ -43,11 +43,11 @@ def products(tokens: int, d: int, v: int):
 
     return {
         "plain product": lambda hidden, weight, du: hidden @ weight.T,
-        "dX, XLA": lambda hidden, weight, du: xla.product(du, weight, 1, 0, OPTIONS, BF16),
+        "dX, XLA": lambda hidden, weight, du: formulas.product(du, weight, 1, 0, OPTIONS, BF16),
         "dX, ours, added to float32": ours_added_to_dx,
-        "dW in bfloat16, XLA": lambda hidden, weight, du: xla.weight_gradient(du, hidden, OPTIONS, BF16),
+        "dW in bfloat16, XLA": lambda hidden, weight, du: formulas.weight_gradient(du, hidden, OPTIONS, BF16),
         "dW in bfloat16, ours": ours_written_to_dw(BF16),
-        "dW in float32, XLA": lambda hidden, weight, du: xla.weight_gradient(du, hidden, OPTIONS, F32),
+        "dW in float32, XLA": lambda hidden, weight, du: formulas.weight_gradient(du, hidden, OPTIONS, F32),
         "dW in float32, ours": ours_written_to_dw(F32),
         "dW added in three bytes, ours (and setting them)": ours_added_to_dw,
     }

@@ -62,7 +62,7 @@ def lines(figures: Figures) -> list[list[str]]:
                 if "failure" in figure:
                     rows.append([*row, "failed", "–", figure["failure"]])
                     continue
-                fits = "fits" if figure["total"] <= capacity else "does not fit"
+                fits = "fits" if figure["total"] <= run.target.capacity_bytes else "does not fit"
                 if figure["total"] > capacity and run.target.platform == "tpu" and figure["kernels"] is not None:
                     fits = "too much by the program's account, but libtpu did not refuse it"
                 ours = [kernel for kernel in figure["kernels"] or () if not kernel.startswith("splash")]  # JAX's own

@@ -1,5 +1,5 @@
 """Norms on an NVIDIA GPU by the tiles of their Triton kernels, in XLA, and on Hopper in Mosaic GPU: the evidence behind
-`_rows.config`.
+`norms/tiles_triton.py` and `norms/tiles_mosaic_gpu.py`.
 
     python -m benchmarks.row_tiles [--widths 2048 8192] [--ops rms_norm layer_norm]
 
@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import itertools
 from collections.abc import Iterator
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -21,33 +22,34 @@ from benchmarks import _copy_speed, _measure
 from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.norms import WIDTHS
 from liger_jax.ops._dispatch import is_hopper
-from liger_jax.pallas_kernels._rows import config
-from liger_jax.pallas_kernels._rows.config import MosaicGpuConfig, TritonConfig
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
-from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_gpu as fused_mosaic_gpu
-from liger_jax.pallas_kernels.fused_add_rms_norm import triton as fused_triton
-from liger_jax.pallas_kernels.fused_add_rms_norm import xla as fused_xla
-from liger_jax.pallas_kernels.layer_norm import mosaic_gpu as layer_mosaic_gpu
-from liger_jax.pallas_kernels.layer_norm import triton as layer_triton
-from liger_jax.pallas_kernels.layer_norm import xla as layer_xla
-from liger_jax.pallas_kernels.rms_norm import mosaic_gpu as rms_mosaic_gpu
-from liger_jax.pallas_kernels.rms_norm import triton as rms_triton
-from liger_jax.pallas_kernels.rms_norm import xla as rms_xla
+from liger_jax.pallas_kernels.norms import fused_add_rms_norm, layer_norm, rms_norm, tiles_mosaic_gpu, tiles_triton
+from liger_jax.pallas_kernels.norms.backends import Backend, backends
+from liger_jax.pallas_kernels.norms.tiles_mosaic_gpu import MosaicGpuTiles
+from liger_jax.pallas_kernels.norms.tiles_triton import TritonTiles
 
 ROWS = 16384
 HOPPER = "Mosaic GPU"
 TEAMS = ((8, 1), (6, 1), (4, 1), (3, 1), (2, 1), (4, 2), (3, 2), (2, 2), (2, 4), (1, 4), (1, 3))
+
+
+def kernels_of(norm: ModuleType) -> dict[str, Backend]:
+    """The norm's kernels by the names that the tables show."""
+    own = backends(norm, "xla", "triton", "mosaic_gpu")
+    return {"XLA": own["xla"], "Triton": own["triton"], HOPPER: own["mosaic_gpu"]}
+
+
 OPS = {  # kernels, options of forward and backward, rows and columns of forward, rows and columns of backward
     "rms_norm": (
-        {"XLA": rms_xla, "Triton": rms_triton, HOPPER: rms_mosaic_gpu},
+        kernels_of(rms_norm),
         {"offset": 0.0},
         {"casting_mode": "llama"},
         (1, 1),
         (2, 1),
     ),
-    "layer_norm": ({"XLA": layer_xla, "Triton": layer_triton, HOPPER: layer_mosaic_gpu}, {}, {}, (1, 2), (2, 2)),
+    "layer_norm": (kernels_of(layer_norm), {}, {}, (1, 2), (2, 2)),
     "fused_add_rms_norm": (
-        {"XLA": fused_xla, "Triton": fused_triton, HOPPER: fused_mosaic_gpu},
+        kernels_of(fused_add_rms_norm),
         {"offset": 0.0},
         {"casting_mode": "llama"},
         (2, 1),
@@ -56,7 +58,7 @@ OPS = {  # kernels, options of forward and backward, rows and columns of forward
 }
 
 
-def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
+def tiles_of(d: int, backward: bool) -> dict[str, TritonTiles]:
     """By name: a thread has 4 to 64 elements of a piece, and up to 160 in all, 80 where it walks over rows."""
     found, wide = {}, d > 8192
     sizes = [size for size in (256, 512, 1024, 2048, 4096, 8192) if d <= round_up(d, size) <= 4 * d // 3]
@@ -71,9 +73,9 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
             continue
         for ahead in (False, True) if wide and programs else (bool(programs),):
             steps = cdiv(ROWS, rows)
-            num_programs = min(steps, programs * config.MULTIPROCESSORS) if programs else steps
+            num_programs = min(steps, programs * tiles_triton.MULTIPROCESSORS) if programs else steps
             name = f"{rows} × {warps}" + (f" × {programs}" if programs else "") + f", {count} × {size}"
-            found[name + ", ahead" if ahead else name] = TritonConfig(
+            found[name + ", ahead" if ahead else name] = TritonTiles(
                 rows,
                 size,
                 count,
@@ -81,37 +83,38 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonConfig]:
                 num_programs,
                 cdiv(steps, num_programs),
                 loads_ahead=ahead,
-                keeps_columns=bool(programs) and not wide,
-                streams=d > (1536 if backward else 4096),
+                keeps_vectors=bool(programs) and not wide,
+                evicts_outputs_first=d > (1536 if backward else 4096),
             )
     return found
 
 
-def teams_of(d: int, num_rows: int, num_columns: int, num_sums: int) -> dict[str, MosaicGpuConfig]:
+def teams_of(d: int, num_rows: int, num_columns: int, num_sums: int) -> dict[str, MosaicGpuTiles]:
     """By name: the teams that have room for rows of bfloat16."""
-    found, default = {}, config.HOPPER_TEAMS
+    found, default = {}, tiles_mosaic_gpu.TEAMS
     for share in TEAMS:
-        config.HOPPER_TEAMS = {num_sums: {d: share}}
-        tiles = config.mosaic_gpu_config(d, [2] * num_rows, 2 * num_columns, num_sums)
+        tiles_mosaic_gpu.TEAMS = {num_sums: {d: share}}
+        tiles = tiles_mosaic_gpu.mosaic_gpu_tiles(d, [2] * num_rows, 2 * num_columns, num_sums)
         if not isinstance(tiles, str) and (tiles.num_teams, tiles.team_size) == share:
             found[f"{HOPPER}, {share[0]} × {share[1]}"] = tiles
-    config.HOPPER_TEAMS = default
+    tiles_mosaic_gpu.TEAMS = default
     return found
 
 
 @contextlib.contextmanager
-def chosen(tiles: TritonConfig | MosaicGpuConfig | None) -> Iterator[None]:
-    """Within it kernels take these, where there are some, rather than those of `config`."""
+def chosen(tiles: TritonTiles | MosaicGpuTiles | None) -> Iterator[None]:
+    """Within it kernels take these tiles, if there are any, and not those that they would choose."""
     if tiles is None:
         yield
         return
-    name = "triton_config" if isinstance(tiles, TritonConfig) else "mosaic_gpu_config"
-    default = getattr(config, name)
-    setattr(config, name, lambda *_: tiles)
+    is_triton = isinstance(tiles, TritonTiles)
+    module, name = (tiles_triton, "triton_tiles") if is_triton else (tiles_mosaic_gpu, "mosaic_gpu_tiles")
+    default = getattr(module, name)
+    setattr(module, name, lambda *_: tiles)
     try:
         yield
     finally:
-        setattr(config, name, default)
+        setattr(module, name, default)
 
 
 def programs(op: str, d: int, all_tiles: bool):
@@ -132,7 +135,7 @@ def programs(op: str, d: int, all_tiles: bool):
             num_columns = 1 if backward else counts[1]
             choices |= teams_of(d, counts[0], num_columns, counts[1] if backward else 0)
         for name, tiles in choices.items():
-            kernel = kernels[HOPPER] if isinstance(tiles, MosaicGpuConfig) else kernels.get(name, kernels["Triton"])
+            kernel = kernels[HOPPER] if isinstance(tiles, MosaicGpuTiles) else kernels.get(name, kernels["Triton"])
             launch = {"interpret": False} if kernel is kernels["Triton"] else {}
             if backward:
                 known = [] if name == "XLA" else sums

@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import math
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
+from examples.command import UserError
 from liger_jax.models import KernelOptions
 from liger_jax.models.remat import Remat
 
@@ -107,6 +109,9 @@ def from_flags(args: argparse.Namespace, default: Training) -> Training:
     Returns:
         The training.
 
+    Raises:
+        UserError: a number is out of its range, or the batch is not made of so many micro-batches.
+
     Example:
         >>> parser = argparse.ArgumentParser()
         >>> add_flags(parser)
@@ -120,9 +125,23 @@ def from_flags(args: argparse.Namespace, default: Training) -> Training:
     of_kernels = {name: passed[name] for name in (*SWITCHES, "mode", "implementation") if name in passed}
     kernels = dataclasses.replace(kernels, **of_kernels, **LOSSES.get(args.loss, {}))
     fields = {field.name for field in dataclasses.fields(Training)} - {"kernels"}
-    return dataclasses.replace(
+    training = dataclasses.replace(
         default, kernels=kernels, **{name: value for name, value in passed.items() if name in fields}
     )
+    _check(training)
+    return training
+
+
+def _check(training: Training) -> None:
+    for name, least in dict(batch=1, length=2, steps=1, micro_batches=1).items():
+        value = getattr(training, name)
+        if value < least:
+            reason = ": a token is predicted from those before it" if name == "length" else ""
+            raise UserError(f"{_flag(name)}={value} must be at least {least}{reason}.")
+    if training.batch % training.micro_batches:
+        raise UserError(f"--micro-batches={training.micro_batches} must divide --batch={training.batch}.")
+    if not 0 < training.learning_rate < math.inf:
+        raise UserError(f"--learning-rate={training.learning_rate} must be a finite number above 0.")
 
 
 def _flag(name: str) -> str:

@@ -8,24 +8,29 @@ Started again, it goes on from its last checkpoint. The second form needs the pa
 
 import argparse
 import dataclasses
-import glob
 import importlib
-import shutil
+import sys
 from pathlib import Path
 
-import jax
-import numpy as np
-import optax
-from flax import nnx
-from tokenizers import Tokenizer
-from tqdm import tqdm
+if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from examples.checkpoints import Checkpoints
-from examples.configuration import Training, add_flags, from_flags
-from examples.text import Text
-from examples.train_step import loss_and_accuracy
-from liger_jax.models import AutoModelForCausalLM, checkpoint
-from liger_jax.training import make_step
+from examples.command import UserError, needed_packages, run, user_errors
+
+with needed_packages(__name__):
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+    from tokenizers import Tokenizer
+    from tqdm import tqdm
+
+    from examples import text
+    from examples.checkpoints import Checkpoints
+    from examples.configuration import Training, add_flags, from_flags
+    from examples.train_step import loss_and_accuracy
+    from liger_jax.models import AutoModelForCausalLM, checkpoint
+    from liger_jax.training import make_step
 
 TOKENIZER = "tokenizer.json"
 DEFAULT = Training(batch=8, length=512, steps=100, learning_rate=1e-5, remat="none")
@@ -34,9 +39,10 @@ DEFAULT = Training(batch=8, length=512, steps=100, learning_rate=1e-5, remat="no
 def main(argv: list[str] | None = None) -> None:
     """Runs the program with these arguments, or the command line's."""
     args = _arguments(argv)
-    folder, out = checkpoint.find(args.model), Path(args.out)
-    training = from_flags(args, DEFAULT)
-    model = AutoModelForCausalLM.from_pretrained(folder, **training.model_options())
+    out, training = Path(args.out), from_flags(args, DEFAULT)
+    with user_errors():
+        folder = checkpoint.find(args.model)
+        model = AutoModelForCausalLM.from_pretrained(folder, **training.model_options())
     corpus = _tokens(_documents(args), folder / TOKENIZER, model.config.vocab_size, training.length)
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(training.learning_rate, weight_decay=0.01))
@@ -61,8 +67,7 @@ def main(argv: list[str] | None = None) -> None:
             if len(log["loss"]) % args.every == 0:
                 checkpoints.save(len(log["loss"]), state, log)
     checkpoints.save(len(log["loss"]), state, log)
-    nnx.merge(graph, state[0]).save_pretrained(out / "model")
-    shutil.copy(folder / TOKENIZER, out / "model")
+    nnx.merge(graph, state[0]).save_pretrained(out / "model", tokenizer_from=folder)
     print(f"{len(log['loss'])} steps; loss {log['loss'][0]:.3f} → {log['loss'][-1]:.3f}; model in {out / 'model'}")
 
 
@@ -83,18 +88,22 @@ def _arguments(argv):
 
 def _documents(args) -> list[str]:
     if args.dataset:
-        rows = importlib.import_module("datasets").load_dataset(args.dataset, args.subset, split="train")
-        return [text for text in rows[args.column] if text]
-    return [Path(path).read_text(encoding="utf-8") for path in sorted(glob.glob(args.data, recursive=True))]
+        try:
+            datasets = importlib.import_module("datasets")
+        except ModuleNotFoundError as error:
+            raise UserError("--dataset needs the package datasets: pip install datasets.") from error
+        rows = datasets.load_dataset(args.dataset, args.subset, split="train")
+        return [row for row in rows[args.column] if row]
+    return text.read(args.data)
 
 
-def _tokens(documents, tokenizer, vocab_size, length) -> Text:
+def _tokens(documents, tokenizer, vocab_size, length) -> text.Text:
     encoded = Tokenizer.from_file(str(tokenizer)).encode_batch_fast(documents)
     tokens = np.array([token for document in encoded for token in document.ids], np.int32)
     if len(tokens) < length:
-        raise ValueError(f"The text has {len(tokens)} tokens; --length={length} of them are the least.")
-    return Text(tokens, tokens[:0], vocab_size, "")
+        raise UserError(f"The text has {len(tokens)} tokens; --length={length} of them are the least.")
+    return text.Text(tokens, tokens[:0], vocab_size, "")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

@@ -6,10 +6,16 @@
 head; the head stays where it is, since the model uses it to generate.
 """
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
+
+if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from liger_jax.losses import causal_lm_loss
 

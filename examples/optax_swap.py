@@ -6,9 +6,15 @@ The model is a stand-in: any function that gives hidden states, and a head (V, D
 gradient, B·T·V numbers each; `swapped` changes an import, and reads the logits once on a GPU; `fused` holds none.
 """
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import optax
+
+if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from liger_jax import fused_linear_cross_entropy, losses
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from examples.command import UserError
+
 PIECE = 8192  # characters; the text is cut into pieces of these, and one in twenty is never trained on
 HELD_OUT_EVERY = 20
 # Tests and character tables are more than half of the standard library, and little like other text.
@@ -62,11 +64,11 @@ class Text:
             (batches, batch, length) int32.
 
         Raises:
-            ValueError: the held-out text does not fill one batch.
+            UserError: the held-out text does not fill one batch.
         """
         count = min(most, len(self.held_out) // (batch * length))
         if count == 0:
-            raise ValueError(
+            raise UserError(
                 f"The text holds out {len(self.held_out)} tokens, and one batch takes {batch}·{length}. "
                 "Pass more text with --data, or a smaller --batch or --length."
             )
@@ -85,16 +87,15 @@ def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
         The corpus.
 
     Raises:
-        FileNotFoundError: nothing matches the pattern.
-        ValueError: the text is shorter than one held-out piece needs.
+        UserError: as `read`, or the text is shorter than one held-out piece needs.
     """
-    paths = list(_python_files()) if pattern is None else sorted(Path(p) for p in glob.glob(pattern, recursive=True))
-    documents = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
-    if not documents:
-        raise FileNotFoundError(f"No file matches {pattern!r}. Pass --data a file or a quoted glob.")
+    if pattern is None:
+        documents = [path.read_text(encoding="utf-8", errors="replace") for path in _python_files()]
+    else:
+        documents = read(pattern)
     pieces = [text[i : i + PIECE] for text in documents for i in range(0, len(text), PIECE)]
     if len(pieces) < HELD_OUT_EVERY:
-        raise ValueError(f"The text has {sum(map(len, pieces))} characters; {HELD_OUT_EVERY * PIECE} are the least.")
+        raise UserError(f"The text has {sum(map(len, pieces))} characters; {HELD_OUT_EVERY * PIECE} are the least.")
     fingerprint = hashlib.sha256(f"{vocab_size} {PIECE}\0{chr(0).join(documents)}".encode(errors="replace")).hexdigest()
     folder = cache / f"tokens-{fingerprint[:12]}"
     if not (folder / "tokens.npz").exists():
@@ -103,6 +104,38 @@ def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
     what = "the source and documentation that come with Python" if pattern is None else pattern
     source = f"{what}: {len(documents)} files, {len(tokens['train']) + len(tokens['held_out']):,} tokens"
     return Text(tokens["train"], tokens["held_out"], int(tokens["vocab_size"]), source)
+
+
+def read(pattern: str) -> list[str]:
+    """Reads text files.
+
+    Args:
+        pattern: a file, or a glob; its folders are passed over.
+
+    Returns:
+        The files' texts, in the order of their paths.
+
+    Raises:
+        UserError: nothing matches, or a file is no UTF-8 text or cannot be read.
+    """
+    paths = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if path.is_file()]
+    if not paths:
+        raise UserError(f"No file matches {pattern!r}. Pass --data a file or a quoted glob.")
+    return [_read_text(path) for path in paths]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.object[error.start]:#04x} at {error.start} is no UTF-8"
+    else:
+        if (at := text.find("\0")) < 0:
+            return text
+        reason = f"character {at} is a null, which is in no text"
+    raise UserError(f"{path} is no text file: {reason}. Let --data match text files only.")
 
 
 def unigram_loss(text: Text, batches: np.ndarray) -> float:

@@ -6,29 +6,37 @@
     python -m examples.train_llama --no-rms-norm --loss logits  # without this kernel, and on logits
     python -m examples.train_llama --kernels off                # all in plain jnp
 
-Stopped by Ctrl-C or kill, it saves; started again, it goes on. In its folder (--out) it leaves loss.png, memory.png
-and its checkpoints.
+Stopped by Ctrl-C or kill, it saves; started again, it goes on. In its folder (--out) it leaves loss.png, memory.png,
+its checkpoints and the text's tokens. `python PATH/examples/train_llama.py` is the same from any folder.
 """
 
 import argparse
 import dataclasses
+import math
 import signal
 import statistics
+import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-from tqdm import tqdm
+if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from examples import memory, report, text
-from examples.checkpoints import Checkpoints
-from examples.configuration import Training, add_flags, from_flags, with_loss
-from liger_jax.models import LlamaConfig, LlamaForCausalLM
-from liger_jax.training import language_model_loss, make_step
+from examples.command import UserError, needed_packages, run, user_errors, writable_folder
+
+with needed_packages(__name__):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+    from tqdm import tqdm
+
+    from examples import memory, report, text
+    from examples.checkpoints import Checkpoints
+    from examples.configuration import Training, add_flags, from_flags, with_loss
+    from liger_jax.models import LlamaConfig, LlamaForCausalLM
+    from liger_jax.training import language_model_loss, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,18 +79,23 @@ def main(argv: list[str] | None = None) -> None:
 
     Args:
         argv: its arguments; the command line's if none.
+
+    Raises:
+        UserError: a flag, a file or a folder cannot be used, or the loss is no longer finite.
     """
     args = _arguments(argv)
     size = SIZES[args.size]
     training = from_flags(args, size.training)
     out = Path(args.out or f"runs/llama-{args.size}")
+    writable_folder(out)
     device = jax.devices()[0]
-    corpus = text.load(args.data, size.vocab, out.parent)
+    corpus = text.load(args.data, size.vocab, out)
     print(f"text: {corpus.source}, vocabulary {corpus.vocab_size:,}")
 
     model = lambda training: make_model(size.model, corpus.vocab_size, training)
     optimizer = make_optimizer(training)
-    graph, params = nnx.split(model(training))
+    with user_errors():
+        graph, params = nnx.split(model(training))
     millions = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
     print(f"model: LLaMA, {millions:.1f} million parameters, on {device.device_kind}")
     print(f"training: {training}")
@@ -95,12 +108,12 @@ def main(argv: list[str] | None = None) -> None:
     settings = dataclasses.asdict(training) | {"model": size.model, "vocab": size.vocab, "data": corpus.source}
     checkpoints = Checkpoints(out / "checkpoints", settings, fresh=args.fresh)
     start = (params, optimizer.init(params))
-    state, log = checkpoints.restore(start) or (start, {"losses": [], "held_out_start": mean_loss(params)})
+    with user_errors():  # whether kernels can run as the flags say is known when the model is called
+        state, log = checkpoints.restore(start) or (start, {"losses": [], "held_out_start": mean_loss(params)})
     train_step = jax.jit(make_step(graph, optimizer, micro_batches=training.micro_batches), donate_argnums=0)
 
-    state, step_seconds = _train(
-        train_step, state, log["losses"], corpus, training, lambda s: checkpoints.save(len(log["losses"]), s, log)
-    )
+    score = lambda params: float(evaluate(params, held_out[0]))
+    state, step_seconds = _train(train_step, state, log, corpus, training, checkpoints, score)
     if len(log["losses"]) < training.steps:
         print(f"stopped after step {len(log['losses'])} of {training.steps}; the same command goes on from there")
         return
@@ -156,20 +169,30 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
         The transformation.
     """
     steps, peak = training.steps, training.learning_rate
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 10), steps, peak / 10)
+    warm_up = max(1, steps // 10)
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, warm_up, max(steps, warm_up + 1), peak / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01))
 
 
-def _train(train_step, state, losses, corpus, training, save):
-    """Runs the steps that are missing, or until a signal; appends to `losses`; returns state and seconds a step."""
-    signals, step_seconds, since_save = [], [], time.monotonic()
+def _train(train_step, state, log, corpus, training, checkpoints, score):
+    """Runs the steps that are missing, or until a signal; appends to the log; returns state and seconds a step.
+
+    What is saved has a finite loss: each step's is the loss before its update, so that `score` has to tell it.
+    """
+    losses, signals, step_seconds, since_save = log["losses"], [], [], time.monotonic()
     stop = lambda number, frame: signals.append(number)  # a step's donated state must not be torn: stop between steps
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def save(state):
+        _check_finite(score(state[0]), len(losses), checkpoints)
+        checkpoints.save(len(losses), state, log)
+
     try:
         with tqdm(total=training.steps, initial=len(losses), unit="step", dynamic_ncols=True) as bar:
             while len(losses) < training.steps and not signals:
                 start = time.perf_counter()
                 state, loss = train_step(state, corpus.batch(len(losses), training.batch, training.length))
+                _check_finite(float(loss), len(losses) + 1, checkpoints)
                 losses.append(float(loss))
                 step_seconds.append(time.perf_counter() - start)
                 rate = training.batch * training.length / statistics.median(step_seconds[-20:])
@@ -183,6 +206,17 @@ def _train(train_step, state, losses, corpus, training, save):
         for number, handler in before.items():
             signal.signal(number, handler)
     return state, step_seconds
+
+
+def _check_finite(loss, step, checkpoints):
+    if math.isfinite(loss):
+        return
+    kept = checkpoints.latest_step
+    raise UserError(
+        f"The loss is {loss} at step {step}, so training stops. "
+        f"{'There is no checkpoint yet' if kept is None else f'The checkpoint of step {kept} stays'}. "
+        "Try a smaller --learning-rate with --fresh, or with another --out."
+    )
 
 
 def _print_speed(train_step, state, step_seconds, training, device):
@@ -209,4 +243,4 @@ def _report_memory(make_model, optimizer, training, vocab_size, path):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

@@ -13,6 +13,7 @@ from liger_jax.losses._language_model import IGNORE
 from liger_jax.ops._loss import as_labels
 
 Batch = jax.Array | Mapping[str, jax.Array]
+_POSITIONS = (jax.tree_util.DictKey("positions"),)
 
 
 def model_arguments(batch: Batch) -> Mapping[str, jax.Array]:
@@ -95,14 +96,15 @@ def make_step(
             summed over micro-batches.
         has_aux: `loss_fn` returns a pair (loss, others), and the step returns (state, (loss, others)).
         micro_batches: into how many equal parts a batch is cut. Sequence i belongs to part i mod `micro_batches`, so
-            that each device of a mesh has its share of every part.
+            that each device of a mesh has its share of every part. `positions` of shape (1, T) go to every part.
         state_on_host: the optimizer's arrays lie in the host's memory, and come to the device for the update.
 
     Returns:
         `step(state, batch) -> (state, loss)` with `state = (params, optimizer.init(params))`.
 
     Raises:
-        ValueError: `micro_batches` is less than 1; and, from the step, that it does not divide the batch.
+        ValueError: `micro_batches` is less than 1; and, from the step, that it does not divide the batch, or that an
+            array of the batch has another number of sequences than `input_ids`.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -138,18 +140,7 @@ def make_step(
 
 def _accumulated(value_and_grad, params, batch, micro_batches):
     """The sum of what `value_and_grad` returns for each micro-batch, gradients in their parameters' dtypes."""
-
-    def parts(x):
-        if x.shape[0] == 1:  # positions may be the same for all sequences
-            return jnp.broadcast_to(x, (micro_batches, *x.shape))
-        if x.shape[0] % micro_batches:
-            raise ValueError(
-                f"micro_batches={micro_batches} does not divide a batch of {x.shape[0]} sequences. Choose another "
-                "batch, or another number."
-            )
-        return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
-
-    normalizer, batches = scored_tokens(batch), jax.tree.map(parts, batch)
+    normalizer, batches = scored_tokens(batch), _parts(batch, micro_batches)
 
     def add(sums, micro_batch):
         found = value_and_grad(params, micro_batch, normalizer)
@@ -159,6 +150,29 @@ def _accumulated(value_and_grad, params, batch, micro_batches):
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
     (value, grads), _ = jax.lax.scan(add, zeros((value, params)), batches)
     return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
+
+
+def _parts(batch: Batch, micro_batches: int) -> Any:
+    """The batch with a leading axis of micro-batches: sequence i is in part i mod `micro_batches`."""
+    num_sequences = model_arguments(batch)["input_ids"].shape[0]
+    if num_sequences % micro_batches:
+        raise ValueError(
+            f"micro_batches={micro_batches} does not divide a batch of {num_sequences} sequences. Choose another "
+            "batch, or another number."
+        )
+
+    def parts(path, x):
+        if path == _POSITIONS and x.shape[0] == 1:  # the same for all sequences
+            return jnp.broadcast_to(x, (micro_batches, *x.shape))
+        if x.shape[0] != num_sequences:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"make_step: {name} has shape {x.shape}, but must begin with {num_sequences}, the number of sequences "
+                "in input_ids. Only positions may be one row for all sequences."
+            )
+        return x.reshape(num_sequences // micro_batches, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree_util.tree_map_with_path(parts, batch)
 
 
 def _moved(state: Any, space: Any) -> Any:

@@ -87,32 +87,19 @@ def _may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
 
 
 class _SwiGLU(SwiGLUMLP):
-    activation = SwiGLUMLP.activation
     kernels: KernelOptions
-    may_fuse: bool
 
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.swiglu
         return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
 
-    def fuses(self):
-        return self.may_fuse and super().fuses()
-
 
 class _GeGLU(GeGLUMLP):
     kernels: KernelOptions
-    may_fuse: bool
-
-    @property
-    def activation(self):
-        return super().activation
 
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.geglu
         return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
-
-    def fuses(self):
-        return self.may_fuse and super().fuses()
 
 
 _MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate
@@ -173,7 +160,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
     ) -> Float[Array, "B T D"]:
         def heads(y):
-            return y.reshape(*y.shape[:2], -1, self.head_width)
+            return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
         q, k, v = map(heads, in_one_product(x, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
@@ -191,7 +178,7 @@ class Attention(nnx.Module):
             out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segments))
         else:
             out = cache.attend(q, k, v, **options)
-        return self.o_proj(out.reshape(*x.shape[:2], -1))
+        return self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]))
 
 
 class Blocks:
@@ -277,8 +264,9 @@ class Blocks:
             self.config.hidden_size,
             self.config.intermediate_size,
             linear=self.linear,
+            fused=_may_fuse(self.kernels, self.remat, self.scan),
+            recomputed=self.remat != "none",
             implementation=self.kernels.implementation,
         )
-        layer.kernels, layer.recomputed = self.kernels, self.remat != "none"
-        layer.may_fuse = _may_fuse(self.kernels, self.remat, self.scan)
+        layer.kernels = self.kernels
         return layer

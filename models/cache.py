@@ -18,13 +18,13 @@ from liger_jax.pallas_kernels.attention.xla import CHUNK, HIDDEN
 
 @chex.dataclass(frozen=True)
 class KVCache:
-    """A model's memory of B rows with S slots each; `CausalLM.init_cache` makes an empty one.
+    """The keys and values of B rows with S slots each; `CausalLM.init_cache` makes an empty one.
 
     Attributes:
         keys: (L, B, S, K, H), after the rotary embedding.
         values: (L, B, S, K, H).
-        positions: (B, S) int32, how many tokens of its row stand before a slot's; −1 where there is no token.
-        length: int32 scalar, how many slots are written.
+        positions: (B, S) int32, the place of a slot's token among its row's tokens; −1 where there is no token.
+        length: int32 scalar, the number of slots that are written.
     """
 
     keys: jax.Array
@@ -96,10 +96,10 @@ def with_tokens(
 
 
 class LayerCache:
-    """One layer's part of a cache, during one call: attention writes to it and reads from it.
+    """One layer's part of a cache during one call. Attention writes to it and reads from it.
 
     Args:
-        cache: whose `positions` hold the call's tokens already, and whose `length` does not.
+        cache: the model's cache. Its `positions` count the call's tokens already; its `length` does not.
         layer: the layer's number.
     """
 
@@ -120,11 +120,11 @@ class LayerCache:
 
         Args:
             q: queries, after the rotary embedding.
-            k: keys, likewise.
+            k: keys, after the rotary embedding.
             v: values.
-            window: as `cached_attention` takes it.
-            softcap: likewise.
-            scale: likewise.
+            window: how many positions a query sees, as in `cached_attention`.
+            softcap: bound of the scores, as in `cached_attention`.
+            scale: factor of the scores, as in `cached_attention`.
 
         Returns:
             An array like `q`.
@@ -152,20 +152,20 @@ def cached_attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B T Q H"]:
-    """softmax(softcap·tanh(scale·q·kᵀ/softcap), over what a position may see)·v, with the softmax in float32.
+    """softmax(softcap·tanh(scale·q·kᵀ/softcap))·v over the keys that a query sees, with the softmax in float32.
 
     Args:
         q: queries, any float dtype.
         k: keys, any float dtype; Q is a multiple of K.
         v: values, any float dtype.
-        query_positions: in a row's order.
-        key_positions: in the same order; −1 for what nobody sees.
+        query_positions: each query's place among its row's tokens.
+        key_positions: each key's place among its row's tokens; −1 for a key that nobody sees.
         window: a position sees itself and window − 1 before it; `None` for all before it.
         softcap: bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
 
     Returns:
-        An array like `q`; any finite numbers where a query sees nothing.
+        An array like `q`. A query that sees no key gets finite numbers without meaning.
 
     Example:
         >>> q, k = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 1, 8))

@@ -1,6 +1,7 @@
 """The call that all causal language models share: labels, what is scored, and whether logits come to exist."""
 
 import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Num
 from liger_jax import ops
 from liger_jax.losses import shifted_labels
 from liger_jax.losses._language_model import IGNORE
-from liger_jax.models import arguments, checkpoint, config_json, plain
+from liger_jax.models import arguments, checkpoint, config_in_files, config_json, plain, saving, weights
 from liger_jax.models.cache import KVCache, empty_cache
 from liger_jax.models.common import CausalLMOutput, KernelOptions
 from liger_jax.models.decoder import Decoder
@@ -65,6 +66,7 @@ class CausalLM(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config, self.kernels = config, kernels
+        self.kept = checkpoint.Kept()  # of the checkpoint that the model is read from
         self.model = Decoder(
             config,
             self.layer,
@@ -110,19 +112,22 @@ class CausalLM(nnx.Module):
             scan_layers: likewise.
 
         Returns:
-            The model.
+            The model. What config.json holds beside the architecture, and generation_config.json, it keeps for
+            `generate` and `save_pretrained`.
 
         Raises:
             FileNotFoundError: no such folder, or no config.json or safetensors in it. Pickled weights are not read.
-            ValueError: fields of config.json that the model does not support, or tensors that are missing, left over or
-                of another shape: all of them are listed. Or `partition_specs` do not fit the parameters.
+                Where a save was cut off, the message says how the folder is mended.
+            ValueError: config.json, generation_config.json, the index or a safetensors file is damaged; the index names
+                what is no safetensors file of the folder; config.json has fields that the model does not support, or
+                another number of layers or tokens than the tensors; or tensors are missing, left over, of another shape
+                or no floats. All of these are listed. Or `partition_specs` do not fit the parameters.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
         folder = checkpoint.find(path_or_id)
-        values = checkpoint.read_config(folder)
-        config: Any = config_json.read(values, cls.config_type, cls.config_fixed)
-        stored = values.get("dtype") or values.get("torch_dtype") or "float32"
-        param_dtype = jnp.dtype(stored if param_dtype is None else param_dtype)
+        config, stored_dtype, kept = cls._described(folder)
+        config_in_files.check(config, weights.shapes(folder), folder)
+        param_dtype = jnp.dtype(stored_dtype if param_dtype is None else param_dtype)
         make = lambda: cls(
             config,
             kernels=kernels,
@@ -135,8 +140,10 @@ class CausalLM(nnx.Module):
         # A tied head may be there once more, and old checkpoints hold what the rotary embedding computes.
         ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
         graph, state = nnx.split(nnx.eval_shape(make))
-        shardings = checkpoint.shardings_of(mesh, partition_specs, state)
-        return checkpoint.read(folder, graph, state, shardings=shardings, ignored=ignored)
+        shardings = weights.shardings_of(mesh, partition_specs, state)
+        model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored)
+        model.kept = kept
+        return model
 
     def save_pretrained(
         self,
@@ -144,16 +151,27 @@ class CausalLM(nnx.Module):
         *,
         max_shard_bytes: int = 5 * 10**9,
         config_fields: Mapping[str, Any] | None = None,
+        tokenizer_from: str | os.PathLike[str] | None = None,
     ) -> None:
         """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
 
+        A model that is read from a checkpoint gets that one's other fields of config.json and its
+        generation_config.json again. The earlier model in a folder is replaced at the end, by one rename: a save that
+        is killed leaves one of the two. Where config.json changes what is computed, or another small file changes, it
+        may leave a folder without config.json; `from_pretrained` then says how that is mended, and so does the next
+        save.
+
         Args:
-            path: a folder, made if there is none. Safetensors of an earlier model in it are deleted.
+            path: a folder, made if there is none, to which no other process writes at the time. Safetensors and
+                generation_config.json of an earlier model in it are deleted; the disk holds both models for a while.
             max_shard_bytes: the most that one file holds, unless a single tensor has more.
             config_fields: more of config.json that others read, such as `{"eos_token_id": 2}`.
+            tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
+                chat_template.jinja, which replace those in `path`; `None` leaves the latter alone.
 
         Raises:
-            ValueError: `max_shard_bytes` is not positive, or the model has adapters (`nnx.LoRAParam`).
+            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`), or `tokenizer_from`
+                is no folder with a tokenizer's files.
         """
         if max_shard_bytes < 1:
             raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
@@ -163,9 +181,32 @@ class CausalLM(nnx.Module):
                 f"save_pretrained: {added} are parameters that Hugging Face's model does not have. Add adapters to the "
                 "weights that they change, or save the state with orbax."
             )
-        values = config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
+        values = json.loads(self.kept.config)
+        values |= config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
         values |= config_fields or {}
-        checkpoint.write(pathlib.Path(path), self, values, max_shard_bytes=max_shard_bytes)
+        generation = self.kept.generation
+        small_files = {
+            checkpoint.CONFIG: (json.dumps(values, indent=2) + "\n").encode(),
+            checkpoint.GENERATION: None if generation is None else generation.encode(),
+        }
+        if tokenizer_from is not None:
+            small_files |= checkpoint.tokenizer_files(pathlib.Path(tokenizer_from))
+
+        def meaning(folder):
+            config, dtype, kept = self._described(folder)
+            return config, dtype, dataclasses.replace(kept, generation=None).stops
+
+        shards = weights.shards(nnx.state(self, nnx.Param), max_shard_bytes)
+        saving.write(pathlib.Path(path), shards, small_files, meaning)
+
+    @classmethod
+    def _described(cls, folder: pathlib.Path) -> tuple[Any, str, checkpoint.Kept]:
+        """What a folder's JSON files say: the config, the dtype of the weights, and what is to be kept."""
+        values, path = checkpoint.read_config(folder), folder / checkpoint.CONFIG
+        config: Any = config_json.read(values, cls.config_type, cls.config_fixed, path)
+        dtype = config_json.dtype_of(values, path)
+        own = config_json.write(config, cls.config_fixed, cls.__name__, dtype)
+        return config, dtype, checkpoint.kept_of(folder, values, own)
 
     @property
     def head(self) -> Float[Array, "V D"]:

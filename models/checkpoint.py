@@ -1,292 +1,210 @@
-"""Hugging Face checkpoints: a folder with config.json and safetensors, one file or many, read and written.
-
-A parameter's name in a checkpoint follows from its place in the model, since modules bear Hugging Face's names. A
-linear layer's kernel is the transposed weight, and layers that are stacked for a scan are one tensor each.
-"""
+"""The folder of a Hugging Face checkpoint: where it is, its JSON files, and which of its files hold the weights."""
 
 import dataclasses
 import json
+import os
 import pathlib
-import tempfile
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from liger_jax.models import config_json
+from liger_jax.models.config_fields import short
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal checkpoint
-_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
+GENERATION = "generation_config.json"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Within a checkpoint, what a save is made of: "new" is what is to come, "earlier" what made room for it.
+SAVING = ".saving"
+# Fields of config.json that `config_json.write` says under other names, and one that names other files than ours.
+_OTHERWISE_SAID = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights")
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensors:
-    """What a parameter is in a checkpoint.
+class Kept:
+    """What a checkpoint's JSON files hold that the model does not compute with, and that a save writes again.
+
+    It is text, since what a module holds is hashed with its graph.
 
     Attributes:
-        names: of its tensors: one, or one for each of the stacked layers.
-        transposed: whether the tensors are (out, in) where the parameter is (in, out).
-        stacked: whether the parameter has an axis of layers in front.
+        config: a JSON object, the fields of config.json.
+        generation: all of generation_config.json, or `None` where there is none.
     """
 
-    names: tuple[str, ...]
-    transposed: bool
-    stacked: bool
+    config: str = "{}"
+    generation: str | None = None
 
-    def shape(self, parameter: Any) -> tuple[int, ...]:
-        """Of each tensor."""
-        shape = parameter.shape[1:] if self.stacked else parameter.shape
-        return shape[::-1] if self.transposed else shape
-
-
-def tensors_of(path: tuple[Any, ...], parameter: Any) -> Tensors:
-    """The tensors of the parameter at this path of a model's state."""
-    *modules, leaf = map(str, path)
-    transposed = leaf == "kernel"
-    if leaf not in _LEAVES:
-        modules.append(leaf)
-    leaf = _LEAVES.get(leaf, "weight")
-    if "layers" not in modules:
-        return Tensors((".".join([*modules, leaf]),), transposed, stacked=False)
-    at = modules.index("layers") + 1  # a LayerStack, and at that place its own name for what it holds
-    stack, layer = modules[:at], modules[at + 1 :]
-    stacked = not (layer and layer[0].isdigit())
-    numbers = range(parameter.shape[0]) if stacked else [layer.pop(0)]
-    names = tuple(".".join([*stack, str(number), *layer, leaf]) for number in numbers)
-    return Tensors(names, transposed, stacked)
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The tokens that end a text: generation_config.json says them, else config.json."""
+        for text in (self.generation or "{}", self.config):
+            stops = json.loads(text).get("eos_token_id")
+            if stops is not None:
+                return tuple(stops) if isinstance(stops, list) else (stops,)
+        return ()
 
 
-def read(
-    folder: pathlib.Path, graphdef: Any, state: Any, *, shardings: Any = None, ignored: tuple[str, ...] = ()
-) -> Any:
-    """The model whose abstract state this is, each parameter read by itself.
-
-    Args:
-        folder: holds the safetensors.
-        graphdef: of the model.
-        state: of the model, of `jax.ShapeDtypeStruct`: the dtypes that the parameters get.
-        shardings: a list of one for each of them; `None` for the default device.
-        ignored: names that a checkpoint may hold beside the model's.
-
-    Raises:
-        ValueError: a list of all names that are missing or left over and all shapes that differ.
-        FileNotFoundError: there are no safetensors.
-    """
-    places = _places(folder)
-    flat, tree = jax.tree_util.tree_flatten_with_path(state)
-    wanted = [(tensors_of(_keys(path), parameter), parameter) for path, parameter in flat]
-    opened: dict[pathlib.Path, Any] = {}
-    try:
-        for path in dict.fromkeys(path for path, _ in places.values()):
-            opened[path] = safe_open(path, framework="numpy").__enter__()
-
-        def slice_of(name):
-            path, name_there = places[name]
-            return opened[path].get_slice(name_there)
-
-        _check(folder, places, wanted, ignored, slice_of)
-        parameters = [
-            _parameter(tensors, parameter, sharding, slice_of)
-            for (tensors, parameter), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)
-        ]
-    finally:
-        for file in opened.values():
-            file.__exit__(None, None, None)
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
-
-
-def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[NamedSharding] | None:
-    """One for each parameter of a state, by what `from_pretrained` is given.
-
-    Raises:
-        ValueError: specs without a mesh, or not one for each parameter.
-    """
-    if mesh is None:
-        if partition_specs is not None:
-            raise ValueError("from_pretrained: partition_specs need a mesh: pass mesh=jax.make_mesh(…).")
-        return None
-    flat = jax.tree_util.tree_flatten_with_path(state)[0]
-    if partition_specs is None:
-        specs = [PartitionSpec()] * len(flat)
-    elif callable(partition_specs):
-        specs = [partition_specs(".".join(map(str, _keys(path))), parameter.shape) for path, parameter in flat]
-    else:
-        specs = jax.tree.leaves(partition_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    if len(specs) != len(flat) or not all(isinstance(spec, PartitionSpec) for spec in specs):
-        raise ValueError(
-            f"from_pretrained: partition_specs must give a PartitionSpec for each of the model's {len(flat)} "
-            f"parameters, and gave {specs}."
-        )
-    return [NamedSharding(mesh, spec) for spec in specs]
-
-
-def write(folder: pathlib.Path, model: nnx.Module, config: Mapping[str, Any], *, max_shard_bytes: int) -> None:
-    """Writes config.json and the safetensors, in files of at most so many bytes unless one tensor has more.
-
-    The parameters are fetched one after the other, and each file is written as soon as it is full. Earlier files are
-    replaced when all new ones are there: until then the disk holds both.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        new = pathlib.Path(name)
-        in_shard, total = {}, 0
-        for i, shard in enumerate(_shards(nnx.state(model, nnx.Param), max_shard_bytes)):
-            save_file(shard, new / str(i), metadata={"format": "pt"})
-            in_shard |= dict.fromkeys(shard, i)
-            total += sum(x.nbytes for x in shard.values())
-        count = max(in_shard.values()) + 1
-        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [WEIGHTS]
-        for i, file in enumerate(files):
-            (new / str(i)).rename(new / file)
-        if count > 1:
-            weight_map = {tensor: files[i] for tensor, i in sorted(in_shard.items())}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (new / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf8")
-        (new / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf8")
-        for old in (*folder.glob("model*.safetensors"), folder / INDEX):
-            old.unlink(missing_ok=True)
-        for path in sorted(new.iterdir()):
-            path.replace(folder / path.name)
-
-
-def find(path_or_id: str | pathlib.Path) -> pathlib.Path:
+def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
     """The folder itself, or the one that `huggingface_hub` has downloaded for an id such as "org/name".
 
     Raises:
-        FileNotFoundError: no folder has that name, and it is no id.
+        FileNotFoundError: no folder has that name, and it is no id, or the hub has no such model.
         ImportError: it may be an id, and huggingface_hub is not installed.
     """
-    folder = pathlib.Path(path_or_id)
-    if folder.is_dir():
+    folder, name = pathlib.Path(path_or_id), os.fspath(path_or_id)
+    if os.path.isdir(name):  # "" is not the current folder, as it is for pathlib
         return folder
-    name = str(path_or_id)
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name:
-        raise FileNotFoundError(f"from_pretrained: {name!r} is no folder, and no id of the form 'org/name'.")
+    if os.path.exists(name):
+        raise FileNotFoundError(f"from_pretrained: {name!r} is a file. Pass the folder that holds its {CONFIG}.")
+    if not _may_be_id(name):
+        raise FileNotFoundError(f"from_pretrained: no such folder: {name!r}. (An id has the form 'org/name'.)")
     try:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise ImportError(
             f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
             "pip install huggingface_hub."
         ) from error
-    # Some repositories hold the weights a second time, under another name or in a folder.
-    return pathlib.Path(snapshot_download(name, allow_patterns=[CONFIG, "model*.safetensors", INDEX]))
+    try:  # some repositories hold the weights a second time, under another name or in a folder
+        return pathlib.Path(
+            snapshot_download(name, allow_patterns=[CONFIG, GENERATION, "model*.safetensors", INDEX, *TOKENIZER])
+        )
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"from_pretrained: no such folder: {name!r}, and huggingface_hub did not get a model of that id: {error}"
+        ) from error
+
+
+def _may_be_id(name: str) -> bool:
+    """Whether the hub may have a model of this name; what lies in a folder that is here is a path that is mistyped."""
+    organisation, slash, model = name.rpartition("/")
+    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None
+    return is_id and not (slash and os.path.isdir(organisation)) and not model.endswith((".json", ".safetensors"))
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
     """The `config_values` of a checkpoint.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is none; where a save was cut off, the message says how the folder is mended.
+        ValueError: as `config_values`.
     """
-    path = folder / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint.")
-    return config_values(path)
+    path, saving = folder / CONFIG, folder / SAVING
+    if path.is_file():
+        return config_values(path)
+    if missing := files_that_complete(folder):
+        raise FileNotFoundError(
+            f"from_pretrained: {folder} has no {CONFIG}, since a save into it was cut off. Save the model again, or "
+            f"move the files of {missing} to {folder} to have the model whose weights are there."
+        )
+    if saving.is_dir():
+        raise FileNotFoundError(
+            f"from_pretrained: {folder} has no {CONFIG}, since the first save into it was cut off. Save the model "
+            "again."
+        )
+    raise FileNotFoundError(f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint.")
+
+
+def files_that_complete(folder: pathlib.Path) -> pathlib.Path | None:
+    """Where the small files of the weights in this folder are, if a save was cut off while `config.json` was away."""
+    new, earlier = folder / SAVING / "new", folder / SAVING / "earlier"
+    # Weights leave `new` by one rename, at which the folder becomes the new model's. Its config.json came there after.
+    if (new / CONFIG).is_file() and not any((new / name).is_file() for name in (WEIGHTS, INDEX)):
+        return new
+    return earlier if (earlier / CONFIG).is_file() else None
 
 
 def config_values(path: pathlib.Path) -> dict[str, Any]:
-    """A config.json, whatever its file's name; of a multimodal model what it says of the language part."""
-    values = json.loads(path.read_text(encoding="utf8"))
-    shared = {name: values[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in values}
-    return shared | values["text_config"] if "text_config" in values else values
+    """A config.json, whatever its file's name; of a multimodal model what it says of the language part.
 
+    The ids of tokens are the whole model's, where it says any.
 
-def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Names and numbers on the way to a leaf; the variable's own value has none."""
-    parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
-    return tuple(part for part in parts if part not in (None, "value"))
-
-
-def _places(folder: pathlib.Path) -> dict[str, tuple[pathlib.Path, str]]:
-    """By a tensor's name in a language model, its file and its name there.
-
-    A multimodal checkpoint names its language part, "language_model.model.…" or "model.language_model.…", and all that
-    the name does not stand in is of other parts, but for the head.
+    Raises:
+        ValueError: it is damaged (`config_json.load`, `config_json.language_part`).
     """
-    files = _files(folder)
-    if not any(_LANGUAGE_PART in name for name in files):
-        return {name: (file, name) for name, file in files.items()}
-    own = {name: name.replace(_LANGUAGE_PART, "", 1) for name in files if _LANGUAGE_PART in name or name == _HEAD}
-    return {own_name: (files[name], name) for name, own_name in own.items()}
+    values = config_json.load(path)
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return config_json.language_part(values, path) | {
+        name: values[name] for name in ids if values.get(name) is not None
+    }
 
 
-def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The file of each tensor; one file alone is what Hugging Face takes, too, where an index is left of others."""
-    names = [WEIGHTS] if (folder / WEIGHTS).is_file() else []
-    if not names and (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-        absent = [name for name in names if not (folder / name).is_file()]
-        if absent:
-            raise FileNotFoundError(f"from_pretrained: {folder} lacks {absent}, which its {INDEX} names.")
-    files = {}
-    for path in (folder / name for name in names):
-        with safe_open(path, framework="numpy") as file:
-            files.update(dict.fromkeys(file.keys(), path))
-    if files:
-        return files
-    pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-    hint = f" Its {pickled} are pickles, which can run code when read: convert them to safetensors." if pickled else ""
-    raise FileNotFoundError(f"from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}.{hint}")
+def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str]) -> Kept:
+    """What a save of the model will write again.
+
+    Args:
+        folder: the checkpoint's.
+        values: of its config.json.
+        own: names of fields that a save makes from the model's own config.
+
+    Raises:
+        ValueError: generation_config.json holds no JSON object, or `eos_token_id` in a file is no token or list of
+            tokens.
+    """
+    left = {name: value for name, value in values.items() if name not in (*own, *_OTHERWISE_SAID)}
+    _check_stops(folder / CONFIG, left)
+    path, generation = folder / GENERATION, None
+    if path.is_file():
+        _check_stops(path, config_json.load(path))
+        generation = path.read_bytes().decode("utf8")  # its line ends, too
+    return Kept(json.dumps(left), generation)
 
 
-def _check(folder, places, wanted, ignored, slice_of) -> None:
-    """Raises a ValueError that lists every name and every shape that does not fit."""
-    names = {name for tensors, _ in wanted for name in tensors.names}
-    missing, left = sorted(names - set(places)), sorted(set(places) - names)
-    left = [name for name in left if not name.endswith(ignored)] if ignored else left
-    wrong = []
-    for tensors, parameter in wanted:
-        expected = tensors.shape(parameter)
-        shapes = {name: tuple(slice_of(name).get_shape()) for name in tensors.names if name in places}
-        wrong += [f"{name} {shape}, expected {expected}" for name, shape in shapes.items() if shape != expected]
-    if missing or left or wrong:
+def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes | None]:
+    """A tokenizer's files, each by its name; `None` for those that this tokenizer does not have.
+
+    Raises:
+        ValueError: there are none, or no such folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"save_pretrained: tokenizer_from={str(folder)!r} is no folder. Pass that of a tokenizer.")
+    files = {name: folder / name for name in TOKENIZER}
+    contents = {name: path.read_bytes() if path.is_file() else None for name, path in files.items()}
+    if not any(contents.values()):
         raise ValueError(
-            f"from_pretrained: {folder} does not fit the model. Missing: {missing or 'none'}; left over: "
-            f"{left or 'none'}; shapes: {'; '.join(wrong) or 'all fit'}. Does config.json belong to these weights?"
+            f"save_pretrained: tokenizer_from={str(folder)!r} holds no tokenizer: none of {', '.join(TOKENIZER)}."
         )
+    return contents
 
 
-def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -> jax.Array:
-    """In its place and dtype; on the host are the parts of this machine's devices, and each tensor's for a moment."""
-
-    def part(index):
-        ranges = [range(*axis.indices(size)) for axis, size in zip(index, parameter.shape, strict=True)]
-        whole = np.empty([len(axis) for axis in ranges], parameter.dtype)
-        of_tensor = [slice(axis.start, axis.stop) for axis in (ranges[1:] if tensors.stacked else ranges)]
-        stored = tuple(of_tensor[::-1] if tensors.transposed else of_tensor)
-        for i, layer in enumerate(ranges[0] if tensors.stacked else [0]):
-            tensor = slice_of(tensors.names[layer])[stored]
-            whole[i if tensors.stacked else ...] = tensor.T if tensors.transposed else tensor
-        return whole
-
-    if sharding is None:
-        return jax.device_put(part([slice(None)] * len(parameter.shape)))
-    parts: dict[str, np.ndarray] = {}
-
-    def part_once(index):
-        """JAX asks for each device, and several may hold the same part."""
-        if str(index) not in parts:
-            parts[str(index)] = part(index)
-        return parts[str(index)]
-
-    return jax.make_array_from_callback(parameter.shape, sharding, part_once)
+def _check_stops(path, values):
+    stops = values.get("eos_token_id")
+    stops_list = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if any(type(stop) is not int for stop in stops_list):
+        raise ValueError(f"{path}: eos_token_id must be a token's number or a list of them, and is {short(stops)}.")
 
 
-def _shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
-    shard, size = {}, 0
-    for path, parameter in jax.tree_util.tree_flatten_with_path(state)[0]:
-        tensors, whole = tensors_of(_keys(path), parameter), np.asarray(parameter)
-        for i, name in enumerate(tensors.names):
-            part = whole[i] if tensors.stacked else whole
-            tensor = np.ascontiguousarray(part.T if tensors.transposed else part)
-            if shard and size + tensor.nbytes > max_shard_bytes:
-                yield shard
-                shard, size = {}, 0
-            shard[name], size = tensor, size + tensor.nbytes
-    yield shard
+def weight_files(folder: pathlib.Path) -> list[str]:
+    """The names of the files that hold a folder's weights; none where there are no safetensors.
+
+    One file alone is what Hugging Face takes, too, where an index is left of others.
+
+    Raises:
+        ValueError: the index has no `weight_map`, or that names something else than a safetensors file of the folder.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    path = folder / INDEX
+    if not path.is_file():
+        return []
+    weight_map = config_json.load(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: weight_map must be an object of tensors and files, and is {short(weight_map)}.")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", name):
+            raise ValueError(
+                f"{path}: the file of {short(tensor)} is {short(name)}, and must be the name of a .safetensors file "
+                "in this folder, without a path."
+            )
+    return sorted(set(weight_map.values()))

@@ -20,20 +20,20 @@ from liger_jax.ops import Segments, rope_table
 
 
 class LayerStack(nnx.Module):
-    """Layers of equal parameters one after the other: a scan over stacked parameters, or a Python loop.
+    """Runs layers whose parameters have equal shapes: by a scan over stacked parameters, or by a Python loop.
 
-    Layers may be of several kinds, in a pattern that repeats: the scan goes over the pattern's repetitions, and the
-    layers that are left over follow unrolled. Both ways start from the same random numbers. A scan compiles its body
-    once, and holds the gradients of all layers until the optimizer runs.
+    Layers may be of several kinds, in a pattern that repeats. The scan goes over the pattern's repetitions, and the
+    layers that are left over follow in a loop. Both ways start from the same random numbers. A scan compiles its body
+    once; it holds the gradients of all layers until the optimizer runs.
 
     Args:
         make_layer: makes one layer from its `rngs`.
-        kinds: of the L layers.
+        kinds: the kind of each of the L layers.
         scan: stack the parameters along a leading axis and scan over it.
-        remat: what a layer keeps for the backward: `"none"` all but norms, gates and sums, which one pass over memory
-            makes again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its input, in the
-            host's memory.
-        kernels: of the layers; here its `batch_axes` count.
+        remat: what a layer keeps for the backward. `"none"` keeps all but norms, gates and sums, which take one pass
+            over memory to compute again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its
+            input, in the host's memory.
+        kernels: the model's options, for their `batch_axes`.
         rngs: source of the layers' keys.
 
     Raises:
@@ -71,17 +71,17 @@ class LayerStack(nnx.Module):
 
         Args:
             x: hidden states.
-            inputs: by kind, what each layer of that kind takes beside its hidden states.
-            cache: what they take as well, a `LayerCache` each, where there is one.
+            inputs: for each kind of layer, its arguments behind the hidden states.
+            cache: the key-value cache, of which each layer gets its own part; `None` for none.
 
         Returns:
             Hidden states; with a cache these and the cache.
         """
-        # Without a cache there is nothing but hidden states in what goes through the scan.
+        # Without a cache the scan carries hidden states alone.
         carry = (x, None if cache is None else (cache, jnp.zeros((), jnp.int32)))
         if self.scan:
             carry = self._scanned(carry, inputs)
-            unrolled = [(i, self.rest[str(i)]) for i in sorted(map(int, self.rest))]  # its own order is by name
+            unrolled = [(i, self.rest[str(i)]) for i in sorted(map(int, self.rest))]  # nnx.Dict sorts by name
         else:
             unrolled = enumerate(self.layers)
         for i, layer in unrolled:
@@ -93,11 +93,11 @@ class LayerStack(nnx.Module):
     def _layer_call(
         self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool, place: int | None = None
     ) -> Callable[[Any, Any], Any]:
-        """One layer's call, from its own state or from that of a group in which it has a place."""
+        """A layer's call, which takes the layer's own state, or with a `place` the state of its group of layers."""
 
         def call(carry, state):
             x, memory = carry
-            if place is not None:  # taken out in here, it is not kept for the backward a second time
+            if place is not None:  # inside of the checkpoint, so that the slice is not kept for the backward
                 state = jax.tree.map(lambda leaf: leaf[place], state)
             layer, x = nnx.merge(graphdef, gathered(state, self.kernels.batch_axes, x.dtype)), checkpoint_name(x, INPUT)
             if memory is None:
@@ -114,7 +114,7 @@ class LayerStack(nnx.Module):
     def _scanned(self, carry: Any, inputs: Mapping[str, Sequence[Any]]) -> Any:
         pattern = self.kinds[: pattern_length(self.kinds)]
         graphdef, stacked = nnx.split(self.layers)
-        # A scan's loop keeps the recomputation apart from the forward by itself: no barriers needed.
+        # The scan's loop itself keeps the recomputation apart from the forward, so no barriers are needed.
         calls = [self._layer_call(graphdef, inputs[kind], prevent_cse=False, place=i) for i, kind in enumerate(pattern)]
         groups = jax.tree.map(lambda leaf: leaf.reshape(-1, len(pattern), *leaf.shape[1:]), stacked)
 
@@ -130,7 +130,7 @@ def pattern_length(kinds: Sequence[str]) -> int:
     """The length of the shortest pattern whose repetitions, the last perhaps cut short, give these kinds.
 
     Args:
-        kinds: of the layers.
+        kinds: the kind of each layer.
 
     Returns:
         A number from 1 to `len(kinds)`.
@@ -145,14 +145,14 @@ def pattern_length(kinds: Sequence[str]) -> int:
 def attention_segments(
     segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
 ) -> Int[Array, "B T"] | None:
-    """Merges padding into the segments: padding is a segment of its own, so that no row is fully masked.
+    """Makes padding a segment of its own, so that every token sees one at least: itself.
 
     Args:
         segment_ids: ids ≥ 0 of packed segments.
         attention_mask: 0 or False where a token is padding.
 
     Returns:
-        Ids of what may see each other, −1 for padding; `None` where all may.
+        The segments' ids, −1 for padding; `None` where all tokens are of one segment.
 
     Example:
         >>> attention_segments(None, jnp.array([[1, 1, 0]])).tolist()
@@ -170,10 +170,10 @@ class Decoder(nnx.Module):
         config: the architecture, a `LlamaConfig` or one that derives from it.
         layer: the family's layer, made from its `Blocks`.
         kernels: which ops run as kernels.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-        remat: as `LayerStack` takes it.
-        scan_layers: likewise.
+        dtype: dtype of the computation.
+        param_dtype: dtype of the parameters.
+        remat: what a layer keeps for the backward, as in `LayerStack`.
+        scan_layers: whether `LayerStack` scans.
         rngs: source of all keys.
     """
 
@@ -204,10 +204,10 @@ class Decoder(nnx.Module):
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
 
     def embed(self, input_ids: Integer[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
-        """The tokens' rows of the embedding, and the embedding as the weight of a head that is tied to it.
+        """The tokens' rows of the embedding, and the embedding as the weight of a tied head.
 
-        On one device the head's gradient and the rows' are summed before they are rounded. Where the batch is split
-        over several, each has its own sums, and these meet in the parameter's dtype as those of all parameters do.
+        On one device the two gradients are summed in float32 and rounded once. Where the batch is split over several
+        devices, each sums its own, and the devices' sums meet in the parameter's dtype as all gradients do.
         """
         table = self.embed_tokens[...]
         if not self.batch_axes:
@@ -227,7 +227,7 @@ class Decoder(nnx.Module):
     ) -> Any:
         """Hidden states (B, T, D); with a cache these and the cache with the T tokens in it.
 
-        `inputs_embeds` are the rows of `embed`, where they have been looked up already.
+        `inputs_embeds` are the rows that `embed` returns, for a caller that has them already.
         """
         config, length = self.config, input_ids.shape[1]
         if length > config.longest_sequence:

@@ -1,4 +1,4 @@
-"""Looking tokens up in an embedding, and the head that is the same array: their gradients are one float32 sum."""
+"""The embedding, and the head that is tied to it. Both give the table a gradient, and the two are summed in float32."""
 
 from typing import Any, NamedTuple
 
@@ -27,11 +27,12 @@ def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) ->
 def embed_tied(
     table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any
 ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
-    """`embed`, and the table again as the head's weight: gradients by both are summed before they are rounded.
+    """Looks tokens up as `embed` does, and returns the table as the head's weight too.
 
-    The head's gradient is the table's, and the tokens' rows of it get the embedding's sums in addition. A bfloat16
-    table is handed on as float32, which a compiler undoes where products take bfloat16, and its float32 gradient comes
-    back in two parts: rounded to bfloat16, and what rounding took off those rows, so that each is rounded once.
+    The table's gradient is the sum of the head's and the embedding's, and it is rounded once. For that a bfloat16 table
+    is handed to the head as float32; the compiler undoes this where products take bfloat16. The head's float32 gradient
+    comes back in two parts: rounded to bfloat16 for all rows, and the rounding's error for the rows of the batch's
+    tokens. Only those rows get anything from the embedding, so each row is rounded once.
 
     Args:
         table: one row for each token, any float dtype.
@@ -39,8 +40,8 @@ def embed_tied(
         dtype: of the rows.
 
     Returns:
-        The rows, (B, T, D), and the head: float32 for a bfloat16 table, else in the table's dtype. float16's gradient
-        is rounded once more, before the embedding's is added: what rounding takes off may be too small for it.
+        The rows, (B, T, D), and the head: float32 for a bfloat16 table, else in the table's dtype. A float16 head's
+        gradient is rounded before the embedding's is added, since float16 may not hold a rounding error.
     """
     rows, head, remainder = _looked_up(table, ids, dtype)
     if table.dtype == jnp.bfloat16:
@@ -49,19 +50,18 @@ def embed_tied(
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a batch in order, N of them, U = min(N, V + 1) different ones at most."""
+    """The N tokens of a batch, sorted by id. At most U = min(N, V + 1) of them differ."""
 
-    order: jax.Array  # (N,), of the flat batch
-    place: jax.Array  # (N,), of each among the different ones
-    rows: jax.Array  # (U,), the different ones; numbers beyond the table where there are no more
+    order: jax.Array  # (N,): sorts the flat batch
+    place: jax.Array  # (N,): the place of each sorted token in `rows`
+    rows: jax.Array  # (U,): the different ids in order, then ids beyond the table
 
 
 def _tokens(ids, vocab_size) -> _Tokens:
     ids = jnp.where((ids >= 0) & (ids < vocab_size), ids, vocab_size).reshape(-1)
     order = jnp.argsort(ids)
     ids = ids[order]
-    first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
-    place = jnp.cumsum(first) - 1
+    place = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1
     beyond = vocab_size + jnp.arange(min(len(ids), vocab_size + 1))
     return _Tokens(order, place, beyond.at[place].set(ids))
 
@@ -70,7 +70,7 @@ _ROWS: Any = dict(unique_indices=True, indices_are_sorted=True, wrap_negative_in
 
 
 def _look_up(table, ids, dtype):
-    """The rows, the table, and zeros whose cotangent is what the table's cotangent lacks in each token's row."""
+    """The tokens' rows; the table; zeros (U, D). What comes back for the zeros is added to the table's gradient."""
     rows = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
     return rows, table, jnp.zeros((min(ids.size, len(table) + 1), table.shape[1]), jnp.float32)
 
@@ -85,7 +85,7 @@ def _look_up_backward(dtype, residuals, cotangents):
     order, place, rows = _tokens(ids, len(dtable))
     dx = dx.reshape(-1, dx.shape[-1])[order].astype(jnp.float32)
     sums = remainder.at[place].add(dx, indices_are_sorted=True)
-    if dtable.dtype == jnp.float32:  # in one scatter: another (N, D) less than what follows
+    if dtable.dtype == jnp.float32:  # one scatter, without the (U, D) array that is gathered below
         return dtable.at[rows].add(sums, mode="drop", **_ROWS), None
     sums += dtable.at[rows].get(mode="fill", fill_value=0, **_ROWS).astype(jnp.float32)
     return dtable.at[rows].set(sums.astype(dtable.dtype), mode="drop", **_ROWS), None
@@ -97,7 +97,7 @@ _looked_up.defvjp(_look_up_forward, _look_up_backward)
 
 @jax.custom_vjp
 def _widened(table, remainder, rows):
-    """A bfloat16 table in float32, whose gradient comes back rounded, with what rounding took off these rows."""
+    """A bfloat16 table as float32. Its gradient comes back rounded, beside the rounding's error in these rows."""
     return table.astype(jnp.float32)
 
 
@@ -106,7 +106,7 @@ def _widened_forward(table, remainder, rows):
 
 
 def _widened_backward(rows, dtable):
-    # A conversion there and back is one that the compiler may leave out.
+    # Not a conversion to bfloat16 and back: the compiler may leave that out.
     rounded = jax.lax.reduce_precision(dtable, exponent_bits=8, mantissa_bits=7)
     row_of = lambda x: x.at[rows].get(mode="fill", fill_value=0, **_ROWS)
     return rounded.astype(jnp.bfloat16), row_of(dtable) - row_of(rounded), None

@@ -41,7 +41,9 @@ def generate(
         temperature: 0 for the likeliest token, else positive: below 1 sharper, above 1 flatter than the model.
         top_p: in (0, 1]; 1 draws from all tokens.
         eos_token_id: a row ends after this token, or after any of these; once all rows have ended, so does the work.
-        pad_token_id: in [0, V), what follows in a row that has ended; `None` for the first of `eos_token_id`.
+            `None` for those of the checkpoint that the model is read from: generation_config.json says them, else
+            config.json. `()` for none.
+        pad_token_id: in [0, V), what follows in a row that has ended; `None` for the first token that ends a row.
         key: of `jax.random`; needed where tokens are random.
 
     Returns:
@@ -62,7 +64,10 @@ def generate(
         >>> sampled = model.generate(prompts, max_new_tokens=5, temperature=0.7, top_p=0.9, key=jax.random.key(0))
     """
     input_ids = as_labels(input_ids)
-    stops = () if eos_token_id is None else tuple(np.atleast_1d(eos_token_id).tolist())
+    if eos_token_id is None:  # a checkpoint may name tokens that its model lacks, which never come
+        stops = tuple(stop for stop in model.kept.stops if 0 <= stop < model.config.vocab_size)
+    else:
+        stops = tuple(np.atleast_1d(eos_token_id).tolist())
     pad = (stops or (0,))[0] if pad_token_id is None else pad_token_id
     mask = jnp.ones(input_ids.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     _check_choice(max_new_tokens, temperature, top_p, key)
@@ -166,8 +171,8 @@ def _check_choice(max_new_tokens, temperature, top_p, key):
 def _check_ends(vocab_size, stops, pad, pad_token_id):
     if pad_token_id is not None and not stops:
         raise ValueError(
-            f"generate: pad_token_id={pad_token_id} is given without eos_token_id, so no row ends early and nothing is "
-            "padded. Padding in input_ids is what attention_mask says."
+            f"generate: pad_token_id={pad_token_id} is given without eos_token_id, nor does the model have one: "
+            "no row ends early and nothing is padded. Padding in input_ids is what attention_mask says."
         )
     wrong = [token for token in (*stops, pad) if not 0 <= token < vocab_size]
     if wrong:

@@ -1,4 +1,4 @@
-"""The head's product, where logits are asked for."""
+"""The product with the head, for calls that ask for logits."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ from jaxtyping import Array, Float
 
 @jax.custom_vjp
 def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """hidden·weightᵀ in float32 from a float32 accumulator, the factors in hidden's dtype.
+    """hidden·weightᵀ as float32, from factors of hidden's dtype and a float32 accumulator.
 
-    The gradient's products take hidden's dtype too, as the fused loss's do; JAX's own derivative of a product with
-    a wider result runs them in float32.
+    The gradient's products take hidden's dtype too, as in the fused loss. JAX's own derivative would run them in
+    float32, since the result is wider than its factors.
 
     Args:
         hidden: hidden states.

@@ -1,4 +1,4 @@
-"""The ops as plain jnp, with the ops' rounding: what a model runs where `KernelOptions` switches a kernel off."""
+"""The ops in plain jnp, with the ops' rounding. A model runs them where `KernelOptions` switches a kernel off."""
 
 from typing import Any
 
@@ -39,8 +39,8 @@ def fused_add_rms_norm(
     Args:
         x: float array.
         residual: float array of the same shape and dtype, or `None` to add nothing.
-        scale: as `rms_norm` takes it.
-        **options: likewise.
+        scale: one factor per column, as in `rms_norm`.
+        **options: options of `rms_norm`.
 
     Returns:
         The normalised sum, and the sum.
@@ -61,7 +61,7 @@ def apply_rope(
         q: queries.
         k: keys.
         cos: cosines; the second half repeats the first.
-        sin: sines, likewise.
+        sin: sines; the second half repeats the first.
 
     Returns:
         Rotated queries and keys, in their own dtypes.

@@ -17,7 +17,7 @@ INPUT = "layer_input"
 
 
 def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
-    """Whether a result costs more than one pass over memory: all do but norms, gates, rotations and sums."""
+    """Whether a result costs more than one pass over memory. Norms, gates, rotations and sums do not."""
     if primitive.name == "pallas_call":
         return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
     if primitive.name == "name":
@@ -26,8 +26,8 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 
 
-# What a layer keeps for the backward. With "none" the gated product, which is a third of what a LLaMA would keep, is
-# made again in the very pass that makes the gate's gradients, and a norm's output in one pass.
+# What a layer keeps for the backward. "none" does not keep the gated product, a third of what a LLaMA would keep: the
+# pass that makes the gate's gradients makes it too. Nor does it keep a norm's output, which takes one pass.
 POLICIES = {
     "none": _more_than_one_pass,
     "full": None,
@@ -52,30 +52,32 @@ def loss_budget_bytes(
     is_widened: bool = False,
     **options: Any,
 ) -> int | None:
-    """What the fused loss may use, so as not to be the step's peak itself, or not to raise it far.
+    """The memory that the fused loss may use without being the step's peak, or without raising it far.
 
-    Beside layers that are made again, that is what one of them uses: its norms, gate, up, product and sums; or what the
-    loss needs, if more. On one device the copy of a head in another dtype comes on top: it has room where
-    layers' gradients will be. On 8 H200, where their shares are small, it would cost LLaMA-3-8B, 16 × 4,096, 1.7 GiB.
-    Beside layers that keep all it may use anything, but for one chunk of all tokens beside a float32 gradient of a
-    widened head: chunks of 2,048 tokens or more take its place. So Qwen2-0.5B, 8 × 512, takes 0.55 GiB less on an H200
-    and 2 % longer; 8 × 1,024 1.65 GiB less and 1.3 % longer.
+    Where layers are computed again, that is the memory of one layer: its norms, gate, up, product and sums. The loss
+    gets more if it cannot do with that. On one device a copy of the head in another dtype comes on top: it lies where
+    the layers' gradients will be. On 8 H200, where these are small, the copy would cost LLaMA-3-8B, 16 × 4,096, 1.7
+    GiB.
+
+    Where layers keep all, the loss has no bound, with one exception: a tied bfloat16 head, whose gradient is float32,
+    beside one chunk of all tokens. Chunks of 2,048 tokens or more are taken instead. On an H200 that saves Qwen2-0.5B,
+    8 × 512, 0.55 GiB for 2 % of its time, and 8 × 1,024 1.65 GiB for 1.3 %.
 
     Args:
         remat: what layers keep.
-        config: of the model.
-        tokens: B·T of one device.
-        dtype: of the computation.
-        weight_dtype: of the head, as the loss gets it.
+        config: the model's architecture.
+        tokens: B·T on one device.
+        dtype: dtype of the computation.
+        weight_dtype: dtype of the head that the loss gets.
         is_copied: whether a copy of the head, in the computation's dtype, may come on top.
-        is_widened: whether the head is a 16-bit one's in float32, so that its gradient is.
-        **options: of `plan_fused_linear_cross_entropy`.
+        is_widened: whether the head is a 16-bit table in float32, which has a float32 gradient.
+        **options: options of `plan_fused_linear_cross_entropy`.
 
     Returns:
         Bytes, or `None` for no bound.
 
     Raises:
-        ValueError: as `plan_fused_linear_cross_entropy` does.
+        ValueError: `plan_fused_linear_cross_entropy` refuses the options.
     """
     if remat == "none" and not is_widened:
         return None

@@ -10,15 +10,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._tiles import out_like
 
-LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup's registers hold a tile
-ROW_LAYOUT, COLUMN_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)  # one number a row, one a column
 NUM_CORES = 132
 _SWIZZLE_BYTES = 128
 _is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
+
+
+def tile_layout() -> Any:
+    """How a warpgroup's registers hold a tile."""
+    return plgpu.Layout.WGMMA
+
+
+def row_layout() -> Any:
+    """How they hold one number for each of its rows."""
+    return tile_layout().reduce(1)
+
+
+def column_layout() -> Any:
+    """How they hold one number for each of its columns."""
+    return tile_layout().reduce(0)
 
 
 def shared_tile(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -14,9 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from liger_jax.pallas_kernels._hopper import COLUMN_LAYOUT, LAYOUT, NUM_CORES, ROW_LAYOUT, at, launch, load, shared_tile
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
+from liger_jax.pallas_kernels._hopper import (
+    NUM_CORES,
+    at,
+    column_layout,
+    launch,
+    load,
+    row_layout,
+    shared_tile,
+    tile_layout,
+)
 from liger_jax.pallas_kernels._tiles import cdiv, split
 
 ROWS = 128  # of a block's tile, and what vectors of rows are padded to: their ends are not masked
@@ -71,7 +80,7 @@ class Tile(NamedTuple):
 
     def column_indices(self):
         """(rows, columns) int32, counted from the tile's first column."""
-        return plgpu.broadcasted_iota(jnp.int32, self.values.shape, 1, layout=LAYOUT)
+        return plgpu.broadcasted_iota(jnp.int32, self.values.shape, 1, layout=tile_layout())
 
 
 def staging(dtype: Any) -> Any:
@@ -231,7 +240,7 @@ class _Vectors(NamedTuple):
             plgpu.barrier_wait(self.filled.at[warpgroup])
         found: tuple[list[Any], list[Any]] = [], []
         for of_rows, stage in zip(self.of_rows, self.stages, strict=True):
-            found[not of_rows].append(load(stage, (warpgroup,), ROW_LAYOUT if of_rows else COLUMN_LAYOUT))
+            found[not of_rows].append(load(stage, (warpgroup,), row_layout() if of_rows else column_layout()))
         return found
 
 

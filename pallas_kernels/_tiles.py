@@ -22,6 +22,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def previous_power_of_2(n: int) -> int:
+    """The largest power of two that is at most n; 1 if n is less."""
+    return 1 << max(0, n.bit_length() - 1)
+
+
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least n."""
     return cdiv(n, multiple) * multiple

@@ -16,10 +16,9 @@ from liger_jax.ops._dispatch import Implementation
 
 
 class _GatedMLP(nnx.Module):
-    """down(gated(gate(x), up(x))); a subclass has `gated`, and beside it the activation as `ops.gated_mlp` takes it."""
+    """down(gated(gate(x), up(x))); a subclass has `gated`, and the activation's name in `ops.gated_mlp`."""
 
     activation: str
-    recomputed: bool = False  # as the op takes it
     gate_proj: Any  # nnx.Linear, or what stands in for one
     up_proj: Any
     down_proj: Any
@@ -30,36 +29,38 @@ class _GatedMLP(nnx.Module):
         inner_width: int,
         *,
         linear: Callable[[int, int], nnx.Module],
+        fused: bool = True,
+        recomputed: bool = False,
         implementation: Implementation = None,
     ):
         self.gate_proj = linear(width, inner_width)
         self.up_proj = linear(width, inner_width)
         self.down_proj = linear(inner_width, width)
-        self.implementation = implementation
+        self.fused, self.recomputed, self.implementation = fused, recomputed, implementation
 
     def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def fuses(self) -> bool:
-        """Whether the layer is one op, `ops.gated_mlp`: its projections are products with kernels and nothing else.
-
-        Returns:
-            A bool; with biases, LoRA, unlike dtypes or a gate of its own, False.
-        """
-        gate_of = next(kind for kind in type(self).__mro__ if "gated" in vars(kind))
-        if "activation" not in vars(gate_of):
-            return False
-        projections = self.gate_proj, self.up_proj, self.down_proj
-        kinds = {(p.kernel.dtype, p.dtype, p.precision) if _is_plain(p) else None for p in projections}
-        return len(kinds) == 1 and None not in kinds
-
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        if not self.fuses():
+        if not (self.fused and are_plain_products(self.gate_proj, self.up_proj, self.down_proj)):
             return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
         kernels = (projection.kernel[...] for projection in (self.gate_proj, self.up_proj, self.down_proj))
         x, *kernels = promote_dtype((x, *kernels), dtype=self.gate_proj.dtype)
         options = dict(precision=self.gate_proj.precision, implementation=self.implementation)
         return ops.gated_mlp(x, *kernels, activation=self.activation, recomputed=self.recomputed, **options)
+
+
+def are_plain_products(*projections: Any) -> bool:
+    """Whether `ops.gated_mlp` can stand for these projections: products of one dtype and precision, and nothing else.
+
+    Args:
+        *projections: layers.
+
+    Returns:
+        False where one of them has a bias, an adapter such as LoRA's, or another dtype or precision than the others.
+    """
+    kinds = {(p.kernel.dtype, p.dtype, p.precision) if _is_plain(p) else None for p in projections}
+    return len(kinds) == 1 and None not in kinds
 
 
 def _is_plain(projection: Any) -> bool:
@@ -79,7 +80,10 @@ class SwiGLUMLP(_GatedMLP):
         width: D, of input and output.
         inner_width: F.
         linear: makes a projection: `linear(in_width, out_width)`.
-        implementation: as the op takes it.
+        fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with a `gated` of its own
+            passes False.
+        recomputed: whether that op's backward computes gate and up again rather than keep them.
+        implementation: which kernel the op runs, as in `ops.gated_mlp`.
 
     Example:
         >>> import functools
@@ -111,7 +115,10 @@ class GeGLUMLP(_GatedMLP):
         inner_width: F.
         linear: makes a projection: `linear(in_width, out_width)`.
         approximate: the GELU by tanh, as in Gemma, or exact.
-        implementation: as the op takes it.
+        fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with a `gated` of its own
+            passes False.
+        recomputed: whether that op's backward computes gate and up again rather than keep them.
+        implementation: which kernel the op runs, as in `ops.gated_mlp`.
 
     Example:
         >>> import functools
@@ -127,14 +134,18 @@ class GeGLUMLP(_GatedMLP):
         *,
         linear: Callable[[int, int], nnx.Module],
         approximate: bool = True,
+        fused: bool = True,
+        recomputed: bool = False,
         implementation: Implementation = None,
     ):
-        super().__init__(width, inner_width, linear=linear, implementation=implementation)
+        super().__init__(
+            width, inner_width, linear=linear, fused=fused, recomputed=recomputed, implementation=implementation
+        )
         self.approximate = approximate
 
     @property
     def activation(self) -> str:
-        """As `ops.gated_mlp` takes it."""
+        """The activation's name in `ops.gated_mlp`."""
         return "gelu_tanh" if self.approximate else "gelu"
 
     def gated(self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:

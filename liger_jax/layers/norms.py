@@ -45,7 +45,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         options = {"eps": self.eps, "offset": self.offset, "casting_mode": self.casting_mode}
-        return ops.rms_norm(x, self.scale[...], **options, implementation=self.implementation)
+        return ops.rms_norm(x, self.scale, **options, implementation=self.implementation)
 
 
 class LayerNorm(nnx.Module):
@@ -77,8 +77,7 @@ class LayerNorm(nnx.Module):
         self.eps, self.implementation = eps, implementation
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        bias = None if self.bias is None else self.bias[...]
-        return ops.layer_norm(x, self.scale[...], bias, eps=self.eps, implementation=self.implementation)
+        return ops.layer_norm(x, self.scale, self.bias, eps=self.eps, implementation=self.implementation)
 
 
 class GroupNorm(nnx.Module):
@@ -111,7 +110,7 @@ class GroupNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "B *axes"]) -> Float[Array, "B *axes"]:
         options = {"num_groups": self.num_groups, "eps": self.eps, "channel_axis": self.channel_axis}
-        return ops.group_norm(x, self.scale[...], self.bias[...], **options)
+        return ops.group_norm(x, self.scale, self.bias, **options)
 
 
 class DyT(nnx.Module):
@@ -136,7 +135,7 @@ class DyT(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(num_features, param_dtype)) if use_bias else None
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return ops.dyt(x, self.alpha[...], self.scale[...], None if self.bias is None else self.bias[...])
+        return ops.dyt(x, self.alpha, self.scale, self.bias)
 
 
 class PolyNorm(nnx.Module):
@@ -157,4 +156,4 @@ class PolyNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return ops.poly_norm(x, self.weight[...], self.bias[...], eps=self.eps)
+        return ops.poly_norm(x, self.weight, self.bias, eps=self.eps)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.ops import _checks, _loss
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops.cross_entropy import reduced_cross_entropy
 
 _OP = "softmax_cross_entropy_with_integer_labels"
@@ -14,10 +15,10 @@ _OPTIONS = _loss.LossOptions(_OP, None, 0.0, 0.0, 1.0, None, "none")
 
 
 def softmax_cross_entropy_with_integer_labels(
-    logits: Float[Array, "..."],
-    labels: Integer[Array, "..."],
+    logits: Float[ArrayLike, "..."],
+    labels: Integer[ArrayLike, "..."],
     axis: int | tuple[int, ...] = -1,
-    where: Bool[Array, "..."] | None = None,
+    where: Bool[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Drop-in for `optax.softmax_cross_entropy_with_integer_labels`: lse − z_y for each example.
 
@@ -49,9 +50,8 @@ def softmax_cross_entropy_with_integer_labels(
     References:
         optax.losses.softmax_cross_entropy_with_integer_labels.
     """
-    logits = jnp.asarray(logits)
-    labels, where, _ = _loss.as_tokens(labels, where, None)
-    _checks.check_floating(_OP, logits=logits)
+    (logits,) = _checks.floating(_OP, logits=logits)
+    labels, where = _loss.as_arrays(labels, where)
     class_axes = _class_axes(axis, logits.ndim)
     batch_axes = tuple(a for a in range(logits.ndim) if a not in class_axes)
     batch_shape = tuple(logits.shape[a] for a in batch_axes)

@@ -6,18 +6,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
-from liger_jax.ops import LossMetrics, fused_linear_cross_entropy
-from liger_jax.ops._loss import as_labels
+from liger_jax.ops import LossMetrics, _checks, fused_linear_cross_entropy
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._loss import as_arrays
 
 IGNORE = -100  # Hugging Face's label of a position that is not scored
 
 
 def causal_lm_loss(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "..."],
-    labels: Integer[Array, "B T"],
+    hidden: Float[ArrayLike, "B T D"],
+    head: Float[ArrayLike, "..."],
+    labels: Integer[ArrayLike, "B T"],
     *,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[ArrayLike, "B T"] | None = None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, LossMetrics]:
     """The loss of predicting each token from those before it, without logits, for a model of any library.
@@ -48,6 +49,8 @@ def causal_lm_loss(
         >>> causal_lm_loss(model[0][tokens], model[1], tokens, weight_layout="dv")
         Array(1.609, dtype=float32)
     """
+    hidden, head = _checks.floating("causal_lm_loss", hidden=hidden, head=head)
+    labels, segment_ids = as_arrays(labels, segment_ids)
     for name, x in dict(labels=labels, segment_ids=segment_ids).items():
         if x is not None and x.shape != hidden.shape[:-1]:
             raise ValueError(
@@ -57,7 +60,9 @@ def causal_lm_loss(
     return fused_linear_cross_entropy(hidden, head, targets, ignore_index=IGNORE, **options)
 
 
-def shifted_labels(labels: Integer[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
+def shifted_labels(
+    labels: Integer[ArrayLike, "B T"], segment_ids: Int[ArrayLike, "B T"] | None = None
+) -> Int[Array, "B T"]:
     """Moves labels one position to the left, with -100 at the end of each sequence and segment.
 
     Args:
@@ -71,7 +76,7 @@ def shifted_labels(labels: Integer[Array, "B T"], segment_ids: Int[Array, "B T"]
         >>> shifted_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 0, 1, 1]])).tolist()
         [[6, -100, 8, -100]]
     """
-    labels = as_labels(labels)
+    labels, segment_ids = as_arrays(labels, segment_ids)
     shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE)], axis=1)
     if segment_ids is None:
         return shifted

@@ -1,20 +1,39 @@
 """The checks that several ops share. Each message names argument, value, rule and cure."""
 
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
-def check_floating(op: str, **arrays: Any) -> None:
-    """Raises a TypeError for the first argument that is not a floating-point array; None passes."""
-    for name, x in arrays.items():
-        if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+@runtime_checkable
+class HoldsArray(Protocol):
+    """What JAX reads as the array that it holds: `nnx.Param` and every other `nnx.Variable`."""
+
+    def __jax_array__(self) -> jax.Array: ...
+
+
+ArrayLike = jax.Array | np.ndarray | HoldsArray  # what public functions take for an array
+
+
+def as_array(x: Any) -> Any:
+    """Returns `x` as JAX's array; None passes."""
+    return x if x is None else jnp.asarray(x)
+
+
+def floating(op: str, **arrays: Any) -> Iterator[jax.Array]:
+    """The arguments as JAX's arrays; None passes. Raises a TypeError for the first that is not floating point."""
+    converted = {name: as_array(x) for name, x in arrays.items()}
+    for name, x in converted.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
-                f"{op}: {name} has dtype {jnp.result_type(x)}, but must be floating point; "
+                f"{op}: {name} has dtype {x.dtype}, but must be floating point; "
                 f"cast it, for example {name}.astype(jnp.bfloat16)."
             )
+    return iter(converted.values())
 
 
 def check_shape(op: str, name: str, x: jax.Array | None, shape: tuple[int, ...], rule: str) -> None:

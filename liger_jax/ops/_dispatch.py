@@ -7,7 +7,6 @@ returns `None`; the same sentence serves the error, the warning and the tests.
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -81,7 +80,7 @@ def _platform_name(platform: str) -> str:
 
 def choose(
     op: str,
-    kernels: Mapping[str, ModuleType],
+    kernels: Mapping[str, Any],
     defaults: Mapping[str, tuple[str, ...]],
     implementation: Implementation,
     *inputs: jax.Array | jax.ShapeDtypeStruct | None,
@@ -92,7 +91,7 @@ def choose(
 
     Args:
         op: the op's public name, for messages.
-        kernels: the op's modules by name; each has `unsupported(*inputs, **case) -> str | None`.
+        kernels: the op's kernels by name; each has `unsupported(*inputs, **case) -> str | None`.
         defaults: for a platform, the names to try in order when `implementation` is `None`; `"xla"` follows.
         implementation: `None`, one name, or several names to try in order. `":interpret"` behind a Pallas
             kernel's name runs it in the Pallas interpreter, on any platform.
@@ -146,14 +145,14 @@ def choose(
     raise ValueError(f"{op} cannot run here with implementation={implementation!r}. " + " ".join(reasons))
 
 
-def bind(op: str, kernels: Mapping[str, ModuleType], choice: str, function: str) -> Callable[..., Any]:
+def bind(op: str, kernels: Mapping[str, Any], choice: str, function: str) -> Callable[..., Any]:
     """Takes `function` from the module that `choose` named; a Pallas kernel refuses to be partitioned.
 
     Args:
         op: the op's public name, for messages.
-        kernels: the op's modules by name.
+        kernels: the op's kernels by name.
         choice: what `choose` returned.
-        function: the function's name in the module.
+        function: the function's name there.
 
     Returns:
         The function; it takes arrays and the op's static options.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
 from liger_jax.ops import _checks, _dispatch
+from liger_jax.ops._loss import check_logit_options
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
@@ -154,7 +155,9 @@ def plan_fused_linear_cross_entropy(
         gradients.
 
     Raises:
-        ValueError: a size or a name is out of range, the budget is too small, or an implementation cannot run this.
+        TypeError: `logit_scale` or `logit_softcap` is no Python number.
+        ValueError: a size, a number or a name is out of range, the budget is too small, or an implementation cannot
+            run this.
 
     Example:
         >>> from jax.sharding import AbstractDevice
@@ -169,6 +172,7 @@ def plan_fused_linear_cross_entropy(
     for name in differentiated:
         _checks.check_choice(f"plan_{OP}", "differentiated", name, ("hidden", "weight"))
     check_choices(f"plan_{OP}", weight_layout, mode, chunk_size)
+    check_logit_options(f"plan_{OP}", logit_scale, logit_softcap)
     if device is None:
         device = _dispatch.device_of()
     elif not isinstance(device, AbstractDevice):

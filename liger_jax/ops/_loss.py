@@ -6,6 +6,8 @@ a row's statistics make its loss, and the statistics become metrics. All of it i
 """
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import chex
@@ -16,7 +18,7 @@ from jax.core import Tracer
 
 from liger_jax.ops import _checks
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -42,6 +44,17 @@ class LossMetrics:
     num_tokens: jax.Array
 
 
+def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None) -> None:
+    """Raises a TypeError or ValueError unless logits can be scaled and capped by these."""
+    _checks.check_number(op, logit_scale=logit_scale)
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"{op}: logit_scale={logit_scale} must be finite; 1.0 leaves the logits as they are.")
+    if logit_softcap is not None:
+        _checks.check_number(op, logit_softcap=logit_softcap)
+        if not 0.0 < logit_softcap < math.inf:
+            raise ValueError(f"{op}: logit_softcap={logit_softcap} must be finite and > 0; pass None to cap nothing.")
+
+
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
     """The loss options of the public functions, checked."""
@@ -57,16 +70,15 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         op = self.op
-        _checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss, logit_scale=self.logit_scale)
+        _checks.check_number(op, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         if self.ignore_index is not None and not isinstance(self.ignore_index, int):
             raise TypeError(f"{op}: ignore_index={self.ignore_index!r} must be a Python int; None ignores no label.")
         _checks.check_choice(op, "reduction", self.reduction, REDUCTIONS)
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"{op}: label_smoothing={self.label_smoothing} must be in [0, 1]; 0.0 switches it off.")
-        if self.logit_softcap is not None:
-            _checks.check_number(op, logit_softcap=self.logit_softcap)
-            if self.logit_softcap <= 0:
-                raise ValueError(f"{op}: logit_softcap={self.logit_softcap} must be > 0; None switches it off.")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"{op}: z_loss={self.z_loss} must be finite and ≥ 0; 0.0 switches it off.")
+        check_logit_options(op, self.logit_scale, self.logit_softcap)
 
     def sum(self, per_token: jax.Array) -> jax.Array:
         """Over all tokens, those of other devices too."""
@@ -97,10 +109,9 @@ def as_labels(labels: Any) -> jax.Array:
     return labels
 
 
-def as_tokens(labels: Any, where: Any, token_weights: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """What a caller says of tokens, as JAX's arrays."""
-    where, token_weights = (None if x is None else jnp.asarray(x) for x in (where, token_weights))
-    return as_labels(labels), where, token_weights
+def as_arrays(labels: Any, *others: Any) -> Iterator[jax.Array]:
+    """What a caller says of tokens and classes, as JAX's arrays; None passes."""
+    return iter([as_labels(labels), *map(_checks.as_array, others)])
 
 
 def check_tokens(
@@ -117,7 +128,7 @@ def check_tokens(
         raise TypeError(f"{op}: labels have dtype {labels.dtype}, but must be integers; labels.astype(jnp.int32).")
     if where is not None and where.dtype != jnp.bool_:
         raise TypeError(f"{op}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
-    _checks.check_floating(op, token_weights=token_weights, class_weights=class_weights)
+    _checks.floating(op, token_weights=token_weights, class_weights=class_weights)
     rule = "one entry for each token"
     _checks.check_shape(op, "labels", labels, tokens_shape, rule)
     _checks.check_shape(op, "where", where, tokens_shape, rule)

@@ -1,7 +1,7 @@
 """Which kernels run a normalisation: one forward, and one backward, which keeps sums over rows as well."""
 
 from collections.abc import Mapping
-from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -13,7 +13,7 @@ _LEAST_OF_FEW = 5120  # and below this width Triton is faster
 
 def choose(
     op: str,
-    kernels: Mapping[str, ModuleType],
+    kernels: Mapping[str, Any],
     defaults: Mapping[str, tuple[str, ...]],
     implementation: _dispatch.Implementation,
     *arrays: jax.Array | None,
@@ -23,7 +23,7 @@ def choose(
 
     Args:
         op: as `_dispatch.choose` takes it, and so the three that follow.
-        kernels: the op's modules by name.
+        kernels: the op's kernels by name.
         defaults: for a platform, the names to try.
         implementation: the user's choice.
         *arrays: rows (N, D) first.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from liger_jax.ops import _loss
 from liger_jax.pallas_kernels._tiles import full_like
-from liger_jax.pallas_kernels.cross_entropy.xla import IMPOSSIBLE_LABEL, NO_LABEL, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Statistics
 
 _NO_TOKEN = jnp.iinfo(jnp.int32).max
 

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh
-from liger_jax.pallas_kernels.cross_entropy import mosaic_tpu, triton, xla
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 
 _KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
@@ -49,12 +50,12 @@ _statistics.defvjp(_forward_rule, _backward_rule)
 
 
 def cross_entropy(
-    logits: Float[Array, "*tokens V"],
-    labels: Integer[Array, "*tokens"],
+    logits: Float[ArrayLike, "*tokens V"],
+    labels: Integer[ArrayLike, "*tokens"],
     *,
-    where: Bool[Array, "*tokens"] | None = None,
-    token_weights: Float[Array, "*tokens"] | None = None,
-    class_weights: Float[Array, " V"] | None = None,
+    where: Bool[ArrayLike, "*tokens"] | None = None,
+    token_weights: Float[ArrayLike, "*tokens"] | None = None,
+    class_weights: Float[ArrayLike, " V"] | None = None,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -86,9 +87,9 @@ def cross_entropy(
         class_weights: (V,) float, constants; None for ones.
         ignore_index: the label of tokens that do not count; None for no such label.
         label_smoothing: ε in [0, 1], a Python number.
-        z_loss: the factor of lse², a Python number.
-        logit_scale: a Python number.
-        logit_softcap: s > 0, a Python number, or None for no capping.
+        z_loss: the factor of lse², a finite Python number ≥ 0.
+        logit_scale: a finite Python number.
+        logit_softcap: s > 0, a finite Python number, or None for no capping.
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
@@ -112,12 +113,12 @@ def cross_entropy(
         Szegedy et al., 2016 (label smoothing, arXiv:1512.00567); Chowdhery et al., 2022 (z-loss, arXiv:2204.02311).
     """
     op = "cross_entropy"
-    _checks.check_floating(op, logits=logits)
+    (logits,) = _checks.floating(op, logits=logits)
     if logits.ndim == 0:
         raise ValueError(f"{op}: logits has shape (), but must be (..., V); the last axis holds the classes.")
     vocab_size = logits.shape[-1]
     loss_options = _loss.LossOptions(op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
-    labels, where, token_weights = _loss.as_tokens(labels, where, token_weights)
+    labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
     _loss.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
     _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
     return reduced_cross_entropy(
@@ -153,7 +154,7 @@ def reduced_cross_entropy(
     options = _Options(loss_options.op, loss_options.logit_options(return_metrics), choice)
     z, kernel_labels, class_weights = _mesh.align_varying(z, rows.labels, class_weights)
     statistics = _statistics(z, kernel_labels, class_weights, options)
-    losses = xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
+    losses = formulas.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
     # Not a product with 0: a row that does not count may hold anything.
     loss = _loss.reduced(jnp.where(rows.counts, losses, 0.0), loss_options, labels.shape)
     return (loss, _loss.metrics(statistics, rows, loss_options, labels.shape)) if return_metrics else loss

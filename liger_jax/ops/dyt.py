@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.dyt import mosaic_tpu, triton, xla
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.pallas_kernels.norms import dyt as formulas
+from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "dyt"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
+_KERNELS = backends(formulas, "xla", "triton", "mosaic_tpu")
 _DEFAULTS: dict[str, tuple[str, ...]] = {}  # until something is measured
 
 
@@ -33,10 +35,10 @@ _dyt.defvjp(_forward_rule, _backward_rule)
 
 
 def dyt(
-    x: Float[Array, "*batch D"],
-    alpha: Float[Array, ""],
-    scale: Float[Array, " D"] | None = None,
-    bias: Float[Array, " D"] | None = None,
+    x: Float[ArrayLike, "*batch D"],
+    alpha: Float[ArrayLike, ""],
+    scale: Float[ArrayLike, " D"] | None = None,
+    bias: Float[ArrayLike, " D"] | None = None,
     *,
     implementation: _dispatch.Implementation = None,
 ) -> Float[Array, "*batch D"]:
@@ -68,7 +70,7 @@ def dyt(
     References:
         Zhu et al., "Transformers without Normalization", 2025 (arXiv:2503.10622).
     """
-    _checks.check_floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
+    x, alpha, scale, bias = _checks.floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
     _checks.check_shape(_OP, "alpha", alpha, (), "one number scales all of x")
     if (spec := _explicit.row_spec(x)) is not None:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops.rms_norm import CASTING_MODES
-from liger_jax.pallas_kernels.fused_add_rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.norms import fused_add_rms_norm as formulas
+from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "fused_add_rms_norm"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
 _DEFAULTS = {"gpu": ("triton",)}
 _WIDE = (9216, 2048)  # forward and backward; measured, benchmarks/results/row_tiles.md
 
@@ -53,9 +55,9 @@ _fused.defvjp(_forward_rule, _backward_rule)
 
 
 def fused_add_rms_norm(
-    x: Float[Array, "*batch D"],
-    residual: Float[Array, "*batch D"] | None,
-    scale: Float[Array, " D"] | None = None,
+    x: Float[ArrayLike, "*batch D"],
+    residual: Float[ArrayLike, "*batch D"] | None,
+    scale: Float[ArrayLike, " D"] | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -98,7 +100,7 @@ def fused_add_rms_norm(
     References:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
     """
-    _checks.check_floating(_OP, x=x, residual=residual, scale=scale)
+    x, residual, scale = _checks.floating(_OP, x=x, residual=residual, scale=scale)
     _checks.check_number(_OP, eps=eps, offset=offset)
     _checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows(_OP, x, scale=scale)

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._linear_plan import KERNELS, OP, Decision, check_choices, decide, why_not_fast
-from liger_jax.pallas_kernels.cross_entropy import xla as rows_xla
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy import formulas as rows_xla
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 
@@ -140,15 +141,15 @@ def _check_sizes(hidden, weight, weight_layout):
 
 
 def fused_linear_cross_entropy(
-    hidden: Float[Array, "*tokens D"],
-    weight: Float[Array, "_ _"],
-    labels: Integer[Array, "*tokens"],
+    hidden: Float[ArrayLike, "*tokens D"],
+    weight: Float[ArrayLike, "_ _"],
+    labels: Integer[ArrayLike, "*tokens"],
     *,
-    bias: Float[Array, " V"] | None = None,
+    bias: Float[ArrayLike, " V"] | None = None,
     weight_layout: str = "vd",
-    where: Bool[Array, "*tokens"] | None = None,
-    token_weights: Float[Array, "*tokens"] | None = None,
-    class_weights: Float[Array, " V"] | None = None,
+    where: Bool[ArrayLike, "*tokens"] | None = None,
+    token_weights: Float[ArrayLike, "*tokens"] | None = None,
+    class_weights: Float[ArrayLike, " V"] | None = None,
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -190,9 +191,9 @@ def fused_linear_cross_entropy(
         class_weights: (V,) float, constants; None for ones.
         ignore_index: the label of tokens that do not count; None for no such label.
         label_smoothing: ε in [0, 1], a Python number.
-        z_loss: the factor of lse², a Python number.
-        logit_scale: a Python number.
-        logit_softcap: s > 0 for s·tanh(u/s), a Python number, or None.
+        z_loss: the factor of lse², a finite Python number ≥ 0.
+        logit_scale: a finite Python number.
+        logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
@@ -223,12 +224,12 @@ def fused_linear_cross_entropy(
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the
         blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
     """
-    _checks.check_floating(OP, hidden=hidden, weight=weight, bias=bias)
+    hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
     check_choices(OP, weight_layout, mode, chunk_size)
     _check_sizes(hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
-    labels, where, token_weights = _loss.as_tokens(labels, where, token_weights)
+    labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
     _loss.check_tokens(OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
     _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
 

@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, glu
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu, triton, xla
-from liger_jax.pallas_kernels.glu import xla as glu_xla
+from liger_jax.pallas_kernels.glu import formulas as glu_formulas
 
 _OP = "gated_mlp"
 _OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}
@@ -107,7 +108,7 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
     by_x, by_gate, by_up, by_down = needs
     dx = dgate_kernel = dup_kernel = ddown_kernel = None
     if not (by_x or by_gate or by_up):
-        h = glu_xla.product(gate, up, activation=options.activation)
+        h = glu_formulas.product(gate, up, activation=options.activation)
         return None, None, None, options.kernel_gradient(h, dy)
     # The order lets the gated product's array go first, then x. Where down_kernel is frozen, XLA alone leaves h out.
     arrays, in_place = (dy, down_kernel, gate, up), options.recomputed
@@ -137,10 +138,10 @@ _gated_mlp = jax.jit(_gated_mlp_vjp, static_argnums=4, inline=True)
 
 
 def gated_mlp(
-    x: Float[Array, "*batch D"],
-    gate_kernel: Float[Array, "D F"],
-    up_kernel: Float[Array, "D F"],
-    down_kernel: Float[Array, "F D"],
+    x: Float[ArrayLike, "*batch D"],
+    gate_kernel: Float[ArrayLike, "D F"],
+    up_kernel: Float[ArrayLike, "D F"],
+    down_kernel: Float[ArrayLike, "F D"],
     *,
     activation: str = "silu",
     recomputed: bool = False,
@@ -187,8 +188,7 @@ def gated_mlp(
     References:
         Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
     """
-    arrays = x, gate_kernel, up_kernel, down_kernel
-    _check(activation, *arrays)
+    arrays = x, gate_kernel, up_kernel, down_kernel = _checked(activation, x, gate_kernel, up_kernel, down_kernel)
     if any(map(_explicit.is_explicit, arrays)):
         dot = functools.partial(jnp.matmul, precision=precision)
         gated = _OPS[activation](dot(x, gate_kernel), dot(x, up_kernel), implementation=implementation)
@@ -210,10 +210,11 @@ def _choose(x, up_kernel, activation, recomputed, implementation) -> Iterator[st
         yield _dispatch.choose(_OP, _KERNELS, {"gpu": names}, implementation, x, up_kernel, activation=activation)
 
 
-def _check(activation, x, gate_kernel, up_kernel, down_kernel):
-    kernels = dict(gate_kernel=gate_kernel, up_kernel=up_kernel, down_kernel=down_kernel)
+def _checked(activation, x, gate_kernel, up_kernel, down_kernel) -> tuple[Any, ...]:
+    """The arrays, as JAX's."""
     _checks.check_choice(_OP, "activation", activation, tuple(_OPS))
-    _checks.check_floating(_OP, x=x, **kernels)
+    kernels = dict(gate_kernel=gate_kernel, up_kernel=up_kernel, down_kernel=down_kernel)
+    arrays = x, gate_kernel, up_kernel, down_kernel = tuple(_checks.floating(_OP, x=x, **kernels))
     if x.ndim == 0 or gate_kernel.ndim != 2 or gate_kernel.shape[0] != x.shape[-1]:
         raise ValueError(
             f"{_OP}: x has shape {x.shape} and gate_kernel {gate_kernel.shape}, but they must be (..., D) and (D, F); "
@@ -221,9 +222,10 @@ def _check(activation, x, gate_kernel, up_kernel, down_kernel):
         )
     _checks.check_shape(_OP, "up_kernel", up_kernel, gate_kernel.shape, "it is (D, F), as gate_kernel is")
     _checks.check_shape(_OP, "down_kernel", down_kernel, gate_kernel.shape[::-1], "it is (F, D)")
-    for name, kernel in kernels.items():
+    for name, kernel in zip(kernels, arrays[1:], strict=True):
         if kernel.dtype != x.dtype:
             raise ValueError(
                 f"{_OP}: {name} has dtype {kernel.dtype} and x {x.dtype}, but all must have one, in which the products "
                 f"are; cast it, for example {name}.astype(x.dtype)."
             )
+    return arrays

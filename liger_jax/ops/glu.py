@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.pallas_kernels.glu import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
@@ -47,8 +48,8 @@ _gated.defvjp(_forward_rule, _backward_rule)
 
 
 def swiglu(
-    gate: Float[Array, "*batch gates"],
-    up: Float[Array, "*batch F"] | None = None,
+    gate: Float[ArrayLike, "*batch gates"],
+    up: Float[ArrayLike, "*batch F"] | None = None,
     *,
     implementation: _dispatch.Implementation = None,
 ) -> Float[Array, "*batch F"]:
@@ -86,8 +87,8 @@ def swiglu(
 
 
 def geglu(
-    gate: Float[Array, "*batch gates"],
-    up: Float[Array, "*batch F"] | None = None,
+    gate: Float[ArrayLike, "*batch gates"],
+    up: Float[ArrayLike, "*batch F"] | None = None,
     *,
     approximate: bool = True,
     implementation: _dispatch.Implementation = None,
@@ -133,9 +134,9 @@ def geglu(
 
 
 def _glu(
-    op: str, gate: jax.Array, up: jax.Array | None, activation: str, implementation: _dispatch.Implementation
+    op: str, gate: ArrayLike, up: ArrayLike | None, activation: str, implementation: _dispatch.Implementation
 ) -> jax.Array:
-    _checks.check_floating(op, gate=gate, up=up)
+    gate, up = _checks.floating(op, gate=gate, up=up)
     _checks.check_shape(op, "up", up, gate.shape, "gate and up are multiplied element by element")
     if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
         raise ValueError(

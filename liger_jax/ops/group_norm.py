@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _mesh
-from liger_jax.pallas_kernels.group_norm import xla
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.pallas_kernels.norms import group_norm as xla
 
 _OP = "group_norm"
 # No kernel: a group need not fit registers, and XLA reads x no more often than the formula does.
@@ -32,9 +33,9 @@ _group_norm.defvjp(_forward_rule, _backward_rule)
 
 
 def group_norm(
-    x: Float[Array, "B *axes"],
-    scale: Float[Array, " C"] | None = None,
-    bias: Float[Array, " C"] | None = None,
+    x: Float[ArrayLike, "B *axes"],
+    scale: Float[ArrayLike, " C"] | None = None,
+    bias: Float[ArrayLike, " C"] | None = None,
     *,
     num_groups: int,
     eps: float = 1e-6,
@@ -72,7 +73,7 @@ def group_norm(
     References:
         Wu and He, "Group Normalization", 2018 (arXiv:1803.08494).
     """
-    _checks.check_floating(_OP, x=x, scale=scale, bias=bias)
+    x, scale, bias = _checks.floating(_OP, x=x, scale=scale, bias=bias)
     _checks.check_number(_OP, eps=eps)
     if x.ndim < 2:
         raise ValueError(f"{_OP}: x has shape {x.shape}, but must be (B, C, …); add the missing axis.")

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
-from liger_jax.pallas_kernels.layer_norm import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.pallas_kernels.norms import layer_norm as formulas
+from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "layer_norm"
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
 _DEFAULTS = {"gpu": ("triton",)}
 # Forward, backward; measured, benchmarks/results/row_tiles.md. Triton is faster forward at 8,192 with float32 scales.
 _WIDE, _WIDE_OF_FLOAT32 = (8192, 2304), (9216, 2304)
@@ -49,9 +51,9 @@ _layer_norm.defvjp(_forward_rule, _backward_rule)
 
 
 def layer_norm(
-    x: Float[Array, "*batch D"],
-    scale: Float[Array, " D"] | None = None,
-    bias: Float[Array, " D"] | None = None,
+    x: Float[ArrayLike, "*batch D"],
+    scale: Float[ArrayLike, " D"] | None = None,
+    bias: Float[ArrayLike, " D"] | None = None,
     *,
     eps: float = 1e-6,
     implementation: _dispatch.Implementation = None,
@@ -84,7 +86,7 @@ def layer_norm(
     References:
         Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
     """
-    _checks.check_floating(_OP, x=x, scale=scale, bias=bias)
+    x, scale, bias = _checks.floating(_OP, x=x, scale=scale, bias=bias)
     _checks.check_number(_OP, eps=eps)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
     if (spec := _explicit.row_spec(x)) is not None:

@@ -7,7 +7,8 @@ import jax
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
-from liger_jax.pallas_kernels.poly_norm import xla
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.pallas_kernels.norms import poly_norm as xla
 
 _OP = "poly_norm"
 # No kernel yet: XLA, with nothing kept but the inputs.
@@ -31,9 +32,9 @@ _poly_norm.defvjp(_forward_rule, _backward_rule)
 
 
 def poly_norm(
-    x: Float[Array, "*batch D"],
-    weight: Float[Array, "3"],
-    bias: Float[Array, ""] | None = None,
+    x: Float[ArrayLike, "*batch D"],
+    weight: Float[ArrayLike, "3"],
+    bias: Float[ArrayLike, ""] | None = None,
     *,
     eps: float = 1e-6,
     implementation: _dispatch.Implementation = None,
@@ -65,7 +66,7 @@ def poly_norm(
     References:
         Zhuo et al., "Polynomial Composition Activations", 2024 (arXiv:2411.03884).
     """
-    _checks.check_floating(_OP, x=x, weight=weight, bias=bias)
+    x, weight, bias = _checks.floating(_OP, x=x, weight=weight, bias=bias)
     _checks.check_number(_OP, eps=eps)
     _checks.check_rows(_OP, x)
     _checks.check_shape(_OP, "weight", weight, (3,), "one coefficient for each of x³, x² and x")

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.pallas_kernels.relu_squared import xla
 
 # No kernel: XLA fuses an elementwise op of one array into its neighbours, and a kernel's own pass over memory can only
@@ -19,7 +20,7 @@ def _relu_squared(x, choice):
 
 
 def _forward_rule(x, choice):
-    return _relu_squared(x, choice), x
+    return _dispatch.bind("relu_squared", _KERNELS, choice, "forward")(x), x
 
 
 def _backward_rule(choice, x, dy):
@@ -29,7 +30,7 @@ def _backward_rule(choice, x, dy):
 _relu_squared.defvjp(_forward_rule, _backward_rule)
 
 
-def relu_squared(x: Float[Array, "..."], *, implementation: _dispatch.Implementation = None) -> Float[Array, "..."]:
+def relu_squared(x: Float[ArrayLike, "..."], *, implementation: _dispatch.Implementation = None) -> Float[Array, "..."]:
     """The squared rectifier of Primer's and Nemotron's feed-forward layers: y = max(x, 0)².
 
     Value and gradient are computed in float32 and rounded once. Only `x` is kept for the backward pass. There is no
@@ -54,5 +55,5 @@ def relu_squared(x: Float[Array, "..."], *, implementation: _dispatch.Implementa
     References:
         So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021 (arXiv:2109.08668).
     """
-    _checks.check_floating("relu_squared", x=x)
+    (x,) = _checks.floating("relu_squared", x=x)
     return _relu_squared(x, _dispatch.choose("relu_squared", _KERNELS, {}, implementation, x))

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
-from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.pallas_kernels.norms import rms_norm as formulas
+from liger_jax.pallas_kernels.norms.backends import backends
 
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
 _DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 _WIDE = (9216, 2560)  # forward and backward; measured, benchmarks/results/row_tiles.md
 CASTING_MODES = ("llama", "gemma", "none")
@@ -51,8 +53,8 @@ _rms_norm.defvjp(_forward_rule, _backward_rule)
 
 
 def rms_norm(
-    x: Float[Array, "*batch D"],
-    scale: Float[Array, " D"] | None = None,
+    x: Float[ArrayLike, "*batch D"],
+    scale: Float[ArrayLike, " D"] | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -90,7 +92,7 @@ def rms_norm(
     References:
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
     """
-    _checks.check_floating("rms_norm", x=x, scale=scale)
+    x, scale = _checks.floating("rms_norm", x=x, scale=scale)
     _checks.check_number("rms_norm", eps=eps, offset=offset)
     _checks.check_choice("rms_norm", "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows("rms_norm", x, scale=scale)
@@ -98,9 +100,7 @@ def rms_norm(
         options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
         op = functools.partial(rms_norm, **options)
         return _explicit.on_rows("rms_norm", op, spec, (x,), (scale,))
-    kernels = _rows.choose(
-        "rms_norm", _KERNELS, _DEFAULTS, implementation, x.reshape(-1, x.shape[-1]), scale, wide=_WIDE
-    )
-    x, scale = _mesh.align_varying(x, scale)
-    y = _rms_norm(x.reshape(-1, x.shape[-1]), scale, _Options(float(eps), float(offset), casting_mode, *kernels))
-    return jnp.reshape(y, x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    kernels = _rows.choose("rms_norm", _KERNELS, _DEFAULTS, implementation, rows, scale, wide=_WIDE)
+    options = _Options(float(eps), float(offset), casting_mode, *kernels)
+    return jnp.reshape(_rms_norm(*_mesh.align_varying(rows, scale), options), x.shape)

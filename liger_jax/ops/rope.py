@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.pallas_kernels.rope import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
@@ -52,10 +53,10 @@ _rotate.defvjp(_forward_rule, _backward_rule)
 
 
 def apply_rope(
-    q: Float[Array, "B T Q H"],
-    k: Float[Array, "B T K H"],
-    cos: Float[Array, "_ T R"],
-    sin: Float[Array, "_ T R"],
+    q: Float[ArrayLike, "B T Q H"],
+    k: Float[ArrayLike, "B T K H"],
+    cos: Float[ArrayLike, "_ T R"],
+    sin: Float[ArrayLike, "_ T R"],
     *,
     layout: str = "half",
     implementation: _dispatch.Implementation = None,
@@ -99,10 +100,10 @@ def apply_rope(
 
 
 def apply_mrope(
-    q: Float[Array, "B T Q H"],
-    k: Float[Array, "B T K H"],
-    cos: Float[Array, "3 _ T R"],
-    sin: Float[Array, "3 _ T R"],
+    q: Float[ArrayLike, "B T Q H"],
+    k: Float[ArrayLike, "B T K H"],
+    cos: Float[ArrayLike, "3 _ T R"],
+    sin: Float[ArrayLike, "3 _ T R"],
     *,
     sections: Sequence[int],
     layout: str = "half",
@@ -142,8 +143,9 @@ def apply_mrope(
         Wang et al., "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at Any Resolution", 2024
         (arXiv:2409.12191), section 2.1.
     """
-    op, half = "apply_mrope", cos.shape[-1] // 2 if cos.ndim else 0
-    _checks.check_floating(op, cos=cos, sin=sin)
+    op = "apply_mrope"
+    cos, sin = _checks.floating(op, cos=cos, sin=sin)
+    half = cos.shape[-1] // 2 if cos.ndim else 0
     if cos.ndim != 4 or cos.shape[0] != 3:
         raise ValueError(
             f"{op}: cos has shape {cos.shape}, but must be (3, 1, T, R) or (3, B, T, R): a table each for time, height "
@@ -159,7 +161,7 @@ def apply_mrope(
 
 
 def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Array, jax.Array]:
-    _checks.check_floating(op, q=q, k=k, cos=cos, sin=sin)
+    q, k, cos, sin = _checks.floating(op, q=q, k=k, cos=cos, sin=sin)
     _checks.check_choice(op, "layout", layout, _LAYOUTS)
     _check_shapes(op, q, k, cos.shape if sections is None else cos.shape[1:])
     _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from liger_jax.ops import _checks
+from liger_jax.ops._checks import ArrayLike
 
 _OP = "rope_table"
 
@@ -177,7 +178,7 @@ RopeScaling = LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 
 def rope_table(
-    positions: Int[Array, "*batch T"],
+    positions: Int[ArrayLike, "*batch T"],
     width: int,
     *,
     theta: float = 10000.0,
@@ -228,7 +229,7 @@ def rope_table(
             f"{_OP}: scaling is a {type(scaling).__name__}, but must be None, LinearRope, DynamicRope, Llama3Rope or "
             "YarnRope, such as LinearRope(factor=2.0)."
         )
-    frequencies = jnp.asarray(frequencies, jnp.float32)
+    frequencies, positions = jnp.asarray(frequencies, jnp.float32), jnp.asarray(positions)
     if isinstance(scaling, DynamicRope):
         frequencies *= _dynamic_ratios(positions, column, width, scaling)
     frequencies = jnp.concatenate([frequencies, frequencies])

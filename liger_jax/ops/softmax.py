@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _dispatch, _explicit
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.pallas_kernels.softmax import triton, xla
 
 _KERNELS = {"xla": xla, "triton": triton}
@@ -43,7 +44,7 @@ _probabilities.defvjp(_forward_rule, _backward_rule)
 
 
 def softmax(
-    x: Float[Array, "..."], *, axis: int = -1, implementation: _dispatch.Implementation = None
+    x: Float[ArrayLike, "..."], *, axis: int = -1, implementation: _dispatch.Implementation = None
 ) -> Float[Array, "..."]:
     """Makes probabilities of scores: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
 
@@ -75,7 +76,7 @@ def softmax(
 
 
 def sparsemax(
-    x: Float[Array, "..."], *, axis: int = -1, implementation: _dispatch.Implementation = None
+    x: Float[ArrayLike, "..."], *, axis: int = -1, implementation: _dispatch.Implementation = None
 ) -> Float[Array, "..."]:
     """Makes probabilities of scores, most of them 0: y_i = max(x_i − τ, 0), with τ such that Σ_j y_j = 1 along an axis.
 
@@ -109,8 +110,8 @@ def sparsemax(
     return _along_axis("sparsemax", x, axis, implementation)
 
 
-def _along_axis(op: str, x: jax.Array, axis: int, implementation: _dispatch.Implementation) -> jax.Array:
-    _checks.check_floating(op, x=x)
+def _along_axis(op: str, x: ArrayLike, axis: int, implementation: _dispatch.Implementation) -> jax.Array:
+    (x,) = _checks.floating(op, x=x)
     if not -x.ndim <= axis < x.ndim:
         cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
         raise ValueError(f"{op}: axis={axis} is no axis of x, whose shape is {x.shape}; {cure}.")

@@ -1,13 +1,16 @@
 """What the numbers of a plan say: where the memory goes, what the fused loss saves, and what makes a run fit."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from liger_jax.planner.devices import GIB, GPUS, GPUS_PER_HOST, Target, target
+from liger_jax.planner.devices import GIB, Target
 from liger_jax.planner.estimate import Estimate, estimate
+from liger_jax.planner.sharding import parse_mesh
 from liger_jax.planner.step import Run
 
-MOST_DEVICES = 4096
+PRECISIONS = ("state_dtype", "param_dtype")
 _LITTLE = 0.1  # a saving below this share is little
 
 
@@ -16,7 +19,7 @@ class Change:
     """A change of a run, and what it bought.
 
     Attributes:
-        name: in words.
+        name: as the command's options: "--remat full".
         run: the run after it.
         saved_bytes: on each device.
         total_bytes: what is needed after it.
@@ -40,67 +43,161 @@ def advice(run: Run, totals: dict[str, int], estimates: dict[str, Estimate]) -> 
         The sentences.
     """
     saving = 1 - totals["fused"] / totals["logits"]
-    static = estimates["logits"].static / estimates["logits"].total
-    text = f"Static memory is {static:.0%} of this run on logits; the fused loss saves {saving:.0%} of the whole"
-    capacity = run.target.memory_bytes
-    fits = totals["fused"] <= capacity
-    if fits and saving < _LITTLE and (later := _where_it_pays(run, saving)) is not None:
+    static = estimates["logits"].static
+    share = (
+        f"Static memory (parameters, gradients, optimizer state) is {static / totals['logits']:.0%} of a step on logits"
+    )
+    text = f"{share}; the fused loss {_saves(saving)}"
+    capacity = run.target.capacity_bytes
+    fits = {loss: total <= capacity for loss, total in totals.items()}
+    if fits["fused"] and saving < _LITTLE and (later := _where_it_pays(run, saving)) is not None:
         batch, more = later
         text += f"; at batch {batch} it saves {more:.0%} (estimate)"
-    if fits and totals["logits"] > capacity:
-        return f"{text}. That is what makes it fit: {_gib(totals['logits'])} on logits is too much."
-    if fits:
-        room = largest_batch(dataclasses.replace(run, loss="fused"), totals["fused"] - estimates["fused"].total)
-        hint = f"fits, and so would batch {room} (estimate)" if room > run.batch else "fits"
-        return f"{text}. It {hint}: {_gib(capacity - totals['fused'])} of {_gib(capacity)} are left."
-    static_alone = estimates["fused"].static
-    if static_alone > capacity:
-        cause = (
-            f"Parameters, gradients and optimizer state alone are {_gib(static_alone)}: shard over more devices first"
-        )
-    else:
-        cause = f"{_gib(totals['fused'] - capacity)} are missing"
-    return f"{text}. It does not fit into {_gib(capacity)}. {cause}."
+    if fits["fused"] and not fits["logits"]:
+        text += f". That is what makes it fit: {_gib(totals['logits'])} on logits are too much"
+    elif static > capacity:
+        text += f". Static memory alone is {_gib(static)}: shard it over more devices"
+    return f"{text}."
 
 
-def changes_to_fit(run: Run) -> list[Change]:
-    """Changes, one after the other, until a run fits by its estimate: the cheapest in time and quality first.
+def _saves(saving: float) -> str:
+    if abs(saving) < 0.005:
+        return "saves nothing here"
+    return f"saves {saving:.0%} of the whole" if saving > 0 else f"takes {-saving:.0%} more"
+
+
+def changes_to_fit(run: Run, correction: int = 0, precisions: tuple[str, ...] = PRECISIONS) -> list[Change]:
+    """The first combination of changes that makes a run fit by its estimate, the cheapest in time and quality first.
+
+    What costs nothing comes first, then what costs time, then 16 bits for what is kept in 32, all on the same devices;
+    then more devices of the same kind, the fewest that do. Where there are more devices than sequences the batch grows
+    to one sequence on each. No other change makes the batch another one.
 
     Args:
         run: that does not fit.
+        correction: bytes that the estimate lacks.
+        precisions: what may be held in bfloat16; none of it with `()`.
 
     Returns:
-        The changes, each on top of those before it, without those that save nothing. If the last one's total is more
-        than the memory, nothing here makes the run fit.
+        The changes, each on top of those before it and none without need; empty if the run fits, or if nothing here
+        makes it fit.
     """
-    taken = []
-    total = estimate(run).total
-    for name, changed in _changes(run):
-        if total <= run.target.memory_bytes:
-            break
-        base = taken[-1].run if taken else run
-        after = dataclasses.replace(base, **changed)
-        needed = estimate(after).total
-        if needed < total:
-            taken.append(Change(name, after, total - needed, needed))
-            total = needed
-    return taken
+    needed = lambda r: estimate(r).total + correction
+    fits = lambda r: needed(r) <= r.target.capacity_bytes
+    if fits(run):
+        return []
+    for start, coarser in _starts(run, precisions):
+        if (chosen := _chosen(start, [*_changes(start, coarser)], needed, fits)) is not None:
+            runs = [run] if start is run else [run, start]
+            for change in chosen:
+                runs.append(dataclasses.replace(runs[-1], **change))
+            pairs = zip(runs, runs[1:], strict=False)
+            return [Change(options(a, b), b, needed(a) - needed(b), needed(b)) for a, b in pairs]
+    return []
+
+
+def _starts(run: Run, precisions: tuple[str, ...]) -> Iterator[tuple[Run, tuple[str, ...]]]:
+    """The run on its own devices and on more of them, each with what may be held in bfloat16."""
+    yield run, ()
+    yield run, precisions
+    for coarser in ((), precisions):
+        devices = run.target.more()
+        while devices is not None:
+            if (start := _on(run, devices)) is not None:
+                yield start, coarser
+            devices = devices.more()
+
+
+def _chosen(
+    run: Run, changes: list[dict[str, Any]], needed: Callable[[Run], int], fits: Callable[[Run], bool]
+) -> list[dict[str, Any]] | None:
+    """Changes in their order until the run fits, without those that it fits without; None if it never does."""
+    made = lambda some: dataclasses.replace(run, **{name: value for change in some for name, value in change.items()})
+    taken: list[dict[str, Any]] = []
+    for change in [{}, *changes]:
+        if change and needed(made([*taken, change])) >= needed(made(taken)):
+            continue
+        taken += [change] if change else []
+        if fits(made(taken)):
+            for costly in taken[::-1]:
+                without = [other for other in taken if other is not costly]
+                taken = without if fits(made(without)) else taken
+            return taken
+    return None
+
+
+def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """What may be tried on the run's devices: what costs nothing, what costs time, and what costs quality."""
+    yield dict(loss="fused" if run.loss == "logits" else "logits")
+    if run.mesh["data"] > 1 and (most := _on(run, run.target)) is not None:
+        yield dict(mesh=most.mesh)
+    for remat in {"none": ("dots", "full"), "dots": ("full",)}.get(run.remat, ()):
+        yield dict(remat=remat)
+    for parts in _divisors(run.batch // run.target.count):
+        if parts > run.micro_batches:
+            yield dict(micro_batches=parts)
+    yield dict(state_memory="host")
+    yield dict(remat="offload")
+    for name in coarser:
+        if getattr(run, name) == "float32":
+            yield {name: "bfloat16"}
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _on(run: Run, devices: Target) -> Run | None:
+    """The run on these devices, along "fsdp" as far as that divides the parameters; None if it cannot be."""
+    batch = math.ceil(run.batch / devices.count) * devices.count
+    parts = math.gcd(batch // devices.count, run.micro_batches)
+    data = 1
+    while devices.count % data == 0:
+        mesh = {"data": data, "fsdp": devices.count // data}
+        found = dataclasses.replace(run, target=devices, mesh=mesh, batch=batch, micro_batches=parts)
+        try:
+            estimate(found)
+            return found
+        except ValueError:  # a matrix that so many devices do not divide
+            data *= 2
+    return None
+
+
+def options(before: Run, after: Run) -> str:
+    """The command's options that make one run another.
+
+    Args:
+        before: the one.
+        after: the other.
+
+    Returns:
+        Such as "--device l4:8 --batch 8"; a mesh is named where it is not the default.
+    """
+    default = lambda run: run.mesh == parse_mesh(None, run.target.count)
+    words = dict(device=after.target.name) if after.target != before.target else {}
+    names = "batch micro_batches loss remat optimizer state_memory state_dtype param_dtype dtype".split()
+    words |= {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
+    if after.mesh != before.mesh and not (default(after) and default(before)):
+        words["mesh"] = ",".join(f"{axis}={size}" for axis, size in after.mesh.items())
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in words.items())
 
 
 def largest_batch(run: Run, correction: int = 0) -> int:
     """The largest batch that fits by its estimate, in multiples of devices and micro-batches; 0 if none does.
 
     Args:
-        run: whose batch is not read.
+        run: whose batch is counted if it fits, and not read otherwise.
         correction: bytes that the estimate lacks.
 
     Returns:
         The batch.
     """
     fits = lambda n: (
-        estimate(dataclasses.replace(run, batch=n * run.batch_unit)).total + correction <= run.target.memory_bytes
+        estimate(dataclasses.replace(run, batch=n * run.batch_unit)).total + correction <= run.target.capacity_bytes
     )
-    return largest(fits) * run.batch_unit
+    own = run.batch // run.batch_unit
+    return max(largest(fits), own if fits(own) else 0) * run.batch_unit
 
 
 def largest(fits: Callable[[int], bool]) -> int:
@@ -137,40 +234,6 @@ def _where_it_pays(run: Run, saving: float) -> tuple[int, float] | None:
         if there > max(saving + 0.02, best[1] if best else 0) + 0.01:
             best = run.batch * factor, there
     return best
-
-
-def _changes(run: Run) -> Iterator[tuple[str, dict]]:
-    if run.loss != "fused":
-        yield "the fused loss", dict(loss="fused")
-    if run.remat != "full":
-        yield "remat=full", dict(remat="full")
-    parts = 2 * run.micro_batches
-    while run.batch % (run.target.count * parts) == 0:
-        yield f"{parts} micro-batches", dict(micro_batches=parts)
-        parts *= 2
-    if run.mesh["data"] > 1:
-        yield f"fsdp={run.target.count} instead of {run.mesh['fsdp']}", dict(mesh={"data": 1, "fsdp": run.target.count})
-    devices = run.target
-    while (devices := _twice(devices)) is not None and run.batch % (devices.count * run.micro_batches) == 0:
-        mesh = {"data": 1, "fsdp": devices.count}
-        yield f"{devices.name}", dict(target=devices, mesh=mesh, micro_batches=run.micro_batches)
-    if run.optimizer == "adamw" and run.state_dtype == "float32":
-        yield "optimizer state in bfloat16", dict(state_dtype="bfloat16")
-
-
-def _twice(devices: Target) -> Target | None:
-    """Twice as many of them, or None."""
-    kind, _, size = devices.name.partition(":")
-    if devices.count * 2 > MOST_DEVICES:
-        return None
-    if kind in GPUS:
-        count = devices.count * 2
-        return target(f"{kind}:{count}") if count <= GPUS_PER_HOST or count % GPUS_PER_HOST == 0 else None
-    if not size:
-        return target(f"{kind}:{devices.topology}")
-    axes = [int(axis) for axis in size.split("x")]
-    axes[axes.index(min(axes))] *= 2
-    return target(f"{kind}:{'x'.join(map(str, axes))}")
 
 
 def _gib(size: int) -> str:

@@ -1,6 +1,7 @@
 """Models by name or by config.json, and how many parameters they have."""
 
 import dataclasses
+import difflib
 import functools
 import math
 import os
@@ -12,30 +13,93 @@ from flax import nnx
 
 from liger_jax.models import auto, checkpoint, config_json
 
-_LLAMA_3 = dict(model_type="llama", vocab_size=128256, num_key_value_heads=8, rope_theta=500000.0)
+# What config.json says, as far as the planner's numbers follow from it.
+_LLAMA_2 = dict(model_type="llama", max_position_embeddings=4096)
+_LLAMA_3 = dict(
+    model_type="llama", vocab_size=128256, num_key_value_heads=8, rope_theta=500000.0, max_position_embeddings=8192
+)
+_LLAMA_3_1 = _LLAMA_3 | dict(max_position_embeddings=131072)
+_LLAMA_3_2 = _LLAMA_3_1 | dict(tie_word_embeddings=True)
+_MISTRAL = dict(
+    model_type="mistral", num_key_value_heads=8, head_dim=128, sliding_window=None, rope_theta=1000000.0,
+    max_position_embeddings=32768,
+)  # fmt: skip
 _QWEN2 = dict(model_type="qwen2", vocab_size=152064, rope_theta=1000000.0, max_position_embeddings=131072)
 _SMALL_QWEN2 = _QWEN2 | dict(vocab_size=151936, tie_word_embeddings=True)
+_SMALL_QWEN2_5 = _SMALL_QWEN2 | dict(max_position_embeddings=32768)
+_QWEN3 = dict(
+    model_type="qwen3", vocab_size=151936, num_key_value_heads=8, head_dim=128, rope_theta=1000000.0,
+    max_position_embeddings=40960,
+)  # fmt: skip
+_SMALL_QWEN3 = _QWEN3 | dict(tie_word_embeddings=True)
+_GEMMA = dict(model_type="gemma", vocab_size=256000, head_dim=256, max_position_embeddings=8192)
+_GEMMA_2 = _GEMMA | dict(model_type="gemma2", sliding_window=4096)
+_GEMMA_3 = dict(
+    model_type="gemma3_text", vocab_size=262208, head_dim=256, sliding_window=1024, rope_theta=1000000.0,
+    max_position_embeddings=131072,
+)  # fmt: skip
+_SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
 
 
-def _sizes(width: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
-    return dict(
-        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads, **others
-    )
+def _sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None = None, **others: Any) -> dict:
+    sizes = dict(hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads)
+    return sizes | ({"num_key_value_heads": kv_heads} if kv_heads else {}) | others
 
 
-# What config.json says of them.
+# By the last part of their ids on Hugging Face, without what says how they were trained (`_known_as`). Models that also
+# see are here with their language part.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-2-7b": dict(model_type="llama", max_position_embeddings=4096, **_sizes(4096, 11008, 32, 32)),
-    "llama-3-8b": _LLAMA_3 | _sizes(4096, 14336, 32, 32, max_position_embeddings=131072),
-    "llama-3-70b": _LLAMA_3 | _sizes(8192, 28672, 80, 64, max_position_embeddings=131072),
-    "llama-3.2-1b": _LLAMA_3 | _sizes(2048, 8192, 16, 32, max_position_embeddings=131072, tie_word_embeddings=True),
-    "llama-3.2-3b": _LLAMA_3 | _sizes(3072, 8192, 28, 24, max_position_embeddings=131072, tie_word_embeddings=True),
-    "qwen2-0.5b": _SMALL_QWEN2 | _sizes(896, 4864, 24, 14, num_key_value_heads=2),
-    "qwen2-1.5b": _SMALL_QWEN2 | _sizes(1536, 8960, 28, 12, num_key_value_heads=2),
-    "qwen2-7b": _QWEN2 | _sizes(3584, 18944, 28, 28, num_key_value_heads=4),
-    "qwen2.5-14b": _QWEN2 | _sizes(5120, 13824, 48, 40, num_key_value_heads=8),
-    "qwen2-72b": _QWEN2 | _sizes(8192, 29568, 80, 64, num_key_value_heads=8),
+    "llama-2-7b": _LLAMA_2 | _sizes(4096, 11008, 32, 32),
+    "llama-2-13b": _LLAMA_2 | _sizes(5120, 13824, 40, 40),
+    "llama-2-70b": _LLAMA_2 | _sizes(8192, 28672, 80, 64, 8),
+    "llama-3-8b": _LLAMA_3 | _sizes(4096, 14336, 32, 32),
+    "llama-3-70b": _LLAMA_3 | _sizes(8192, 28672, 80, 64),
+    "llama-3.1-8b": _LLAMA_3_1 | _sizes(4096, 14336, 32, 32),
+    "llama-3.1-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
+    "llama-3.1-405b": _LLAMA_3_1 | _sizes(16384, 53248, 126, 128),
+    "llama-3.2-1b": _LLAMA_3_2 | _sizes(2048, 8192, 16, 32),
+    "llama-3.2-3b": _LLAMA_3_2 | _sizes(3072, 8192, 28, 24),
+    "llama-3.3-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
+    "mistral-7b-v0.1": _MISTRAL | _sizes(4096, 14336, 32, 32, sliding_window=4096, rope_theta=10000.0),
+    "mistral-7b-v0.2": _MISTRAL | _sizes(4096, 14336, 32, 32),
+    "mistral-7b-v0.3": _MISTRAL | _sizes(4096, 14336, 32, 32, vocab_size=32768),
+    "mistral-nemo-2407": _MISTRAL | _sizes(5120, 14336, 40, 32, vocab_size=131072, max_position_embeddings=131072),
+    "mistral-small-24b-2501": _MISTRAL | _sizes(5120, 32768, 40, 32, vocab_size=131072, rope_theta=100000000.0),
+    "qwen2-0.5b": _SMALL_QWEN2 | _sizes(896, 4864, 24, 14, 2),
+    "qwen2-1.5b": _SMALL_QWEN2 | _sizes(1536, 8960, 28, 12, 2),
+    "qwen2-7b": _QWEN2 | _sizes(3584, 18944, 28, 28, 4),
+    "qwen2-72b": _QWEN2 | _sizes(8192, 29568, 80, 64, 8),
+    "qwen2.5-0.5b": _SMALL_QWEN2_5 | _sizes(896, 4864, 24, 14, 2),
+    "qwen2.5-1.5b": _SMALL_QWEN2 | _sizes(1536, 8960, 28, 12, 2),
+    "qwen2.5-3b": _SMALL_QWEN2_5 | _sizes(2048, 11008, 36, 16, 2),
+    "qwen2.5-7b": _QWEN2 | _sizes(3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": _QWEN2 | _sizes(5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": _QWEN2 | _sizes(5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": _QWEN2 | _sizes(8192, 29568, 80, 64, 8),
+    "qwen3-0.6b": _SMALL_QWEN3 | _sizes(1024, 3072, 28, 16),
+    "qwen3-1.7b": _SMALL_QWEN3 | _sizes(2048, 6144, 28, 16),
+    "qwen3-4b": _SMALL_QWEN3 | _sizes(2560, 9728, 36, 32),
+    "qwen3-8b": _QWEN3 | _sizes(4096, 12288, 36, 32),
+    "qwen3-14b": _QWEN3 | _sizes(5120, 17408, 40, 40),
+    "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64),
+    "gemma-2b": _GEMMA | _sizes(2048, 16384, 18, 8, 1),
+    "gemma-7b": _GEMMA | _sizes(3072, 24576, 28, 16, 16),
+    "gemma-2-2b": _GEMMA_2 | _sizes(2304, 9216, 26, 8, 4),
+    "gemma-2-9b": _GEMMA_2 | _sizes(3584, 14336, 42, 16, 8),
+    "gemma-2-27b": _GEMMA_2 | _sizes(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
+    "gemma-3-270m": _SMALL_GEMMA_3 | _sizes(640, 2048, 18, 4, 1),
+    "gemma-3-1b": _SMALL_GEMMA_3 | _sizes(1152, 6912, 26, 4, 1),
+    "gemma-3-4b": _GEMMA_3 | _sizes(2560, 10240, 34, 8, 4),
+    "gemma-3-12b": _GEMMA_3 | _sizes(3840, 15360, 48, 16, 8),
+    "gemma-3-27b": _GEMMA_3 | _sizes(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
 }
+_OTHER_NAMES = {
+    "mistral-7b": "mistral-7b-v0.3",
+    "mistral-nemo": "mistral-nemo-2407",
+    "mistral-nemo-12b": "mistral-nemo-2407",
+    "mistral-small-24b": "mistral-small-24b-2501",
+}
+_TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say nothing of sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +130,14 @@ class Architecture:
 
     @functools.cached_property
     def parameters(self) -> list[tuple[Any, Any]]:
-        """Path and type of every parameter."""
-        return jax.tree_util.tree_leaves_with_path(self.abstract()[1])
+        """Path and type of every parameter, as of layers of one type: those of others have equal ones.
+
+        Layers of one type are one stack, whatever their number; others could be made one by one.
+        """
+        config = self.config
+        if "layer_types" in {field.name for field in dataclasses.fields(config)}:
+            config = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
+        return jax.tree_util.tree_leaves_with_path(dataclasses.replace(self, config=config).abstract()[1])
 
     @functools.cached_property
     def norms_results(self) -> bool:
@@ -84,34 +154,47 @@ def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
     """A model by its name, or by a config.json of Hugging Face's, or by the folder that it is in.
 
     Args:
-        name_or_path: one of `MODELS`, in any case; or a path.
+        name_or_path: a path; or one of `MODELS` or its id on Hugging Face, in any case. What is there as a file goes
+            before a name.
 
     Returns:
         The architecture.
 
     Raises:
-        ValueError: neither a known name nor a file, a family that is not here, or a config that its model does not
+        ValueError: neither a file nor a known name, a family that is not here, or a config that its model does not
             support.
+        OSError: the file cannot be read.
 
     Example:
-        >>> architecture("qwen2-0.5b").num_parameters
+        >>> architecture("Qwen/Qwen2-0.5B").num_parameters
         494032768
     """
     name = str(name_or_path)
     path = pathlib.Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
-    if name.lower() in MODELS:
-        values = MODELS[name.lower()]
-    elif path.is_file():
-        values = checkpoint.config_values(path)
+    if path.is_file():
+        values, source = checkpoint.config_values(path), path
+    elif (known := _known_as(name)) in MODELS:
+        values, source = MODELS[known], name
     else:
-        raise ValueError(
-            f"model={name!r} is neither a file nor known. Pass the path of a config.json, or one of "
-            f"{', '.join(MODELS)}."
-        )
+        raise ValueError(_unknown(name, known))
     family = auto.FAMILIES.get(values.get("model_type"))
     if family is None:
         raise ValueError(
             f"model={name!r} has model_type={values.get('model_type')!r}, which must be one of {sorted(auto.FAMILIES)}."
         )
-    return Architecture(name, family, config_json.read(values, family.config_type, family.config_fixed))
+    return Architecture(name, family, config_json.read(values, family.config_type, family.config_fixed, source))
+
+
+def _known_as(name: str) -> str:
+    """The key of `MODELS` for a name or an id, if there is one: "meta-llama/Meta-Llama-3-8B" is "llama-3-8b"."""
+    words = name.lower().rstrip("/").rpartition("/")[2].split("-")
+    short = "-".join(word for word in words if word not in _TRAINING)
+    return _OTHER_NAMES.get(short, short)
+
+
+def _unknown(name: str, short: str) -> str:
+    """The message for a name that is not known, with those that look like it."""
+    near = difflib.get_close_matches(short, [*MODELS, *_OTHER_NAMES], n=3)
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known are {', '.join(MODELS)}."
+    return f"model={name!r} is neither a file nor known. {hint} For any other model pass the path of its config.json."

@@ -12,6 +12,7 @@ import sys
 import jax
 
 from liger_jax.planner import compilers, planning, report
+from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.devices import GIB, GPUS, TPUS
 from liger_jax.planner.planning import LEVELS, SEARCHES, MemoryPlan
 from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
@@ -36,17 +37,17 @@ def main(argv: list[str] | None = None) -> int:
     options = {name: getattr(args, name) for name in names}
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
     try:
-        if args.search:
-            args.level = "compiled"  # as the search is
-            where[args.search] = _searched(args, where, options)
+        if args.picture:
+            report.check_picture(args.picture)
+        answers = _search(args, where, options) if args.search else []
         found = planning.plan(args.model, **where, level=args.level, **options)
-        print(report.text(found))
-        _notes(found)
+        known = where["batch"] if args.search == "batch" else None
+        print(report.text(found, known), *answers, *report.notes(found), *_notes(found), sep="\n")
         if args.picture:
             report.picture(found, args.picture)
             print(f"picture: {args.picture}")
-    except (ValueError, ImportError) as error:
-        print(f"liger-jax plan: {error}", file=sys.stderr)
+    except (ValueError, OSError, ImportError) as error:
+        print("liger-jax plan:", *str(error).split(), file=sys.stderr)  # on one line, whoever raised it
         return 2
     return 0 if found.fits else 1
 
@@ -56,7 +57,7 @@ def _arguments(argv):
     command = parser.add_subparsers(required=True).add_parser(
         "plan", help="will a training run fit?", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command.add_argument("--model", required=True, help="a name such as llama-3-8b, or a config.json")
+    command.add_argument("--model", required=True, help=f"a config.json or its folder, or {', '.join(MODELS)}")
     command.add_argument("--batch", type=int, required=True, help="sequences in a step, over all devices")
     command.add_argument("--seq", type=int, required=True, help="tokens in a sequence")
     command.add_argument(
@@ -77,13 +78,14 @@ def _arguments(argv):
     command.add_argument(
         "--search", choices=SEARCHES, help="the largest that fits, by the compiler; replaces that size"
     )
-    command.add_argument("--picture", metavar="FILE", help="also draw it as a PNG")
+    command.add_argument("--picture", metavar="FILE", help="also draw it, as a PNG or what its name ends in")
     return parser.parse_args(argv)
 
 
-def _searched(args, where, options) -> int:
-    # The size that is looked for need not be possible itself.
-    run = planning.make_run(args.model, **where, **options)
+def _search(args, where, options) -> list[str]:
+    """Sets the size that is looked for, and says what was compiled to find it."""
+    args.level = "compiled"  # as the search is
+    run = planning.make_run(args.model, **where, **options)  # the size that is looked for need not be possible itself
     try:
         from tqdm import tqdm
 
@@ -97,18 +99,17 @@ def _searched(args, where, options) -> int:
     finally:
         if bar is not None:
             bar.close()
-    for size, needed in sorted(found.answers.items()):
-        print(f"  {args.search} {size}: {needed / GIB:.2f} GiB")
-    largest = getattr(found.run, args.search)
-    print(f"the largest {args.search} that fits, by {len(found.answers)} compilations: {largest}\n")
-    return largest
+    where[args.search] = largest = getattr(found.run, args.search)
+    lines = [f"The largest {args.search} that fits is {largest}. What was compiled to find it:"]
+    return lines + [f"  {args.search} {size}: {needed / GIB:.2f} GiB" for size, needed in sorted(found.answers.items())]
 
 
-def _notes(found: MemoryPlan) -> None:
+def _notes(found: MemoryPlan) -> list[str]:
     if not found.compiled:
-        print("These are estimates; --level compiled asks the compiler.")
-    elif found.run.target.platform == "gpu" and (reason := compilers.without_cudnn()) is not None:
-        print(f"Note: {reason}")
+        return ["These are estimates; --level compiled asks the compiler."]
+    if found.run.target.platform == "gpu" and (reason := compilers.without_cudnn()) is not None:
+        return [f"Note: {reason}"]
+    return []
 
 
 if __name__ == "__main__":

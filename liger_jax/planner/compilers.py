@@ -1,7 +1,7 @@
 """Compilers for devices that are not there.
 
 A TPU is compiled for by libtpu, which knows every topology; an NVIDIA GPU by JAX's CUDA plugin, from a description of
-the device. Neither needs a driver, and both are installed by `pip install 'liger-jax[aot]'`.
+the device. Neither needs a driver, and the extra `planner` brings both.
 """
 
 import importlib.util
@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
+from liger_jax._install import install_command
 from liger_jax.pallas_kernels.attention import cudnn
 from liger_jax.planner.devices import GPUS, TPUS, Target, target
 
@@ -60,7 +61,10 @@ def missing_compiler(platform: str) -> str | None:
         found = False
     if found:
         return None
-    return f"the compiler for {platform} targets, {COMPILERS[platform]}, is not installed: pip install 'liger-jax[aot]'"
+    return (
+        f"the compiler for {platform} targets, {COMPILERS[platform]}, is not installed: {install_command('planner')} "
+        "brings it on Linux on x86-64"
+    )
 
 
 def need_compiler(platform: str) -> None:
@@ -170,5 +174,5 @@ def without_cudnn() -> str | None:
         return None
     return (
         "cuDNN is not installed, so attention was compiled as XLA's chunks, which need other memory: "
-        "pip install nvidia-cudnn-cu13"
+        + install_command("planner")
     )

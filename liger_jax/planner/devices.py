@@ -17,6 +17,8 @@ class GPU:
         kind: the product's name, as the driver gives it.
         capability: compute capability, major and minor.
         memory_bytes: what the driver reports in all.
+        visible_gib: what CUDA counts of it, of which JAX's allocator takes its fraction: the least that was seen in
+            messages of CUDA programs that ran out of memory.
         cores: streaming multiprocessors.
         shared_bytes: shared memory of a core, of which a block may ask for all but 1 KiB from Ampere on.
         threads: resident threads of a core.
@@ -27,6 +29,7 @@ class GPU:
     kind: str
     capability: tuple[int, int]
     memory_bytes: int
+    visible_gib: float
     cores: int
     shared_bytes: int
     threads: int
@@ -62,33 +65,46 @@ class TPU:
         kind: as JAX names its devices.
         memory_bytes: of one device, what libtpu lets a program have.
         smallest: the smallest topology, one host.
+        most_chips: of the largest topology, a pod.
         devices_per_chip: cores that are devices of their own.
     """
 
     kind: str
     memory_bytes: int
     smallest: str
+    most_chips: int
     devices_per_chip: int = 1
 
 
 GPUS = {
-    "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 81559 * MIB, 132, 233472, 2048, 128, 50 * MIB),
-    "h200": GPU("NVIDIA H200", (9, 0), 143771 * MIB, 132, 233472, 2048, 128, 50 * MIB),
-    "a100-40g": GPU("NVIDIA A100-SXM4-40GB", (8, 0), 40960 * MIB, 108, 167936, 2048, 64, 40 * MIB),
-    "a100-80g": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 81920 * MIB, 108, 167936, 2048, 64, 40 * MIB),
-    "l4": GPU("NVIDIA L4", (8, 9), 23034 * MIB, 58, 102400, 1536, 128, 48 * MIB),
-    "a10": GPU("NVIDIA A10", (8, 6), 23028 * MIB, 72, 102400, 1536, 128, 6 * MIB),
-    "t4": GPU("Tesla T4", (7, 5), 15843721216, 40, 65536, 1024, 64, 4 * MIB),
-    "b200": GPU("NVIDIA B200", (10, 0), 183359 * MIB, 148, 233472, 2048, 128, 126 * MIB),
+    "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 81559 * MIB, 79.10, 132, 233472, 2048, 128, 50 * MIB),
+    "h200": GPU("NVIDIA H200", (9, 0), 143771 * MIB, 139.72, 132, 233472, 2048, 128, 50 * MIB),
+    "a100-40g": GPU("NVIDIA A100-SXM4-40GB", (8, 0), 40960 * MIB, 39.38, 108, 167936, 2048, 64, 40 * MIB),
+    "a100-80g": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 81920 * MIB, 79.14, 108, 167936, 2048, 64, 40 * MIB),
+    "l4": GPU("NVIDIA L4", (8, 9), 23034 * MIB, 21.95, 58, 102400, 1536, 128, 48 * MIB),
+    "a10": GPU("NVIDIA A10", (8, 6), 23028 * MIB, 21.95, 72, 102400, 1536, 128, 6 * MIB),
+    "t4": GPU("Tesla T4", (7, 5), 15843721216, 14.56, 40, 65536, 1024, 64, 4 * MIB),
+    "b200": GPU("NVIDIA B200", (10, 0), 183359 * MIB, 178.35, 148, 233472, 2048, 128, 126 * MIB),
 }
 TPUS = {
-    "v4": TPU("TPU v4", int(15.25 * GIB), "2x2x1", 2),
-    "v5e": TPU("TPU v5 lite", int(15.75 * GIB), "2x2"),
-    "v5p": TPU("TPU v5", int(95.74 * GIB), "2x2x1"),
-    "v6e": TPU("TPU v6 lite", int(31.25 * GIB), "2x2"),
-    "tpu7x": TPU("TPU7x", int(94.75 * GIB), "2x2x1", 2),
+    "v4": TPU("TPU v4", int(15.25 * GIB), "2x2x1", 4096, 2),
+    "v5e": TPU("TPU v5 lite", int(15.75 * GIB), "2x2", 256),
+    "v5p": TPU("TPU v5", int(95.74 * GIB), "2x2x1", 8960),
+    "v6e": TPU("TPU v6 lite", int(31.25 * GIB), "2x2", 256),
+    "tpu7x": TPU("TPU7x", int(94.75 * GIB), "2x2x1", 9216, 2),
 }
 GPUS_PER_HOST, CHIPS_PER_HOST = 8, 4
+
+# XLA_PYTHON_CLIENT_MEM_FRACTION: the share of a GPU's memory that JAX's allocator takes. The first is JAX's default.
+FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)
+# What a process has outside the allocator, which no fraction may take: CUDA's context and the code of cuBLAS, cuDNN and
+# the program, 0.3 to 0.6 GiB in other CUDA programs; and where devices exchange gradients, NCCL's buffers. Both are
+# rounded up and not measured on each card.
+CONTEXT_BYTES, NCCL_BYTES = int(0.7 * GIB), GIB
+# Of what the allocator has, for fragmentation and what programs before the step left behind: of 29 steps that ran on an
+# H200 some held 2 % more than their compiler had said, and none held more (benchmarks/results/planner.md).
+RESERVE = 0.02
+MOST_GPUS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +116,11 @@ class Target:
         platform: "gpu" or "tpu".
         kind: the device's own name.
         count: devices.
-        memory_bytes: of each.
+        memory_bytes: of each, in all.
         topology: as the compiler's plugin names it.
+        visible_bytes: what CUDA counts of a GPU's memory; all of a TPU's.
+        capacity_bytes: what a training step may need of each. On a GPU it is the largest of `FRACTIONS` that leaves the
+            context and NCCL their memory, less `RESERVE`. A TPU's memory is what libtpu lets a program have already.
     """
 
     name: str
@@ -110,6 +129,46 @@ class Target:
     count: int
     memory_bytes: int
     topology: str
+    visible_bytes: int
+    capacity_bytes: int
+
+    def fraction_for(self, needed: int) -> float | None:
+        """The smallest of `FRACTIONS` with which JAX's allocator holds a step.
+
+        Args:
+            needed: bytes of the step on each device.
+
+        Returns:
+            The fraction; `None` on a TPU, where there is none to choose, and where the step does not fit.
+
+        Example:
+            >>> target("t4").fraction_for(12 * GIB), target("t4").fraction_for(8 * GIB)
+            (0.85, 0.75)
+        """
+        if self.platform == "tpu" or needed > self.capacity_bytes:
+            return None
+        return next((f for f in FRACTIONS if needed <= _usable(f, self.visible_bytes)), None)
+
+    def more(self) -> "Target | None":
+        """The next larger number of the same devices.
+
+        Returns:
+            The target, or `None` if this is the largest.
+
+        Example:
+            >>> target("h200:8").more().name, target("v5e:2x2").more().name
+            ('h200:16', 'v5e:2x4')
+        """
+        kind, _, size = self.name.partition(":")
+        if kind in GPUS:
+            count = 1 << self.count.bit_length()  # the next power of two
+            return target(f"{kind}:{count}") if count <= MOST_GPUS else None
+        if not size:
+            return target(f"{kind}:{self.topology}")
+        axes = [int(axis) for axis in size.split("x")]
+        last_of_smallest = max(i for i, axis in enumerate(axes) if axis == min(axes))
+        axes[last_of_smallest] *= 2
+        return target(f"{kind}:{'x'.join(map(str, axes))}") if math.prod(axes) <= TPUS[kind].most_chips else None
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -151,7 +210,7 @@ def target(name: str) -> Target:
 
 
 def _gpus(kind: str, size: str) -> Target:
-    count = int(size or 1) if not size or size.isdigit() else 0
+    count = int(size or 1) if not size or size.isdecimal() else 0
     if count < 1 or count > GPUS_PER_HOST and count % GPUS_PER_HOST:
         raise ValueError(
             f"device='{kind}:{size}' must say how many GPUs: 1 to {GPUS_PER_HOST}, or a multiple of {GPUS_PER_HOST}, "
@@ -160,13 +219,22 @@ def _gpus(kind: str, size: str) -> Target:
     hosts = max(1, count // GPUS_PER_HOST)
     name = kind if count == 1 else f"{kind}:{count}"
     gpu = GPUS[kind]
-    return Target(name, "gpu", gpu.kind, count, gpu.memory_bytes, f"1x{hosts}x{count // hosts}")
+    visible = int(gpu.visible_gib * GIB)
+    outside = CONTEXT_BYTES + (NCCL_BYTES if count > 1 else 0)
+    capacity = max(_usable(f, visible) for f in FRACTIONS if (1 - f) * visible >= outside)
+    return Target(name, "gpu", gpu.kind, count, gpu.memory_bytes, f"1x{hosts}x{count // hosts}", visible, capacity)
+
+
+def _usable(fraction: float, visible_bytes: int) -> int:
+    """What JAX's allocator holds at a fraction of what CUDA counts, less the reserve."""
+    return int(fraction * visible_bytes * (1 - RESERVE))
 
 
 def _tpus(kind: str, size: str) -> Target:
     tpu = TPUS[kind]
+    memory = tpu.memory_bytes
     if not size:
-        return Target(kind, "tpu", tpu.kind, 1, tpu.memory_bytes, tpu.smallest)
+        return Target(kind, "tpu", tpu.kind, 1, memory, tpu.smallest, memory, memory)
     axes = [int(axis) for axis in size.split("x")] if re.fullmatch(r"\d+(x\d+)+", size) else []
     of_host = [int(axis) for axis in tpu.smallest.split("x")]
     if len(axes) != len(of_host) or any(a < 1 or a % h for a, h in zip(axes, of_host, strict=True)):
@@ -176,4 +244,4 @@ def _tpus(kind: str, size: str) -> Target:
             f"'{kind}' alone is one device."
         )
     count = math.prod(axes) * tpu.devices_per_chip
-    return Target(f"{kind}:{size}", "tpu", tpu.kind, count, tpu.memory_bytes, size)
+    return Target(f"{kind}:{size}", "tpu", tpu.kind, count, memory, size, memory, memory)

@@ -28,21 +28,19 @@ class Estimate:
         parts: by name, those of `STATIC` and `DYNAMIC` that live at the peak.
         peak: "loss" or "backward", when the most is needed.
         loss_bytes: the logits or the fused loss's buffers, whether or not they make the peak.
+        static: parameters, all of their gradients, and the optimizer's state: what does not depend on the batch. At a
+            peak in the loss some of the gradients are not there yet, so `parts` may hold less.
     """
 
     parts: dict[str, int]
     peak: str
     loss_bytes: int
+    static: int
 
     @property
     def total(self) -> int:
         """All parts."""
         return sum(self.parts.values())
-
-    @property
-    def static(self) -> int:
-        """What does not depend on the batch."""
-        return sum(self.parts[name] for name in STATIC)
 
 
 def static_bytes(
@@ -176,7 +174,7 @@ def estimate(run: Run) -> Estimate:
     }
     peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
     parts = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
-    return Estimate(parts, peak, loss)
+    return Estimate(parts, peak, loss, sum(static.values()) + param * sizes.own + sums)
 
 
 def _work_of_a_layer(run: Run) -> int:

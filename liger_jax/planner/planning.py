@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_jax.planner import compilers
-from liger_jax.planner.advice import Change, advice, changes_to_fit, largest
+from liger_jax.planner.advice import PRECISIONS, Change, advice, changes_to_fit, largest, largest_batch
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.compiled import Compiled, compile_run
 from liger_jax.planner.devices import target
@@ -26,7 +26,7 @@ class MemoryPlan:
     Attributes:
         run: what is trained, and on what.
         estimates: for each of "fused" and "logits".
-        compiled: likewise by the compiler; empty where it was not asked.
+        compiled: what the compiler says for each of them; empty where it was not asked.
     """
 
     run: Run
@@ -42,20 +42,49 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether the run, with its own loss, has the memory it needs."""
-        return self.totals[self.run.loss] <= self.run.target.memory_bytes
+        return self.needed <= self.run.target.capacity_bytes
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a step with the run's own loss."""
+        return self.totals[self.run.loss]
+
+    @property
+    def _correction(self) -> int:
+        """What the estimate lacks, where the compiler was asked."""
+        return self.needed - self.estimates[self.run.loss].total
+
+    def estimated(self, run: Run) -> int:
+        """What another run needs by its estimate, corrected as this one's is.
+
+        Args:
+            run: much like this plan's.
+
+        Returns:
+            Bytes on each device.
+        """
+        return estimate(run).total + self._correction
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch that fits, by the estimate; the compiler's answer corrects it where it was asked."""
+        return largest_batch(self.run, self._correction)
 
     @property
     def advice(self) -> str:
         """What follows from the numbers, in a sentence or two."""
         return advice(self.run, self.totals, self.estimates)
 
-    def changes_to_fit(self) -> list[Change]:
+    def changes_to_fit(self, precisions: tuple[str, ...] = PRECISIONS) -> list[Change]:
         """What would make the run fit, by estimates.
 
+        Args:
+            precisions: what may be held in bfloat16; none of it with `()`.
+
         Returns:
-            Changes, one on top of the other, and what each bought; none where the run fits.
+            Changes, one on top of the other, and what each bought; none where the run fits, or where nothing helps.
         """
-        return [] if self.fits else changes_to_fit(self.run)
+        return changes_to_fit(self.run, self._correction, precisions)
 
 
 def make_run(
@@ -64,18 +93,18 @@ def make_run(
     """A run from names.
 
     Args:
-        model: as `plan` takes it, like all others.
-        batch: see there.
-        seq: see there.
-        device: see there.
-        mesh: see there.
-        **options: see there.
+        model: as `plan` takes it.
+        batch: sequences in a step, over all devices.
+        seq: tokens in a sequence.
+        device: as `plan` takes it.
+        mesh: as `plan` takes it.
+        **options: as `plan` takes them.
 
     Returns:
         The run.
 
     Raises:
-        ValueError: see there.
+        ValueError: a model, device, mesh or option that does not exist or does not fit the others.
     """
     devices = target(device)
     return Run(architecture(model), batch, seq, devices, parse_mesh(mesh, devices.count), **options)
@@ -97,7 +126,8 @@ def plan(
     compiler allocates: seconds to minutes, to the byte.
 
     Args:
-        model: a name such as "llama-3-8b" (`architectures.MODELS`), or a config.json or its folder.
+        model: a name such as "llama-3-8b" or "Qwen/Qwen2-0.5B" (`architectures.MODELS`), or a config.json or its
+            folder.
         batch: sequences in a step, over all devices.
         seq: tokens in a sequence.
         device: such as "h200", "h200:8", "v5e:8x8" (`devices.target`).
@@ -106,7 +136,7 @@ def plan(
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat` ("none", "full",
             "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number) and `state_memory` ("device",
-            "host"): see `Run`.
+            "host"), as `Run` explains them.
 
     Returns:
         The plan.
@@ -164,7 +194,7 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
     compilers.need_compiler(run.target.platform)
     unit = run.batch_unit if what == "batch" else SEQ_UNIT
     most = run.model.config.longest_sequence // SEQ_UNIT if what == "seq" else None
-    capacity = run.target.memory_bytes
+    capacity = run.target.capacity_bytes
     sized = lambda n: dataclasses.replace(run, **{what: n * unit})
     answers: dict[int, int] = {}
 
@@ -190,7 +220,7 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
         low, high = (middle, high) if fits(middle) else (low, middle)
     if low == 0:
         raise ValueError(
-            f"Not even {what}={unit} fits into {run.target.name}, whose memory is {capacity / 2**30:.1f} GiB: "
-            f"it needs {answers[unit] / 2**30:.1f} GiB. Take more or larger devices, remat='full', or a smaller model."
+            f"Not even {what}={unit} fits into {run.target.name}: it needs {answers[unit] / 2**30:.1f} GiB, and "
+            f"{capacity / 2**30:.1f} are to be had. The plan of {what}={unit} says what would make it fit."
         )
     return Found(sized(low), answers)

@@ -1,9 +1,14 @@
 """A plan as a table, as bars for a terminal, and as a picture."""
 
+import dataclasses
 import os
+import pathlib
 from collections.abc import Iterator
+from typing import Any
 
-from liger_jax.planner.devices import GIB
+from liger_jax._install import install_command
+from liger_jax.planner.advice import PRECISIONS, options
+from liger_jax.planner.devices import FRACTIONS, GIB, Target
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.planning import MemoryPlan
 from liger_jax.planner.step import LOSSES
@@ -35,7 +40,7 @@ def heading(plan: MemoryPlan) -> str:
 
 
 def table(plan: MemoryPlan) -> str:
-    """The parts, the totals, and what is left of a device's memory.
+    """The parts, the totals, and what is free of a device's memory.
 
     Args:
         plan: of `liger_jax.planner.plan`.
@@ -49,17 +54,18 @@ def table(plan: MemoryPlan) -> str:
     lines = [f"{'GiB on each device':<28}" + "".join(f"{loss:>10}" for loss in LOSSES)]
     for name in STATIC + DYNAMIC:
         lines.append(row(f"  {_MARKS[name]} {name}", [e.parts[name] for e in estimates]))
-    lines.append(row("estimate", [e.total for e in estimates]))
+    lines.append(row("needed (estimate)", [e.total for e in estimates]))
     lines.append(f"{'  which peaks in the':<28}" + "".join(f"{e.peak:>10}" for e in estimates))
     lines.append(row("  loss buffers, peak or not", [e.loss_bytes for e in estimates]))
     if plan.compiled:
         compiled = [plan.compiled[loss] for loss in LOSSES]
-        lines.append(row("compiled", [c.total for c in compiled]))
+        lines.append(row("needed (compiled)", [c.total for c in compiled]))
         lines.append(row("  parameters and state", [c.arguments for c in compiled]))
         lines.append(row("  temporaries", [c.temporaries for c in compiled]))
-    capacity = plan.run.target.memory_bytes
-    lines.append(row("memory of a device", [capacity] * 2))
-    lines.append(row("left", [capacity - plan.totals[loss] for loss in LOSSES]))
+    capacity = plan.run.target.capacity_bytes
+    lines.append(row("a process can have", [capacity] * 2))
+    free = [capacity - plan.totals[loss] for loss in LOSSES]
+    lines.append(f"{'free':<28}" + "".join(number(size) if size >= 0 else f"{'none':>10}" for size in free))
     return "\n".join(lines)
 
 
@@ -72,7 +78,7 @@ def bars(plan: MemoryPlan) -> str:
     Returns:
         Lines for a terminal. Beyond the memory, marks are small letters.
     """
-    capacity = plan.run.target.memory_bytes
+    capacity = plan.run.target.capacity_bytes
     most = max(capacity, *(e.total for e in plan.estimates.values()))
     lines = []
     for loss in LOSSES:
@@ -94,53 +100,156 @@ def _marks(plan: MemoryPlan, loss: str, most: int) -> Iterator[str]:
         yield from _MARKS[name] * (round(_WIDTH * done / most) - round(_WIDTH * before / most))
 
 
-def text(plan: MemoryPlan) -> str:
-    """All that a terminal shows.
+def verdict(plan: MemoryPlan) -> str:
+    """Whether it fits, in one line, with the share of a GPU that JAX must be given for it.
 
     Args:
         plan: of `liger_jax.planner.plan`.
 
     Returns:
-        Lines.
+        Such as "Fits: 21.7 of 74.3 GiB on each of 8."
     """
-    parts = [heading(plan), "", table(plan), "", bars(plan), "", plan.advice]
-    if plan.run.target.platform == "gpu" and plan.totals[plan.run.loss] > 0.75 * plan.run.target.memory_bytes:
-        parts.append("JAX takes 75 % of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.")
-    if changes := plan.changes_to_fit():
-        parts.append("To make it fit (estimates):")
-        parts += [
-            f"  {change.name}: saves {change.saved_bytes / GIB:.1f} GiB, leaves {change.total_bytes / GIB:.1f}"
-            for change in changes
-        ]
-        last = changes[-1]
-        if last.total_bytes > last.run.target.memory_bytes:
-            parts.append("  and that is still too much: take a smaller batch, a shorter sequence or more devices.")
-    return "\n".join(parts)
+    target = plan.run.target
+    if plan.fits:
+        return f"Fits: {_needed_of(target, plan.needed)}."
+    where = f" on each of {target.count}" if target.count > 1 else ""
+    needed, capacity = _apart(plan.needed, target.capacity_bytes)
+    return f"Does not fit: {needed} GiB needed{where}, and a process can have {capacity}."
 
 
-def picture(plan: MemoryPlan, path: str | os.PathLike[str]) -> None:
-    """Draws the bars as a PNG.
+def _needed_of(target: Target, needed: int) -> str:
+    """What fits, of what, on how many, and with which setting."""
+    where = f" on each of {target.count}" if target.count > 1 else ""
+    return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{_with_share(target, needed)}"
+
+
+def _apart(*sizes: int) -> list[str]:
+    """GiB with one digit, or with two where one does not tell them apart."""
+    texts = [f"{size / GIB:.1f}" for size in sizes]
+    return texts if len({*texts}) > 1 else [f"{size / GIB:.2f}" for size in sizes]
+
+
+def _with_share(target: Target, needed: int) -> str:
+    """The setting that a step needs, where JAX's default is not enough."""
+    fraction = target.fraction_for(needed)
+    return "" if fraction in (None, FRACTIONS[0]) else f" with XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"
+
+
+def text(plan: MemoryPlan, largest_batch: int | None = None) -> str:
+    """All that a terminal shows: the verdict, the largest batch, the table, and what follows from it.
 
     Args:
         plan: of `liger_jax.planner.plan`.
+        largest_batch: that fits, where it is known; `None` to estimate it.
+
+    Returns:
+        Lines.
+    """
+    parts = [verdict(plan), _largest(plan, largest_batch), "", heading(plan), "", table(plan), "", bars(plan)]
+    parts += ["", plan.advice]
+    if not plan.fits:
+        parts += _to_fit(plan)
+    return "\n".join(parts)
+
+
+def _largest(plan: MemoryPlan, known: int | None) -> str:
+    if known is not None:
+        return f"Largest batch: {known}."
+    if not (batch := plan.largest_batch):
+        return f"No batch of {plan.run.seq} tokens fits (estimate)."
+    share = _with_share(plan.run.target, plan.estimated(dataclasses.replace(plan.run, batch=batch)))
+    return f"Largest batch: {batch}{share} (estimate)."
+
+
+def _to_fit(plan: MemoryPlan) -> list[str]:
+    changes, run = plan.changes_to_fit(), plan.run
+    if not changes:
+        return [
+            f"Nothing here makes it fit, and no number of {run.target.kind}s does. Take a shorter sequence, larger "
+            "devices or a smaller model."
+        ]
+    width = max(len(change.name) for change in changes)
+    lines = ["To make it fit, the cheapest first (estimates):"]
+    for change in changes:
+        lines.append(
+            f"  {change.name:<{width}}  saves {change.saved_bytes / GIB:.1f} GiB: {change.total_bytes / GIB:.1f} needed"
+        )
+    last = changes[-1]
+    lines.append(f"Then it fits: {_needed_of(last.run.target, last.total_bytes)}.")
+    if any(getattr(last.run, name) != getattr(run, name) for name in PRECISIONS) and (
+        exact := plan.changes_to_fit(precisions=())
+    ):
+        last = exact[-1]
+        lines.append(f"Or in float32: {options(run, last.run)}, {_needed_of(last.run.target, last.total_bytes)}.")
+    return lines
+
+
+def notes(plan: MemoryPlan) -> list[str]:
+    """What a reader should know of the device that no number of the plan says.
+
+    Args:
+        plan: of `liger_jax.planner.plan`.
+
+    Returns:
+        Sentences.
+    """
+    run, target = plan.run, plan.run.target
+    if target.platform == "gpu" and target.capability < (8, 0) and "bfloat16" in (run.dtype, run.param_dtype):
+        return [
+            f"Note: {target.kind} has no bfloat16 arithmetic. XLA converts to float32 there, which is slow and takes "
+            "memory that the formulas do not count: plan with --dtype float32 as well."
+        ]
+    return []
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Finds out before the plan is made whether its picture can be drawn.
+
+    Args:
         path: of the file.
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: the file's folder is not there, the file is a folder, or its name is of no format of pictures.
     """
+    path = pathlib.Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"picture={str(path)!r}: there is no folder {str(path.parent)!r}. Make it first.")
+    if path.is_dir():
+        raise ValueError(f"picture={str(path)!r} is a folder. Name a file in it, such as {str(path / 'plan.png')!r}.")
+    formats = _figure_class()().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(f"picture={str(path)!r} must end in .png, or in another of {', '.join(sorted(formats))}.")
+
+
+def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("The picture needs matplotlib: pip install 'liger-jax[examples]'.") from None
-    figure = Figure(figsize=(9, 3), layout="constrained")
+        raise ImportError(f"The picture needs matplotlib: {install_command('planner')}") from None
+    return Figure
+
+
+def picture(plan: MemoryPlan, path: str | os.PathLike[str]) -> None:
+    """Draws the bars as a picture.
+
+    Args:
+        plan: of `liger_jax.planner.plan`.
+        path: of the file, whose ending says the format: .png and others.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    figure = _figure_class()(figsize=(9, 3), layout="constrained")
     axes = figure.subplots()
     left = dict.fromkeys(LOSSES, 0.0)
     for name in STATIC + DYNAMIC:
         widths = [plan.estimates[loss].parts[name] / GIB for loss in LOSSES]
         axes.barh(LOSSES, widths, left=[left[loss] for loss in LOSSES], label=name, color=_COLORS[name])
         left = {loss: left[loss] + width for loss, width in zip(LOSSES, widths, strict=True)}
-    capacity = plan.run.target.memory_bytes / GIB
-    axes.axvline(capacity, color="black", linestyle="--", label="memory of a device")
+    capacity = plan.run.target.capacity_bytes / GIB
+    axes.axvline(capacity, color="black", linestyle="--", label="a process can have")
     for loss, compiled in plan.compiled.items():
         axes.plot([compiled.total / GIB], [loss], "kD", label="compiled" if loss == LOSSES[0] else None)
     axes.set(xlabel="GiB on each device")

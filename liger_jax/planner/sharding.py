@@ -37,7 +37,7 @@ def parse_mesh(text: str | None, num_devices: int) -> dict[str, int]:
         return sizes | {"fsdp": num_devices}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
-        if name not in AXES or not size.isdigit() or int(size) < 1:
+        if name not in AXES or not size.isdecimal() or int(size) < 1:
             raise ValueError(f"mesh={text!r} must be sizes of {' and '.join(AXES)}, as in 'data=2,fsdp=8'.")
         sizes[name] = int(size)
     if math.prod(sizes.values()) != num_devices:

@@ -1,8 +1,10 @@
 """The architecture of a LLaMA."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
+from liger_jax.models import config_fields
 from liger_jax.ops import RopeScaling
 
 
@@ -27,7 +29,9 @@ class LlamaConfig:
         initializer_range: standard deviation of the initial weights.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: fields of another type or out of their range, all of them; or fields that do not fit together. A
+            size is an int from 1 to 2³¹ − 1, and there are 10,000 layers at most; other numbers are finite and
+            positive, and a base is more than 1.
 
     Example:
         >>> LlamaConfig(hidden_size=64, num_attention_heads=4).head_dim
@@ -108,37 +112,45 @@ class LlamaConfig:
         return self.rope_theta, self.rope_scaling
 
     def __post_init__(self):
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{type(self).__name__}: {name}={size} must be at least 1.")
-        kv_heads = self.num_key_value_heads or self.num_attention_heads
-        if self.num_attention_heads % kv_heads:
-            raise ValueError(
-                f"{type(self).__name__}: num_key_value_heads={kv_heads} must divide "
-                f"num_attention_heads={self.num_attention_heads}, since query heads share key heads evenly."
-            )
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"{type(self).__name__}: num_attention_heads={self.num_attention_heads} must divide "
-                f"hidden_size={self.hidden_size}. Otherwise pass head_dim."
-            )
-        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        if head_dim % 2:
-            raise ValueError(f"{type(self).__name__}: head_dim={head_dim} must be even: RoPE rotates halves of a head.")
-        object.__setattr__(self, "num_key_value_heads", kv_heads)
-        object.__setattr__(self, "head_dim", head_dim)
-        self._set_layer_types()
+        wrong = config_fields.problems(type(self), vars(self))
+        if not wrong:
+            self._set(**config_fields.normal(type(self), vars(self)))
+            self._set(layer_types=tuple(self.layer_types or map(self.type_of_layer, range(self.num_hidden_layers))))
+            wrong = list(self._misfits())
+        if wrong:
+            raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+        self._set(
+            num_key_value_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+        )
 
-    def _set_layer_types(self):
-        name, num_layers = type(self).__name__, self.num_hidden_layers
-        types = tuple(self.layer_types or map(self.type_of_layer, range(num_layers)))
-        if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
-            raise ValueError(
-                f"{name}: layer_types={types} must be a 'full_attention' or 'sliding_attention' for each of "
-                f"num_hidden_layers={num_layers}. Pass None for the family's own."
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _misfits(self) -> Iterator[str]:
+        """How fields do not fit together."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if heads % kv_heads:
+            yield (
+                f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}, since query heads share key "
+                "heads evenly"
             )
-        if "sliding_attention" in types and (self.sliding_window is None or self.sliding_window < 1):
-            raise ValueError(f"{name}: sliding_window={self.sliding_window} must be positive, since layers slide.")
-        object.__setattr__(self, "layer_types", types)
+        head_dim = self.head_dim or self.hidden_size // heads
+        if self.head_dim is None and self.hidden_size % heads:
+            yield f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}. Otherwise pass head_dim"
+        elif head_dim % 2:
+            yield f"head_dim={head_dim} must be even: RoPE rotates halves of a head"
+        scaling, most = self.rope_scaling, config_fields.MOST
+        if scaling is not None:
+            in_training = getattr(scaling, "original_max_position_embeddings", self.max_position_embeddings)
+            if scaling.factor * in_training > most:
+                yield f"rope_scaling={scaling} reaches more than the {most} positions that int32 counts"
+        types, num_layers = self.layer_types or (), self.num_hidden_layers
+        if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+            yield (
+                f"layer_types={config_fields.short(types)} must be a 'full_attention' or 'sliding_attention' for each "
+                f"of num_hidden_layers={num_layers}. Pass None for the family's own"
+            )
+        if "sliding_attention" in types and self.sliding_window is None:
+            yield "sliding_window=None must be positive, since layers slide"

@@ -66,7 +66,7 @@ def attend(
         out = jax.lax.map(
             lambda x: attend_chunk(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(ids), starts)
         )
-        return out.swapaxes(0, 1).reshape(batch, chunks * chunk, kv_heads, -1, width)
+        return out.swapaxes(0, 1).reshape(batch, chunks * chunk, *grouped.shape[2:])
 
     whole = length // chunk
     step = math.ceil(whole / _SPANS)

@@ -1,8 +1,8 @@
 """Cross-entropy in Pallas for TPU.
 
 Memory passes: the statistics read the logits once (an online log-sum-exp), where XLA reads them twice. The
-gradient is one read and one write, elementwise, in which a kernel wins nothing over XLA's fusion: it is XLA's.
-Rounding: float32 throughout, see xla.py, whose row formulas run here. Not measured on a TPU.
+gradient is one read and one write, elementwise. A kernel wins nothing over XLA's fusion there, so it is XLA's.
+Rounding: float32 throughout; the formulas are those of formulas.py. Not measured on a TPU.
 """
 
 import functools
@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params
-from liger_jax.pallas_kernels.cross_entropy import config, xla
+from liger_jax.pallas_kernels.cross_entropy import config, formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 
 
 def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:
@@ -29,7 +30,7 @@ def _statistics_kernel(logits_ref, labels_ref, *refs, v, options, has_class_weig
     class_weights_ref, refs = (refs[0], refs[1:]) if has_class_weights else (None, refs)
     out_refs, state_refs = refs[:num_fields], refs[num_fields:]
     n_block_size, v_block_size = logits_ref.shape
-    start_state = xla.online_start(n_block_size, options)
+    start_state = formulas.online_start(n_block_size, options)
     vocab_tile = pl.program_id(1)
 
     @pl.when(vocab_tile == 0)
@@ -39,9 +40,9 @@ def _statistics_kernel(logits_ref, labels_ref, *refs, v, options, has_class_weig
 
     state = jax.tree.unflatten(jax.tree.structure(start_state), [ref[...] for ref in state_refs])
     start = vocab_tile * v_block_size
-    state = xla.online_update(
+    state = formulas.online_update(
         state,
-        xla.transform(logits_ref[...].astype(jnp.float32), options),
+        formulas.transform(logits_ref[...].astype(jnp.float32), options),
         start + jax.lax.broadcasted_iota(jnp.int32, (1, v_block_size), 1),
         in_bounds(start, v_block_size, v, axis=1),
         labels_ref[...],
@@ -58,7 +59,7 @@ def _statistics_kernel(logits_ref, labels_ref, *refs, v, options, has_class_weig
 
 def statistics(
     logits: jax.Array, labels: jax.Array, class_weights: jax.Array | None, *, options: LogitOptions, interpret: bool
-) -> xla.Statistics:
+) -> Statistics:
     """logits (N, V), labels (N,) int32, class_weights (V,) float32 or None → Statistics of (N,)."""
     n, v = logits.shape
     n_block_size, v_block_size = config.tpu_block_sizes(n, v)
@@ -66,7 +67,7 @@ def statistics(
     row_spec = pl.BlockSpec((n_block_size, 1), lambda row_tile, _: (row_tile, 0))
     class_weights_spec = pl.BlockSpec((1, v_block_size), lambda _, vocab_tile: (0, vocab_tile))
     weights = () if class_weights is None else (class_weights[None, :],)
-    state = jax.eval_shape(lambda: xla.online_start(n, options))
+    state = jax.eval_shape(lambda: formulas.online_start(n, options))
     leaves = jax.tree.leaves(state)
     kernel = functools.partial(
         _statistics_kernel,
@@ -87,10 +88,10 @@ def statistics(
         name="cross_entropy_statistics",
     )(logits, labels[:, None], *weights)
     parts = jax.tree.unflatten(jax.tree.structure(state), [field.reshape(1, n) for field in fields])
-    return xla.online_merge(parts, options)
+    return formulas.online_merge(parts, options)
 
 
 def gradient(logits: jax.Array, *rows: Any, options: LogitOptions, interpret: bool) -> jax.Array:
-    """As `xla.gradient`: an elementwise pass, with nothing for a kernel to win."""
+    """XLA's own elementwise pass: a kernel could not win anything."""
     del interpret
-    return xla.gradient(logits, *rows, options=options)
+    return formulas.gradient(logits, *rows, options=options)

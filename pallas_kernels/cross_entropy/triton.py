@@ -1,8 +1,8 @@
 """Cross-entropy in Pallas-Triton (NVIDIA, Ampere and newer).
 
 Memory passes: the statistics read the logits once (an online log-sum-exp), where XLA reads them twice. The
-gradient is one read and one write, elementwise, in which a kernel wins nothing over XLA's fusion: it is XLA's.
-Rounding: float32 throughout, see xla.py, whose row formulas run here.
+gradient is one read and one write, elementwise. A kernel wins nothing over XLA's fusion there, so it is XLA's.
+Rounding: float32 throughout; the formulas are those of formulas.py.
 """
 
 import functools
@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, round_up
-from liger_jax.pallas_kernels.cross_entropy import config, xla
+from liger_jax.pallas_kernels.cross_entropy import config, formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 
 
 def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:
@@ -38,16 +39,16 @@ def _statistics_kernel(logits_ref, labels_ref, *refs, v, options, has_class_weig
         if has_class_weights:
             class_weights = pltriton.load(class_weights_ref.at[tile], mask=in_vocab, other=0.0)
         columns = start + jax.lax.broadcasted_iota(jnp.int32, (1, v_block_size), 1)
-        return xla.online_update(state, xla.transform(u, options), columns, in_vocab, labels, class_weights)
+        return formulas.online_update(state, formulas.transform(u, options), columns, in_vocab, labels, class_weights)
 
-    state = jax.lax.fori_loop(0, cdiv(v, v_block_size), step, xla.online_start(labels.shape[0], options))
+    state = jax.lax.fori_loop(0, cdiv(v, v_block_size), step, formulas.online_start(labels.shape[0], options))
     for ref, field in zip(out_refs, jax.tree.leaves(state), strict=True):
         ref[...] = field
 
 
 def statistics(
     logits: jax.Array, labels: jax.Array, class_weights: jax.Array | None, *, options: LogitOptions, interpret: bool
-) -> xla.Statistics:
+) -> Statistics:
     """logits (N, V), labels (N,) int32, class_weights (V,) float32 or None → Statistics of (N,)."""
     n, v = logits.shape
     tiles = config.triton_config(v)
@@ -56,7 +57,7 @@ def statistics(
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile: (row_tile, 0))
     class_weights_spec = pl.BlockSpec((1, v_padded), lambda _: (0, 0))
     weights = () if class_weights is None else (class_weights[None, :],)
-    state = jax.eval_shape(lambda: xla.online_start(n, options))
+    state = jax.eval_shape(lambda: formulas.online_start(n, options))
     kernel = functools.partial(
         _statistics_kernel,
         v=v,
@@ -75,10 +76,10 @@ def statistics(
         name="cross_entropy_statistics",
     )(logits, labels[:, None], *weights)
     parts = jax.tree.unflatten(jax.tree.structure(state), [field.reshape(1, n) for field in fields])
-    return xla.online_merge(parts, options)
+    return formulas.online_merge(parts, options)
 
 
 def gradient(logits: jax.Array, *rows: Any, options: LogitOptions, interpret: bool) -> jax.Array:
-    """As `xla.gradient`: an elementwise pass, with nothing for a kernel to win."""
+    """XLA's own elementwise pass: a kernel could not win anything."""
     del interpret
-    return xla.gradient(logits, *rows, options=options)
+    return formulas.gradient(logits, *rows, options=options)

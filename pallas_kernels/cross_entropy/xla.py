@@ -1,61 +1,17 @@
-"""Cross-entropy in plain XLA, and the row formulas that every backend's kernel runs.
+"""Cross-entropy in plain XLA.
 
-A row of logits z is reduced to a few statistics: lse = log Σ_v exp(z_v), the target logit z_y, and where wanted
-Σ_v c_v·z_v, max_v z_v and its first index. Every loss of this package is a function of these, so a backend needs
-two kernels only: the statistics, and the gradient that their cotangents make of the logits,
-
-    dz_v = g_lse · exp(z_v − lse) + g_target · 1[v = y] + g_sum · c_v.
-
-All arithmetic is float32. Memory passes over the logits: XLA reads them twice for the statistics (maximum, then
-sum of exponentials), and once more, with one write, for the gradient.
+Memory passes over the logits: two reads for the statistics (the maximum, then the sum of exponentials); one read and
+one write for the gradient.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 
-NO_LABEL = -1  # of a row that does not count
-IMPOSSIBLE_LABEL = -2  # of a row that counts and has no valid label; no column matches either
-_NO_INDEX = 2**31 - 1
-
-
-class Statistics(NamedTuple):
-    """What is left of each row of logits; all (N,), or (N, 1) inside kernels."""
-
-    log_normalizer: jax.Array  # float32
-    target_logit: jax.Array  # float32; 0 where the label is none of the columns
-    logit_sum: jax.Array | None  # float32, Σ_v c_v·z_v
-    max_logit: jax.Array | None  # float32
-    predicted_token: jax.Array | None  # int32
-
-
-class Cotangents(NamedTuple):
-    """Of the first three statistics; each (N,) float32, or (N, 1) inside kernels."""
-
-    log_normalizer: jax.Array
-    target_logit: jax.Array
-    logit_sum: jax.Array | None
-
-
-class Coefficients(NamedTuple):
-    """A row's loss is target·(lse − z_y) + smoothing·Σ_v c_v·(lse − z_v) + squared·lse²; each (N,) float32."""
-
-    target: jax.Array
-    smoothing: jax.Array | None
-    squared: jax.Array | None
-
-
-class OnlineState(NamedTuple):
-    """The statistics of the columns seen so far; each (N, 1). Sums are relative to exp(maximum)."""
-
-    maximum: jax.Array
-    exp_sum: jax.Array
-    target_logit: jax.Array
-    logit_sum: jax.Array | None
-    predicted_token: jax.Array | None
+gradient = formulas.gradient
 
 
 def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:
@@ -63,166 +19,13 @@ def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | Non
     return None
 
 
-def where(counts: jax.Array, statistics: Statistics) -> Statistics:
-    """The statistics of rows that count, and zeros for the others, whatever they hold."""
-    return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros((), x.dtype)), statistics)
-
-
-def row_losses(statistics: Statistics, coefficients: Coefficients, class_weight_sum: jax.Array) -> jax.Array:
-    """The loss of each row (N,), from its statistics and coefficients; class_weight_sum is Σ_v c_v."""
-    lse = statistics.log_normalizer
-    losses = coefficients.target * (lse - statistics.target_logit)
-    if coefficients.smoothing is not None:
-        assert statistics.logit_sum is not None  # smoothing asks for it
-        losses += coefficients.smoothing * (class_weight_sum * lse - statistics.logit_sum)
-    if coefficients.squared is not None:
-        losses += coefficients.squared * jnp.square(lse)
-    return losses
-
-
-def row_cotangents(log_normalizer: jax.Array, coefficients: Coefficients, class_weight_sum: jax.Array) -> Cotangents:
-    """The derivatives of `row_losses` by the statistics."""
-    g_lse, g_sum = coefficients.target, None
-    if coefficients.smoothing is not None:
-        g_lse = g_lse + coefficients.smoothing * class_weight_sum
-        g_sum = -coefficients.smoothing
-    if coefficients.squared is not None:
-        g_lse = g_lse + 2.0 * coefficients.squared * log_normalizer
-    return Cotangents(g_lse, -coefficients.target, g_sum)
-
-
-def is_live(cotangents: Cotangents) -> jax.Array:
-    """Whether anything depends on a row's loss. Others must not reach a product: 0 · NaN is NaN."""
-    return (cotangents.log_normalizer != 0) | (cotangents.target_logit != 0)
-
-
-def transform(u: jax.Array, options: LogitOptions) -> jax.Array:
-    """z = scale · softcap · tanh(u / softcap)."""
-    if options.softcap is not None:
-        u = options.softcap * jnp.tanh(u / options.softcap)
-    return u if options.scale == 1.0 else options.scale * u
-
-
-def slope(u: jax.Array, options: LogitOptions) -> jax.Array | float:
-    """dz/du = scale · (1 − tanh²(u / softcap))."""
-    if options.softcap is None:
-        return options.scale
-    return options.scale * (1.0 - jnp.square(jnp.tanh(u / options.softcap)))
-
-
-def online_start(n: int, options: LogitOptions) -> OnlineState:
-    """Nothing seen yet."""
-    zeros = jnp.zeros((n, 1), jnp.float32)
-    return OnlineState(
-        maximum=jnp.full((n, 1), -jnp.inf, jnp.float32),
-        exp_sum=zeros,
-        target_logit=zeros,
-        logit_sum=zeros if options.logit_sum else None,
-        predicted_token=jnp.zeros((n, 1), jnp.int32) if options.metrics else None,
-    )
-
-
-def online_update(
-    state: OnlineState,
-    z: jax.Array,
-    columns: jax.Array,
-    in_vocab: jax.Array | None,
-    labels: jax.Array,
-    class_weights: jax.Array | None,
-    axis: int = 1,
-) -> OnlineState:
-    """Adds a tile of logits z (N, v); columns and in_vocab (1, v), labels (N, 1), class_weights (1, v).
-
-    in_vocab None: all are. With axis 0 the tile is (pieces, N, lanes), reduced to a state (1, N, lanes).
-    """
-    masked = z if in_vocab is None else jnp.where(in_vocab, z, -jnp.inf)
-    tile_maximum = jnp.max(masked, axis, keepdims=True)
-    maximum = jnp.maximum(state.maximum, tile_maximum)
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)  # exp(−inf − (−inf)) would be NaN
-    exp_sum = state.exp_sum * jnp.exp(state.maximum - shift)
-    exp_sum += jnp.sum(jnp.exp(masked - shift), axis, keepdims=True)
-    if axis == 0:
-        target_logit = state.target_logit  # one column of a row is its label's at most: two operations, not three
-        for piece_columns, piece in zip(columns, z, strict=True):
-            target_logit = jnp.where(piece_columns == labels, piece, target_logit)
-    else:
-        target_logit = state.target_logit + jnp.sum(jnp.where(columns == labels, z, 0.0), axis, keepdims=True)
-    logit_sum = state.logit_sum
-    if logit_sum is not None:
-        weighted = z if class_weights is None else z * class_weights
-        logit_sum += jnp.sum(weighted if in_vocab is None else jnp.where(in_vocab, weighted, 0.0), axis, keepdims=True)
-    predicted_token = state.predicted_token
-    if predicted_token is not None:
-        first = jnp.min(jnp.where(masked == tile_maximum, columns, _NO_INDEX), axis, keepdims=True)
-        predicted_token = jnp.where(tile_maximum > state.maximum, first, predicted_token)
-    return OnlineState(maximum, exp_sum, target_logit, logit_sum, predicted_token)
-
-
-def over_lanes(lanes: OnlineState) -> OnlineState:
-    """The state (N, 1) of rows whose columns were dealt out to the lanes of `lanes` (N, lanes)."""
-    maximum = jnp.max(lanes.maximum, axis=1, keepdims=True)
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    total = lambda x: jnp.sum(x, axis=1, keepdims=True)
-    predicted_token = lanes.predicted_token
-    if predicted_token is not None:
-        first = jnp.where(lanes.maximum == maximum, predicted_token, _NO_INDEX)
-        predicted_token = jnp.min(first, axis=1, keepdims=True)
-    return OnlineState(
-        maximum=maximum,
-        exp_sum=total(lanes.exp_sum * jnp.exp(lanes.maximum - shift)),
-        target_logit=total(lanes.target_logit),
-        logit_sum=None if lanes.logit_sum is None else total(lanes.logit_sum),
-        predicted_token=predicted_token,
-    )
-
-
-def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:
-    """The statistics of whole rows from those of vocabulary parts, in order: each field (parts, N) → (N,)."""
-    maximum = jnp.max(parts.maximum, axis=0)
-    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    exp_sum = jnp.sum(parts.exp_sum * jnp.exp(parts.maximum - shift[None, :]), axis=0)
-    predicted_token = None
-    if options.metrics:
-        first = jnp.argmax(parts.maximum, axis=0)
-        predicted_token = jnp.take_along_axis(parts.predicted_token, first[None, :], axis=0)[0]
-    return Statistics(
-        log_normalizer=shift + jnp.log(exp_sum),
-        target_logit=jnp.sum(parts.target_logit, axis=0),
-        logit_sum=jnp.sum(parts.logit_sum, axis=0) if options.logit_sum else None,
-        max_logit=maximum if options.metrics else None,
-        predicted_token=predicted_token,
-    )
-
-
-def logit_gradient(
-    u: jax.Array,
-    columns: jax.Array,
-    labels: jax.Array,
-    log_normalizer: jax.Array,
-    cotangents: Cotangents,
-    class_weights: jax.Array | None,
-    options: LogitOptions,
-) -> jax.Array:
-    """du of a tile of raw float32 logits u (N, v); rows (N, 1), columns and class_weights (1, v)."""
-    # dz_v = g_lse · exp(z_v − lse) + g_target · 1[v = y] + g_sum · c_v
-    dz = cotangents.log_normalizer * jnp.exp(transform(u, options) - log_normalizer)
-    dz += jnp.where(columns == labels, cotangents.target_logit, 0.0)
-    if cotangents.logit_sum is not None:
-        dz += cotangents.logit_sum if class_weights is None else cotangents.logit_sum * class_weights
-    return dz * slope(u, options)
-
-
-def _columns(v: int) -> jax.Array:
-    return jnp.arange(v, dtype=jnp.int32)[None, :]
-
-
 def statistics(
     logits: jax.Array, labels: jax.Array, class_weights: jax.Array | None, *, options: LogitOptions
 ) -> Statistics:
     """logits (N, V), labels (N,) int32, class_weights (V,) float32 or None → Statistics of (N,)."""
-    z = transform(logits.astype(jnp.float32), options)
-    # A mask and a sum, not a gather: XLA fuses it into the pass that sums the exponentials.
-    target = jnp.sum(jnp.where(_columns(z.shape[1]) == labels[:, None], z, 0.0), axis=1)
+    z = formulas.transform(logits.astype(jnp.float32), options)
+    # A mask and a sum, and not a gather: XLA fuses these into the pass that sums the exponentials.
+    target = jnp.sum(jnp.where(formulas.column_indices(z.shape[1]) == labels[:, None], z, 0.0), axis=1)
     weighted = z if class_weights is None else z * class_weights[None, :]
     return Statistics(
         log_normalizer=jax.nn.logsumexp(z, axis=1),
@@ -231,27 +34,3 @@ def statistics(
         max_logit=jnp.max(z, axis=1) if options.metrics else None,
         predicted_token=jnp.argmax(z, axis=1).astype(jnp.int32) if options.metrics else None,
     )
-
-
-def gradient(
-    logits: jax.Array,
-    labels: jax.Array,
-    log_normalizer: jax.Array,
-    cotangents: Cotangents,
-    class_weights: jax.Array | None,
-    *,
-    options: LogitOptions,
-) -> jax.Array:
-    """The logits' gradient (N, V) in their dtype; exactly 0 in rows without a label, whatever they hold."""
-    rows = jax.tree.map(lambda g: g[:, None], cotangents)
-    weights = None if class_weights is None else class_weights[None, :]
-    du = logit_gradient(
-        logits.astype(jnp.float32),
-        _columns(logits.shape[1]),
-        labels[:, None],
-        log_normalizer[:, None],
-        rows,
-        weights,
-        options,
-    )
-    return jnp.where(labels[:, None] == NO_LABEL, 0.0, du).astype(logits.dtype)

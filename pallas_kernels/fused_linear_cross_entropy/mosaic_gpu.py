@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import full_like, round_up
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
-from liger_jax.pallas_kernels.cross_entropy.xla import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
+from liger_jax.pallas_kernels.cross_entropy.formulas import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 _WIDEST_SOFTCAP = 40.0  # |z| up to it: exp(z − max) stays a normal number, from which z can be had back
@@ -56,18 +56,18 @@ def _padded(inputs: Inputs, *vectors: Any) -> Any:
     inputs = inputs._replace(weight=inputs.weight.astype(inputs.hidden.dtype))
     if extra:
         hidden = jnp.pad(inputs.hidden, ((0, extra), (0, 0)))
-        labels = jnp.pad(inputs.labels, (0, extra), constant_values=rows.NO_LABEL)
+        labels = jnp.pad(inputs.labels, (0, extra), constant_values=row_formulas.NO_LABEL)
         inputs = inputs._replace(hidden=hidden, labels=labels)
         vectors = jax.tree.map(lambda x: jnp.pad(x, (0, extra)), vectors)
     return inputs, *vectors
 
 
 def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
-    """See `Inputs` → Statistics of (N,)."""
+    """The statistics of all rows, each (N,)."""
     n = inputs.hidden.shape[0]
     (inputs,) = _padded(inputs)
     parts, _ = kernels.partial_statistics(inputs, options, keep=False)
-    return jax.tree.map(lambda x: x[:n], rows.online_merge(parts, options.logit))
+    return jax.tree.map(lambda x: x[:n], row_formulas.online_merge(parts, options.logit))
 
 
 def gradients(
@@ -77,8 +77,8 @@ def gradients(
     in_place = _hopper.can_write_in_place(inputs.hidden)
     n, v = inputs.hidden.shape[0], inputs.weight.shape[options.vocab_dim]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
-    inputs = inputs._replace(hidden=xla.live_rows(inputs.hidden, cotangents))
-    inputs, lse, cotangents = _padded(inputs, xla.live_rows(log_normalizer, cotangents), cotangents)
+    inputs = inputs._replace(hidden=formulas.live_rows(inputs.hidden, cotangents))
+    inputs, lse, cotangents = _padded(inputs, formulas.live_rows(log_normalizer, cotangents), cotangents)
 
     def body(grads, start, size):
         dhidden, dweight, dbias = grads
@@ -89,15 +89,15 @@ def gradients(
         if needs.hidden and _hopper.can_add_in_place(inputs.hidden):
             dhidden = kernels.add_product(dhidden, du, inputs, start, options)
         elif needs.hidden:
-            part = xla.take(inputs.weight, start[0], size, options.vocab_dim)
-            dhidden += xla.product(du[:, :size], part, 1, options.vocab_dim, options)
+            part = formulas.take(inputs.weight, start[0], size, options.vocab_dim)
+            dhidden += formulas.product(du[:, :size], part, 1, options.vocab_dim, options)
         if needs.weight and in_place:
             dweight = kernels.put_product(dweight, du, inputs.hidden, start, options)
         elif needs.weight:
-            part = xla.weight_gradient(du, inputs.hidden, options)
-            dweight = xla.put(dweight, part, start[0], options.vocab_dim)
+            part = formulas.weight_gradient(du, inputs.hidden, options)
+            dweight = formulas.put(dweight, part, start[0], options.vocab_dim)
         if needs.bias:
-            dbias = xla.put(dbias, jnp.sum(du[:, :size].astype(jnp.float32), axis=0), start[0])
+            dbias = formulas.put(dbias, jnp.sum(du[:, :size].astype(jnp.float32), axis=0), start[0])
         return Gradients(dhidden, dweight, dbias)
 
     zeros_of = lambda need, shape, dtype: full_like(inputs.hidden, shape, 0, dtype) if need else None
@@ -109,7 +109,7 @@ def gradients(
     if needs.weight and in_place:
         zeros = zeros._replace(weight=_hopper.empty(inputs.hidden, inputs.weight.shape, dtypes.weight))
     # Slices begin at whole tiles.
-    grads = xla.over_slices(v, min(round_up(options.chunk_size, 2 * ROWS), v), body, zeros)
+    grads = formulas.over_slices(v, min(round_up(options.chunk_size, 2 * ROWS), v), body, zeros)
     return grads._replace(hidden=grads.hidden[:n].astype(dtypes.hidden) if needs.hidden else None)
 
 
@@ -129,30 +129,30 @@ def gradients_in_forward(
 
     def body(carry, start, size):
         stats, (dhidden, dweight, dbias) = carry
-        part, chunk_coefficients = xla.take_tokens(inputs, coefficients, start, size)
+        part, chunk_coefficients = formulas.take_tokens(inputs, coefficients, start, size)
         parts, exponentials = kernels.partial_statistics(part, options, keep=True)
-        chunk_stats = rows.online_merge(parts, options.logit)
+        chunk_stats = row_formulas.online_merge(parts, options.logit)
         lse = chunk_stats.log_normalizer
-        cotangents = rows.row_cotangents(lse, chunk_coefficients, class_weight_sum)
+        cotangents = row_formulas.row_cotangents(lse, chunk_coefficients, class_weight_sum)
         du = kernels.make_logit_gradients(exponentials, parts.maximum, part, lse, cotangents, options)
         if needs.weight and in_bytes:
             is_last = jnp.asarray(start + size == padded, jnp.int32)
             which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)
             dweight = kernels.add_to_sum(*dweight, du, part.hidden, which[None], options)
         elif needs.weight and one_chunk:
-            dweight = xla.weight_gradient(du, part.hidden, options, dtypes.weight)
+            dweight = formulas.weight_gradient(du, part.hidden, options, dtypes.weight)
         elif needs.weight and _hopper.can_add_in_place(inputs.hidden):
             dweight = kernels.put_product(dweight, du, part.hidden, jnp.zeros(1, jnp.int32), options, add=True)
         elif needs.weight:
-            dweight += xla.weight_gradient(du, part.hidden, options)
+            dweight += formulas.weight_gradient(du, part.hidden, options)
         if needs.hidden:
             if not one_chunk:  # after dW, where the chunk of dX can lie in the place of the chunk of X
                 du, dweight = jax.lax.optimization_barrier((du, dweight))
-            part_gradient = xla.product(du, inputs.weight, 1, options.vocab_dim, options, dtypes.hidden)
-            dhidden = xla.put(dhidden, part_gradient, start)
+            part_gradient = formulas.product(du, inputs.weight, 1, options.vocab_dim, options, dtypes.hidden)
+            dhidden = formulas.put(dhidden, part_gradient, start)
         if needs.bias:
             dbias += jnp.sum(du.astype(jnp.float32), axis=0)
-        stats = jax.tree.map(lambda whole, part: xla.put(whole, part, start), stats, chunk_stats)
+        stats = jax.tree.map(lambda whole, part: formulas.put(whole, part, start), stats, chunk_stats)
         return stats, Gradients(dhidden, dweight, dbias)
 
     zeros_of = lambda need, shape, dtype: full_like(inputs.hidden, shape, 0, dtype) if need else None
@@ -171,7 +171,7 @@ def gradients_in_forward(
             zeros_of(needs.bias, (v,), jnp.float32),
         ),
     )
-    stats, grads = xla.over_slices(padded, chunk_size, body, start_carry, last_waits=True)
+    stats, grads = formulas.over_slices(padded, chunk_size, body, start_carry, last_waits=True)
     return jax.tree.map(lambda x: x[:n], stats), Gradients(
         grads.hidden[:n] if needs.hidden else None,
         grads.weight[0] if in_bytes else grads.weight.astype(dtypes.weight) if needs.weight else None,

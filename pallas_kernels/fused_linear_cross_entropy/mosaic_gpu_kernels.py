@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._hopper_product import (
     PIECE_COLUMNS,
     Tile,
@@ -20,9 +20,9 @@ from liger_jax.pallas_kernels._hopper_product import (
     store_tile,
 )
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, OnlineState
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, OnlineState
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 
@@ -33,7 +33,7 @@ _SMALLEST = 2.0**-126  # normal number in bfloat16
 
 
 def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
-    """`rows.transform`, with a tanh that is exact here."""
+    """`row_formulas.transform`, with a tanh that is exact here."""
     if options.softcap is not None:
         u = options.softcap * _hopper.tanh(u / options.softcap)
     return u if options.scale == 1.0 else options.scale * u
@@ -136,7 +136,7 @@ def _target_logits(inputs: Inputs, options: LinearOptions) -> jax.Array:
     u = jnp.sum(inputs.hidden.astype(jnp.float32) * (weight.T if options.vocab_dim else weight), axis=1)
     if inputs.bias is not None:
         u += jnp.take(inputs.bias, labels, mode="clip").astype(jnp.float32)
-    return jnp.where((labels >= 0) & (labels < v), rows.transform(u, options.logit), 0.0)
+    return jnp.where((labels >= 0) & (labels < v), row_formulas.transform(u, options.logit), 0.0)
 
 
 def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:
@@ -272,8 +272,8 @@ def add_to_sum(
             slot = (tile.warpgroup, i % num_slots)
             barrier = arrived.at[tile.warpgroup * num_slots + i % num_slots]
             pl.when(~is_first)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
-            upper = _hopper.load(high_stage, slot, _hopper.LAYOUT)
-            lowest = _hopper.load(low_stage, slot, _hopper.LAYOUT)
+            upper = _hopper.load(high_stage, slot, _hopper.tile_layout())
+            lowest = _hopper.load(low_stage, slot, _hopper.tile_layout())
             old = _join(upper, lowest)
             zeros = jnp.zeros_like(old)
             total = tile.values[piece] + jax.lax.select(jax.lax.broadcast(is_first, zeros.shape), zeros, old)
@@ -358,9 +358,9 @@ def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents:
             pl.when(i + 1 < count)(lambda: fetch(i + 1))
             plgpu.barrier_wait(filled.at[own * num_slots + slot])
             plgpu.barrier_wait(vectors_filled.at[own])
-            e = _hopper.load(e_stage, (own, slot), _hopper.LAYOUT).astype(jnp.float32)
-            maximum = _hopper.load(maximum_stage, (own, slot), _hopper.ROW_LAYOUT)
-            layouts = [_hopper.ROW_LAYOUT] * len(row_vectors) + [_hopper.COLUMN_LAYOUT] * len(column_vectors)
+            e = _hopper.load(e_stage, (own, slot), _hopper.tile_layout()).astype(jnp.float32)
+            maximum = _hopper.load(maximum_stage, (own, slot), _hopper.row_layout())
+            layouts = [_hopper.row_layout()] * len(row_vectors) + [_hopper.column_layout()] * len(column_vectors)
             vectors = [_hopper.load(s, (own,), layout) for s, layout in zip(vector_stages, layouts, strict=True)]
             labels, lse, *g = vectors[: len(row_vectors)]
             weights = vectors[-1] if has_weights else None

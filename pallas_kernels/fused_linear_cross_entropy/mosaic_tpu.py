@@ -9,7 +9,7 @@ Memory: on tpu7x the compiler by default copies 16-bit arrays that a loop reads 
 tiles of 16 rows; with its option xla_tpu_control_large_2nd_minor_layout_for_x16=false it does not: 176 MiB instead of
 1,327 at (8192, 4096, 128256). Spills: what is left is the float32 sums of a part of a tile's columns, 1 MiB, which no
 core has registers for (benchmarks/results/tpu_schedule.md).
-Rounding: logits and statistics float32 (see cross_entropy/xla.py, whose row formulas run here). Not measured on a
+Rounding: logits and statistics float32 (see cross_entropy/formulas.py). Not measured on a
 TPU: no speed is claimed.
 """
 
@@ -29,9 +29,9 @@ from liger_jax.pallas_kernels._tiles import (
     vmem_limit,
     with_absent,
 )
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 LANES = 128
@@ -66,7 +66,7 @@ def _for_each_part(hidden_ref, weight_ref, x_ref, u_ref, *, d, options: LinearOp
     def product(x, first, width):
         own = pl.ds(first, width)
         w = weight_ref[own, :] if options.vocab_dim == 0 else weight_ref[:, own]
-        return xla.product(x, w, 1, 1 - options.vocab_dim, options)
+        return formulas.product(x, w, 1, 1 - options.vocab_dim, options)
 
     @pl.when((pl.program_id(1) == 0) & (d_tile == 0))
     def _():
@@ -107,10 +107,10 @@ def _pieces(x: jax.Array) -> jax.Array:
 def _statistics_kernel(hidden_ref, weight_ref, labels_ref, *refs, v, d, options, has, num_fields):
     bias_ref, class_weights_ref, *refs, x_ref, u_ref = with_absent(refs, has)
     out_refs, state_refs = refs[:num_fields], refs[num_fields:]
-    structure = jax.tree.structure(rows.online_start(1, options.logit))
+    structure = jax.tree.structure(row_formulas.online_start(1, options.logit))
 
     def start_row_tile():
-        for ref, field in zip(state_refs, jax.tree.leaves(rows.online_start(1, options.logit)), strict=True):
+        for ref, field in zip(state_refs, jax.tree.leaves(row_formulas.online_start(1, options.logit)), strict=True):
             ref[...] = jnp.broadcast_to(field, ref.shape)
 
     def fold(first: int, width: int):
@@ -121,9 +121,9 @@ def _statistics_kernel(hidden_ref, weight_ref, labels_ref, *refs, v, d, options,
         )
         for own in _row_groups(u_ref):
             u = _pieces(u_ref[own, part])
-            state = rows.online_update(
+            state = row_formulas.online_update(
                 jax.tree.unflatten(structure, [ref[own, :][None] for ref in state_refs]),
-                rows.transform(u if bias is None else u + bias, options.logit),
+                row_formulas.transform(u if bias is None else u + bias, options.logit),
                 columns,
                 columns < v if v % u_ref.shape[1] else None,
                 labels_ref[own, :],
@@ -140,7 +140,7 @@ def _statistics_kernel(hidden_ref, weight_ref, labels_ref, *refs, v, d, options,
 
     @pl.when(last_step[0] & last_step[1])
     def _():
-        state = rows.over_lanes(jax.tree.unflatten(structure, [ref[...] for ref in state_refs]))
+        state = row_formulas.over_lanes(jax.tree.unflatten(structure, [ref[...] for ref in state_refs]))
         for ref, field in zip(out_refs, jax.tree.leaves(state), strict=True):
             ref[...] = field
 
@@ -166,13 +166,13 @@ def _product_scratch(tiles: config.TpuConfig, d: int):
 
 
 def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> Statistics:
-    """See `Inputs` → Statistics of (N,)."""
+    """The statistics of all rows, each (N,)."""
     hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     vmem = vmem_bytes()
     tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem)
     vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
-    state = jax.eval_shape(lambda: rows.online_start(n, options.logit))
+    state = jax.eval_shape(lambda: row_formulas.online_start(n, options.logit))
     fields = jax.tree.leaves(state)
     present = [bias is not None, class_weights is not None, *[True] * (2 * len(fields)), tiles.keeps_hidden, True]
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
@@ -188,7 +188,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
         name="fused_linear_cross_entropy_statistics",
     )(hidden, weight.astype(hidden.dtype), labels[:, None], *vectors)
     parts = jax.tree.unflatten(jax.tree.structure(state), [part.reshape(1, n) for part in parts])
-    return rows.online_merge(parts, options.logit)
+    return row_formulas.online_merge(parts, options.logit)
 
 
 def _logit_gradients_kernel(hidden_ref, weight_ref, rows_ref, *refs, d, options, has):
@@ -202,7 +202,7 @@ def _logit_gradients_kernel(hidden_ref, weight_ref, rows_ref, *refs, d, options,
             u = u_ref[own, part]
             labels, *fields = [rows_ref[own, i : i + 1] for i in range(rows_ref.shape[1])]
             lse, *g = [pltpu.bitcast(field, jnp.float32) for field in fields]
-            du = rows.logit_gradient(
+            du = row_formulas.logit_gradient(
                 jnp.where(lse < jnp.inf, u if bias is None else u + bias, 0.0),
                 columns,
                 labels,
@@ -232,7 +232,7 @@ def logit_gradients(
     present = [bias is not None, class_weights is not None, True, tiles.keeps_hidden, True]
     # Infinite where nothing depends on a row, for which the kernel has one comparison: v6e takes 21 % longer to look at
     # the cotangents. No other row's is: an infinite logit makes it NaN.
-    lse = jnp.where(rows.is_live(cotangents), log_normalizer, jnp.inf)
+    lse = jnp.where(row_formulas.is_live(cotangents), log_normalizer, jnp.inf)
     fields = [lse, *(g for g in cotangents if g is not None)]
     # In one operand: of one lane or of 128, a row takes 512 bytes of HBM.
     as_int32 = [jax.lax.bitcast_convert_type(field, jnp.int32) for field in fields]
@@ -263,8 +263,8 @@ def gradients(
     needs: Needs,
     interpret: bool,
 ) -> Gradients:
-    """As `xla.gradients`, with du made by this module's kernel."""
+    """The lean backward, with du from this module's kernel."""
     kernel = functools.partial(logit_gradients, interpret=interpret)
-    return xla.gradients(
+    return formulas.lean_gradients(
         inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel, mask_once=False
     )

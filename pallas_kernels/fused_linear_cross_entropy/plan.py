@@ -5,9 +5,9 @@ statistics first, then recomputes slices of the vocabulary: 4 products, and no b
 The byte counts are those of the compiled programs (tests/aot compares them), with one term for each live buffer.
 """
 
+import bisect
 import dataclasses
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import mosaic_gpu_chunk_cost, mosaic_gpu_vocab_slice
@@ -15,6 +15,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import mosaic_gp
 LEAST_TOKENS, LEAST_FAST_TOKENS, LEAST_ENTRIES = 128, 1024, 512
 _WORKSPACE_BYTES = 32 * 2**20  # of cuBLAS on Hopper, for the products that are XLA's
 _TILE = 128
+_MOST_CHUNKS = 4096  # sizes that are compared; more than half a million tokens in one chunk go in coarser steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Problem:
             return 256
         if self.implementation != "mosaic_gpu" or not self.weight_gradient:
             return 2048
-        return self.n if self.fast_bytes(self.n) <= 1.5 * self.fast_bytes(8192) else 8192
+        return max(self.n, 1) if self.fast_bytes(self.n) <= 1.5 * self.fast_bytes(8192) else 8192
 
     @property
     def lean_entries(self) -> int:
@@ -125,24 +126,28 @@ def plan(
     wish is the last mode at its best size, and else a ValueError.
     """
     kinds = {
-        "fast": (problem.n, problem.fast_tokens, LEAST_TOKENS, problem.fast_bytes),
-        "lean": (problem.v, problem.lean_entries, LEAST_ENTRIES, problem.lean_bytes),
+        "fast": (max(problem.n, 1), problem.fast_tokens, LEAST_TOKENS, problem.fast_bytes),
+        "lean": (max(problem.v, 1), problem.lean_entries, LEAST_ENTRIES, problem.lean_bytes),
     }
     kind, size, extra, best = mode, 0, 0, 0
     for kind in ("fast", "lean") if mode == "auto" else (mode,):
         total, preferred, least, bytes_of = kinds[kind]
         if kind == "fast" and mode == "auto" and problem.platform != "cpu":
             least = LEAST_FAST_TOKENS  # below that, lean is as fast
-        best = min(chunk_size or preferred, max(total, 1))
-        sizes = _sizes(total, preferred, least)
-        if kind == "fast" and problem.implementation == "mosaic_gpu":  # has kernels for a shorter last chunk, too
+        best = min(chunk_size or preferred, total)
+        fits = lambda size, bytes_of=bytes_of: budget_bytes is None or bytes_of(size) <= budget_bytes
+        if chunk_size:
+            sizes = [best]
+        elif kind == "fast" and problem.implementation == "mosaic_gpu":  # has kernels for a shorter last chunk, too
             sizes = _cheapest(problem, min(preferred, total), min(least, total))
-        if kind == "lean":  # a shorter last slice has kernels of its own: the preferred size need not divide
-            sizes = itertools.chain([min(preferred, total)], sizes)
-        for size in [min(chunk_size, max(total, 1))] if chunk_size else sizes:
-            extra = bytes_of(size)
-            if budget_bytes is None or extra <= budget_bytes:
-                return Plan(problem.implementation, kind, size, extra)
+        else:
+            sizes = [_largest_part(total, preferred, least, fits)]
+        if kind == "lean" and not chunk_size:  # a shorter last slice has kernels, too: the size need not divide
+            sizes = [min(preferred, total), *sizes]
+        for size in sizes:
+            if fits(size):
+                return Plan(problem.implementation, kind, size, bytes_of(size))
+        extra = bytes_of(size)
     if budget_is_a_wish:
         return Plan(problem.implementation, kind, best, kinds[kind][3](best))
     raise ValueError(
@@ -154,17 +159,18 @@ def plan(
 
 def _cheapest(problem: Problem, most: int, least: int) -> list[int]:
     """Chunks in whole tiles, or all tokens in one, by what they cost."""
-    sizes = {most, *range(round_up(least, _TILE), most, _TILE)}
+    step = _TILE * cdiv(most - least + 1, _TILE * _MOST_CHUNKS)
+    sizes = {most, *range(round_up(least, _TILE), most, step)}
     return sorted(sizes, key=lambda tokens: (mosaic_gpu_chunk_cost(problem.n, problem.d, tokens), tokens))
 
 
-def _sizes(total: int, preferred: int, least: int) -> Iterator[int]:
-    """Equal parts of `total`, in whole tiles, from the preferred size down to the least."""
-    least = max(1, min(least, total))
-    parts = cdiv(max(total, 1), preferred)
-    while True:
-        size = max(least, min(total, round_up(cdiv(total, parts), min(_TILE, least))))
-        yield size
-        if size == least:
-            return
-        parts += 1
+def _largest_part(total: int, preferred: int, least: int, fits: Callable[[int], bool]) -> int:
+    """The largest of equal parts of `total` that fits, in whole tiles and up to the preferred size; or the least one.
+
+    More bytes are needed for a larger part, so that bisection over the number of parts finds it.
+    """
+    least = min(least, total)
+    size_of = lambda parts: max(least, min(total, round_up(cdiv(total, parts), min(_TILE, least))))
+    numbers = range(cdiv(total, preferred), total + 1)
+    found = bisect.bisect_left(numbers, True, key=lambda parts: fits(size_of(parts)))
+    return size_of(numbers[min(found, len(numbers) - 1)])

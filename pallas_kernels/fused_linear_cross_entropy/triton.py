@@ -1,11 +1,11 @@
 """Fused linear cross-entropy in Pallas-Triton (NVIDIA, Ampere and newer).
 
-Statistics: a tile of logits lives in registers only, as the accumulator of its product; an online log-sum-exp
-folds it into one number a row for each part of the vocabulary, and XLA merges the parts. Gradients: the same
-product again for a slice of the vocabulary, with the softmax's gradient as its epilogue, so only du (N, slice) is
-written, in hidden's dtype; the two products with du are XLA's. Lean mode only: gradients in the forward would
-need a chunk's whole logits.
-Rounding: logits and statistics float32 (see cross_entropy/xla.py, whose row formulas run here); float32 products
+Statistics: a tile of logits lives in registers only, as the accumulator of its product. An online log-sum-exp folds it
+into one number a row for each part of the vocabulary, and XLA merges the parts.
+Gradients: the same product is made again for a slice of the vocabulary, with the softmax's gradient as its epilogue.
+Only du (N, slice) is written, in hidden's dtype. The two products with du are XLA's.
+Lean mode only: gradients in the forward would need a chunk's whole logits.
+Rounding: logits and statistics float32 (the formulas are those of cross_entropy/formulas.py); float32 products
 run in TF32 unless the precision is "highest", as XLA's do on these GPUs.
 """
 
@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, round_up, with_absent
-from liger_jax.pallas_kernels.cross_entropy import xla as rows
-from liger_jax.pallas_kernels.cross_entropy.xla import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, xla
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Gradients,
     Inputs,
@@ -86,22 +86,22 @@ def _statistics_kernel(hidden_ref, labels_ref, weight_ref, *refs, n, v, d, tiles
         u = _raw_logits_tile(hidden_ref, weight_ref, in_rows, start_v, v=v, d=d, tiles=tiles, options=options)
         bias = _row(bias_ref, start_v, v, tiles)
         columns = start_v + jax.lax.broadcasted_iota(jnp.int32, (1, tiles.v_block_size), 1)
-        return rows.online_update(
+        return row_formulas.online_update(
             state,
-            rows.transform(u if bias is None else u + bias, options.logit),
+            row_formulas.transform(u if bias is None else u + bias, options.logit),
             columns,
             columns < v,
             labels,
             _row(class_weights_ref, start_v, v, tiles),
         )
 
-    state = jax.lax.fori_loop(0, tiles_per_split, step, rows.online_start(tiles.n_block_size, options.logit))
+    state = jax.lax.fori_loop(0, tiles_per_split, step, row_formulas.online_start(tiles.n_block_size, options.logit))
     for ref, field in zip(state_refs, jax.tree.leaves(state), strict=True):
         ref[...] = field[None]
 
 
 def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> Statistics:
-    """See `Inputs` → Statistics of (N,)."""
+    """The statistics of all rows, each (N,)."""
     hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     tiles = config.triton_config(n, v, d, hidden.dtype)
@@ -116,14 +116,14 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     hidden_spec = pl.BlockSpec((tiles.n_block_size, d_padded), lambda row_tile, _: (row_tile, 0))
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, _: (row_tile, 0))
     part_spec = pl.BlockSpec((1, tiles.n_block_size, 1), lambda row_tile, split: (split, row_tile, 0))
-    state = jax.eval_shape(lambda: rows.online_start(n, options.logit))
+    state = jax.eval_shape(lambda: row_formulas.online_start(n, options.logit))
     fields = jax.tree.leaves(state)
     present = [bias is not None, class_weights is not None] + [True] * len(fields)
     kernel = functools.partial(
         _statistics_kernel,
         n=n, v=v, d=d, tiles=tiles, tiles_per_split=tiles_per_split, options=options, has=tuple(present),
     )  # fmt: skip
-    padded_labels = jnp.pad(labels, (0, n_padded - n), constant_values=rows.NO_LABEL)
+    padded_labels = jnp.pad(labels, (0, n_padded - n), constant_values=row_formulas.NO_LABEL)
     parts = pl.pallas_call(
         kernel,
         grid=(n_tiles, splits),
@@ -135,7 +135,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
         name="fused_linear_cross_entropy_statistics",
     )(hidden, padded_labels[:, None], *operands)
     parts = jax.tree.unflatten(jax.tree.structure(state), [part[:, :n, 0] for part in parts])
-    return rows.online_merge(parts, options.logit)
+    return row_formulas.online_merge(parts, options.logit)
 
 
 def _logit_gradients_kernel(hidden_ref, labels_ref, *refs, n, v, d, tiles, options, has):
@@ -148,7 +148,7 @@ def _logit_gradients_kernel(hidden_ref, labels_ref, *refs, n, v, d, tiles, optio
     u = _raw_logits_tile(hidden_ref, weight_ref, in_rows, start_v, v=v, d=d, tiles=tiles, options=options)
     bias = _row(bias_ref, start_v, v, tiles)
     columns = start_v + jax.lax.broadcasted_iota(jnp.int32, (1, tiles.v_block_size), 1)
-    du = rows.logit_gradient(
+    du = row_formulas.logit_gradient(
         u if bias is None else u + bias,
         columns,
         labels,
@@ -199,6 +199,8 @@ def gradients(
     needs: Needs,
     interpret: bool,
 ) -> Gradients:
-    """As `xla.gradients`, with du made by this module's kernel."""
+    """The lean backward, with du from this module's kernel."""
     kernel = functools.partial(logit_gradients, interpret=interpret)
-    return xla.gradients(inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel)
+    return formulas.lean_gradients(
+        inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=kernel
+    )

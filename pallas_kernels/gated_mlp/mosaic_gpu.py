@@ -5,7 +5,7 @@ makes dh, the gated product's gradient, reads gate's and up's tiles and writes t
 were made again) and the gated product: dh never reaches memory. Two warpgroups take tiles in turn, so that one's memory
 moves while the other multiplies.
 Memory passes saved: forward one read of up; backward one write and one read of dh.
-Rounding: glu/xla.py's formulas, whose dh is the float32 accumulator.
+Rounding: the formulas are those of glu/formulas.py, and their dh is the float32 accumulator.
 """
 
 import math
@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._hopper_product import PIECE_COLUMNS, Tile, pieces, product
 from liger_jax.pallas_kernels._tiles import out_like
 from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES
-from liger_jax.pallas_kernels.glu import xla
+from liger_jax.pallas_kernels.glu import formulas as glu
 
 
 def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:
@@ -71,7 +71,7 @@ def _product_with(
         for i, piece in enumerate(todo):
             slots = [(tile.warpgroup, i % NUM_SLOTS)] * num_matrices + [(tile.warpgroup, i % NUM_NEW_SLOTS)]
             plgpu.barrier_wait(arrived.at[tile.warpgroup * NUM_SLOTS + i % NUM_SLOTS])
-            values = [_hopper.load(stage, slots[0], _hopper.LAYOUT) for stage in stages[:num_matrices]]
+            values = [_hopper.load(stage, slots[0], _hopper.tile_layout()) for stage in stages[:num_matrices]]
             for stage, slot, y in zip(stages, slots, formula(tile.values[piece], *values), strict=True):
                 stage[slot] = y.astype(stage.dtype)
             plgpu.commit_smem()
@@ -116,7 +116,7 @@ def up_and_product(
 
     def formula(up, gate):
         up = up.astype(gate.dtype)
-        return up, xla.product(gate, up, activation=activation)
+        return up, glu.product(gate, up, activation=activation)
 
     rows, gates = _as_rows(x, gate)
     results = _product_with(rows, up_kernel, (1, 0), [gates], formula, "gated_mlp_up")
@@ -140,7 +140,7 @@ def gradients_and_product(
     del precision  # as above
 
     def formula(dh, gate, up):
-        return xla.gradients_and_product(dh, gate, up, activation=activation)
+        return glu.gradients_and_product(dh, gate, up, activation=activation)
 
     rows, *both = _as_rows(dy, gate, up)
     in_place = in_place and _hopper.can_write_in_place(gate)

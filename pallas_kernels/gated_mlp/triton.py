@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from liger_jax.pallas_kernels.gated_mlp.xla import down_gradient, up_product
+from liger_jax.pallas_kernels.gated_mlp.formulas import down_gradient, up_product
 from liger_jax.pallas_kernels.glu import triton as glu
 
 unsupported = glu.unsupported

@@ -1,21 +1,18 @@
 """The gated feed-forward in plain XLA: products, and one pass over memory around each as XLA fuses it.
 
-What lies between the products is glu/xla.py's, rounding included. XLA merges no two users of a product that is a Triton
-fusion: dgate, dup and the gated product may take three passes, of 7 reads and 3 writes.
+Between the products stand the formulas of glu/formulas.py, with their rounding. XLA does not merge the users of a
+product that is a Triton fusion: dgate, dup and the gated product may take three passes, of 7 reads and 3 writes.
 """
 
 from typing import Any
 
 import jax
 
-from liger_jax.pallas_kernels.glu import xla as glu
+from liger_jax.pallas_kernels.gated_mlp.formulas import down_gradient, up_product
+from liger_jax.pallas_kernels.glu import formulas as glu
+from liger_jax.pallas_kernels.glu import xla
 
-unsupported = glu.unsupported
-
-
-def up_product(x: jax.Array, up_kernel: jax.Array, precision: Any) -> jax.Array:
-    """x (..., D), up_kernel (D, F) → up (..., F)."""
-    return jax.lax.dot_general(x, up_kernel, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+unsupported = xla.unsupported
 
 
 def up_and_product(
@@ -24,11 +21,6 @@ def up_and_product(
     """x (..., D), up_kernel (D, F), gate (..., F) → up and act(gate) · up (..., F)."""
     up = up_product(x, up_kernel, precision)
     return up, glu.product(gate, up, activation=activation)
-
-
-def down_gradient(dy: jax.Array, down_kernel: jax.Array, precision: Any) -> jax.Array:
-    """dy (..., D), down_kernel (F, D) → the gated product's gradient (..., F)."""
-    return jax.lax.dot_general(dy, down_kernel, (((dy.ndim - 1,), (1,)), ((), ())), precision=precision)
 
 
 def gradients_and_product(

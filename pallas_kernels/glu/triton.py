@@ -1,9 +1,9 @@
 """Gated linear units in Pallas-Triton (NVIDIA, Ampere and newer).
 
 Memory passes, as XLA's: forward one read of gate and up and one write; backward one read of both and of dy and one
-write of both gradients. What the backward saves over XLA is that one launch writes both gradients wherever it
-stands. Gate and up side by side in one array (N, 2F) are read and written where they lie, as (N, 2, F). Rounding: see
-xla.py, whose formulas run here. On an H200 faster than a copy of as many bytes, which writes half of them
+write of both gradients. The kernel writes both gradients in one launch; XLA needs one or two, by what is around them.
+Gate and up side by side in one array (N, 2F) are read and written where they lie, as (N, 2, F). Rounding is that of
+formulas.py. On an H200 the kernels are faster than a copy of as many bytes, because half of a copy's bytes are written
 (benchmarks/results/glu.md).
 """
 
@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
-from liger_jax.pallas_kernels.glu import config, xla
+from liger_jax.pallas_kernels.glu import config, formulas
 
-_WIDTH = 1024  # of the rows that two arrays are cut into
+_WIDTH = 1024  # columns of the rows that gate and up are cut into
 
 
 def unsupported(gate: jax.Array, up: jax.Array | None, *, activation: str) -> str | None:
@@ -31,8 +31,11 @@ def unsupported(gate: jax.Array, up: jax.Array | None, *, activation: str) -> st
 
 def _tiles_of(refs):
     """References to one tile each; a ref (N, 2, F) holds two."""
-    parts = lambda ref: [ref] if ref.ndim == 2 else [ref.at[:, pl.ds(i, 1)] for i in range(ref.shape[1])]
-    return [tile for ref in refs for tile in parts(ref)]
+
+    def tiles_in(ref):
+        return [ref] if ref.ndim == 2 else [ref.at[:, pl.ds(i, 1)] for i in range(ref.shape[1])]
+
+    return [tile for ref in refs for tile in tiles_in(ref)]
 
 
 def _kernel(*refs, shape, index_map, formula, num_inputs):
@@ -45,9 +48,9 @@ def _kernel(*refs, shape, index_map, formula, num_inputs):
 
 
 def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
-    """Runs an elementwise formula of arrays (N, F); or of (N, 1, F), of which one of (N, 2, F) holds two.
+    """Runs an elementwise formula of arrays (N, F), or of arrays (N, 1, F); an array (N, 2, F) holds two of these.
 
-    Output i is written over the input that `written_over` has in place i.
+    Output i is written over input number `written_over[i]`.
     """
     n, *_, f = shape = inputs[0].shape
     tiles = config.triton_config(n, f)
@@ -74,10 +77,10 @@ def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
 
 
 def _as_rows(gate, up):
-    """Two arrays (N, F), or one (N, 2, F), and the shape of their product.
+    """Two arrays (N, F), or one (N, 2, F); and the shape of their product.
 
-    Two arrays are cut into rows of 1,024 where that leaves nothing over, for rows mean nothing here; never into one,
-    for offsets in an axis are 32-bit.
+    Where rows begin does not matter here. So two arrays are cut into rows of 1,024 columns if that leaves nothing over.
+    They are never one long row, because offsets in an axis are 32-bit.
     """
     if up is None:
         rows = [gate.reshape(-1, 2, gate.shape[-1] // 2)]
@@ -89,7 +92,7 @@ def _as_rows(gate, up):
 
 def forward(gate: jax.Array, up: jax.Array | None, *, activation: str, interpret: bool) -> jax.Array:
     """gate, up (..., F), or both side by side in gate (..., 2F) → act(gate) · up in up's dtype."""
-    formula = functools.partial(xla.product, activation=activation)
+    formula = functools.partial(formulas.product, activation=activation)
     rows, shape = _as_rows(gate, up)
     (y,) = _elementwise("glu_forward", formula, rows, [out_like(rows[0], shape, rows[-1].dtype)], interpret)
     return y.reshape((*gate.shape[:-1], shape[-1]) if up is None else gate.shape)
@@ -98,8 +101,8 @@ def forward(gate: jax.Array, up: jax.Array | None, *, activation: str, interpret
 def backward(
     dy: jax.Array, gate: jax.Array, up: jax.Array | None, *, activation: str, interpret: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """dy, gate, up (..., F) → dgate, dup in their primals' dtypes; side by side and None as `forward`'s inputs."""
-    formula = functools.partial(xla.gradients, activation=activation)
+    """dy, gate, up (..., F) → dgate, dup in their primals' dtypes; where up is None, both side by side, and None."""
+    formula = functools.partial(formulas.gradients, activation=activation)
     rows, shape = _as_rows(gate, up)
     out_types = [out_like(x, x.shape, x.dtype) for x in rows]
     dgate, *dup = _elementwise("glu_backward", formula, [dy.reshape(shape), *rows], out_types, interpret)
@@ -110,7 +113,7 @@ def gradients_and_product(
     dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str, interpret: bool
 ) -> tuple[jax.Array, ...]:
     """dy, gate, up (..., F) in one dtype → dgate, dup, act(gate) · up, over the arrays of gate, up and dy."""
-    formula = functools.partial(xla.gradients_and_product, activation=activation)
+    formula = functools.partial(formulas.gradients_and_product, activation=activation)
     rows, shape = _as_rows(gate, up)
     out_types = [out_like(gate, shape, gate.dtype)] * 3
     name, inputs = "glu_gradients_and_product", [dy.reshape(shape), *rows]

@@ -2,9 +2,9 @@
 
 Memory passes: one read and one write of q and k, both in one launch. A tile is one half of one head at several
 tokens, and the tables' tiles have its shape: threads hold the same columns of all, no value changes hands, and a
-table's row is read once for several heads. Of three tables (`sections`) each column is read from its own only, where
-XLA's expression has a pass before. The backward is the same pass with the transposed rotation. Rounding: see xla.py,
-whose formula runs here. On an H200 90 to 93 % of the speed of a copy (benchmarks/results/rope.md).
+table's row is read once for several heads. If there are three tables (`sections`), each column is read from its own
+one; XLA's expression merges the tables in a pass before. The backward is the same pass with the transposed rotation.
+Rounding is that of formulas.py. On an H200 90 to 93 % of the speed of a copy (benchmarks/results/rope.md).
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
-from liger_jax.pallas_kernels.rope import config, xla
+from liger_jax.pallas_kernels.rope import config, formulas
 
 
 def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> str | None:
@@ -29,7 +29,7 @@ def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, l
 
 
 def _load_table(ref, part, mask, sections):
-    """Columns `part` of the table, in float32; of three tables, of each section's columns those of its own."""
+    """Columns `part` of the table, in float32. If there are three tables, each section's columns come from its own."""
     load = functools.partial(pltriton.load, mask=mask)
     if sections is None:
         return load(ref.at[:, part]).astype(jnp.float32)
@@ -57,7 +57,7 @@ def _kernel(q_ref, k_ref, cos_ref, sin_ref, q_out_ref, k_out_ref, *, shape, rota
         chunk = heads[start : start + tiles.heads_at_once]
         loaded = [tuple(pltriton.load(x.at[:, i, part], mask=mask) for part in halves) for x, _, i in chunk]
         for (_, y, i), pair in zip(chunk, loaded, strict=True):
-            for part, rotated in zip(halves, xla.rotated_halves(pair, cos, sin, inverse=inverse), strict=True):
+            for part, rotated in zip(halves, formulas.rotated_halves(pair, cos, sin, inverse=inverse), strict=True):
                 pltriton.store(y.at[:, i, part], rotated, mask=mask)
     if rest_width:
         rest = pl.ds(rotary_width, tiles.rest_block_size)

@@ -1,19 +1,13 @@
-"""Rotary position embedding in plain XLA: one fused pass over q and one over k, if XLA does not fuse them further.
-
-The formula here is also the body of the Triton kernel: float32 throughout, rounded once to the dtype of q or k. The
-backward is the same pass with the transposed rotation, and reads cos and sin only.
-"""
+"""Rotary position embedding in plain XLA: one fused pass over q and one over k, if XLA does not fuse them further."""
 
 import functools
 import itertools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import promoted
-
-Halves = Sequence[jax.Array]
+from liger_jax.pallas_kernels.rope import formulas
 
 
 def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> str | None:
@@ -21,28 +15,21 @@ def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, l
     return None
 
 
-def rotated_halves(x: Halves, cos: Halves, sin: Halves, *, inverse: bool) -> tuple[jax.Array, jax.Array]:
-    """The two columns of all pairs, rotated or rotated back, in their dtype; cos and sin float32 or wider."""
-    x1, x2 = (half.astype(cos[0].dtype) for half in x)
-    s1, s2 = (-sin[1], -sin[0]) if inverse else sin  # the transpose; where both halves are equal, the inverse
-    # y₁ = x₁·cos₁ − x₂·sin₁      y₂ = x₂·cos₂ + x₁·sin₂
-    return (x1 * cos[0] - x2 * s1).astype(x[0].dtype), (x2 * cos[1] + x1 * s2).astype(x[1].dtype)
-
-
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, layout: str) -> jax.Array:
+    """x (B, T, heads, H), whose first R columns are rotated; cos and sin (1|B, T, R)."""
     rotary, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
     dtype = promoted(x.dtype, jnp.float32)
     halves = functools.partial(jnp.split, indices_or_sections=2, axis=-1)
     pairs = halves(rotary) if layout == "half" else (rotary[..., 0::2], rotary[..., 1::2])
     cos_halves, sin_halves = (halves(table.astype(dtype)[:, :, None, :]) for table in (cos, sin))
-    rotated = rotated_halves(pairs, cos_halves, sin_halves, inverse=inverse)
+    rotated = formulas.rotated_halves(pairs, cos_halves, sin_halves, inverse=inverse)
     if layout == "interleaved":
         rotated = (jnp.stack(rotated, axis=-1).reshape(rotary.shape),)
     return jnp.concatenate([*rotated, rest], axis=-1)
 
 
 def _merged(table: jax.Array, sections: tuple[int, ...]) -> jax.Array:
-    """(3, 1|B, T, R) → (1|B, T, R), of each section's columns those of its own table."""
+    """(3, 1|B, T, R) → (1|B, T, R): the columns of each section come from its own table."""
     *edges, _ = itertools.accumulate((*sections, *sections))
     parts = jnp.split(table, edges, axis=-1)
     return jnp.concatenate([part[i % 3] for i, part in enumerate(parts)], axis=-1)

@@ -3,7 +3,7 @@
 Memory passes: forward one read and one write, backward one read of y and dy and one write; a row stays in registers.
 XLA, compiled for an H200, reads y and dy twice, and x three times from some ten thousand columns on. For sparsemax the
 kernel saves XLA's sort: the threshold comes from Newton's steps, each a sum over the row, which end at the exact one.
-Rounding: see xla.py, whose row formulas run here.
+Rounding is that of formulas.py.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like
-from liger_jax.pallas_kernels.softmax import config, xla
+from liger_jax.pallas_kernels.softmax import config, formulas
 
 
 def unsupported(x: jax.Array, *, kind: str) -> str | None:
@@ -32,7 +32,7 @@ def _sparsemax_rows(x):
     The sum is convex and piecewise linear in τ, so a step never passes the root; once no x is between τ and the next
     one, τ stands. What pads a row is −∞ and becomes −1, where τ begins.
     """
-    x = xla.shifted_rows(x)
+    x = formulas.shifted_rows(x)
 
     def step(state):
         threshold, _ = state
@@ -49,14 +49,14 @@ def _sparsemax_rows(x):
 def _forward_kernel(x_ref, y_ref, *, mask_of, kind):
     mask = mask_of(x_ref)
     x = pltriton.load(x_ref, mask=mask, other=-jnp.inf).astype(jnp.float32)
-    y = xla.softmax_rows(x) if kind == "softmax" else _sparsemax_rows(x)
+    y = formulas.softmax_rows(x) if kind == "softmax" else _sparsemax_rows(x)
     pltriton.store(y_ref, y.astype(y_ref.dtype), mask=mask)
 
 
 def _backward_kernel(dy_ref, y_ref, dx_ref, *, mask_of, kind):
     mask = mask_of(y_ref)
     dy, y = (pltriton.load(ref, mask=mask, other=0.0).astype(jnp.float32) for ref in (dy_ref, y_ref))
-    pltriton.store(dx_ref, xla.row_gradients(dy, y, kind=kind).astype(dx_ref.dtype), mask=mask)
+    pltriton.store(dx_ref, formulas.row_gradients(dy, y, kind=kind).astype(dx_ref.dtype), mask=mask)
 
 
 def _mask(ref, *, n, f):

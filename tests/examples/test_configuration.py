@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from examples import train_llama
+from examples.command import UserError
 from examples.configuration import Training, add_flags, from_flags
 from liger_jax.models import KernelOptions
 
@@ -55,3 +56,19 @@ def test_other_flags_reach_their_fields():
     assert training == Training(4, 64, 2, 0.1, micro_batches=2, remat="dots", dtype="bfloat16", param_dtype="float32")
     options = training.model_options()
     assert (options["dtype"], options["param_dtype"], options["remat"]) == (jnp.bfloat16, jnp.float32, "dots")
+
+
+@pytest.mark.parametrize(
+    ["flags", "message"],
+    [
+        (["--length=1"], "--length=1 must be at least 2: a token is predicted from those before it"),
+        (["--steps=-1"], "--steps=-1 must be at least 1"),
+        (["--batch=6", "--micro-batches=4"], "--micro-batches=4 must divide --batch=6"),
+        (["--micro-batches=0"], "--micro-batches=0 must be at least 1"),
+        (["--learning-rate=nan"], "--learning-rate=nan must be a finite number above 0"),
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_refused_by_their_flags(flags, message):
+    with pytest.raises(UserError, match=message):
+        parsed(*flags)

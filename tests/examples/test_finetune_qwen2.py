@@ -12,6 +12,7 @@ from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from examples import finetune_qwen2
+from examples.command import UserError
 from liger_jax.models import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 WORDS = ["one", "two", "three", "four", "five"]
@@ -25,10 +26,11 @@ def source(tmp_path_factory):
         vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True,
     )  # fmt: skip
-    Qwen2ForCausalLM(config, rngs=nnx.Rngs(0)).save_pretrained(folder)
+    Qwen2ForCausalLM(config, rngs=nnx.Rngs(0)).save_pretrained(folder, config_fields={"eos_token_id": 15})
     tokenizer = Tokenizer(models.WordLevel({word: i + 3 for i, word in enumerate(WORDS)}, unk_token="one"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "five"}')
     (folder / "text.txt").write_text(" ".join(WORDS * 40))
     return folder
 
@@ -49,7 +51,7 @@ def log_of(folder):
     return json.loads((newest / "log" / "metadata").read_text())
 
 
-def test_it_learns_and_goes_on_where_it_stopped(tune, tmp_path):
+def test_it_learns_and_goes_on_where_it_stopped(tune, source, tmp_path):
     printed = tune("--steps=24", out="whole")
     assert "train_mean_token_accuracy" in printed.err and "24/24" in printed.err
     first, last = map(float, re.search(r"24 steps; loss ([\d.]+) → ([\d.]+)", printed.out).groups())
@@ -62,7 +64,10 @@ def test_it_learns_and_goes_on_where_it_stopped(tune, tmp_path):
     assert accuracy[0] < 0.5 < accuracy[-1] <= 1.0
     whole, resumed = (AutoModelForCausalLM.from_pretrained(tmp_path / out / "model") for out in ("whole", "run"))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(resumed), nnx.state(whole))
-    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
+    model = tmp_path / "run" / "model"
+    assert json.loads((model / "config.json").read_text())["eos_token_id"] == 15
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (model / name).read_bytes() == (source / name).read_bytes()
 
 
 @pytest.mark.full
@@ -79,3 +84,20 @@ def test_a_hugging_face_dataset_is_read_by_its_column(tune, monkeypatch):
 def test_a_text_shorter_than_a_sequence_is_refused(tune):
     with pytest.raises(ValueError, match="The text has 200 tokens; --length=512 of them are the least"):
         tune("--length=512")
+
+
+def test_a_dataset_without_its_package_is_refused_with_the_command_that_installs_it(tune, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="--dataset needs the package datasets: pip install datasets"):
+        tune(data=["--dataset=org/words"])
+
+
+def test_a_file_that_is_no_text_is_named(tune, tmp_path):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    with pytest.raises(UserError, match="picture.png is no text file"):
+        tune(data=[f"--data={tmp_path / 'picture.png'}"])
+
+
+def test_a_model_that_is_not_there_is_the_user_s_error():
+    with pytest.raises(UserError, match="'./nowhere' is no folder"):
+        finetune_qwen2.main(["--model=./nowhere", "--data=text.txt"])

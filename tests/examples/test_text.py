@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from examples import text
+from examples.command import UserError
 
 
 @pytest.fixture
@@ -55,10 +56,17 @@ def test_every_machine_has_a_text(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ["name", "error", "message"],
-    [("*.nothing", FileNotFoundError, "No file matches"), ("short.txt", ValueError, "has 5 characters")],
+    ["name", "message"],
+    [
+        ("*.nothing", "No file matches"),
+        ("short.txt", "has 5 characters"),
+        ("*", "picture.png is no text file: byte 0x89 at 0 is no UTF-8. Let --data match text files only"),
+        ("zeros.bin", "zeros.bin is no text file: character 3 is a null"),
+    ],
 )
-def test_text_that_is_not_there_or_too_short_is_refused(tmp_path, name, error, message):
+def test_text_that_is_not_there_or_too_short_or_none_is_refused(tmp_path, name, message):
     (tmp_path / "short.txt").write_text("hello")
-    with pytest.raises(error, match=message):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "zeros.bin").write_bytes(b"abc\0\0")
+    with pytest.raises(UserError, match=message):
         text.load(str(tmp_path / name), 300, tmp_path)

@@ -4,7 +4,11 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import signal
+import subprocess
+import sys
+import warnings
 
 import jax
 import numpy as np
@@ -13,6 +17,7 @@ import pytest
 from flax import nnx
 
 from examples import memory, report, text, train_llama
+from examples.command import UserError, run
 from examples.configuration import with_loss
 from examples.train_step import nnx_train_step
 from liger_jax.training import make_step
@@ -30,12 +35,12 @@ def data(tmp_path_factory):
 def train(data, tmp_path, capsys):
     """Runs the example on the tiny model; returns what it printed."""
 
-    def run(*arguments, out="run"):
+    def train(*arguments, out="run"):
         common = ["--size=tiny", f"--data={data}", "--no-memory"]
         train_llama.main([*common, f"--out={tmp_path / out}", *arguments])
         return capsys.readouterr()
 
-    return run
+    return train
 
 
 def losses_of(folder):
@@ -53,6 +58,7 @@ def test_a_run_learns_more_than_word_frequencies_and_leaves_a_picture(train, tmp
     assert "tokens/s" in printed.out and "by the compiler" in printed.out
     assert "loss" in printed.err and "60/60" in printed.err  # the progress bar
     assert "warning" not in printed.err.lower()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # the text's tokens are in there, too
 
 
 def test_a_killed_run_goes_on_with_the_same_losses(train, tmp_path, monkeypatch):
@@ -68,17 +74,79 @@ def test_a_killed_run_goes_on_with_the_same_losses(train, tmp_path, monkeypatch)
     assert "stopped after step 4 of 8" in train("--steps=8").out
     monkeypatch.setattr(text.Text, "batch", batch)
     assert len(losses_of(tmp_path / "run" / "checkpoints")) == 4
-    assert "held-out loss" in train("--steps=8").out
+    printed = train("--steps=8").out
+    assert "resumed at step 4\n" in printed and "held-out loss" in printed
     np.testing.assert_array_equal(
         losses_of(tmp_path / "run" / "checkpoints"), losses_of(tmp_path / "whole" / "checkpoints")
     )
 
 
 def test_another_setting_is_refused_and_fresh_starts_over(train):
-    train("--steps=2")
-    with pytest.raises(ValueError, match="steps=2 became 3.*Pass --fresh"):
-        train("--steps=3")
-    assert "held-out loss" in train("--steps=3", "--fresh").out
+    train("--steps=1")
+    with pytest.raises(UserError, match="steps=1 became 2.*Pass --fresh"):
+        train("--steps=2")
+    assert "held-out loss" in train("--steps=2", "--fresh").out
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_llama, "SECONDS_BETWEEN_CHECKPOINTS", -1)
+    with pytest.raises(UserError, match=r"The loss is \w+ at step 2, .* The checkpoint of step 1 stays. Try a smaller"):
+        train("--learning-rate=1e30")  # the rate of the first step is 0, and the second step's loss is still good
+    assert len(losses_of(tmp_path / "run" / "checkpoints")) == 1
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_does_not_hold_its_folder(train, tmp_path):
+    with pytest.raises(UserError, match="The loss is .*There is no checkpoint yet"):
+        train("--learning-rate=1e30")
+    assert not any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ["flags", "message"],
+    [
+        (["--length=1"], "--length=1 must be at least 2: a token is predicted from those before it."),
+        (["--out=file/run"], "Nothing can be written to file/run: Not a directory. Pass another --out."),
+        (["--data=nowhere*"], "No file matches 'nowhere\\*'. Pass --data a file or a quoted glob."),
+        (["--implementation=cuda"], "implementation='cuda' .*"),
+    ],
+    ids=str,
+)
+def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(flags, message, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["examples/train_llama.py"])
+    (tmp_path / "file").write_text("")
+    assert run(train_llama.main, ["--size=tiny", f"--data={data}", "--no-memory", *flags]) == 2
+    assert re.fullmatch(f"train_llama: .*{message}\n", capsys.readouterr().err)
+
+
+def test_a_bug_is_a_traceback(train, monkeypatch):
+    def bug(*arguments):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(train_llama, "_train", bug)
+    with pytest.raises(ValueError, match="a bug") as error:
+        run(lambda _: train("--steps=1"))
+    assert not isinstance(error.value, UserError)
+
+
+def test_it_starts_by_its_path_from_any_folder(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(
+        [sys.executable, train_llama.__file__, "--steps=0"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (2, "train_llama: --steps=0 must be at least 1.\n")
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys, "argv", ["train_llama.py"])
+    with pytest.raises(SystemExit, match="2"), warnings.catch_warnings(action="ignore"):
+        runpy.run_module("examples.train_llama", run_name="__main__")
+    assert re.fullmatch("train_llama: the package 'tqdm' is missing. .*pip install -e .*\n", capsys.readouterr().err)
 
 
 def test_without_kernels_and_in_micro_batches_it_trains_alike(train, tmp_path):

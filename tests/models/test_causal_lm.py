@@ -337,6 +337,17 @@ def test_four_micro_batches_add_up_to_one_batch(rng, kernels):
     jax.tree.map(lambda whole, *parts: close(sum(parts), whole, atol=1e-6), whole, *parts)
 
 
+@pytest.mark.parametrize(
+    "kernels, scan_layers, tied", [(KernelOptions(), True, True), (LOGITS_KERNELS["plain"], False, False)]
+)
+def test_a_batch_of_no_sequences_has_loss_0_and_no_gradient(kernels, scan_layers, tied):
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
+    model = make_model(config, kernels=kernels, scan_layers=scan_layers)
+    loss, gradients = loss_and_gradients(model, jnp.zeros((0, 5), jnp.int32), {})
+    assert loss == 0
+    assert not any(jnp.any(gradient) for gradient in jax.tree.leaves(gradients))
+
+
 def test_metrics_count_what_is_scored(model, tokens):
     labels = tokens.at[0, 3:7].set(-100)
     metrics = model(tokens, labels=labels, return_metrics=True).metrics

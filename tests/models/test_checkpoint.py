@@ -4,7 +4,11 @@ import dataclasses
 import fnmatch
 import functools
 import json
+import re
+import shutil
 import sys
+import time
+import tracemalloc
 from typing import Any
 
 import jax
@@ -12,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from huggingface_hub.errors import LocalEntryNotFoundError
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
@@ -22,8 +27,9 @@ from liger_jax.models import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    checkpoint,
     config_json,
+    saving,
+    weights,
 )
 from liger_jax.models.llama.params import FIXED
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
@@ -164,11 +170,12 @@ def test_each_parameter_is_read_to_its_shards(kind, scan, tmp_path):
 
 def test_of_a_sharded_parameter_parts_are_read_and_each_once(tmp_path, monkeypatch):
     make_model().save_pretrained(tmp_path)
-    most, total, open_file = {}, {}, checkpoint.safe_open
+    most, total, open_file = {}, {}, weights.safe_open
 
     class Slice:
         def __init__(self, name, inner):
-            self.name, self.inner, self.get_shape = name, inner, inner.get_shape
+            self.name, self.inner = name, inner
+            self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
 
         def __getitem__(self, index):
             part = self.inner[index]
@@ -193,7 +200,7 @@ def test_of_a_sharded_parameter_parts_are_read_and_each_once(tmp_path, monkeypat
         def get_slice(self, name):
             return Slice(name, self.inner.get_slice(name))
 
-    monkeypatch.setattr(checkpoint, "safe_open", File)
+    monkeypatch.setattr(weights, "safe_open", File)
     LlamaForCausalLM.from_pretrained(tmp_path, mesh=MESH, partition_specs=lambda _, shape: split_last(shape))
     assert most["model.layers.1.mlp.up_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
     assert most["model.layers.1.mlp.down_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
@@ -281,7 +288,7 @@ def test_one_file_counts_more_than_an_index_that_is_left_of_others(tmp_path):
 
 def test_a_save_that_fails_leaves_the_earlier_model_and_nothing_else(folder, monkeypatch):
     before, files = LlamaForCausalLM.from_pretrained(folder), sorted(folder.iterdir())
-    save_file, calls = checkpoint.save_file, []
+    save_file, calls = saving.save_file, []
 
     def full_disk(*arguments, **options):
         if calls:
@@ -289,28 +296,53 @@ def test_a_save_that_fails_leaves_the_earlier_model_and_nothing_else(folder, mon
         calls.append(arguments)
         save_file(*arguments, **options)
 
-    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    monkeypatch.setattr(saving, "save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
         make_model(seed=1).save_pretrained(folder, max_shard_bytes=20_000)
     assert sorted(folder.iterdir()) == files
     assert_equal_models(LlamaForCausalLM.from_pretrained(folder), before)
 
 
-def test_an_id_fetches_the_model_s_own_files_only(folder, monkeypatch):
+def test_an_id_fetches_the_model_s_and_the_tokenizer_s_files_only(folder, monkeypatch):
     fetched = {}
     fetch = lambda name, allow_patterns: fetched.update(name=name, patterns=allow_patterns) or str(folder)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     LlamaForCausalLM.from_pretrained("org/name")
     takes = lambda path: any(fnmatch.fnmatch(path, pattern) for pattern in fetched["patterns"])
     assert fetched["name"] == "org/name"
-    wanted = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
-    assert all(map(takes, wanted))
+    weights = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    others = ("config.json", "generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja")
+    assert all(map(takes, weights + others))
     assert not any(map(takes, ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin")))
 
 
 def test_an_id_without_huggingface_hub_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match="'org/name' is no folder here, .* pip install huggingface_hub"):
+        LlamaForCausalLM.from_pretrained("org/name")
+
+
+@pytest.mark.parametrize(
+    "path", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "here/nowhere", "gone/", "a/config.json", "", "a b/c"]
+)
+def test_a_path_without_a_folder_is_no_id(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    fetch = lambda *_, **__: pytest.fail("the hub was asked")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(FileNotFoundError, match=f"no such folder: '{re.escape(path)}'"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_file_is_no_folder_and_an_unknown_id_no_model(folder, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="config.json' is a file. Pass the folder that holds its config.json"):
+        LlamaForCausalLM.from_pretrained(folder / "config.json")
+
+    def fetch(name, allow_patterns):
+        raise LocalEntryNotFoundError("the hub's own words")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(FileNotFoundError, match="no such folder: 'org/name', and .* that id: the hub's own words"):
         LlamaForCausalLM.from_pretrained("org/name")
 
 
@@ -364,7 +396,132 @@ def test_absent_files_are_named(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         LlamaForCausalLM.from_pretrained(tmp_path / "empty")
-    with pytest.raises(FileNotFoundError, match="is no folder, and no id of the form"):
+    with pytest.raises(FileNotFoundError, match="no such folder: './nowhere'"):
         LlamaForCausalLM.from_pretrained("./nowhere")
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be positive"):
         make_model().save_pretrained(tmp_path, max_shard_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ["fields", "message"],
+    [
+        (dict(num_hidden_layers=10**15), "num_hidden_layers=1000000000000000 must be an int from 1 to 10000"),
+        (dict(num_hidden_layers=10**6), "num_hidden_layers=1000000 must be an int from 1 to 10000"),
+        (dict(num_hidden_layers=10**4), r"says num_hidden_layers=10000, and the tensors are of 2 layers: \[0, 1\]"),
+        (dict(num_hidden_layers=1), "says num_hidden_layers=1, and the tensors are of 2 layers"),
+        (dict(vocab_size=10**15), "vocab_size=1000000000000000 must be an int from 1 to 2147483647"),
+        (dict(vocab_size=10**9), r"says vocab_size=1000000000, and model.embed_tokens.weight has the shape \(61, 32\)"),
+        (dict(num_hidden_layers=3, vocab_size=62), "says num_hidden_layers=3, .*; vocab_size=62, "),
+        (dict(intermediate_size=10**9), r"up_proj.weight \(48, 32\), expected \(1000000000, 32\)"),
+        (dict(torch_dtype="float99"), "torch_dtype='float99' must be one of"),
+        (dict(dtype=["float32"]), r"dtype=\['float32'\] must be one of"),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_not_the_files_are_refused_in_little_time_and_memory(folder, fields, message):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | fields))
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        with pytest.raises(ValueError, match=f"{folder}.*{message}"):
+            AutoModelForCausalLM.from_pretrained(folder)
+        assert time.process_time() - start < 1
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+# --- damaged and hostile files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..\\x.safetensors", "c:x.safetensors", "x.bin"]
+    + ["..", "", ".safetensors", "x.safetensors\n", None, 3, ["x.safetensors"]],
+    ids=repr,
+)
+def test_an_index_names_files_of_its_folder_only(entry, folder):
+    shutil.copy(folder / "model.safetensors", folder.parent / "x.safetensors")
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    index = {"weight_map": {"model.norm.weight": "one.safetensors", "lm_head.weight": entry}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="index.json: the file of 'lm_head.weight' is .*, and must be the name of a"):
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_the_hub_s_cache_of_links_is_read(tmp_path):
+    make_model().save_pretrained(tmp_path / "blobs", max_shard_bytes=20_000)
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for i, path in enumerate(sorted((tmp_path / "blobs").iterdir())):
+        path.rename(tmp_path / "blobs" / str(i))  # as there, where a blob is named by its digest
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
+    assert_equal_models(LlamaForCausalLM.from_pretrained(snapshot), make_model())
+
+
+JSON = {
+    b"[]": "must hold an object, {…}, and holds ..",
+    b'{"weight_map": ': "cannot be read as JSON: Expecting value",
+    b"\xff": "cannot be read as JSON: 'utf-8' codec",
+    b"[" * 100_000: "is nested too deep",
+    b'{"weight_map": 1e999}': "cannot be read as JSON: '1e999' is no finite",
+}
+INDICES = {
+    b"{}": "weight_map must be an object of tensors and files, and is None",
+    b'{"weight_map": null}': "weight_map must be an object of tensors and files, and is None",
+    b'{"weight_map": {}}': "weight_map must be an object of tensors and files, and is {}",
+    b'{"weight_map": ["x"]}': "weight_map must be an object of tensors and files, and is .'x'.",
+}
+
+
+@pytest.mark.parametrize("content", [*JSON, *INDICES], ids=lambda content: content[:20].decode("latin1"))
+def test_a_damaged_index_is_named(content, folder):
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"model.safetensors.index.json:? {(JSON | INDICES)[content]}"):
+        LlamaForCausalLM.from_pretrained(folder)
+    make_model().save_pretrained(folder)  # which mends the folder
+    LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", JSON, ids=lambda content: content[:20].decode("latin1"))
+def test_damaged_json_is_named(name, content, folder):
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} {JSON[content]}"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def header(tensors):
+    text = json.dumps({name: dict(dtype="F32", shape=[2], data_offsets=place) for name, place in tensors.items()})
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+@pytest.mark.parametrize(
+    ["damage", "reason"],
+    [
+        (lambda whole: b"", "header too small"),
+        (lambda whole: whole[:-1], "incomplete metadata, file not fully covered"),
+        (lambda whole: whole + b"0", "incomplete metadata, file not fully covered"),
+        (lambda whole: whole[:100], "header too large|invalid header length"),
+        (lambda whole: b"\xff" * 200, "header too large"),
+        (lambda whole: header({"a": (0, 8), "b": (4, 12)}) + b"0" * 12, "invalid offset for tensor `b`"),
+    ],
+    ids=["empty", "truncated", "longer", "cut in its header", "garbage", "overlapping"],
+)
+def test_damaged_safetensors_are_named_with_the_reason(damage, reason, tmp_path):
+    make_model().save_pretrained(tmp_path, max_shard_bytes=20_000)
+    path = sorted(tmp_path.glob("*.safetensors"))[-1]
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{path.name} is damaged, or no safetensors file: .*({reason})"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_, jnp.float8_e4m3fn])
+def test_tensors_that_are_no_floats_are_refused_by_name_and_dtype(dtype, folder):
+    names = {"int64": "I64", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3"}
+    norm = {"model.norm.weight": np.ones(CONFIG.hidden_size, dtype)}
+    change(folder, lambda tensors: tensors.update(norm))
+    with pytest.raises(ValueError, match=f"dtypes: model.norm.weight {names[np.dtype(dtype).name]}, expected one of"):
+        LlamaForCausalLM.from_pretrained(folder)

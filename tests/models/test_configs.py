@@ -1,16 +1,27 @@
-"""The configs of all families: defaults, layer types, and that no field is there for nothing."""
+"""The configs of all families: defaults, layer types, what is refused, and that no field is there for nothing."""
 
 import dataclasses
 import importlib
 import importlib.util
+import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from liger_jax import models
-from liger_jax.models import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, config_json
+from liger_jax.models import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    checkpoint,
+    config_json,
+)
+from liger_jax.ops import LinearRope
 
 FAMILIES = {
     name: getattr(models, name) for name in dir(models) if name.endswith("ForCausalLM") and not name.startswith("Auto")
@@ -96,6 +107,107 @@ def test_layer_types_that_do_not_fit_are_refused():
         Gemma2Config(num_hidden_layers=1, sliding_window=None)
     with pytest.raises(ValueError, match=r"LlamaConfig cannot be had .*layer_types=\['sliding_attention'\] must be"):
         config_json.read({"num_hidden_layers": 1, "layer_types": [SLIDING]}, LlamaConfig, {})
+
+
+@pytest.mark.parametrize(
+    ["fields", "message"],
+    [
+        (dict(vocab_size="32000"), r"vocab_size='32000' \(str\) must be an int from 1 to 2147483647"),
+        (dict(vocab_size=32000.0), r"vocab_size=32000.0 \(float\) must be an int"),
+        (dict(hidden_size=True), r"hidden_size=True \(bool\) must be an int"),
+        (dict(hidden_size=None), r"hidden_size=None \(NoneType\) must be an int"),
+        (dict(vocab_size=10**15), "vocab_size=1000000000000000 must be an int from 1 to 2147483647"),
+        (dict(num_hidden_layers=10**15), "num_hidden_layers=1000000000000000 must be an int from 1 to 10000"),
+        (dict(num_key_value_heads=-1), "num_key_value_heads=-1 must be an int from 1 to 2147483647, or None"),
+        (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan must be a finite float32 above 0"),
+        (dict(rms_norm_eps=1e39), "rms_norm_eps=1e.39 must be a finite float32 above 0"),
+        (dict(rms_norm_eps=0), "rms_norm_eps=0 must be a finite float32 above 0"),
+        (dict(rope_theta=float("inf")), "rope_theta=inf must be a finite float32 above 1"),
+        (dict(rope_theta=10**400), "rope_theta=1000.*000 must be a finite float32 above 1"),
+        (dict(rope_theta=[1e4]), r"rope_theta=\[10000.0\] \(list\) must be a finite float32"),
+        (dict(rope_scaling={"factor": 2.0}), r"rope_scaling={'factor': 2.0} \(dict\) must be one of LinearRope, "),
+        (dict(rope_scaling=LinearRope(float("inf"))), "rope_scaling: factor=inf must be a finite float32 above 0"),
+        (dict(rope_scaling=LinearRope(1e30)), "reaches more than the 2147483647 positions"),
+        (dict(tie_word_embeddings=1), r"tie_word_embeddings=1 \(int\) must be True or False"),
+        (dict(initializer_range=-1.0), "initializer_range=-1.0 must be a finite float32 of at least 0"),
+        (dict(sliding_window=0), "sliding_window=0 must be an int from 1 to 2147483647, or None"),
+        (dict(sliding_window_pattern=0), "sliding_window_pattern=0 must be an int from 1"),
+        (
+            dict(layer_types="full_attention"),
+            r"layer_types='full_attention' \(str\) must be a list of strings, or None",
+        ),
+        (dict(layer_types=(1, 2)), r"layer_types=\(1, 2\) \(tuple\) must be a list of strings"),
+        (
+            dict(final_logit_softcapping=float("inf")),
+            "softcapping=inf must be a finite float32 above 0, or None",
+        ),
+        (dict(query_pre_attn_scalar=0), "query_pre_attn_scalar=0 must be a finite float32 above 0"),
+        (dict(vocab_size=0, rope_theta="x", head_dim=3.0), r"vocab_size=0 .*; head_dim=3.0 .*; rope_theta='x' \(str\)"),
+    ],
+    ids=str,
+)
+def test_fields_of_another_type_or_out_of_range_are_all_named(fields, message, unchecked_types):
+    with pytest.raises(ValueError, match=f"^Gemma3TextConfig: .*{message}"):
+        Gemma3TextConfig(**{**SIZES, **fields})
+
+
+def test_numbers_of_another_library_become_python_s(unchecked_types):
+    config = LlamaConfig(vocab_size=np.int64(32), rope_theta=np.float32(500000), rms_norm_eps=1)
+    assert [type(value) for value in (config.vocab_size, config.rope_theta, config.rms_norm_eps)] == [int, float, float]
+    json.dumps(config_json.write(config, {}, "LlamaForCausalLM", "float32"))
+
+
+@pytest.mark.parametrize(
+    ["values", "message"],
+    [
+        ({"rope_scaling": 5}, "rope_scaling=5 must be an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
+        ({"rope_parameters": {FULL: 3}}, "rope_parameters of 'full_attention'=3 must be an object"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_type=\['linear'\] must be 'default' or one of"),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling of type 'linear' lacks \['factor'\]"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            r"rope_scaling: factor='2' \(str\) must be a finite",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling: LinearRope: factor=0.5 must be at"),
+        ({"rope_theta": "1e4"}, r"rope_theta='1e4' \(str\) must be a finite float32 above 1"),
+        ({"layer_types": 3}, "layer_types=3 must be a list of strings"),
+        ({"layer_types": [{}, []]}, r"layer_types=\[\{\}, \[\]\] must be"),
+        ({"model_type": "mamba", "vocab_size": -1}, "model_type='mamba' must be 'llama'; vocab_size=-1 must be an int"),
+        ({"hidden_size": 30, "num_attention_heads": 4}, "num_attention_heads=4 must divide hidden_size=30"),
+    ],
+    ids=str,
+)
+def test_a_config_json_that_does_not_fit_is_refused_with_its_name(values, message):
+    fixed = {"model_type": ("llama",)}
+    with pytest.raises(ValueError, match=f"^LlamaConfig cannot be had from folder/config.json: .*{message}"):
+        config_json.read({"num_hidden_layers": 2, **values}, LlamaConfig, fixed, "folder/config.json")
+
+
+@pytest.mark.parametrize(
+    ["text", "message"],
+    [
+        (b"[1, 2]", r"must hold an object, \{…\}, and holds \[1, 2\]"),
+        (b"", "cannot be read as JSON: Expecting value"),
+        (b'{"vocab_size": 3', "cannot be read as JSON"),
+        (b"\xff\xfe{}", "cannot be read as JSON: .*utf-8"),
+        (b'{"a": ' + 100_000 * b"[", "is nested too deep"),
+        (b'{"a": ' + 100_000 * b'{"a":', "is nested too deep"),
+        (b'{"rms_norm_eps": 1e999}', "'1e999' is no finite float64"),
+        (b'{"rms_norm_eps": NaN}', "'NaN' is no finite float64"),
+        (b'{"other": [-Infinity]}', "'-Infinity' is no finite float64"),
+        (b'{"vocab_size": 1' + 100_000 * b"0" + b"}", "'10000.*0000' is no finite float64"),
+        (b'{"text_config": [1]}', r"text_config=\[1\] must be an object"),
+        (b'{"model_type": ["llama"]}', r"model_type=\['llama'\] must be a string"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_damaged_config_json_is_refused_with_its_name(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=message) as error:
+        checkpoint.config_values(path)
+    assert str(error.value).startswith(str(path)) and len(str(error.value)) < 300 + len(str(path))
 
 
 def test_both_bases_of_gemma_3_are_read_from_transformers_4_and_5():

@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import importlib
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from liger_jax import causal_attention
@@ -63,7 +66,7 @@ def test_greedy_tokens_of_committed_checkpoints_are_hugging_face_s(case):
     folder, expected = hugging_face.committed(case)
     prompts = jnp.asarray(expected.tokens[:, : hugging_face.PROMPT.shape[1]], jnp.int32)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    out = model.generate(prompts, attention_mask=jnp.asarray(hugging_face.PROMPT), max_new_tokens=12)
+    out = model.generate(prompts, attention_mask=jnp.asarray(hugging_face.PROMPT), max_new_tokens=12, eos_token_id=())
     np.testing.assert_array_equal(out, np.concatenate([prompts, expected.greedy], axis=1))
 
 
@@ -83,8 +86,47 @@ def test_prompts_may_be_numpy_s_of_any_integer_dtype(rng):
 def test_greedy_tokens_of_fresh_checkpoints_are_hugging_face_s(case, tmp_path, rng):
     expected = hugging_face.make(case, tmp_path, seed=int(rng.integers(2**31)))
     prompts, mask = (jnp.asarray(x, jnp.int32) for x in (expected.tokens[:, :8], hugging_face.PROMPT))
-    out = generate(AutoModelForCausalLM.from_pretrained(tmp_path), prompts, attention_mask=mask, max_new_tokens=12)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    out = generate(model, prompts, attention_mask=mask, max_new_tokens=12, eos_token_id=())
     np.testing.assert_array_equal(out[:, 8:], expected.greedy)
+
+
+@live
+@pytest.mark.parametrize("in_file", ["generation_config.json", "config.json"])
+def test_hugging_face_stops_what_we_save_where_it_and_we_stop_the_original(in_file, tmp_path, rng):
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    expected = hugging_face.make("llama", tmp_path / "theirs", seed=int(rng.integers(2**31)))
+    stops = sorted({int(expected.greedy[0, 3]), int(expected.greedy[1, 7])})
+    pad = next(token for token in range(29) if token not in expected.greedy)
+    for name in ("config.json", "generation_config.json"):  # the latter counts more
+        values = json.loads((tmp_path / "theirs" / name).read_text())
+        values |= {"eos_token_id": stops if name == in_file else 28, "pad_token_id": pad}
+        (tmp_path / "theirs" / name).write_text(json.dumps(values))
+    if in_file == "config.json":
+        (tmp_path / "theirs" / "generation_config.json").unlink()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    chat = "{% for m in messages %}{{ m.content }} b{% endfor %}"
+    options = dict(tokenizer_object=words, eos_token="b", chat_template=chat)
+    transformers.PreTrainedTokenizerFast(**options).save_pretrained(tmp_path / "theirs")
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "ours", max_shard_bytes=4000, tokenizer_from=tmp_path / "theirs")
+    prompts, masks = expected.tokens[:, :8], hugging_face.PROMPT
+    options = dict(attention_mask=jnp.asarray(masks), max_new_tokens=12, pad_token_id=pad)
+    found = [generate(model, jnp.asarray(prompts, jnp.int32), **options)]
+    for name in ("theirs", "ours"):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        arguments = dict(input_ids=torch.from_numpy(prompts), attention_mask=torch.from_numpy(masks))
+        out = theirs.generate(**arguments, max_new_tokens=12, do_sample=False).numpy()
+        # It returns no column that is padding in every row.
+        found.append(np.pad(out, ((0, 0), (0, 20 - out.shape[1])), constant_values=pad))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer.apply_chat_template([{"content": "a a"}], return_dict=False) == [0, 0, 1]
+        assert tokenizer.eos_token == "b"
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
+    assert not np.array_equal(found[0][:, 8:], expected.greedy)
 
 
 @pytest.mark.parametrize("scan_layers", first(1, [True, False]), ids=["scan", "unrolled"])
@@ -93,7 +135,8 @@ def test_each_greedy_token_is_the_full_forward_s_likeliest(case, scan_layers, rn
     """After padding of any id on any side."""
     model = AutoModelForCausalLM.from_pretrained(hugging_face.GOLDEN / case, scan_layers=scan_layers)
     prompts = np.where(MASK, rng.integers(0, 29, MASK.shape), -7)
-    out = generate(model, jnp.asarray(prompts, jnp.int32), max_new_tokens=10, attention_mask=jnp.asarray(MASK))
+    options = dict(max_new_tokens=10, attention_mask=jnp.asarray(MASK), eos_token_id=())
+    out = generate(model, jnp.asarray(prompts, jnp.int32), **options)
     np.testing.assert_array_equal(out[:, :8], prompts)
     assert_likeliest(model, prompts, MASK, np.asarray(out[:, 8:]))
 

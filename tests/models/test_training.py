@@ -69,8 +69,15 @@ def test_micro_batches_share_what_all_sequences_share(batch):
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_labels_of_one_sequence_are_not_those_of_all(batch):
-    with pytest.raises(ValueError, match=r"labels has shape \(1, 21\); it must be \(2, 21\)"):
+    with pytest.raises(ValueError, match=r"labels has shape \(1, 21\), but must begin with 8, .* Only positions may"):
         stepped(batch | dict(labels=batch["labels"][:1], loss_weights=None), micro_batches=4)
+
+
+def test_one_sequence_is_not_repeated_for_every_micro_batch(batch):
+    one = {name: x[:1] for name, x in batch.items()}
+    for sequence in (one, one["input_ids"], one | dict(positions=jnp.arange(21)[None])):
+        with pytest.raises(ValueError, match="micro_batches=2 does not divide a batch of 1 sequences"):
+            stepped(sequence, micro_batches=2)
 
 
 def test_bfloat16_gradients_are_accumulated_in_float32(batch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from liger_jax.pallas_kernels._rows import config
+from liger_jax.pallas_kernels.norms import tiles_triton
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 
@@ -85,7 +85,7 @@ class Promises:
     def test_more_rows_than_programs_match_float64(self, width, implementation, rng, monkeypatch):
         if not implementation.startswith("triton"):
             pytest.skip("only Triton's programs walk over rows")
-        monkeypatch.setattr(config, "MULTIPROCESSORS", 1)  # as if for so small a GPU
+        monkeypatch.setattr(tiles_triton, "MULTIPROCESSORS", 1)  # as if for so small a GPU
         op, reference = self.make(implementation)
         self.check_float32(op, reference, self.arrays(rng, (43, width)), rng)
 

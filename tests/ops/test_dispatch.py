@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from liger_jax import fused_linear_cross_entropy, geglu, layer_norm, rms_norm
 from liger_jax.ops import _dispatch, _mesh, _rows
-from liger_jax.pallas_kernels.rms_norm import mosaic_gpu, triton, xla
+from liger_jax.pallas_kernels.norms import run_mosaic_gpu, run_triton, run_xla
 from tests.ops import _oracle
 
 CPU = jax.devices("cpu")[0]
@@ -106,7 +106,7 @@ def test_default_follows_the_device_that_the_computation_is_for(kind, platform, 
 )
 def test_wide_rows_come_by_hoppers_copy_engine(kind, shape, dtype, expected):
     platform = "gpu" if kind.startswith("NVIDIA") else "cpu"
-    kernels = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
+    kernels = {"xla": run_xla, "triton": run_triton, "mosaic_gpu": run_mosaic_gpu}
     found = []
 
     def choose(x):
@@ -136,7 +136,7 @@ def test_float32_scales_move_layer_norm_s_forward_to_wider_rows(width, dtype, ex
 
 
 def test_named_kernel_serves_both_directions():
-    kernels = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
+    kernels = {"xla": run_xla, "triton": run_triton, "mosaic_gpu": run_mosaic_gpu}
     choose = functools.partial(_rows.choose, "op", kernels, {}, "triton:interpret", wide=(0, 0))
     assert choose(X) == ("triton:interpret",) * 2
 

@@ -17,6 +17,7 @@ from tests.ops._losses import (
 )
 from tests.ops._oracle import first
 
+INF, NAN = float("inf"), float("nan")
 TOLERANCE = 2e-5  # of the largest reference value, in float32 at the highest precision
 ALL_OPTIONS = dict(label_smoothing=0.1, z_loss=1e-2, logit_scale=0.7, logit_softcap=5.0)
 EACH_OPTION = [dict([item]) for item in ALL_OPTIONS.items()]
@@ -453,12 +454,20 @@ def test_shard_map_over_tokens_changes_nothing(op, check_vma, mode, implementati
     [
         (dict(reduction="avg"), ValueError, "reduction='avg' is unknown"),
         (dict(label_smoothing=1.5), ValueError, r"label_smoothing=1.5 must be in \[0, 1\]"),
-        (dict(logit_softcap=0.0), ValueError, "logit_softcap=0.0 must be > 0"),
+        (dict(logit_softcap=0.0), ValueError, "logit_softcap=0.0 must be finite and > 0"),
+        (dict(logit_softcap=INF), ValueError, "logit_softcap=inf must be finite and > 0; pass None to cap nothing"),
+        (dict(logit_softcap=NAN), ValueError, "logit_softcap=nan must be finite and > 0"),
+        (dict(logit_scale=NAN), ValueError, "logit_scale=nan must be finite; 1.0 leaves the logits as they are"),
+        (dict(logit_scale=-INF), ValueError, "logit_scale=-inf must be finite"),
+        (dict(label_smoothing=NAN), ValueError, r"label_smoothing=nan must be in \[0, 1\]"),
+        (dict(z_loss=NAN), ValueError, "z_loss=nan must be finite and ≥ 0; 0.0 switches it off"),
+        (dict(z_loss=INF), ValueError, "z_loss=inf must be finite and ≥ 0"),
+        (dict(z_loss=-1e-4), ValueError, "z_loss=-0.0001 must be finite and ≥ 0"),
         (dict(z_loss="big"), TypeError, "z_loss is a str, but must be a Python number"),
         (dict(ignore_index=1.5), TypeError, "ignore_index=1.5 must be a Python int"),
         (dict(implementation="cuda"), ValueError, "implementation='cuda' is unknown"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=lambda x: str(x) if isinstance(x, dict) else None,
 )
 def test_wrong_options_are_refused(op, options, error, message, rng, unchecked_types):
     case = make_case(rng)

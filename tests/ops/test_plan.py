@@ -1,5 +1,7 @@
 """The plan of the fused loss: what it chooses, and that the op follows it."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -97,9 +99,33 @@ def test_chunks_are_even(n):
     assert chunks * plan.chunk_size - n < 128 * chunks
 
 
+@pytest.mark.parametrize("v", [5000, 128256, 1_000_003])
+def test_a_slice_is_the_largest_of_equal_parts_that_fits(v):
+    plan = lambda **options: plan_fused_linear_cross_entropy(4096, 1024, v, mode="lean", device=A100, **options)
+    largest, least = plan(), plan(chunk_size=512)
+    for part in range(1, 8):
+        budget = (part * largest.extra_bytes + (8 - part) * least.extra_bytes) // 8
+        found = plan(memory_budget_bytes=budget)
+        parts = -(-v // found.chunk_size)
+        next_larger = -(-v // (parts - 1)) + 127
+        assert found.extra_bytes <= budget < plan(chunk_size=next_larger // 128 * 128).extra_bytes
+
+
+@pytest.mark.parametrize("device", [H200, A100, V6E], ids=str)
+def test_a_plan_for_billions_takes_a_moment(device):
+    start = time.process_time()
+    for n, d, v in ((8192, 64, 10**9), (10**9, 4096, 512), (10**9, 10**6, 10**9)):
+        plan_fused_linear_cross_entropy(n, d, v, device=device, device_memory_bytes=16 * GIB)
+    assert time.process_time() - start < 1
+
+
 def test_wrong_arguments_are_refused(unchecked_types):
     with pytest.raises(ValueError, match="n=0 must be at least 1"):
         plan_fused_linear_cross_entropy(0, 4096, 128256)
+    with pytest.raises(ValueError, match="logit_softcap=inf must be finite and > 0; pass None to cap nothing"):
+        plan_fused_linear_cross_entropy(*LLAMA, logit_softcap=float("inf"))
+    with pytest.raises(ValueError, match="logit_scale=nan must be finite"):
+        plan_fused_linear_cross_entropy(*LLAMA, logit_scale=float("nan"))
     with pytest.raises(ValueError, match="differentiated='bias' is unknown"):
         plan_fused_linear_cross_entropy(*LLAMA, differentiated=("bias",))
     with pytest.raises(ValueError, match="memory_budget_bytes=1000 is too small"):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from liger_jax import poly_norm
-from liger_jax.pallas_kernels.poly_norm import reference
+from liger_jax.pallas_kernels.norms import reference
 from tests.ops import _norms
 from tests.ops._oracle import normal
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from liger_jax import fused_add_rms_norm, rms_norm
-from liger_jax.pallas_kernels.fused_add_rms_norm import reference as fused_reference
-from liger_jax.pallas_kernels.rms_norm import reference
+from liger_jax.pallas_kernels.norms import reference
 from tests.ops import _norms, _oracle
 from tests.ops._oracle import normal
 
@@ -73,7 +72,7 @@ class TestRMSNorm(RootMeanSquare):
 
 
 class TestFusedAddRMSNorm(RootMeanSquare):
-    op, reference = staticmethod(fused_add_rms_norm), staticmethod(fused_reference.fused_add_rms_norm)
+    op, reference = staticmethod(fused_add_rms_norm), staticmethod(reference.fused_add_rms_norm)
     num_rows = 2
     limit = 1 / 32  # of each, for their sum
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._rows import config, mosaic_gpu
-from liger_jax.pallas_kernels.layer_norm import mosaic_gpu as layer_norm
-from liger_jax.pallas_kernels.rms_norm import mosaic_gpu as rms_norm
+from liger_jax.pallas_kernels.norms import layer_norm, rms_norm, run_mosaic_gpu, tiles_mosaic_gpu
+from liger_jax.pallas_kernels.norms.backends import backends
 from tests.ops import _oracle, test_layer_norm, test_rms_norm
 from tests.ops._oracle import normal
 
@@ -30,8 +29,8 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 def hopper(hopper, monkeypatch):
     """Simulated, a GPU has two cores, and each soon uses its memory again."""
     if hopper != "mosaic_gpu":
-        monkeypatch.setattr(mosaic_gpu, "NUM_CORES", 2)
-        monkeypatch.setattr(config, "HOPPER_MOST_STAGES", 2)
+        monkeypatch.setattr(run_mosaic_gpu, "NUM_CORES", 2)
+        monkeypatch.setattr(tiles_mosaic_gpu, "MOST_STAGES", 2)
     return hopper
 
 
@@ -64,7 +63,7 @@ def test_every_width_matches_float64(hopper, norm, width, n, rng):
 def test_wide_rows_match_float64_on_hardware(hardware, hopper, norm, width, dtype, of_scales, rng):
     op, reference = norm.make(hopper)
     arrays = norm.arrays(rng, (1000, width), dtype, of_scales)
-    if mosaic_gpu.unsupported(*arrays) is not None:
+    if run_mosaic_gpu.unsupported(*arrays) is not None:
         pytest.skip("too wide")
     if dtype == F32:
         _oracle.check_float32(op, reference, arrays, rng)
@@ -154,16 +153,17 @@ def test_the_largest_numbers_are_normalised_among_others(hopper, norm, dtype, rn
     assert jnp.isnan(with_nan[4]).all() and jnp.array_equal(with_nan[others], y[others])
 
 
-@pytest.mark.parametrize("kernel", _oracle.first(1, [rms_norm, layer_norm]))
-def test_a_backward_makes_the_sums_that_it_is_not_given(hopper, kernel, n, rng):
+@pytest.mark.parametrize("norm", _oracle.first(1, [rms_norm, layer_norm]))
+def test_a_backward_makes_the_sums_that_it_is_not_given(hopper, norm, n, rng):
     d = 1024
     dy, x, scale = normal(rng, (n, d), (n, d), (d,))
     x = x.at[1].mul(1e30)
-    more, options = ((scale,), {}) if kernel is layer_norm else ((), {"offset": 0.0})
-    casting_mode = {} if kernel is layer_norm else {"casting_mode": "llama"}
+    more, options = ((scale,), {}) if norm is layer_norm else ((), {"offset": 0.0})
+    casting_mode = {} if norm is layer_norm else {"casting_mode": "llama"}
+    kernel = backends(norm, "mosaic_gpu")["mosaic_gpu"]
     with _hopper.interpreter(hopper != "mosaic_gpu"):
         _, sums = kernel.forward(x, scale, *more, eps=1e-6, **options, **casting_mode)
-        assert [s.shape for s in sums] == [(n, 1)] * (3 if kernel is layer_norm else 2)
+        assert [s.shape for s in sums] == [(n, 1)] * (3 if norm is layer_norm else 2)
         known = kernel.backward(dy, x, scale, *more, sums, eps=1e-6, **options)
         made = kernel.backward(dy, x, scale, *more, (), eps=1e-6, **options)
     jax.tree.map(np.testing.assert_array_equal, known, made)
@@ -214,18 +214,18 @@ def test_runs_are_repeatable_to_the_bit(hardware, hopper, norm, width, rng):
 def test_other_rows_are_refused(width, dtype, reason):
     with jax.enable_x64(True):
         x, scale = jnp.zeros((2, width), dtype), None if width == 65536 else jnp.zeros(width, dtype)
-        assert (mosaic_gpu.unsupported(x, scale) or "").startswith(reason)
+        assert (run_mosaic_gpu.unsupported(x, scale) or "").startswith(reason)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_shares_are_even_and_fit(itemsize):
     directions = (1, 0, 0), (1, 2, 0), (2, 1, 0), (2, 1, 1), (2, 1, 2), (3, 1, 1)  # rows, columns, sums over rows
     for width, (num_rows, num_columns, num_sums) in itertools.product(range(256, 32768, 256), directions):
-        tiles = config.mosaic_gpu_config(width, [itemsize] * num_rows, itemsize * num_columns, num_sums)
+        tiles = tiles_mosaic_gpu.mosaic_gpu_tiles(width, [itemsize] * num_rows, itemsize * num_columns, num_sums)
         if isinstance(tiles, str):
             continue
         assert tiles.team_size * tiles.height * tiles.warp_size == width
         assert tiles.height <= 256 and tiles.warp_size <= 256  # what one copy takes
         assert min(tiles.stages[:-1], default=2) >= 2 and (num_rows > 1 or tiles.stages[0] >= 2)
         assert max(tiles.stages) * tiles.num_warpgroups <= 32  # barriers of one array
-        assert width * itemsize * (tiles.num_teams * sum(tiles.stages) + num_columns) <= config.HOPPER_SHARED_BYTES
+        assert width * itemsize * (tiles.num_teams * sum(tiles.stages) + num_columns) <= tiles_mosaic_gpu.SHARED_BYTES

@@ -7,31 +7,17 @@ import re
 import time
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from liger_jax.planner import plan, planning, search, target
-from liger_jax.planner.advice import changes_to_fit, largest
-from liger_jax.planner.architectures import MODELS, architecture
-from liger_jax.planner.command import main
+from liger_jax.planner.advice import largest
+from liger_jax.planner.architectures import architecture
 from liger_jax.planner.compiled import Compiled, memory_of
 from liger_jax.planner.devices import GPUS, TPUS
-from liger_jax.planner.estimate import DYNAMIC, STATIC, estimate, kept_by_a_layer, logits_bytes, static_bytes
+from liger_jax.planner.estimate import estimate, kept_by_a_layer, logits_bytes, static_bytes
 from liger_jax.planner.planning import make_run
-from liger_jax.planner.report import bars
 
 GIB = 2**30
-KNOWN = {  # parameters as the models' publishers count them, in billions
-    "llama-2-7b": 6.74, "llama-3-8b": 8.03, "llama-3-70b": 70.55, "llama-3.2-1b": 1.236, "llama-3.2-3b": 3.213,
-    "qwen2-0.5b": 0.494, "qwen2-1.5b": 1.544, "qwen2-7b": 7.616, "qwen2.5-14b": 14.77, "qwen2-72b": 72.71,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in ("qwen2-0.5b", "llama-3-8b") else pytest.param(n, marks=pytest.mark.full) for n in MODELS]
-)
-def test_models_have_as_many_parameters_as_is_known(name):
-    assert architecture(name).num_parameters / 1e9 == pytest.approx(KNOWN[name], rel=1e-3)
 
 
 def test_mixed_precision_takes_16_bytes_a_parameter():
@@ -46,8 +32,7 @@ def test_14_billion_parameters_over_8_devices_take_28_gb_each():
 
 
 def test_a_sharded_model_takes_its_share():
-    # On Hopper the peak is the loss, where other gradients are there.
-    found = plan("qwen2.5-14b", batch=8, seq=1024, device="a100-80g:8").estimates["fused"]
+    found = plan("qwen2.5-14b", batch=8, seq=1024, device="h200:8").estimates["fused"]
     assert found.static == pytest.approx(static_bytes(architecture("qwen2.5-14b").num_parameters, 8), rel=1e-3)
 
 
@@ -140,31 +125,6 @@ def test_what_lies_on_the_host_takes_no_memory_of_a_device():
     assert at(remat="offload")["layer inputs"] == 0 < at()["layer inputs"]
 
 
-def test_micro_batches_make_a_large_batch_fit():
-    run = make_run("qwen2-0.5b", batch=256, seq=4096, device="l4")
-    changes = changes_to_fit(run)
-    assert "micro-batches" in changes[0].name and changes[-1].total_bytes <= run.target.memory_bytes
-    assert changes[-1].run.target == run.target
-
-
-def test_a_run_that_does_not_fit_gets_changes_that_each_save():
-    run = make_run("llama-3-8b", batch=64, seq=4096, device="a100-40g:8", remat="none", loss="logits")
-    changes = changes_to_fit(run)
-    assert [change.name for change in changes][:2] == ["the fused loss", "remat=full"]
-    assert all(change.saved_bytes > 0 for change in changes)
-    assert changes[-1].total_bytes <= run.target.memory_bytes
-
-
-def test_advice_follows_from_the_numbers():
-    small = plan("qwen2-0.5b", batch=1, seq=128, device="h200")
-    large = plan("qwen2-0.5b", batch=64, seq=2048, device="h200")
-    saves = lambda p: 1 - p.totals["fused"] / p.totals["logits"]
-    assert saves(small) < 0.1 < 0.5 < saves(large)
-    assert "at batch" in small.advice and "at batch" not in large.advice
-    assert f"saves {saves(large):.0%}" in large.advice and "That is what makes it fit" in large.advice
-    assert "shard over more devices first" in plan("llama-3-70b", batch=1, seq=128, device="h200").advice
-
-
 @pytest.mark.parametrize(
     "bytes_per_token", [2**21, *(pytest.param(n, marks=pytest.mark.full) for n in (2**20, 3 * 2**20))]
 )
@@ -177,9 +137,12 @@ def test_search_finds_the_largest_that_the_compiler_lets_fit(bytes_per_token, mo
     for what, unit in (("batch", 8), ("seq", 128)):
         found = search(run, what)
         more = dataclasses.replace(found.run, **{what: getattr(found.run, what) + unit})
-        assert answer(found.run).total <= run.target.memory_bytes < answer(more).total
+        assert answer(found.run).total <= run.target.capacity_bytes < answer(more).total
         assert len(found.answers) < 20
-    with pytest.raises(ValueError, match="Not even batch=8 fits into h200:8.*Take more or larger devices"):
+    with pytest.raises(
+        ValueError,
+        match="Not even batch=8 fits into h200:8: it needs .* The plan of batch=8 says what would make it fit",
+    ):
         search(dataclasses.replace(run, seq=131072), "batch")
 
 
@@ -188,75 +151,12 @@ def test_largest_is_by_bisection():
         assert largest(lambda n, most=most: n <= most) == most
 
 
-def test_bars_are_as_long_as_the_parts():
-    found = plan("llama-3.2-1b", batch=8, seq=2048, device="a100-40g")
-    fused, logits = bars(found).splitlines()
-    for line, loss in ((fused, "fused"), (logits, "logits")):
-        estimate = found.estimates[loss]
-        assert set(estimate.parts) == set(STATIC + DYNAMIC) and estimate.total == sum(estimate.parts.values())
-        marks = sum(c.isalpha() for c in line.split("|")[1])
-        assert marks == pytest.approx(60 * estimate.total / found.run.target.memory_bytes, abs=1)
-
-
 def test_devices_are_named_with_their_number_or_topology():
     assert [target(f"h200:{n}").topology for n in (1, 8, 32)] == ["1x1x1", "1x1x8", "1x4x8"]
     for name, count in {"v5e": 1, "v5e:8x8": 64, "v6e:2x2": 4, "v5p:4x4x4": 64, "tpu7x:2x2x1": 8}.items():
         assert target(name).count == count
     assert set(GPUS) == {"h100", "h200", "a100-40g", "a100-80g", "l4", "a10", "t4", "b200"}
     assert {"v5e", "v5p", "v6e"} <= set(TPUS)
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(model="gpt-5"), "model='gpt-5' is neither a file nor known.*llama-3-8b"),
-        (dict(device="h300"), "device='h300' is unknown. GPUs: h100.*TPUs: v4"),
-        (dict(device="h200:12"), "1 to 8, or a multiple of 8"),
-        (dict(device="v5e:3x3"), "must be a topology of 2 axes that 2x2.*such as 'v5e:8x8'"),
-        (dict(device="v5p:4x4"), "must be a topology of 3 axes"),
-        (dict(device="h200:8", mesh="data=3,fsdp=2"), "has 6 devices, and the target has 8.*fsdp=8"),
-        (dict(device="h200:8", mesh="tensor=8"), "must be sizes of data and fsdp, as in 'data=2,fsdp=8'"),
-        (dict(device="h200:8", batch=12), "batch=12 is not divided by the 8 devices.*Take batch=8"),
-        (dict(device="h200:24", batch=24), "fsdp=24 does not divide.*give the other devices to data"),
-        (dict(batch=0), "batch=0 must be at least 1"),
-        (dict(seq=200_000), "longer than the 131072 positions"),
-        (dict(remat="some"), "remat='some' must be one of"),
-        (dict(param_dtype="int8"), "param_dtype='int8' must be"),
-        (dict(level="guess"), "level='guess' must be one of"),
-    ],
-)
-def test_wrong_arguments_are_told_the_cure(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        plan(**dict(model="qwen2-0.5b", batch=8, seq=128, device="h200") | wrong)
-
-
-def test_config_json_is_read(tmp_path):
-    values = MODELS["qwen2-0.5b"] | {"num_hidden_layers": 2, "architectures": ["Qwen2ForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    found = architecture(tmp_path)
-    layers = jax.tree.leaves(found.abstract()[1]["model"]["layers"])
-    assert {leaf.shape[0] for leaf in layers} == {2}
-    assert found.num_parameters == architecture(tmp_path / "config.json").num_parameters
-    text = dict(model_type="gemma3_text", hidden_size=64, num_hidden_layers=2, vocab_size=512)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    assert architecture(tmp_path).config.vocab_size == 512  # the language part of a model that also sees
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(ValueError, match="model_type='mamba', which must be one of"):
-        architecture(tmp_path)
-
-
-def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tmp_path):
-    arguments = "plan --model qwen2-0.5b --batch 8 --seq 512".split()
-    picture = tmp_path / "plan.png"
-    assert main([*arguments, "--device", "h200", "--picture", str(picture)]) == 0
-    printed = capsys.readouterr().out
-    for word in ("fused", "logits", "parameters", "memory of a device", "estimates", "the fused loss saves"):
-        assert word in printed
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert main([*arguments, "--device", "h200", "--mesh", "fsdp=2"]) == 2
-    assert "has 2 devices, and the target has 1" in capsys.readouterr().err
-    assert main("plan --model llama-3-8b --batch 1 --seq 512 --device t4".split()) == 1
-    assert "To make it fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("platform, total", [("gpu", 10 + 7 + 1), ("tpu", 14)])

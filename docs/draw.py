@@ -1,0 +1,160 @@
+"""Draws the two pictures of docs/how-it-works.md, heights to scale: `python -m docs.draw`.
+
+The step's heights are the planner's estimates, and the loss's are those of its plan. On the site the pictures take the
+page's colours; where they are shown by themselves they follow the browser's preference.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from jax.sharding import AbstractDevice
+
+from liger_jax import plan_fused_linear_cross_entropy
+from liger_jax.planner import plan
+
+FOLDER = Path(__file__).parent
+STYLE = """<style>
+.drawn{max-width:100%;height:auto}
+.drawn .ink{fill:var(--md-default-fg-color,#222)} .drawn .line{stroke:var(--md-default-fg-color,#222);fill:none}
+.drawn text{font-family:system-ui,sans-serif;font-size:13px} .drawn .small{font-size:11.5px}
+.drawn .strong{font-weight:600} .drawn .tight{text-anchor:middle}
+@media (prefers-color-scheme:dark){
+.drawn .ink{fill:var(--md-default-fg-color,#ddd)} .drawn .line{stroke:var(--md-default-fg-color,#ddd)}
+}
+</style>"""
+COLOURS = {
+    "parameters": "#607d8b",
+    "optimizer state": "#8fa7b3",
+    "layers' inputs": "#26a69a",
+    "gradients": "#d9a441",
+    "the loss": "#e4572e",
+    "one layer's work": "#7e57c2",
+    "logits in float32": "#f0a08a",
+    "logits' gradient in 16 bits": "#e4572e",
+    "what sums gradients": "#d9a441",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """A chart of memory against time, which is a row of phases; each part has a height in each phase.
+
+    Attributes:
+        title: above the chart.
+        phases: what happens, and how wide it is drawn.
+        parts: by name, a height for each phase, or a pair where it grows or shrinks.
+        peak: what is written at the highest place.
+    """
+
+    title: str
+    phases: list[tuple[str, int]]
+    parts: dict[str, list]
+    peak: str
+
+    def draw(self, left: int, top: int, width: int, height: int, most: float) -> str:
+        """The chart as SVG, whose height stands for `most`."""
+        scale = width / sum(size for _, size in self.phases)
+        edges = [left]
+        for _, size in self.phases:
+            edges.append(edges[-1] + size * scale)
+        drawn, bottoms, bottom = [], [(0.0, 0.0)] * len(self.phases), top + height
+        for name, heights in self.parts.items():
+            for i, now in enumerate(heights):
+                start, end = now if isinstance(now, tuple) else (now, now)
+                low = bottoms[i]
+                high = (low[0] + start, low[1] + end)
+                corners = [(edges[i], low[0]), (edges[i], high[0]), (edges[i + 1], high[1]), (edges[i + 1], low[1])]
+                points = " ".join(f"{x:.1f},{bottom - y / most * height:.1f}" for x, y in corners)
+                if start or end:
+                    drawn.append(f'<polygon points="{points}" fill="{COLOURS[name]}"/>')
+                bottoms[i] = high
+        tallest = max(range(len(bottoms)), key=lambda i: max(bottoms[i]))
+        at, peak = (edges[tallest] + edges[tallest + 1]) / 2, bottom - max(bottoms[tallest]) / most * height
+        drawn.append(f'<text class="ink strong tight" x="{at:.0f}" y="{peak - 7:.0f}">{self.peak}</text>')
+        drawn.append(f'<path class="line" d="M{left},{bottom}H{left + width}"/>')
+        for (name, _), a, b in zip(self.phases, edges, edges[1:], strict=False):
+            drawn.append(f'<text class="ink small tight" x="{(a + b) / 2:.0f}" y="{bottom + 16}">{name}</text>')
+        drawn.append(f'<text class="ink strong" x="{left}" y="{top - 24}">{self.title}</text>')
+        return "".join(drawn)
+
+
+def picture(panels: list[Panel], names: list[str], most: float, width: int, height: int) -> str:
+    """Panels side by side, and what the colours mean."""
+    gap, top, bottom = 28, 52, height - 72
+    each = (width - gap * (len(panels) - 1)) // len(panels)
+    charts = [panel.draw(i * (each + gap), top, each, bottom - top, most) for i, panel in enumerate(panels)]
+    legend, x, y = [], 0, height - 34
+    for name in names:
+        room = 30 + 7 * len(name)
+        if x + room > width:
+            x, y = 0, y + 22
+        legend.append(f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" fill="{COLOURS[name]}"/>')
+        legend.append(f'<text class="ink small" x="{x + 18}" y="{y + 10}">{name}</text>')
+        x += room
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" {size}>{STYLE}{"".join(charts + legend)}</svg>\n'
+
+
+def step() -> str:
+    """A training step of Qwen2-0.5B, 8 × 2,048 tokens, on logits and fused."""
+    estimates, gib = plan("qwen2-0.5b", batch=8, seq=2048, device="h200").estimates, 2**30
+    fused, logits = estimates["fused"], estimates["logits"]
+    params, state = (fused.parts[name] / gib for name in ("parameters", "optimizer state"))
+    inputs, work = fused.parts["layer inputs"] / gib, fused.parts["one layer's work"] / gib
+    head = 4 * 151936 * 896 / gib  # its gradient, which the fused loss makes together with the loss
+    names = ["parameters", "optimizer state", "layers' inputs", "gradients", "the loss", "one layer's work"]
+    phases = [("forward", 3), ("loss", 2), ("backward", 3), ("update", 2)]
+    panels = []
+    for title, loss, early in (
+        ("On logits", logits.loss_bytes / gib, 0.0),
+        ("Fused", fused.loss_bytes / gib, head),
+    ):
+        parts = [
+            [params] * 4,
+            [state] * 4,
+            [(0.0, inputs), inputs, inputs, 0.0],
+            [0.0, early, params, params],
+            [0.0, loss, 0.0, 0.0],
+            [0.0, 0.0, work, 0.0],
+        ]
+        highest = max(params + state + inputs + early + loss, 2 * params + state + inputs + work)
+        panels.append(Panel(title, phases, dict(zip(names, parts, strict=True)), f"{highest:.1f} GiB"))
+    return picture(panels, names, most=27, width=760, height=360)
+
+
+def loss() -> str:
+    """The loss of Llama-3-8B's head and 8,192 tokens in bfloat16, beside its inputs and gradients."""
+    n, d, v, mib = 8192, 4096, 128256, 2**20
+    h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+    fast = plan_fused_linear_cross_entropy(n, d, v, device=h200, memory_budget_bytes=2 * v * d + 4096 * v)
+    lean = plan_fused_linear_cross_entropy(n, d, v, device=h200, mode="lean")
+    chunk, low = 2 * fast.chunk_size * v / mib, v * d / mib
+    last = 2 * (n - 2 * fast.chunk_size) * v / mib
+    slice_, dx = 2 * n * lean.chunk_size / mib, 4 * n * d / mib
+    names = ["logits' gradient in 16 bits", "logits in float32", "what sums gradients"]
+    panels = [
+        Panel(
+            "On logits",
+            [("logits", 2), ("gradient", 2), ("dX, dW", 2)],
+            dict(zip(names, [[0] + [2 * n * v / mib] * 2, [4 * n * v / mib] * 2 + [0], [0] * 3], strict=True)),
+            f"{6 * n * v / mib:,.0f} MiB",
+        ),
+        Panel(
+            "Fast, in three chunks of tokens",
+            [("chunk 1", 2), ("chunk 2", 2), ("chunk 3", 2)],
+            dict(zip(names, [[chunk, chunk, last], [0, 0, 0], [low, low, low]], strict=True)),
+            f"{fast.extra_bytes / mib:,.0f} MiB",
+        ),
+        Panel(
+            "Lean, in slices of V",
+            [("statistics", 2), *[("", 1)] * 2, ("slices", 1), *[("", 1)] * 2],
+            dict(zip(names, [[0] + [slice_] * 5, [0] * 6, [0] + [dx] * 5], strict=True)),
+            f"{lean.extra_bytes / mib:,.0f} MiB",
+        ),
+    ]
+    return picture(panels, names, most=6600, width=760, height=340)
+
+
+if __name__ == "__main__":
+    (FOLDER / "how_step.svg").write_text(step(), encoding="utf-8")
+    (FOLDER / "how_loss.svg").write_text(loss(), encoding="utf-8")

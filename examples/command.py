@@ -1,0 +1,81 @@
+"""How a program of the examples ends: what its user can mend is one sentence and exit code 2; a bug is a traceback."""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """What whoever typed the command can mend; the message says how."""
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Around what depends on flags and files: the errors of a library there are the user's to mend.
+
+    Raises:
+        UserError: for a ValueError, OSError or ImportError, with its message.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        raise UserError(str(error)) from error
+
+
+@contextlib.contextmanager
+def needed_packages(name: str) -> Iterator[None]:
+    """Around a program's imports: started from a command line, it says which package is missing, and how to get it.
+
+    Args:
+        name: the module's `__name__`. Where others import it, the ModuleNotFoundError is theirs.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if name != "__main__" or package in ("examples", "liger_jax"):
+            raise
+        _print_error(f"the package {package!r} is missing. In the checkout's folder: pip install -e '.[examples]'")
+        sys.exit(2)
+
+
+def run(main: Callable[[list[str] | None], None], argv: list[str] | None = None) -> int:
+    """Runs a program.
+
+    Args:
+        main: takes the program's arguments.
+        argv: these; the command line's if none.
+
+    Returns:
+        The exit code: 0, or 2 after a `UserError`, whose sentence is printed.
+    """
+    try:
+        main(argv)
+    except UserError as error:
+        _print_error(" ".join(str(error).split()))
+        return 2
+    return 0
+
+
+def writable_folder(folder: Path) -> None:
+    """Makes a folder, if there is none.
+
+    Args:
+        folder: a path, as it was typed.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"Nothing can be written to {folder}: {error.strerror}. Pass another --out.") from error
+
+
+def _print_error(text: str) -> None:
+    print(f"{Path(sys.argv[0]).stem}: {text}", file=sys.stderr)

@@ -1,0 +1,101 @@
+"""The checks that losses on log-probabilities share. Each message names argument, value, rule and cure."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from liger_jax.ops import _checks
+
+# exp of more than this is near float32's end, 3.4e38 = exp(88.7); with it a ratio times an advantage stays finite.
+EXPONENT_LIMIT = 80.0
+
+
+def clamp_exponent(x: jax.Array) -> jax.Array:
+    """x, at most the limit. Beyond it the gradient is 0 even where what follows has made it inf, which min's is not."""
+    return jnp.where(x > EXPONENT_LIMIT, EXPONENT_LIMIT, x)
+
+
+def check_number(op: str, name: str, value: Any, holds: bool, law: str) -> None:
+    """Raises a ValueError that states `law` unless it `holds`."""
+    if not holds:
+        raise ValueError(f"{op}: {name}={value!r} must be {law}.")
+
+
+def check_python_numbers(op: str, **numbers: Any) -> None:
+    """Raises a TypeError for the first option that is not a Python number; its law could not be checked under jit."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(
+                f"{op}: {name} is a {type(value).__name__}, but must be a Python number; pass float({name}) from "
+                "outside of jit."
+            )
+
+
+def check_positive(op: str, **numbers: Any) -> None:
+    """Raises a TypeError or ValueError for the first option that is no Python number above 0."""
+    check_python_numbers(op, **numbers)
+    for name, value in numbers.items():
+        check_number(op, name, value, 0 < value < float("inf"), "a finite number > 0")
+
+
+def check_denominator(op: str, **values: Any) -> None:
+    """Raises a ValueError for the first Python number that is not above 0; arrays, which may be traced, pass."""
+    check_positive(op, **{name: value for name, value in values.items() if isinstance(value, (int, float))})
+
+
+def check_label_smoothing(op: str, label_smoothing: Any) -> None:
+    """Raises a TypeError or ValueError unless it is the share of wrong labels, below one half."""
+    check_python_numbers(op, label_smoothing=label_smoothing)
+    law = "in [0, 0.5), the share of pairs whose labels are exchanged; 0.0 switches it off"
+    check_number(op, "label_smoothing", label_smoothing, 0 <= label_smoothing < 0.5, law)
+
+
+def check_is_read(op: str, name: str, is_set: bool, loss_type: Any, readers: tuple[str, ...]) -> None:
+    """Raises a ValueError where an option is set that no type of `loss_type`, a name or several, reads."""
+    types = (loss_type,) if isinstance(loss_type, str) else loss_type
+    if is_set and not set(types) & set(readers):
+        raise ValueError(
+            f"{op}: {name} is given, but loss_type={loss_type!r} does not read it; leave it out, or use one of "
+            f"{readers}."
+        )
+
+
+def as_float32(op: str, **arrays: Any) -> list[Any]:
+    """Floating arrays in float32; None stays None, and another dtype is a TypeError."""
+    return [None if x is None else x.astype(jnp.float32) for x in _checks.floating(op, **arrays)]
+
+
+def as_sequences(op: str, **arrays: Any) -> list[Any]:
+    """Arrays (P,) with a number for each sequence, in float32; None stays None. The first says what P is."""
+    results = as_float32(op, **arrays)
+    name, first = next(iter(arrays)), results[0]
+    if first.ndim != 1:
+        raise ValueError(
+            f"{op}: {name} has shape {first.shape}, but must have one axis, with a number for each sequence; "
+            "sequence_log_probs makes it from the tokens' log-probabilities."
+        )
+    for other, x in zip(arrays, results, strict=True):
+        _checks.check_shape(op, other, x, first.shape, f"one number for each sequence of {name}")
+    return results
+
+
+def as_mask(op: str, name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A bool mask of `shape`, or an error."""
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"{op}: {name} has dtype {mask.dtype}, but must be bool; pass {name} != 0.")
+    _checks.check_shape(op, name, mask, shape, "one entry for each token")
+    return mask
+
+
+def check_counts(op: str, name: str, counts: jax.Array, cure: str) -> None:
+    """Raises a ValueError where a concrete number of tokens is 0; what is traced has no value to check."""
+    if isinstance(counts, Tracer) or not counts.is_fully_addressable:
+        return
+    empty = np.flatnonzero(np.asarray(counts) == 0)
+    if empty.size:
+        where = "" if counts.ndim == 0 else f" for sequence {empty[0]}"
+        raise ValueError(f"{op}: {name} counts no token{where}; {cure}.")

@@ -1,0 +1,229 @@
+"""Divergences of a student's and a teacher's distribution over the vocabulary, from their logits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from liger_jax.losses import _checks
+from liger_jax.ops._checks import check_choice
+
+REDUCTIONS = ("mean", "sum", "none")
+_IMPOSSIBLE = -1e30  # a log-probability whose exponential is 0, and finite
+
+
+def kl_divergence(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    temperature: float = 1.0,
+    where: Bool[Array, "*N"] | None = None,
+    reduction: str = "mean",
+) -> Float[Array, "*R"]:
+    """KL(teacher ‖ student) = Σ_v p_teacher (log p_teacher − log p_student) at each token.
+
+    This is the forward KL of distillation, in the argument order of optax. The reverse KL is that of exchanged
+    arguments, `kl_divergence(teacher, student)`. Both arguments have gradients: stop those of a teacher that is made in
+    the same computation. No factor of temperature² is applied.
+
+    Args:
+        student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
+        teacher: the same of the teacher, over the same vocabulary.
+        temperature: > 0; both distributions are softmax(logits / temperature).
+        where: bool, which tokens count; None counts all.
+        reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
+
+    Returns:
+        float32; a token that does not count has 0, and no gradient. The mean of no token is 0. A token that the teacher
+        gives a probability and the student none makes it inf.
+
+    Raises:
+        TypeError: a dtype is wrong, or `temperature` is no Python number.
+        ValueError: shapes differ, `temperature` is not positive, or `reduction` is unknown.
+
+    Example:
+        >>> teacher, student = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
+        >>> kl_divergence(student, teacher)
+        Array(0.144, dtype=float32)
+
+    References:
+        Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
+    """
+    op = "kl_divergence"
+    log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
+    return _reduced(op, _kl(log_teacher, log_student), where, reduction)
+
+
+def js_divergence(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    where: Bool[Array, "*N"] | None = None,
+    reduction: str = "mean",
+) -> Float[Array, "*R"]:
+    """The generalised Jensen-Shannon divergence, beta · KL(teacher ‖ m) + (1 − beta) · KL(student ‖ m), at each token.
+
+    m = (1 − beta) · p_student + beta · p_teacher. Divided by beta it tends to KL(teacher ‖ student) as beta → 0, and
+    divided by 1 − beta to KL(student ‖ teacher) as beta → 1: those are `kl_divergence`.
+
+    Args:
+        student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
+        teacher: the same of the teacher, over the same vocabulary.
+        beta: in (0, 1).
+        temperature: > 0; both distributions are softmax(logits / temperature).
+        where: bool, which tokens count; None counts all.
+        reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
+
+    Returns:
+        float32, at most log 2; a token that does not count has 0, and no gradient. The mean of no token is 0.
+
+    Raises:
+        TypeError: a dtype is wrong, or an option is no Python number.
+        ValueError: shapes differ, a number breaks its law, or `reduction` is unknown.
+
+    Example:
+        >>> teacher, student = jnp.array([[0.0, 80.0]]), jnp.array([[80.0, 0.0]])
+        >>> js_divergence(student, teacher)
+        Array(0.693, dtype=float32)
+
+    References:
+        Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
+    """
+    op = "js_divergence"
+    _checks.check_python_numbers(op, beta=beta)
+    law = "in (0, 1); the limits 0 and 1 are kl_divergence(student, teacher) and kl_divergence(teacher, student)"
+    _checks.check_number(op, "beta", beta, 0 < beta < 1, law)
+    log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
+    # Where both are impossible the mixture is, too, and logaddexp has no derivative there.
+    log_student, log_teacher = (jnp.maximum(x, _IMPOSSIBLE) for x in (log_student, log_teacher))
+    mixture = jnp.logaddexp(log_student + jnp.log(1.0 - beta), log_teacher + jnp.log(beta))
+    losses = beta * _kl(log_teacher, mixture) + (1.0 - beta) * _kl(log_student, mixture)
+    return _reduced(op, losses, where, reduction)
+
+
+def tv_distance(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    temperature: float = 1.0,
+    where: Bool[Array, "*N"] | None = None,
+    reduction: str = "mean",
+) -> Float[Array, "*R"]:
+    """The total variation distance, ½ Σ_v |p_student − p_teacher|, at each token.
+
+    Args:
+        student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
+        teacher: the same of the teacher, over the same vocabulary.
+        temperature: > 0; both distributions are softmax(logits / temperature).
+        where: bool, which tokens count; None counts all.
+        reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
+
+    Returns:
+        float32 in [0, 1]; a token that does not count has 0, and no gradient. The mean of no token is 0.
+
+    Raises:
+        TypeError: a dtype is wrong, or `temperature` is no Python number.
+        ValueError: shapes differ, `temperature` is not positive, or `reduction` is unknown.
+
+    Example:
+        >>> teacher, student = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
+        >>> tv_distance(student, teacher)
+        Array(0.25, dtype=float32)
+
+    References:
+        Wen et al., f-Divergence Minimization for Sequence-Level Knowledge Distillation, arXiv:2307.15190.
+    """
+    op = "tv_distance"
+    log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
+    losses = 0.5 * jnp.sum(jnp.abs(jnp.exp(log_student) - jnp.exp(log_teacher)), axis=-1)
+    return _reduced(op, losses, where, reduction)
+
+
+def cosine_distance(
+    student: Float[Array, "*N D"],
+    teacher: Float[Array, "*N D"],
+    *,
+    where: Bool[Array, "*N"] | None = None,
+    reduction: str = "mean",
+) -> Float[Array, "*R"]:
+    """1 − the cosine of the angle between two vectors at each token, such as hidden states or logits.
+
+    Args:
+        student: vectors, any float dtype.
+        teacher: vectors of the same length.
+        where: bool, which tokens count; None counts all.
+        reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
+
+    Returns:
+        float32 in [0, 2]; a token that does not count has 0, and no gradient. The mean of no token is 0. A vector of
+        zeros has distance 1 from all, and no gradient.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: shapes differ, or `reduction` is unknown.
+
+    Example:
+        >>> cosine_distance(jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 0.0]]))
+        Array(0.4, dtype=float32)
+
+    References:
+        optax.losses.cosine_distance.
+    """
+    op = "cosine_distance"
+    student, teacher, where = _pair(op, student, teacher, where, "vectors of two lengths have no angle; project one")
+    product = jnp.sum(_unit(student) * _unit(teacher), axis=-1)
+    return _reduced(op, 1.0 - product, where, reduction)
+
+
+def _pair(op: str, student: Any, teacher: Any, where: Any, cure: str) -> tuple[jax.Array, jax.Array, Any]:
+    """Both in float32, with zeros where a token does not count: what stands there may be inf or NaN."""
+    student, teacher = _checks.as_float32(op, student=student, teacher=teacher)
+    if student.shape != teacher.shape or student.ndim == 0:
+        raise ValueError(
+            f"{op}: student has shape {student.shape} and teacher {teacher.shape}, but they must be alike, with an "
+            f"axis to compare: {cure}."
+        )
+    if where is None:
+        return student, teacher, None
+    where = _checks.as_mask(op, "where", where, student.shape[:-1])
+    masked = lambda x: jnp.where(where[..., None], x, 0.0)
+    return masked(student), masked(teacher), where
+
+
+def _distributions(
+    op: str, student: Any, teacher: Any, temperature: Any, where: Any
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Log-probabilities in float32. Those of log-probabilities are themselves."""
+    _checks.check_positive(op, temperature=temperature)
+    cure = "vocabularies of different sizes have no divergence; cut the padding off the larger head"
+    student, teacher, where = _pair(op, student, teacher, where, cure)
+    return jax.nn.log_softmax(student / temperature), jax.nn.log_softmax(teacher / temperature), where
+
+
+def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """Σ_v p (log p − log q), where p = 0 adds nothing, whatever q is, and no gradient."""
+    p = jnp.exp(log_p)
+    difference = jnp.where(p > 0, log_p, 0.0) - jnp.where(p > 0, log_q, 0.0)
+    return jnp.sum(p * difference, axis=-1)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """x over its length; 0 for zeros. It is divided by its largest entry first, so that no square overflows."""
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    x = x / jnp.where(largest > 0, largest, 1.0)
+    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jnp.where(square > 0, jax.lax.rsqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+
+
+def _reduced(op: str, losses: jax.Array, where: Any, reduction: str) -> jax.Array:
+    check_choice(op, "reduction", reduction, REDUCTIONS)
+    losses = losses if where is None else jnp.where(where, losses, 0.0)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return jnp.sum(losses)
+    count = float(losses.size) if where is None else jnp.sum(where).astype(jnp.float32)
+    return jnp.sum(losses) / jnp.maximum(count, 1.0)

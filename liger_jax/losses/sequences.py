@@ -1,0 +1,115 @@
+"""From the log-probabilities of tokens to numbers for sequences."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
+
+from liger_jax.losses import _checks
+from liger_jax.ops._checks import check_shape
+
+_NO_TOKEN = "leave such sequences out, or look whether truncation cut their completions off"
+
+
+def sequence_log_probs(
+    log_probs: Float[Array, "*B T"],
+    where: Bool[Array, "*B T"] | None = None,
+    average: bool = False,
+    *,
+    ld_alpha: float | None = None,
+    shared_tokens: Integer[Array, "*B"] | None = None,
+) -> Float[Array, "*B"]:
+    """The log-probability of each sequence, or its mean over the tokens that count.
+
+    sum = Σ_t where_t · w_t · log_probs_t, and with `average` that over n = Σ_t where_t.
+
+    Here w is 1. With LD-DPO's `ld_alpha` it is `ld_alpha` for the counted tokens after the first `shared_tokens`, so
+    that the longer response of a pair does not win or lose by its length alone.
+
+    Args:
+        log_probs: the tokens' log-probabilities, any float dtype; those of tokens that do not count have no effect.
+        where: bool, which tokens count; None counts all.
+        average: whether to divide by the number of tokens that count.
+        ld_alpha: weight in [0, 1] of the tokens beyond the shared length; None weighs all alike.
+        shared_tokens: integers, for each sequence the number of counted tokens of the shorter response of its pair;
+            with `ld_alpha` only.
+
+    Returns:
+        float32. A sequence without a counted token has 0, and gradient 0.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape is wrong, `ld_alpha` is outside [0, 1] or without `shared_tokens`, or the mean of a sequence
+            without a counted token is asked for outside of jit.
+
+    Example:
+        >>> log_probs = jnp.log(jnp.array([[0.5, 0.5, 0.25], [0.5, 0.125, 1.0]]))
+        >>> where = jnp.array([[True, True, True], [True, True, False]])
+        >>> sequence_log_probs(log_probs, where).tolist()
+        [-2.772, -2.772]
+        >>> sequence_log_probs(log_probs, where, average=True).tolist()
+        [-0.924, -1.386]
+        >>> sequence_log_probs(log_probs, where, ld_alpha=0.5, shared_tokens=jnp.array([2, 2])).tolist()
+        [-2.079, -2.772]
+
+    References:
+        Liu et al., Length Desensitization in Direct Preference Optimization, arXiv:2409.06411.
+    """
+    op = "sequence_log_probs"
+    (log_probs,) = _checks.as_float32(op, log_probs=log_probs)
+    where = jnp.ones(log_probs.shape, bool) if where is None else _checks.as_mask(op, "where", where, log_probs.shape)
+    if (ld_alpha is None) != (shared_tokens is None):
+        raise ValueError(f"{op}: ld_alpha and shared_tokens belong together; pass both, or neither.")
+    counted = jnp.where(where, log_probs, 0.0)
+    if ld_alpha is not None:
+        _checks.check_python_numbers(op, ld_alpha=ld_alpha)
+        _checks.check_number(op, "ld_alpha", ld_alpha, 0 <= ld_alpha <= 1, "in [0, 1]; None weighs all tokens alike")
+        shared_tokens = jnp.asarray(shared_tokens)
+        check_shape(op, "shared_tokens", shared_tokens, log_probs.shape[:-1], "one count for each sequence")
+        is_tail = jnp.cumsum(where, axis=-1) > shared_tokens[..., None].astype(jnp.int32)
+        counted = jnp.where(is_tail, ld_alpha * counted, counted)
+    total = jnp.sum(counted, axis=-1)
+    if not average:
+        return total
+    num_tokens = jnp.sum(where, axis=-1)
+    _checks.check_counts(op, "where", num_tokens, f"its mean is undefined: {_NO_TOKEN}")
+    return total / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+
+
+def wpo_weights(
+    log_probs: Float[Array, "*B T"], log_sum_of_squares: Float[Array, "*B T"], where: Bool[Array, "*B T"]
+) -> Float[Array, "*B"]:
+    """WPO's weight of each sequence, by how much it looks like the policy's own output; it has no gradient.
+
+    weight = exp(mean over counted t of log_probs_t − log_sum_of_squares_t), where log_sum_of_squares is log Σ_v p_v². A
+    pair weighs the product of its two: give `dpo_loss` `pair_weights = weights_of_chosen * weights_of_rejected`.
+
+    Args:
+        log_probs: the tokens' log-probabilities under the policy, any float dtype.
+        log_sum_of_squares: log Σ_v p_v² at each token, any float dtype.
+        where: bool, which tokens count.
+
+    Returns:
+        float32, positive; 1 for a sequence without a counted token.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape is wrong.
+
+    Example:
+        >>> p = jnp.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])  # a sequence of two tokens, of which 0 and 1 came
+        >>> log_probs = jnp.log(p[jnp.arange(2), jnp.arange(2)])[None]
+        >>> log_sum_of_squares = jnp.log(jnp.sum(p**2, axis=-1))[None]
+        >>> wpo_weights(log_probs, log_sum_of_squares, jnp.ones((1, 2), bool)).tolist()
+        [1.271]
+
+    References:
+        Zhou et al., WPO: Enhancing RLHF with Weighted Preference Optimization, arXiv:2406.11827.
+    """
+    op = "wpo_weights"
+    log_probs, log_sum_of_squares = jax.lax.stop_gradient(
+        _checks.as_float32(op, log_probs=log_probs, log_sum_of_squares=log_sum_of_squares)
+    )
+    where = _checks.as_mask(op, "where", where, log_probs.shape)
+    check_shape(op, "log_sum_of_squares", log_sum_of_squares, log_probs.shape, "one entry for each token")
+    aligned = jnp.sum(jnp.where(where, log_probs - log_sum_of_squares, 0.0), axis=-1)
+    return jnp.exp(aligned / jnp.maximum(jnp.sum(where, axis=-1), 1).astype(jnp.float32))

@@ -1,0 +1,117 @@
+"""What the fields of a config may hold: by their annotations, and by bounds that are the same in all families.
+
+A config comes from Python or from a file that anyone may have written, so nothing is computed from a field, and
+nothing is as large as it says, before it is checked.
+"""
+
+import dataclasses
+import math
+import numbers
+import reprlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+# JAX counts axes, positions and token ids in int32, and the models compute in float32.
+MOST = 2**31 - 1
+_MOST_FLOAT = float(np.finfo(np.float32).max)
+# A config has an entry for each layer. The deepest transformer that was published has 1,000 (arXiv:2203.00555).
+MOST_LAYERS = 10_000
+_FROM_ZERO = {"initializer_range", "max_window_layers", "mscale", "mscale_all_dim"}
+_ABOVE_ONE = {"rope_theta", "rope_local_base_freq"}
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+
+
+def short(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    return _short.repr(value)
+
+
+def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with values for the fields of a config.
+
+    Args:
+        config_type: a dataclass whose annotations are made of int, float, bool, None, tuple[str, ...] and dataclasses.
+        values: by the field's name; fields may be absent, and names that are no field's are passed over.
+
+    Returns:
+        A clause for each wrong value, with name, value, and what it must be.
+
+    Example:
+        >>> Sizes = dataclasses.make_dataclass("Sizes", [("vocab_size", int), ("head_dim", int | None)])
+        >>> problems(Sizes, {"vocab_size": True, "head_dim": None})
+        ['vocab_size=True (bool) must be an int from 1 to 2147483647']
+    """
+    hints = typing.get_type_hints(config_type)
+    names = [field.name for field in dataclasses.fields(config_type) if field.name in values]
+    return [problem for name in names for problem in _problems_of(name, values[name], _kinds(hints[name]))]
+
+
+def normal(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values with Python's own numbers, and floats where a field takes only these.
+
+    Args:
+        config_type: as `problems` takes it.
+        values: without problems.
+
+    Returns:
+        The numbers among them that change their type.
+    """
+    hints, changed = typing.get_type_hints(config_type), {}
+    for name, value in values.items():
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            kind = float if int not in _kinds(hints[name]) or not isinstance(value, numbers.Integral) else int
+            changed |= {} if type(value) is kind else {name: kind(value)}
+    return changed
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _problems_of(name: str, value: Any, kinds: tuple[Any, ...]) -> list[str]:
+    if value is None and types.NoneType in kinds:
+        return []
+    is_of_kind, holds, law = _law(name, value, kinds)
+    if is_of_kind and holds:
+        inner = problems(type(value), vars(value)) if dataclasses.is_dataclass(value) else []
+        return [f"{name}: {problem}" for problem in inner]
+    kind = "" if is_of_kind else f" ({type(value).__name__})"
+    return [f"{name}={short(value)}{kind} must be {law}{', or None' if types.NoneType in kinds else ''}"]
+
+
+def _law(name: str, value: Any, kinds: tuple[Any, ...]) -> tuple[bool, bool, str]:
+    """Whether a value is of the right type, whether it then is in range, and both in words."""
+    least = 0 if name in _FROM_ZERO else 1
+    if bool in kinds:
+        return isinstance(value, bool), True, "True or False"
+    if float in kinds:
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        as_float = _as_float(value) if number else math.nan
+        if name in _FROM_ZERO:
+            return number, 0 <= as_float <= _MOST_FLOAT, "a finite float32 of at least 0"
+        bound = 1 if name in _ABOVE_ONE else 0
+        return number, bound < as_float <= _MOST_FLOAT, f"a finite float32 above {bound}"
+    if int in kinds:
+        most = MOST_LAYERS if name == "num_hidden_layers" else MOST
+        number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return number, number and least <= int(value) <= most, f"an int from {least} to {most}"
+    classes = [kind for kind in kinds if isinstance(kind, type) and kind is not types.NoneType]
+    if any(dataclasses.is_dataclass(kind) for kind in classes):
+        return isinstance(value, tuple(classes)), True, f"one of {', '.join(kind.__name__ for kind in classes)}"
+    strings = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
+    return strings, True, "a list of strings"
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int of hundreds of digits
+        return math.inf

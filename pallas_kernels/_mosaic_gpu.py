@@ -1,0 +1,15 @@
+"""`jax.experimental.pallas.mosaic_gpu`, imported at the first use of a name: a machine without a GPU makes none.
+
+The import takes a third of a second, a sixth of what `import liger_jax` took with it.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.mosaic_gpu import *  # noqa: F403
+else:
+
+    def __getattr__(name):
+        from jax.experimental.pallas import mosaic_gpu
+
+        return getattr(mosaic_gpu, name)

@@ -1,1 +1,0 @@
-"""Dynamic tanh, a normalisation without statistics (Zhu et al., 2025)."""

@@ -1,1 +1,0 @@
-"""A residual's addition and the RMSNorm of the sum in one pass."""

@@ -1,0 +1,161 @@
+"""What all backends of the fused linear cross-entropy do around their kernels: slices, products, the lean backward.
+
+"fast" goes over chunks of tokens: for each chunk it makes the logits, their statistics, and at once both gradients.
+That is 3 products of 2·N·D·V operations. "lean" goes over slices of the vocabulary, first for the statistics and then
+for the gradients. That is 4 products, and no buffer is as large as the weight.
+
+The formulas of a row of logits are those of cross_entropy/formulas.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels._tiles import full_like
+from liger_jax.pallas_kernels.cross_entropy.formulas import NO_LABEL, Coefficients, Cotangents, is_live
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
+
+
+def over_slices(
+    total: int, size: int, body: Callable[[Any, Any, int], Any], carry: Any, *, last_waits: bool = False
+) -> Any:
+    """carry = body(carry, start, slice_size) for each slice of `total`; the last slice may be shorter.
+
+    XLA may begin a shorter last slice before the others, and hold its results in memory meanwhile. With `last_waits` it
+    has to wait for them.
+    """
+    whole = total // size
+    if whole == 1:
+        carry = body(carry, 0, size)
+    elif whole > 1:
+        carry = jax.lax.fori_loop(0, whole, lambda i, carry: body(carry, i * size, size), carry)
+    if total % size == 0:
+        return carry
+    start = whole * size
+    if last_waits:
+        carry, start = jax.lax.optimization_barrier((carry, jnp.int32(start)))
+    return body(carry, start, total % size)
+
+
+def take(x: jax.Array | None, start: Any, size: int, axis: int = 0) -> jax.Array | None:
+    """The slice [start, start + size) along `axis`."""
+    return None if x is None else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+    """carry = body(carry, start, own) for chunks of `size` tokens, of which the first `own` are this chunk's.
+
+    All chunks have one size, so that one loop body serves all of them. The first chunk therefore overlaps with the
+    second, which writes over the results of the tokens that both hold.
+    """
+    parts = -(-n // size)
+    if parts <= 1:
+        return carry if n == 0 else body(carry, 0, size)
+    own_of_first = n - (parts - 1) * size
+
+    def step(i, carry):
+        start = jnp.maximum(own_of_first + (i - 1) * size, 0)
+        return body(carry, start, jnp.where(i == 0, own_of_first, size))
+
+    return jax.lax.fori_loop(0, parts, step, carry)
+
+
+def take_tokens(
+    inputs: Inputs, coefficients: Coefficients, start: Any, size: int, own: Any = None
+) -> tuple[Inputs, Coefficients]:
+    """The chunk of `size` tokens from `start` on, of which the first `own` are its own; all are if None.
+
+    Tokens that do not count or are not its own become zeros without a label, because 0 · NaN is NaN.
+    """
+    is_own = jnp.arange(size) < (size if own is None else own)
+    y = jnp.where(is_own, take(inputs.labels, start, size), NO_LABEL)
+    x = take(inputs.hidden, start, size)
+    x = jnp.where(y[:, None] == NO_LABEL, jnp.zeros((), x.dtype), x)
+    masked = jax.tree.map(lambda c: jnp.where(is_own, take(c, start, size), 0.0), coefficients)
+    return inputs._replace(hidden=x, labels=y), masked
+
+
+def put(x: jax.Array, part: jax.Array, start: Any, axis: int = 0) -> jax.Array:
+    """x with `part` at `start` along `axis`; inside a loop, XLA writes it in place."""
+    return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis)
+
+
+def product(
+    a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: LinearOptions, dtype: Any = jnp.float32
+) -> jax.Array:
+    """Contracts a's axis with b's, in their dtype, accumulated in float32, and returned in `dtype`."""
+    dimensions = (((a_axis,), (b_axis,)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=dtype)
+
+
+def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: LinearOptions) -> jax.Array:
+    """u = hidden · weightᵀ + bias in float32."""
+    u = product(hidden, weight.astype(hidden.dtype), 1, 1 - options.vocab_dim, options)
+    return u if bias is None else u + bias[None, :].astype(jnp.float32)
+
+
+def live_rows(x: jax.Array, cotangents: Cotangents) -> jax.Array:
+    """x (N,) or (N, D), with zeros for tokens on whose loss nothing depends."""
+    live = is_live(cotangents)
+    return jnp.where(live if x.ndim == 1 else live[:, None], x, jnp.zeros((), x.dtype))
+
+
+def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dtype: Any = jnp.float32) -> jax.Array:
+    """duᵀ · X in the weight's layout."""
+    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    return product(*operands, 0, 0, options, dtype)
+
+
+def lean_gradients(
+    inputs: Inputs,
+    log_normalizer: jax.Array,
+    cotangents: Cotangents,
+    *,
+    options: LinearOptions,
+    needs: Needs,
+    logit_gradients: Callable[..., jax.Array],
+    mask_once: bool = True,
+) -> Gradients:
+    """The lean backward: for each slice of the vocabulary du, then dX += du · W and dW = duᵀ · X.
+
+    `logit_gradients` makes du. Rows on whose loss nothing depends must reach no product. With `mask_once` they are
+    zeros in a copy of hidden. Otherwise `logit_gradients` leaves them out of du, and dW's product applies the mask to
+    its operand, as a TPU's can, which saves the N·D values of the copy.
+    """
+    hidden, weight, labels, bias, class_weights = inputs
+    log_normalizer = live_rows(log_normalizer, cotangents)
+    hidden = live_rows(hidden, cotangents) if mask_once else hidden
+    vocab_dim = options.vocab_dim
+    v = weight.shape[vocab_dim]
+
+    def body(grads, start, size):
+        weight_slice = take(weight, start, size, vocab_dim).astype(hidden.dtype)
+        part = Inputs(hidden, weight_slice, labels - start, take(bias, start, size), take(class_weights, start, size))
+        du = logit_gradients(part, log_normalizer, cotangents, options=options)
+        dhidden, dweight, dbias = grads
+        if needs.hidden:
+            dhidden += product(du, weight_slice, 1, vocab_dim, options)
+        if needs.weight:
+            x = hidden
+            if not mask_once:
+                # The barrier makes the mask seem to depend on the slice. Otherwise XLA applies it before the loop, and
+                # so makes the copy.
+                x = live_rows(hidden, jax.lax.optimization_barrier((cotangents, start))[0])
+            dweight = put(dweight, weight_gradient(du, x, options), start, vocab_dim)
+        if needs.bias:
+            dbias = put(dbias, jnp.sum(du.astype(jnp.float32), axis=0), start)
+        return Gradients(dhidden, dweight, dbias)
+
+    grads = over_slices(
+        v,
+        min(options.chunk_size, v),
+        body,
+        Gradients(
+            full_like(hidden, hidden.shape, 0, jnp.float32) if needs.hidden else None,
+            full_like(hidden, weight.shape, 0, weight.dtype) if needs.weight else None,
+            full_like(hidden, (v,), 0, bias.dtype) if needs.bias else None,
+        ),
+    )
+    return grads._replace(hidden=grads.hidden.astype(hidden.dtype) if needs.hidden else None)

@@ -1,0 +1,60 @@
+"""The formulas of gated linear units, element by element, which every backend runs.
+
+Rounding: the activation is computed in float32 and rounded to up's dtype, and then multiplied by up. Both gradients are
+float32 until they are rounded once. The backward needs gate and up only: to make the activation again is cheaper than
+to keep it.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels._tiles import promoted
+
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_LINEAR, _CUBIC = 2 * _SQRT_2_OVER_PI, 2 * _SQRT_2_OVER_PI * 0.044715  # of 2·√(2/π)·(x + 0.044715·x³)
+_GELU_SATURATION = 64.0  # for |x| from here on, the sigmoid is 0 or 1 to the last bit, in float64 too
+
+
+def activate(x: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
+    """act(x) and act'(x), for x in float32 or wider; activation is "silu", "gelu" or "gelu_tanh"."""
+    if activation == "gelu":
+        # x·Φ(x)      Φ(x) + x·φ(x); erfc keeps the digits of Φ's left tail
+        cdf = 0.5 * jax.lax.erfc(-x * math.sqrt(0.5))
+        return x * cdf, cdf + x * jnp.exp(-0.5 * x * x) * (0.5 * _SQRT_2_OVER_PI)
+    # x·σ(z)      σ(z) + x·σ(z)·(1 − σ(z))·z'; for "gelu_tanh", (1 + tanh(z/2))/2 = σ(z), which keeps the left tail
+    z, slope = x, 1.0
+    if activation == "gelu_tanh":
+        # z = 2·√(2/π)·(x + 0.044715·x³)
+        # An infinite x² times 1 − σ(z) = 0 would make the slope NaN.
+        square = jnp.minimum(x * x, _GELU_SATURATION**2)
+        z, slope = x * (_LINEAR + _CUBIC * square), _LINEAR + 3.0 * _CUBIC * square
+    sigmoid = jax.lax.logistic(z)
+    return x * sigmoid, sigmoid + x * (sigmoid * (1.0 - sigmoid)) * slope
+
+
+def _in_float32(x: jax.Array) -> jax.Array:
+    """x in float32; in float64 if it is float64."""
+    return x.astype(promoted(x.dtype, jnp.float32))
+
+
+def product(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:
+    """act(gate) · up, elementwise, in up's dtype."""
+    act, _ = activate(_in_float32(gate), activation)
+    return act.astype(up.dtype) * up
+
+
+def gradients(dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str) -> tuple[jax.Array, jax.Array]:
+    """dgate and dup, elementwise, in their primals' dtypes."""
+    act, slope = activate(_in_float32(gate), activation)
+    dy = dy.astype(act.dtype)
+    return (dy * up.astype(act.dtype) * slope).astype(gate.dtype), (dy * act).astype(up.dtype)
+
+
+def gradients_and_product(
+    dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dgate, dup and act(gate) · up, elementwise: what a feed-forward's backward makes of gate and up."""
+    dgate, dup = gradients(dy, gate, up, activation=activation)
+    return dgate, dup, product(gate, up, activation=activation)

@@ -1,1 +1,0 @@
-"""Group normalisation (Wu and He, 2018)."""

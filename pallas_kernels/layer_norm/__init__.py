@@ -1,1 +1,0 @@
-"""Layer normalisation (Ba, Kiros and Hinton, 2016)."""

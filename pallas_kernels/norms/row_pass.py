@@ -1,0 +1,168 @@
+"""A row pass: what a norm's forward or backward computes, one row at a time.
+
+It reads matrices (N, D), whose rows are independent of each other, and vectors (D,), which all rows share. Each row
+goes through these steps:
+
+      matrices (N, D)                     vectors (D,)
+    ┌─────────────────────┐             ┌─────────────┐
+    │  x, or dy and x, …  │             │ scale, bias │
+    └──────────┬──────────┘             └──────┬──────┘
+               ├───────────────────────────────┘
+               ▼
+     1. statistics ──── Σ along the row ────► sums (N, 1)         Σ x², say. The forward pass may save these sums,
+        rescue     ──── Σ along the row ────► sums (N, 1)         and the backward pass then begins with them.
+               ▼
+     2. stages     ──── Σ along the row ────► sums (N, 1)         Σ dx̂·x̂, say, which needs Σ x².
+               ▼
+     3. outputs    ─┬── element by element ─► outputs (N, D)      y or dx.
+                    └── Σ over all rows ────► totals (D,)         dscale and dbias.
+
+A stage makes terms, element by element; the runner adds them up along the row. The rescue is a second chance for a row
+whose last statistic overflowed to infinity: its terms are squares of a smaller multiple of the row.
+
+The mathematics of a pass is written once, for any part of a row's elements. A runner calls it for whole arrays (XLA),
+for pieces of a row in registers (Triton, Mosaic GPU) or for chunks of many rows (TPU). Why sums are saved: a backward
+pass that is given the statistics has one stage left. Whether they are saved is the runner's choice.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels._tiles import promoted, split
+
+Arrays = tuple[jax.Array, ...]
+Stage = Callable[..., Arrays]  # stage(sums, *matrices, *vectors) → terms, float32 or wider
+Run = Callable[..., tuple[Arrays, Arrays, Arrays]]  # run(row_pass, matrices, vectors) → outputs, totals, sums to save
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPass:
+    """What is computed of the rows of matrices, and of vectors that all rows share.
+
+    Every function takes `(sums, *matrices, *vectors)`. `sums` are the sums along the row that were made before, in
+    order; an absent vector is None.
+
+    Attributes:
+        name: the kernel's name.
+        outputs: returns the output matrices, and the terms of the totals.
+        output_dtypes: the dtypes of the output matrices.
+        statistics: the first stages, each of one term. Their sums can be saved.
+        rescue: a stage of one term, for rows where the sum of the last statistic is infinite. It is given the same sums
+            as the last statistic, and its own sum comes right after that one's. In other rows nobody reads its sum.
+        stages: the stages after the statistics.
+        num_totals: how many totals there are. They are float32 or wider.
+    """
+
+    name: str
+    outputs: Callable[..., tuple[Arrays, Arrays]]
+    output_dtypes: tuple[jax.typing.DTypeLike, ...]
+    statistics: tuple[Stage, ...] = ()
+    rescue: Stage | None = None
+    stages: tuple[Stage, ...] = ()
+    num_totals: int = 0
+
+    @property
+    def num_statistics(self) -> int:
+        """How many sums can be saved."""
+        return len(self.statistics) + (0 if self.rescue is None else 1)
+
+    @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """Every stage in order, for a runner that makes the rescue's sum for every row."""
+        if self.rescue is None:
+            return (*self.statistics, *self.stages)
+        last, rescue = self.statistics[-1], self.rescue
+
+        def last_and_rescue(*arguments):
+            return *last(*arguments), *rescue(*arguments)
+
+        return (*self.statistics[:-1], last_and_rescue, *self.stages)
+
+
+def in_float32(x: jax.Array) -> jax.Array:
+    """x in float32; in float64 if it is float64."""
+    return x.astype(promoted(x.dtype, jnp.float32))
+
+
+# --- what the runners of Pallas kernels share -------------------------------------------------------------------------
+
+
+def statistic_sums(
+    row_pass: RowPass, sum_along_row: Callable[..., Arrays], overflows: Callable[[jax.Array], jax.Array]
+) -> Arrays:
+    """The sums of the statistics and of the rescue, which is run only if it is needed, and is 0 otherwise.
+
+    `sum_along_row(stage, sums, number)` makes the sums of a stage, the first of which is the row's `number`-th.
+    `overflows(sum)` says whether any row of the last statistic's sum is infinite.
+    """
+    if not row_pass.statistics:
+        return ()
+    before: Arrays = ()
+    for stage in row_pass.statistics[:-1]:
+        before += sum_along_row(stage, before, len(before))
+    last = sum_along_row(row_pass.statistics[-1], before, len(before))
+    if row_pass.rescue is None:
+        return before + last
+    rescued = jax.lax.cond(
+        overflows(last[0]),
+        lambda: sum_along_row(row_pass.rescue, before, len(before) + 1),
+        lambda: (jnp.zeros_like(last[0]),),
+    )
+    return before + last + rescued
+
+
+class Refs(NamedTuple):
+    """A kernel's references to memory, by what lies there."""
+
+    matrices: Sequence[Any]
+    known_sums: Sequence[Any]  # which an earlier pass saved
+    vectors: Sequence[Any]  # those that are present
+    outputs: Sequence[Any]
+    saved_sums: Sequence[Any]
+    totals: Sequence[Any]  # each program's or block's own share of them
+    scratch: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """How many arrays of each kind a kernel reads and writes, in the order of `Refs`."""
+
+    num_matrices: int
+    num_known_sums: int
+    has_vector: tuple[bool, ...]
+    num_outputs: int
+    num_saved_sums: int
+    num_totals: int
+
+    @classmethod
+    def of(
+        cls,
+        row_pass: RowPass,
+        matrices: Sequence[jax.Array],
+        vectors: Sequence[jax.Array | None],
+        known_sums: Arrays,
+        *,
+        saves_sums: bool,
+    ) -> "Signature":
+        """The signature of a pass over these arrays. Sums that are known already are not saved again."""
+        return cls(
+            num_matrices=len(matrices),
+            num_known_sums=len(known_sums),
+            has_vector=tuple(x is not None for x in vectors),
+            num_outputs=len(row_pass.output_dtypes),
+            num_saved_sums=row_pass.num_statistics if saves_sums and not known_sums else 0,
+            num_totals=row_pass.num_totals,
+        )
+
+    def refs(self, refs: Sequence[Any]) -> Refs:
+        """A kernel's references, sorted."""
+        operands = self.num_matrices, self.num_known_sums, sum(self.has_vector)
+        return Refs(*split(refs, (*operands, self.num_outputs, self.num_saved_sums, self.num_totals)))
+
+    def results(self, results: Sequence[jax.Array]) -> Sequence[Sequence[jax.Array]]:
+        """A kernel's results, sorted: outputs, saved sums, and every program's share of the totals."""
+        return split(results, (self.num_outputs, self.num_saved_sums))

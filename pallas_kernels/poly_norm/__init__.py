@@ -1,1 +1,0 @@
-"""PolyNorm, a polynomial activation of normalised powers (Zhuo et al., 2024)."""

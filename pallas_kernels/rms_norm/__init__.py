@@ -1,1 +1,0 @@
-"""RMSNorm (Zhang and Sennrich, 2019)."""

@@ -1,0 +1,88 @@
+"""Checkpoints of the examples: what is kept, and what is said of a folder that cannot be gone on from."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.checkpoints import Checkpoints
+from examples.command import UserError
+
+STATE, LOG = [jnp.arange(6.0), jnp.ones((), jnp.int32)], {"losses": [3.0]}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "checkpoints"
+    Checkpoints(folder, {"steps": 3}, fresh=False).save(1, STATE, LOG)
+    return folder
+
+
+def test_a_checkpoint_is_read_back_and_its_step_is_printed(folder, capsys):
+    state, log = Checkpoints(folder, {"steps": 3}, fresh=False).restore(STATE) or ([], {})
+    np.testing.assert_array_equal(state[0], STATE[0])
+    assert log == LOG and capsys.readouterr().out == "resumed at step 1\n"
+
+
+def test_fresh_keeps_the_old_checkpoint_until_there_is_a_new_one(folder):
+    fresh = Checkpoints(folder, {"steps": 4}, fresh=True)
+    assert fresh.restore(STATE) is None and fresh.latest_step is None and (folder / "1").is_dir()
+    fresh.save(1, STATE, LOG)
+    assert Checkpoints(folder, {"steps": 4}, fresh=False).restore(STATE)[1] == LOG
+
+
+def test_settings_are_written_with_the_first_checkpoint(tmp_path):
+    first = Checkpoints(tmp_path / "new", {"steps": 3}, fresh=False)
+    assert first.restore(STATE) is None and not any((tmp_path / "new").iterdir())
+    (tmp_path / "new" / "settings.json").write_text("{")  # of a run that was killed before its checkpoint was whole
+    other = Checkpoints(tmp_path / "new", {"steps": 4}, fresh=False)
+    assert other.restore(STATE) is None
+    other.save(1, STATE, LOG)
+    assert json.loads((tmp_path / "new" / "settings.json").read_text()) == {"steps": 4}
+
+
+def test_settings_that_came_and_went_are_named(folder):
+    with pytest.raises(UserError, match="holds another run: remat=None became 'full', steps=3 became None. Pass --fre"):
+        Checkpoints(folder, {"remat": "full"}, fresh=False).restore(STATE)
+
+
+def _truncate(path):
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _empty(path):
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ["damage", "message"],
+    [
+        (lambda f: (f / "settings.json").write_text('{"steps":'), "settings.json, which .* cannot be read"),
+        (lambda f: (f / "settings.json").write_text("[3]"), "settings.json, which .* cannot be read"),
+        (lambda f: (f / "settings.json").unlink(), "settings.json, which .* cannot be read"),
+        (lambda f: _truncate(f / "1" / "state"), r"The checkpoint .*/checkpoints/1 cannot be read \(\w+: "),
+        (lambda f: _empty(f / "1" / "state"), r"The checkpoint .*/checkpoints/1 cannot be read \(\w+: "),
+        (lambda f: _truncate(f / "1" / "log"), r"The checkpoint .*/checkpoints/1 cannot be read \(\w+: "),
+        (lambda f: _empty(f / "1"), r"The checkpoint .*/checkpoints/1 cannot be read \(\w+: "),
+    ],
+    ids=["settings cut", "settings no object", "no settings", "state cut", "no state", "log cut", "all files gone"],
+)
+def test_a_damaged_folder_is_one_sentence_that_names_fresh(folder, damage, message):
+    damage(folder)
+    with pytest.raises(UserError, match=message + ".*Pass --fresh to start over, or another --out.$") as error:
+        Checkpoints(folder, {"steps": 3}, fresh=False).restore(STATE)
+    assert "\n" not in str(error.value)
+    Checkpoints(folder, {"steps": 3}, fresh=True).save(1, STATE, LOG)
+    assert Checkpoints(folder, {"steps": 3}, fresh=False).restore(STATE)[1] == LOG
+
+
+def test_a_folder_that_cannot_be_made_is_named_as_it_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="^Nothing can be written to file/checkpoints: Not a directory. Pass another"):
+        Checkpoints(type(tmp_path)("file/checkpoints"), {}, fresh=False)

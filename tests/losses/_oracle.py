@@ -1,0 +1,53 @@
+"""How a loss is measured: against a float64 oracle in NumPy, its gradients against the oracle's central differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOLERANCE = 2e-5  # of the largest reference value, in float32
+STEP = 1e-5  # of the central differences; their error is near 1e-10
+
+
+def float32(x):
+    """The values that both sides compute from."""
+    return np.asarray(x, np.float32)
+
+
+def numerical_gradient(function, x):
+    """By central differences in float64; `function` returns a number."""
+    gradient = np.zeros_like(x)
+    for index in np.ndindex(x.shape):
+        up, down = x.copy(), x.copy()
+        up[index] += STEP
+        down[index] -= STEP
+        gradient[index] = (function(up) - function(down)) / (2 * STEP)
+    return gradient
+
+
+def close(found, expected, tolerance=TOLERANCE):
+    """By the largest error, as a share of the largest reference value."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert found.shape == expected.shape
+    assert np.isfinite(found).all()
+    error, scale = np.abs(found - expected).max(initial=0.0), np.abs(expected).max(initial=0.0)
+    assert error <= tolerance * scale, f"largest error {error} of {scale}"
+
+
+def assert_matches(ours, oracle, arrays, cotangent=None):
+    """Values and the gradients by all `arrays`, under jit and strict promotion."""
+    arrays = [float32(x) for x in arrays]
+    exact = [x.astype(np.float64) for x in arrays]
+    expected = np.asarray(oracle(*exact))
+    weights = np.cos(np.arange(expected.size)).reshape(expected.shape) if cotangent is None else cotangent
+
+    def run(*arrays):
+        value, pullback = jax.vjp(ours, *arrays)
+        return value, pullback(jnp.asarray(weights, jnp.float32))
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        value, gradients = jax.jit(run)(*(jnp.asarray(x) for x in arrays))
+    assert value.dtype == jnp.float32
+    close(value, expected)
+    for i, found in enumerate(gradients):
+        of_one = lambda x, i=i: float(np.sum(weights * oracle(*exact[:i], x, *exact[i + 1 :])))
+        close(found, numerical_gradient(of_one, exact[i]))

@@ -1,0 +1,161 @@
+"""Divergences of logits are their definitions, with masks, temperatures, impossible tokens and equal distributions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax.losses import cosine_distance, js_divergence, kl_divergence, tv_distance
+from tests.losses._oracle import assert_matches, close
+
+N, V = 5, 13
+DIVERGENCES = [kl_divergence, js_divergence, tv_distance]
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def oracle(divergence, student, teacher, temperature=1.0, beta=0.5):
+    s, t = softmax(student / temperature), softmax(teacher / temperature)
+    kl = lambda p, q: (p * np.log(p / q)).sum(-1)
+    m = (1 - beta) * s + beta * t
+    return {
+        "kl_divergence": lambda: kl(t, s),
+        "js_divergence": lambda: beta * kl(t, m) + (1 - beta) * kl(s, m),
+        "tv_distance": lambda: 0.5 * np.abs(s - t).sum(-1),
+        "cosine_distance": lambda: (
+            1 - (student * teacher).sum(-1) / np.linalg.norm(student, axis=-1) / np.linalg.norm(teacher, axis=-1)
+        ),
+    }[divergence.__name__]()
+
+
+@pytest.fixture
+def logits(rng):
+    return list(2 * rng.standard_normal((2, N, V)))
+
+
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_values_and_gradients_are_those_of_the_definition(divergence, reduction, logits):
+    reduce = dict(mean=np.mean, sum=np.sum, none=lambda x: x)[reduction]
+    ours = lambda *a: divergence(*a, reduction=reduction)
+    assert_matches(ours, lambda *a: reduce(oracle(divergence, *a)), logits)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_temperature_divides_both_logits_and_nothing_multiplies_it_back(divergence, logits):
+    assert_matches(lambda *a: divergence(*a, temperature=2.5), lambda *a: oracle(divergence, *a, 2.5).mean(), logits)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.9])
+def test_beta_moves_the_mixture(beta, logits):
+    assert_matches(
+        lambda *a: js_divergence(*a, beta=beta), lambda *a: oracle(js_divergence, *a, beta=beta).mean(), logits
+    )
+
+
+def test_the_js_divergence_tends_to_both_kl_divergences(logits):
+    """To 2 %, because what is left out is of the order β log β, and float32 leaves 1e-3 of so small a divergence."""
+    student, teacher = (jnp.asarray(x, jnp.float32) for x in logits)
+    close(js_divergence(student, teacher, beta=1e-4) / 1e-4, kl_divergence(student, teacher), 2e-2)
+    close(js_divergence(student, teacher, beta=1 - 1e-4) / 1e-4, kl_divergence(teacher, student), 2e-2)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_log_probabilities_do_as_well_as_logits(divergence, logits):
+    logits = [jnp.asarray(x, jnp.float32) for x in logits]
+    found = divergence(*map(jax.nn.log_softmax, logits), temperature=2.0)
+    close(found, divergence(*logits, temperature=2.0))
+
+
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
+def test_tokens_that_do_not_count_may_be_anything_and_have_no_gradient(divergence, logits):
+    where = np.array([True, False, True, True, False])
+    expected = oracle(divergence, *(x[where] for x in logits)).mean()
+    spoiled = [jnp.asarray(np.where(where[:, None], x, np.nan), jnp.float32) for x in logits]
+    f = lambda *a: divergence(*a, where=jnp.asarray(where))
+    value, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(*spoiled)
+    close(value, expected)
+    for gradient in gradients:
+        assert np.isfinite(gradient).all() and not gradient[~where].any() and gradient[where].any()
+    none = divergence(*spoiled, where=jnp.zeros(N, bool))
+    assert none == 0
+
+
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
+def test_equal_distributions_have_no_divergence_and_no_pull(divergence, logits):
+    x = jnp.asarray(40 * logits[0], jnp.float32)
+    value, gradients = jax.jit(jax.value_and_grad(divergence, (0, 1)))(x, x)
+    assert abs(value) < 1e-6
+    assert all(np.abs(g).max() < 1e-6 for g in gradients)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_impossible_tokens_add_nothing(divergence, logits):
+    """A teacher's probability of 0, as top-k sampling or a mask makes it, and one that both call impossible."""
+    student, teacher = (x.copy() for x in logits)
+    teacher[:, 3] = student[:, 5] = teacher[:, 5] = -np.inf
+    possible = np.full((2, N, V), -700.0)  # p = 1e-300 or so in the oracle's float64
+    possible = np.maximum([student, teacher], possible)
+    arrays = [jnp.asarray(x, jnp.float32) for x in (student, teacher)]
+    value, gradients = jax.jit(jax.value_and_grad(divergence, (0, 1)))(*arrays)
+    close(value, oracle(divergence, *possible).mean())
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_what_the_student_calls_impossible_and_the_teacher_does_not_is_infinitely_far(logits):
+    student, teacher = (jnp.asarray(x, jnp.float32) for x in logits)
+    student = student.at[0, 3].set(-jnp.inf)
+    assert kl_divergence(student, teacher) == jnp.inf
+    assert js_divergence(student, teacher) < np.log(2)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_far_logits_stay_finite(divergence):
+    ends = jnp.asarray([[80.0, -80.0, 0.0]])
+    value, gradients = jax.jit(jax.value_and_grad(divergence, (0, 1)))(ends, -ends)
+    close(value, oracle(divergence, np.asarray(ends, np.float64), -np.asarray(ends, np.float64)).mean())
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_the_cosine_is_safe_for_zeros_and_far_vectors():
+    far, zero = jnp.asarray([[3e30, 4e30]]), jnp.zeros((1, 2))
+    close(cosine_distance(far, jnp.asarray([[1e-30, 0.0]])), 0.4)
+    value, gradients = jax.value_and_grad(cosine_distance, (0, 1))(zero, far)
+    assert value == 1 and not any(g.any() for g in gradients)
+
+
+def test_half_precision_is_computed_in_float32(logits):
+    half = [jnp.asarray(x, jnp.bfloat16) for x in logits]
+    exact = [x.astype(jnp.float32) for x in half]
+    for divergence in (*DIVERGENCES, cosine_distance):
+        assert divergence(*half).dtype == jnp.float32
+        np.testing.assert_array_equal(divergence(*half), divergence(*exact))
+
+
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, cosine_distance])
+def test_wrong_arguments_are_refused(divergence, unchecked_types):
+    x = jnp.ones((2, 3))
+    name = divergence.__name__
+    with pytest.raises(ValueError, match=rf"{name}: student has shape \(2, 3\) and teacher \(2, 4\).*: v"):
+        divergence(x, jnp.ones((2, 4)))
+    with pytest.raises(TypeError, match=f"{name}: student has dtype int32"):
+        divergence(x.astype(jnp.int32), x)
+    with pytest.raises(ValueError, match=f"{name}: reduction='batchmean' is unknown"):
+        divergence(x, x, reduction="batchmean")
+    with pytest.raises(TypeError, match=f"{name}: where has dtype float32, but must be bool"):
+        divergence(x, x, where=jnp.ones(2))
+    with pytest.raises(ValueError, match=rf"{name}: where has shape \(2, 3\), but must have shape \(2,\)"):
+        divergence(x, x, where=jnp.ones((2, 3), bool))
+
+
+def test_temperature_and_beta_keep_their_laws(unchecked_types):
+    x = jnp.ones((2, 3))
+    for divergence in DIVERGENCES:
+        with pytest.raises(ValueError, match="temperature=0.0 must be a finite number > 0"):
+            divergence(x, x, temperature=0.0)
+    for beta in (0, 1.0):
+        with pytest.raises(ValueError, match=rf"beta={beta} must be in \(0, 1\); the limits 0 and 1 are kl_divergence"):
+            js_divergence(x, x, beta=beta)

@@ -1,0 +1,358 @@
+"""policy_loss is its papers' objective in TRL's definition, and policy_token_loss is the part that is separable."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax.losses import group_advantages, policy_loss, policy_token_loss, policy_weights
+from liger_jax.losses._policy_formulas import CLIPPING_TYPES, LOSS_TYPES
+from tests.losses._oracle import assert_matches, close
+
+B, T = 4, 6
+MASK = np.arange(T) < np.array([[6], [2], [4], [1]])
+MASK[0, 2] = False  # a tool's answer amid a completion
+ADVANTAGES = np.array([1.3, -0.7, 0.4, -2.0])
+MAX_LENGTH = 9
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def oracle(
+    log_probs,
+    old,
+    reference=None,
+    *,
+    loss_type="dapo",
+    level="token",
+    low=0.2,
+    high=0.2,
+    delta=None,
+    beta=0.0,
+    unbiased=True,
+    importance=1.0,
+    advantages=ADVANTAGES[:, None],
+    detached=None,
+):
+    """Token by token, by the papers' cases; `detached` is where the gradient is stopped."""
+    counts = MASK.sum(1, keepdims=True)
+    log_ratio = log_probs - old
+    if level == "sequence":
+        log_ratio = (log_ratio * MASK).sum(1, keepdims=True) / counts
+    ratio = np.exp(log_ratio)
+    advantages = np.broadcast_to(advantages, MASK.shape)
+    if loss_type == "cispo":
+        constant = ratio if detached is None else np.exp(detached - old)
+        losses = -np.minimum(constant, high) * advantages * log_probs
+    elif loss_type == "sapo":
+        tau = np.where(advantages > 0, 1.0, 1.05)
+        losses = -4 / tau * sigmoid(tau * (ratio - 1)) * advantages
+    else:
+        bounded = np.minimum(ratio, np.inf if delta is None else delta)
+        losses = -np.minimum(bounded * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages)
+    losses = losses * importance
+    if beta:
+        d = reference - log_probs
+        losses = losses + beta * (np.exp(d) - d - 1) * (ratio if unbiased else 1)
+    losses = losses * MASK
+    if loss_type in ("grpo", "sapo"):
+        return np.mean(losses.sum(1) / counts[:, 0])
+    if loss_type == "luspo":
+        return np.mean(losses.sum(1))
+    return losses.sum() / (B * MAX_LENGTH if loss_type == "dr_grpo" else MASK.sum())
+
+
+def options_of(loss_type):
+    return dict(loss_type=loss_type, mask=jnp.asarray(MASK)) | (
+        dict(max_length=MAX_LENGTH) if loss_type == "dr_grpo" else {}
+    )
+
+
+def loss(log_probs, old, reference=None, *, advantages=ADVANTAGES, **options):
+    advantages = jnp.asarray(advantages, jnp.float32)
+    return policy_loss(log_probs, old, advantages, reference_log_probs=reference, **options).loss
+
+
+@pytest.fixture
+def arrays(rng):
+    """Log-probabilities under the policy, the one that sampled, and the reference."""
+    policy = -rng.gamma(1.0, 1.0, (B, T))
+    return [policy, policy + 0.4 * rng.standard_normal((B, T)), policy + 0.5 * rng.standard_normal((B, T))]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", [t for t in LOSS_TYPES if t != "cispo"])
+def test_every_type_is_its_paper_s_objective_at_both_levels(loss_type, level, arrays):
+    ours = functools.partial(loss, importance_level=level, **options_of(loss_type))
+    assert_matches(ours, functools.partial(oracle, loss_type=loss_type, level=level), arrays[:2])
+
+
+def test_cispo_clips_the_weight_and_not_the_gradient(arrays):
+    policy, old = arrays[:2]
+    ours = lambda x: loss(x, jnp.asarray(old, jnp.float32), epsilon_high=1.1, **options_of("cispo"))
+    old = np.float32(old).astype(np.float64)
+    fixed = np.float32(policy).astype(np.float64)
+    assert_matches(ours, lambda x: oracle(x, old, loss_type="cispo", high=1.1, detached=fixed), [policy])
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("loss_type, level", [("dapo", "token"), ("grpo", "sequence"), ("sapo", "token")])
+def test_the_penalty_is_k3_times_the_ratio_or_plain(loss_type, level, unbiased, arrays):
+    options = options_of(loss_type) | dict(importance_level=level, beta=0.3, unbiased_kl=unbiased)
+    ours = functools.partial(loss, **options)
+    assert_matches(
+        ours, functools.partial(oracle, loss_type=loss_type, level=level, beta=0.3, unbiased=unbiased), arrays
+    )
+
+
+def test_ranges_and_delta_are_options(arrays):
+    arrays = [arrays[0], arrays[0] - 2 * (arrays[0] - arrays[1])]
+    ours = functools.partial(loss, epsilon_low=0.1, epsilon_high=0.5, delta=1.7, **options_of("dapo"))
+    assert_matches(ours, functools.partial(oracle, low=0.1, high=0.5, delta=1.7), arrays)
+
+
+@pytest.mark.parametrize("shape", [(B, 1), (B, T)])
+def test_importance_ratios_multiply_the_losses_and_not_the_penalty(shape, arrays, rng):
+    importance = rng.uniform(0.5, 2.0, shape).astype(np.float32)
+    ours = functools.partial(loss, importance_ratio=jnp.asarray(importance), beta=0.3, **options_of("dapo"))
+    assert_matches(ours, functools.partial(oracle, importance=importance, beta=0.3), arrays)
+
+
+def test_advantages_may_be_one_for_each_token(arrays, rng):
+    advantages = rng.standard_normal((B, T)).astype(np.float32)
+    ours = functools.partial(loss, advantages=advantages, **options_of("dapo"))
+    assert_matches(ours, functools.partial(oracle, advantages=advantages), arrays[:2])
+
+
+def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_type(arrays, rng):
+    entropy = rng.gamma(2.0, 1.0, (B, T))
+    ours = lambda x, old, h: loss(x, old, entropy=h, entropy_coef=0.1, **options_of("grpo"))
+    expected = lambda x, old, h: oracle(x, old, loss_type="grpo") - 0.1 * (h * MASK).sum() / MASK.sum()
+    assert_matches(ours, expected, [*arrays[:2], entropy])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_token_form_weighted_and_summed_is_the_loss(loss_type, arrays):
+    policy, old, reference = (jnp.asarray(x, jnp.float32) for x in arrays)
+    weights, denominator = policy_weights(
+        jnp.asarray(MASK), loss_type, max_length=MAX_LENGTH if loss_type == "dr_grpo" else None
+    )
+    advantages = jnp.broadcast_to(jnp.asarray(ADVANTAGES, jnp.float32)[:, None], (B, T))
+
+    def by_tokens(x):
+        losses = policy_token_loss(x, old, advantages, reference, loss_type=loss_type, beta=0.1)
+        return jnp.sum(weights * losses) / denominator
+
+    whole = lambda x: loss(x, old, reference, beta=0.1, **options_of(loss_type))
+    (found, gradient), (expected, true_gradient) = (jax.jit(jax.value_and_grad(f))(policy) for f in (by_tokens, whole))
+    close(found, expected)
+    close(gradient, true_gradient)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_micro_batches_of_one_step_add_up_to_it(loss_type, arrays, rng):
+    policy, old = (jnp.asarray(x, jnp.float32) for x in arrays[:2])
+    entropy = jnp.asarray(rng.gamma(2.0, 1.0, (B, T)), jnp.float32)
+    options = options_of(loss_type) | dict(entropy_coef=0.1)
+    _, denominator = policy_weights(jnp.asarray(MASK), loss_type, options.get("max_length"))
+
+    def part(rows, **denominators):
+        of_rows = dict(mask=jnp.asarray(MASK)[rows], entropy=entropy[rows], advantages=ADVANTAGES[rows])
+        return loss(policy[rows], old[rows], **options | of_rows, **denominators)
+
+    whole_step = dict(denominator=denominator, entropy_denominator=float(MASK.sum()))
+    parts = lambda: part(slice(0, 1), **whole_step) + part(slice(1, B), **whole_step)
+    close(jax.jit(parts)(), jax.jit(lambda: part(slice(None)))())
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_fresh_sample_trains_in_full_at_every_range(loss_type, level, arrays):
+    """Its ratio is 1, the end of the range at ε = 0, where half the gradient is easily lost."""
+    policy = jnp.asarray(arrays[0], jnp.float32)
+    options = options_of(loss_type) | dict(importance_level=level)
+    if loss_type != "sapo":
+        options |= dict(epsilon_high=1.0 if loss_type == "cispo" else 0.0)
+    if loss_type in CLIPPING_TYPES:
+        options |= dict(epsilon_low=0.0)
+    weights, denominator = policy_weights(jnp.asarray(MASK), loss_type, options.get("max_length"))
+    gradient = jax.jit(jax.grad(lambda x: loss(x, None, **options)))(policy)
+    plain = -np.asarray(weights) * ADVANTAGES[:, None] / denominator  # that of REINFORCE
+    if level == "sequence" and loss_type != "cispo":
+        plain = plain.sum(1, keepdims=True) / MASK.sum(1, keepdims=True) * MASK
+    close(gradient, plain)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_ratios_that_overflow_stay_finite(loss_type, level):
+    mask = jnp.ones((4, 2), bool)
+    policy = jnp.asarray([[-1.0, -1.0], [-1.0, -1.0], [-1e4, -1e4], [-1e4, -1e4]])
+    old, advantages = policy[::-1], jnp.asarray([1.0, -1.0, 1.0, -1.0])
+    options = options_of(loss_type) | dict(mask=mask, importance_level=level, advantages=advantages)
+    far_ratios, far_reference = lambda x: loss(x, old, **options), lambda x: loss(x, x, old, beta=0.1, **options)
+    found = jax.jit(lambda x: [jax.value_and_grad(f)(x) for f in (far_ratios, far_reference)])(policy)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_tokens_that_do_not_count_may_be_anything(level, arrays):
+    spoil = lambda x: jnp.asarray(np.where(MASK, x, np.nan), jnp.float32)
+    clean = [jnp.asarray(x, jnp.float32) for x in arrays]
+    options = options_of("grpo") | dict(importance_level=level, beta=0.2, entropy_coef=0.1)
+    f = jax.jit(
+        lambda x, old, reference, entropy: policy_loss(
+            x, old, jnp.asarray(ADVANTAGES, jnp.float32), reference_log_probs=reference, entropy=entropy, **options
+        )
+    )
+    output = f(*map(spoil, (*arrays, arrays[0])))
+    expected = f(*clean, clean[0])
+    jax.tree.map(close, output, expected)
+    gradient = jax.jit(jax.grad(lambda *a: f(*a).loss))(*map(spoil, (*arrays, arrays[0])))
+    assert np.isfinite(gradient).all() and not gradient[~MASK].any()
+
+
+def test_what_is_logged_has_no_gradient_and_counts_tokens(arrays):
+    policy, old, reference = (jnp.asarray(x, jnp.float32) for x in arrays)
+    options = options_of("dapo") | dict(epsilon_low=0.1, epsilon_high=0.3)
+    f = lambda x: policy_loss(x, old, jnp.asarray(ADVANTAGES, jnp.float32), reference_log_probs=reference, **options)
+    output = f(policy)
+    ratio, d = np.exp(arrays[0] - arrays[1]), arrays[2] - arrays[0]
+    negative, share = ADVANTAGES[:, None] < 0, lambda x: (x & MASK).sum() / MASK.sum()
+    close(output.kl, ((np.exp(d) - d - 1) * MASK).sum() / MASK.sum())
+    assert output.clipped_low == pytest.approx(share((ratio < 0.9) & negative))
+    assert output.clipped_high == pytest.approx(share((ratio > 1.3) & ~negative))
+    assert not output.token_losses[~MASK].any()
+    logged = lambda x: sum(jnp.sum(y) for y in (f(x).token_losses, f(x).kl))
+    assert not jax.grad(logged)(policy).any()
+
+
+def test_a_mask_without_tokens_is_0_under_jit_and_refused_outside(arrays):
+    policy, mask = jnp.asarray(arrays[0], jnp.float32), jnp.zeros((B, T), bool)
+    f = lambda x, mask: loss(x, None, mask=mask)
+    assert jax.jit(f)(policy, mask) == 0
+    assert not jax.jit(jax.grad(f))(policy, mask).any()
+    with pytest.raises(ValueError, match="policy_loss: mask counts no token; leave such a batch out"):
+        f(policy, mask)
+    with pytest.raises(ValueError, match="policy_weights: mask counts no token"):
+        policy_weights(mask)
+
+
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
+def test_advantages_compare_with_the_group(method, rng):
+    rewards = rng.standard_normal((3, 5)).astype(np.float32)
+    exact = rewards.astype(np.float64)
+    centred = exact - exact.mean(1, keepdims=True)
+    expected = {
+        "grpo": centred / (exact.std(1, ddof=1, keepdims=True) + 1e-4),
+        "dr_grpo": centred,
+        "rloo": np.array([[x[i] - np.delete(x, i).mean() for i in range(5)] for x in exact]),
+    }[method]
+    close(group_advantages(jnp.asarray(rewards), method), expected)
+    where = np.array([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [0, 1, 0, 0, 0]], bool)
+    found = group_advantages(jnp.asarray(np.where(where, rewards, np.nan)), method, where=jnp.asarray(where))
+    close(found[0], expected[0])
+    close(found[1, [0, 2, 3]], group_advantages(jnp.asarray(rewards[1:2, [0, 2, 3]]), method)[0])
+    assert not found[1, [1, 4]].any() and not found[2].any()
+
+
+def test_equal_rewards_teach_nothing():
+    assert not group_advantages(jnp.full((2, 4), 0.25)).any()
+
+
+LOG_PROBS = jnp.full((2, 3), -1.0)
+ALL = jnp.ones((2, 3), bool)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(loss_type="ppo"), ValueError, "loss_type='ppo' is unknown"),
+        (dict(importance_level="word"), ValueError, "importance_level='word' is unknown"),
+        (dict(epsilon_low=1.0), ValueError, r"epsilon_low=1.0 must be in \[0, 1\)"),
+        (dict(epsilon_high=-0.1), ValueError, "epsilon_high=-0.1 must be a finite number >= 0"),
+        (dict(delta=0.5), ValueError, "delta=0.5 must be > 1"),
+        (dict(beta=-0.1), ValueError, "beta=-0.1 must be a finite number >= 0"),
+        (dict(beta=0.1), ValueError, "beta=0.1 needs reference_log_probs; pass them, or beta=0.0"),
+        (dict(beta=jnp.asarray(0.1)), TypeError, "beta is a .*, but must be a Python number"),
+        (dict(loss_type="cispo", epsilon_low=0.2), ValueError, "epsilon_low is given, but loss_type='cispo' does not"),
+        (dict(loss_type="sapo", epsilon_high=0.2), ValueError, "epsilon_high is given, but loss_type='sapo' does not"),
+        (dict(loss_type="cispo", delta=2.0), ValueError, "delta is given, but loss_type='cispo' does not"),
+        (dict(sapo_temperatures=(1.0, 1.0)), ValueError, "sapo_temperatures is given, but loss_type='dapo' does not"),
+        (
+            dict(loss_type="sapo", sapo_temperatures=(1.0, 0.0)),
+            ValueError,
+            r"sapo_temperatures\[1\]=0.0 must be a fini",
+        ),
+        (dict(loss_type="sapo", sapo_temperatures=(1.0,)), ValueError, r"sapo_temperatures=\(1.0,\) must be two"),
+        (dict(unbiased_kl=None), TypeError, "unbiased_kl=None must be True or False"),
+        (dict(loss_type="dr_grpo"), TypeError, "loss_type='dr_grpo' needs max_length, an int, but it is None"),
+        (dict(loss_type="dr_grpo", max_length=0), ValueError, "max_length=0 must be > 0"),
+        (dict(max_length=9), ValueError, "max_length is given, but loss_type='dapo' does not read it"),
+        (dict(entropy=-LOG_PROBS), ValueError, "entropy belongs to entropy_coef, which is 0.0; pass entropy_coef"),
+        (
+            dict(entropy_coef=0.1),
+            ValueError,
+            "entropy belongs to entropy_coef, which is 0.1; pass the tokens' entropies",
+        ),
+        (dict(entropy_denominator=3.0), ValueError, "entropy_denominator has no meaning without entropy"),
+        (
+            dict(advantages=jnp.ones(3)),
+            ValueError,
+            r"advantages has shape \(3,\), but must have shape \(2,\) or \(2, 3\)",
+        ),
+        (
+            dict(importance_ratio=jnp.ones(2)),
+            ValueError,
+            r"importance_ratio has shape \(2,\), but must have shape \(2, 1",
+        ),
+        (dict(denominator=0), ValueError, "denominator=0 must be a finite number > 0"),
+        (dict(mask=ALL.astype(int)), TypeError, "mask has dtype int32, but must be bool; pass mask != 0"),
+        (dict(mask=ALL[:, :2]), ValueError, r"mask has shape \(2, 2\), but must have shape \(2, 3\)"),
+        (dict(old_log_probs=LOG_PROBS[0]), ValueError, r"old_log_probs has shape \(3,\), but must have shape \(2, 3\)"),
+        (dict(log_probs=LOG_PROBS[0]), ValueError, r"log_probs has shape \(3,\), but must be \(sequences, tokens\)"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_law_and_cure(options, error, message, unchecked_types):
+    arguments = dict(log_probs=LOG_PROBS, old_log_probs=LOG_PROBS, advantages=jnp.ones(2), mask=ALL) | options
+    with pytest.raises(error, match=f"policy_loss: {message}"):
+        policy_loss(**arguments)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(importance_level="sequence"), "importance_level='sequence' is not separable by token"),
+        (dict(reference_log_probs=LOG_PROBS), "reference_log_probs belongs to beta > 0, but beta=0.0; pass beta > 0"),
+        (dict(beta=0.1), "reference_log_probs belongs to beta > 0, but beta=0.1; pass it, or beta=0.0"),
+        (dict(advantages=jnp.ones(2)), r"advantages has shape \(2,\), but must have shape \(2, 3\)"),
+        (dict(loss_type="vespo"), "loss_type='vespo' is unknown"),
+    ],
+)
+def test_the_token_form_refuses_what_is_not_separable(options, message, unchecked_types):
+    arguments = dict(log_probs=LOG_PROBS, old_log_probs=LOG_PROBS, advantages=LOG_PROBS) | options
+    with pytest.raises(ValueError, match=f"policy_token_loss: {message}"):
+        policy_token_loss(**arguments)
+
+
+@pytest.mark.parametrize(
+    "rewards, options, error, message",
+    [
+        (
+            jnp.ones((3, 1)),
+            {},
+            ValueError,
+            r"rewards has shape \(3, 1\), but the last axis must hold a group of at least",
+        ),
+        (jnp.ones((3, 4)), dict(method="gae"), ValueError, "method='gae' is unknown"),
+        (jnp.ones((3, 4), int), {}, TypeError, "rewards has dtype int32, but must be floating point"),
+        (jnp.ones((3, 4)), dict(where=jnp.ones((3, 1), bool)), ValueError, r"where has shape \(3, 1\)"),
+    ],
+)
+def test_wrong_rewards_are_refused(rewards, options, error, message, unchecked_types):
+    with pytest.raises(error, match=f"group_advantages: {message}"):
+        group_advantages(rewards, **options)

@@ -1,0 +1,344 @@
+"""TRL's own numbers: its trainers' loss functions run on our log-probabilities, without a trainer and without a model.
+
+A trainer's method that computes a loss reads options and sends metrics through `self`; a namespace with those options
+stands in for it, and for the model a function that returns the log-probabilities. Gradients come from PyTorch.
+"""
+
+import collections
+import importlib
+import importlib.util
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax import losses
+from liger_jax.losses._dpo_formulas import LOSS_TYPES as DPO_TYPES
+from liger_jax.losses._policy_formulas import LOSS_TYPES as POLICY_TYPES
+from tests.losses._oracle import close
+
+HAS_TRL = all(importlib.util.find_spec(name) for name in ("torch", "trl"))
+pytestmark = [pytest.mark.parity, pytest.mark.skipif(not HAS_TRL, reason="torch or trl is not installed")]
+P, T = 4, 7
+LENGTHS = np.array([5, 2, 4, 6, 3, 6, 1, 4])  # of P chosen and P rejected
+
+
+@pytest.fixture
+def torch():
+    return importlib.import_module("torch")
+
+
+def trl(module):
+    """A module of TRL's, which is imported where a test runs that needs it: that takes seconds."""
+    return importlib.import_module(f"trl.{module}")
+
+
+class Accelerator:
+    """One process, nothing to log."""
+
+    device = "cpu"
+    num_processes = 1
+    sync_gradients = False
+    gather = staticmethod(lambda x: x)
+    gather_for_metrics = staticmethod(lambda x: x)
+    reduce = staticmethod(lambda x, reduction: x)
+
+
+def trainer(**options):
+    fixed = dict(
+        accelerator=Accelerator(),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    return SimpleNamespace(**fixed | options)
+
+
+def assert_same(torch, ours, theirs, *arrays):
+    """Value and gradients by all arrays."""
+    arrays = [np.asarray(x, np.float32) for x in arrays]
+    value, gradients = jax.jit(jax.value_and_grad(ours, tuple(range(len(arrays)))))(*map(jnp.asarray, arrays))
+    tensors = [torch.tensor(x, requires_grad=True) for x in arrays]
+    expected = theirs(*tensors)
+    close(value, expected.detach())
+    true_gradients = torch.autograd.grad(expected, tensors, allow_unused=True)
+    for gradient, x in zip(gradients, true_gradients, strict=True):
+        assert (x is None and not gradient.any()) or close(gradient, x) is None
+
+
+@pytest.fixture
+def tokens(rng):
+    """Log-probabilities of chosen and then rejected, under two policies, and the tokens that count."""
+    log_probs = -rng.gamma(1.0, 1.0, (2 * P, T)).astype(np.float32)
+    other = log_probs + 0.3 * rng.standard_normal((2 * P, T)).astype(np.float32)
+    return log_probs, other, np.arange(T) < LENGTHS[:, None]
+
+
+def dpo_of_trl(torch, log_probs, reference, mask, squares=None, **options):
+    fixed = dict(
+        loss_types=["sigmoid"], beta=0.3, ld_alpha=None, label_smoothing=0.0, use_weighting=squares is not None
+    )
+    divergence = dict(f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5)
+    self = trainer(
+        **fixed | divergence | dict(loss_weights=[1.0]) | options,
+        precompute_ref_logps=False,
+        args=SimpleNamespace(discopop_tau=0.05, gradient_checkpointing_kwargs=None),
+    )
+
+    counted = torch.tensor(mask)
+
+    def model(x):
+        """What a model with a fused head returns: 0 where a token does not count."""
+        zero = torch.zeros_like(x)
+        outputs = dict(log_probs=x * counted, entropy=zero, mean_logits=zero, is_top1=zero.bool())
+        return lambda **inputs: SimpleNamespace(**outputs, log_sum_sq_probs=squares)
+
+    self.ref_model = model(reference)
+    prompt = torch.zeros(mask.shape[0], 1, dtype=torch.long)
+    completion_mask = torch.cat([prompt, counted.long()], 1)
+    inputs = dict(
+        input_ids=torch.zeros_like(completion_mask), completion_mask=completion_mask, attention_mask=completion_mask
+    )
+    return trl("trainer.dpo_trainer").DPOTrainer._compute_loss(self, model(log_probs), inputs, False)
+
+
+def dpo_of_ours(log_probs, reference, mask, **options):
+    where = jnp.asarray(mask)
+    sequences = lambda x: losses.sequence_log_probs(x, where)
+    chosen, rejected = jnp.split(sequences(log_probs), 2)
+    return losses.dpo_loss(chosen, rejected, *jnp.split(sequences(reference), 2), beta=0.3, **options).losses.mean()
+
+
+@pytest.mark.parametrize("loss_type", DPO_TYPES)
+def test_dpo_types(loss_type, tokens, torch):
+    log_probs, reference, mask = tokens
+    smoothing = dict(label_smoothing=0.1) if loss_type in ("exo_pair", "robust", "aot", "aot_unpaired") else {}
+    counts = {}
+    if loss_type in ("ipo", "sigmoid_norm", "sft"):
+        counts["chosen_tokens"] = jnp.asarray(LENGTHS[:P])
+    if loss_type in ("ipo", "sigmoid_norm"):
+        counts["rejected_tokens"] = jnp.asarray(LENGTHS[P:])
+    ours = lambda x: dpo_of_ours(x, jnp.asarray(reference), mask, loss_type=loss_type, **smoothing, **counts)
+    theirs = lambda x: dpo_of_trl(torch, x, torch.tensor(reference), mask, loss_types=[loss_type], **smoothing)
+    assert_same(torch, ours, theirs, log_probs)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
+def test_dpo_divergences(loss_type, divergence, tokens, torch):
+    log_probs, reference, mask = tokens
+    options = dict(chosen_tokens=jnp.asarray(LENGTHS[:P]), rejected_tokens=jnp.asarray(LENGTHS[P:]))
+    options = dict(loss_type=loss_type, f_divergence=divergence) | (options if loss_type == "sigmoid_norm" else {})
+    ours = lambda x: dpo_of_ours(x, jnp.asarray(reference), mask, **options)
+    theirs = lambda x: dpo_of_trl(
+        torch, x, torch.tensor(reference), mask, loss_types=[loss_type], f_divergence_type=divergence
+    )
+    assert_same(torch, ours, theirs, log_probs)
+
+
+def test_dpo_with_several_types_and_wpo_weights(tokens, rng, torch):
+    log_probs, reference, mask = tokens
+    squares = -rng.gamma(1.0, 1.0, log_probs.shape).astype(np.float32)
+
+    def ours(x):
+        weights = losses.wpo_weights(x, jnp.asarray(squares), jnp.asarray(mask))
+        return dpo_of_ours(
+            x,
+            jnp.asarray(reference),
+            mask,
+            loss_type=("sigmoid", "bco_pair"),
+            loss_weights=(0.8, 0.2),
+            pair_weights=weights[:P] * weights[P:],
+        )
+
+    options = dict(loss_types=["sigmoid", "bco_pair"], loss_weights=[0.8, 0.2])
+    theirs = lambda x: dpo_of_trl(torch, x, torch.tensor(reference), mask, torch.tensor(squares), **options)
+    assert_same(torch, ours, theirs, log_probs)
+
+
+def test_ld_dpo(tokens, torch):
+    log_probs, reference, mask = tokens
+    shared = jnp.tile(jnp.minimum(LENGTHS[:P], LENGTHS[P:]), 2)
+
+    def ours(x):
+        sequences = lambda x: losses.sequence_log_probs(x, jnp.asarray(mask), ld_alpha=0.4, shared_tokens=shared)
+        pairs = (*jnp.split(sequences(x), 2), *jnp.split(sequences(jnp.asarray(reference)), 2))
+        return losses.dpo_loss(*pairs, beta=0.3).losses.mean()
+
+    theirs = lambda x: dpo_of_trl(torch, x, torch.tensor(reference), mask, ld_alpha=0.4)
+    assert_same(torch, ours, theirs, log_probs)
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto(loss_type, tokens, rng, torch):
+    log_probs, reference, mask = tokens
+    desirable = np.array([1, 0, 0, 1, 1, 0, 1, 0], bool)
+    others = rng.standard_normal((2, 2 * P)).astype(np.float32)
+    has_kl = loss_type == "kto"
+    kl = jnp.asarray(others[0] - others[1]) if has_kl else None
+
+    def ours(x):
+        sequences = [losses.sequence_log_probs(y, jnp.asarray(mask)) for y in (x, jnp.asarray(reference))]
+        options = dict(beta=0.3, desirable_weight=1.3, undesirable_weight=0.8, loss_type=loss_type)
+        return losses.kto_loss(*sequences, jnp.asarray(desirable), kl=kl, **options).losses.mean()
+
+    def theirs(x):
+        self = trainer(
+            beta=0.3,
+            desirable_weight=1.3,
+            undesirable_weight=0.8,
+            loss_type=loss_type,
+            calculate_KL=has_kl,
+            precompute_ref_logps=True,
+            _compute_kl_logps=lambda *_: torch.tensor(others[0]),
+        )
+        zero = torch.zeros_like(x)
+        model = lambda **_: SimpleNamespace(log_probs=x * torch.tensor(mask), entropy=zero, mean_logits=zero)
+        completion_mask = torch.cat([torch.zeros(2 * P, 1), torch.tensor(mask)], 1).long()
+        inputs = dict(
+            label=torch.tensor(desirable),
+            input_ids=torch.zeros_like(completion_mask),
+            attention_mask=completion_mask,
+            completion_mask=completion_mask,
+            ref_logps=torch.tensor(reference * mask).sum(1),
+            ref_KL_logps=torch.tensor(others[1]),
+        )
+        return trl("trainer.kto_trainer").KTOTrainer._compute_loss(self, model, inputs, False)
+
+    assert_same(torch, ours, theirs, log_probs)
+
+
+def test_orpo(rng, torch):
+    means = -rng.gamma(1.0, 1.0, (2, P))
+    nll = jnp.asarray(1.25)
+    self = trainer(beta=0.3)
+    theirs = lambda w, x: 1.25 - trl("experimental.orpo.orpo_trainer").ORPOTrainer.odds_ratio_loss(self, w, x)[0].mean()
+    assert_same(torch, lambda w, x: losses.orpo_loss(w, x, nll, beta=0.3).losses.mean(), theirs, *means)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
+def test_cpo_and_simpo(loss_type, rng, torch):
+    smoothing = 0.1 if loss_type in ("sigmoid", "simpo") else 0.0
+    arrays = -3 * rng.gamma(1.0, 1.0, (2, P))
+    self = trainer(loss_type=loss_type, beta=0.3, alpha=0.0, simpo_gamma=0.5, label_smoothing=smoothing)
+    options = dict(beta=0.3, label_smoothing=smoothing)
+
+    def ours(w, x):
+        if loss_type == "simpo":
+            return losses.simpo_loss(w, x, gamma=0.5, **options).losses.mean()
+        return losses.cpo_loss(w, x, loss_type=loss_type, cpo_alpha=0.0, **options).losses.mean()
+
+    assert_same(
+        torch, ours, lambda w, x: trl("experimental.cpo.cpo_trainer").CPOTrainer.cpo_loss(self, w, x)[0].mean(), *arrays
+    )
+
+
+def grpo_of_trl(torch, log_probs, old, reference, entropy, mask, advantages, **options):
+    level, delta = options.pop("level"), options.pop("delta", None)
+    self = trainer(
+        beta=0.2,
+        epsilon_low=0.2,
+        importance_sampling_level=level,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        max_completion_length=9,
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        _entropy_bonus_enabled=True,
+        use_adaptive_entropy=False,
+        entropy_coef=0.1,
+        **options,
+        args=SimpleNamespace(
+            delta=delta,
+            use_bias_correction_kl=True,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            steps_per_generation=1,
+        ),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, entropy, None),
+    )
+    mask = torch.tensor(mask).long()
+    inputs = dict(
+        prompt_ids=mask[:, :1],
+        prompt_mask=mask[:, :1],
+        completion_ids=mask,
+        completion_mask=mask,
+        advantages=torch.tensor(advantages),
+        old_per_token_logps=old,
+        ref_per_token_logps=reference,
+        importance_sampling_ratio=torch.full(mask.shape, 1.5),
+        num_items_in_batch=mask.sum(),
+    )
+    return trl("trainer.grpo_trainer").GRPOTrainer._compute_loss(self, None, inputs)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", POLICY_TYPES)
+def test_policy_types(loss_type, level, tokens, rng, torch):
+    """With all that acts at once: a penalty, an importance ratio, an entropy bonus, a range and delta."""
+    log_probs, old, mask = tokens
+    reference, entropy = (log_probs + 0.2).astype(np.float32), rng.gamma(1.0, 1.0, log_probs.shape).astype(np.float32)
+    advantages = rng.standard_normal(2 * P).astype(np.float32)
+    high = 1.1 if loss_type == "cispo" else 0.3
+    delta = 1.4 if loss_type not in ("cispo", "sapo") else None
+    theirs = lambda x, old, reference, entropy: grpo_of_trl(
+        torch,
+        *(x, old, reference, entropy, mask, advantages),
+        loss_type=loss_type,
+        level=level,
+        epsilon_high=high,
+        delta=delta,
+    )
+    options = {} if loss_type == "sapo" else dict(epsilon_high=high, delta=delta)
+    options |= dict(max_length=9) if loss_type == "dr_grpo" else {}
+    ours = lambda x, old, reference, entropy: (
+        losses.policy_loss(
+            x,
+            old,
+            jnp.asarray(advantages),
+            mask=jnp.asarray(mask),
+            reference_log_probs=reference,
+            importance_ratio=jnp.full(mask.shape, 1.5),
+            entropy=entropy,
+            entropy_coef=0.1,
+            beta=0.2,
+            loss_type=loss_type,
+            importance_level=level,
+            **options,
+        ).loss
+    )
+    assert_same(torch, ours, theirs, log_probs, old, reference, entropy)
+
+
+def test_group_advantages(rng, torch):
+    """TRL computes them amid generation, so this restates two places of it: grpo_trainer.py, lines 2765 to 2787, and
+    rloo_trainer.py, lines 1685 to 1690, with TRL's own `nanstd`."""
+    rewards = rng.standard_normal((3, 5)).astype(np.float32)
+    groups = torch.tensor(rewards)
+    centred = groups - groups.nanmean(1, keepdim=True)
+    expected = dict(grpo=centred / (trl("trainer.utils").nanstd(groups, dim=1)[:, None] + 1e-4), dr_grpo=centred)
+    expected["rloo"] = groups - (groups.nansum(1, keepdim=True) - groups) / (5 - 1)
+    for method, advantages in expected.items():
+        close(losses.group_advantages(jnp.asarray(rewards), method), advantages)
+
+
+@pytest.mark.parametrize("beta", [0, 0.3, 1])
+def test_divergences(beta, rng, torch):
+    logits = 2 * rng.standard_normal((2, 3, 4, 11))
+    where = np.arange(4) < np.array([[4], [2], [3]])
+    labels = torch.tensor(np.where(where, 1, -100))
+    options = dict(temperature=2.5, where=jnp.asarray(where))
+    ours = {
+        0: lambda s, t: losses.kl_divergence(s, t, **options),
+        0.3: lambda s, t: losses.js_divergence(s, t, beta=0.3, **options),
+        1: lambda s, t: losses.kl_divergence(t, s, **options),
+    }[beta]
+    theirs = lambda s, t: trl("experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss(
+        s, t, labels, beta=beta, temperature=2.5
+    )
+    assert_same(torch, ours, theirs, *logits)

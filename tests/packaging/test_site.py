@@ -1,0 +1,97 @@
+"""The documentation site: built strictly, with every public name in its reference, and nothing from the network."""
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+MODULES = ("liger_jax.ops", "liger_jax.losses", "liger_jax.layers", "liger_jax.models", "liger_jax.planner")
+ANCHOR = re.compile(r'id="(liger_jax\.[a-z]+\.\w+)"')
+SECTIONS = {"Args:": "Parameters:", "Returns:": "Returns:", "Raises:": "Raises:", "Example:": "Examples:"}
+
+
+def reexports(module: str) -> list[str]:
+    """The names that a package imports as `from … import name as name`."""
+    source = inspect.getsource(importlib.import_module(module))
+    return [name for name, alias in re.findall(r"(\w+) as (\w+)", source) if name == alias]
+
+
+def public_names() -> list[str]:
+    """Every public name by the path that users import it from."""
+    training = importlib.import_module("liger_jax.training")
+    functions = [
+        name for name, x in inspect.getmembers(training, inspect.isfunction) if x.__module__ == training.__name__
+    ]
+    return [f"{module}.{name}" for module in MODULES for name in reexports(module)] + [
+        f"liger_jax.training.{name}" for name in functions if not name.startswith("_")
+    ]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, whose links and names are all found: a warning fails the build."""
+    folder = tmp_path_factory.mktemp("site")
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder)
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)}
+    built = subprocess.run(
+        command, cwd=CHECKOUT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert built.returncode == 0, built.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(site) -> dict[str, str]:
+    """The HTML of each name in the reference."""
+    entries = {}
+    for page in sorted((site / "reference").glob("*.html")):
+        name, *parts = ANCHOR.split(page.read_text(encoding="utf-8"))
+        for name, html in zip(parts[::2], parts[1::2], strict=True):
+            entries[name] = entries.get(name, "") + html
+    return entries
+
+
+def test_every_public_name_is_in_the_reference(reference):
+    missing = sorted(set(public_names()) - set(reference))
+    assert not missing, f"add a line `::: {missing[0]}` to a page of docs/reference, and so on for {missing}"
+
+
+def test_the_package_itself_has_the_names_of_ops():
+    package, ops = importlib.import_module("liger_jax"), importlib.import_module("liger_jax.ops")
+    assert set(reexports("liger_jax")) == {*reexports("liger_jax.ops"), "losses"}
+    assert all(getattr(package, name) is getattr(ops, name) for name in reexports("liger_jax.ops"))
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_an_entry_shows_what_the_docstring_says(reference, name):
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    html = reference[name]
+    if inspect.isfunction(found):
+        assert "doc-signature" in html, "no signature"
+    if inspect.isfunction(found) or inspect.isclass(found):
+        doc = inspect.cleandoc(found.__doc__ or "")
+        sections = [shown for section, shown in SECTIONS.items() if re.search(rf"^{section}$", doc, re.MULTILINE)]
+        lost = [shown for shown in sections if shown not in html]
+        assert not lost, f"the entry of {name} lacks {lost}"
+        assert "Example:" not in doc or "&gt;&gt;&gt;" in html or 'class="gp"' in html, "the example is not code"
+
+
+def test_pages_ask_for_nothing_from_the_network(site):
+    loads = re.compile(
+        r'<(?:script|img|iframe|source)[^>]*\ssrc="?https?://|<link[^>]*\bhref="?https?://|class="mermaid"'
+    )
+    for page in site.rglob("*.html"):
+        assert not (found := loads.search(page.read_text(encoding="utf-8"))), f"{page.name}: {found}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(?:@import|url\()\s*[\"']?https?://", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+def test_the_pictures_of_how_it_works_are_drawn_in_the_pages_own_colours(site):
+    assert (site / "how-it-works.html").read_text(encoding="utf-8").count('<svg role="img"') == 2

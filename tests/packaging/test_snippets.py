@@ -1,0 +1,52 @@
+"""Every Python example in README.md, the site's pages and the models' pages runs as it stands.
+
+An example of README.md or of a model's page stands alone. Those of a page in docs/ follow one another, so that a later
+one uses the names of an earlier. Where a `text` block follows an example, it is what the example prints.
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```$)?", re.DOTALL | re.MULTILINE)
+ALONE = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("models/*/README.md"))]
+PAGES = [page for page in sorted(CHECKOUT.glob("docs/*.md")) if FENCE.search(page.read_text(encoding="utf-8"))]
+
+
+def run(page: Path, fence: re.Match, names: dict) -> None:
+    """Executes an example and compares what it prints."""
+    padding = "\n" * fence.string.count("\n", 0, fence.start("code"))  # so that a traceback names the page's own line
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(padding + fence["code"], page, "exec"), names)
+    if fence["printed"] is not None:
+        assert printed.getvalue() == fence["printed"], f"{page}, the example {fence['code']}"
+
+
+def named(page: Path, fence: re.Match):
+    """A case whose name says where the example stands."""
+    line = fence.string.count("\n", 0, fence.start("code")) + 1
+    return pytest.param(page, fence, id=f"{page.relative_to(CHECKOUT)}:{line}")
+
+
+def test_readme_has_three_examples_or_more():
+    assert len(FENCE.findall(ALONE[0].read_text(encoding="utf-8"))) >= 3
+
+
+@pytest.mark.parametrize(
+    "page, fence", [named(page, fence) for page in ALONE for fence in FENCE.finditer(page.read_text(encoding="utf-8"))]
+)
+def test_example_runs_alone(page, fence):
+    run(page, fence, {"__name__": "example"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "example"}
+    for fence in FENCE.finditer(page.read_text(encoding="utf-8")):
+        run(page, fence, names)

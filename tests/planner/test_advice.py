@@ -1,0 +1,176 @@
+"""What a plan says: whether it fits into what a process gets, and what makes it fit."""
+
+import dataclasses
+import re
+
+import pytest
+
+from liger_jax.planner import plan, report, target
+from liger_jax.planner.advice import changes_to_fit, options
+from liger_jax.planner.command import main
+from liger_jax.planner.compiled import Compiled
+from liger_jax.planner.devices import CONTEXT_BYTES, FRACTIONS, GIB, GPUS, NCCL_BYTES
+from liger_jax.planner.planning import make_run
+from liger_jax.planner.report import bars
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("name", GPUS)
+def test_the_fraction_that_is_advised_holds_what_fits_and_leaves_the_rest_of_the_process_its_memory(name, count):
+    gpu = target(f"{name}:{count}")
+    assert gpu.visible_bytes <= gpu.memory_bytes
+    needs = [int(share * gpu.capacity_bytes) for share in (0.5, 0.75, 0.8, 0.85, 0.9, 0.93, 0.96, 1)]
+    for needed in needs:
+        fraction = gpu.fraction_for(needed)
+        assert fraction is not None
+        assert needed <= 0.98 * fraction * gpu.visible_bytes + 1
+        outside = gpu.visible_bytes * (1 - fraction)
+        assert fraction == FRACTIONS[0] or outside >= CONTEXT_BYTES + (NCCL_BYTES if count > 1 else 0)
+        smaller = [f for f in FRACTIONS if f < fraction]
+        assert all(0.98 * f * gpu.visible_bytes < needed for f in smaller)
+    assert gpu.fraction_for(needs[0]) == 0.75
+    assert gpu.fraction_for(needs[-1] + 1) is None
+
+
+def test_14_gib_do_not_fit_a_t4_of_which_jax_gets_less():
+    found = target("t4")
+    assert 13 * GIB < found.capacity_bytes < 0.95 * 14.6 * GIB
+
+
+def test_the_verdict_comes_first_then_the_largest_batch_then_the_table():
+    lines = report.text(plan("llama-3-8b", batch=16, seq=4096, device="h100:8")).splitlines()
+    assert re.fullmatch(r"Fits: 21\.7 of 7\d\.\d GiB on each of 8\.", lines[0])
+    assert re.fullmatch(r"Largest batch: \d+ with XLA_PYTHON_CLIENT_MEM_FRACTION=0.97 \(estimate\)\.", lines[1])
+    assert lines[3].startswith("llama-3-8b, 16 × 4096 tokens") and lines[5].startswith("GiB on each device")
+    lines = report.text(plan("llama-3-8b", batch=1, seq=4096, device="t4")).splitlines()
+    assert re.fullmatch(r"Does not fit: 121\.5 GiB needed, and a process can have 13\.\d\.", lines[0])
+    assert lines[1] == "No batch of 4096 tokens fits (estimate)."
+
+
+def test_the_largest_batch_is_the_largest_that_fits():
+    found = plan("qwen2-0.5b", batch=8, seq=512, device="t4")
+    at = lambda batch: plan("qwen2-0.5b", batch=batch, seq=512, device="t4").fits
+    assert at(found.largest_batch) and not at(found.largest_batch + 1)
+
+
+MODELS, DEVICES = ("llama-3-8b", "gemma-2-9b", "llama-3-70b"), ("t4", "l4", "a100-40g", "h200", "v5e")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", [MODELS[0], *(pytest.param(name, marks=pytest.mark.full) for name in MODELS[1:])])
+def test_advice_that_is_followed_fits(model, device, capsys):
+    """One sequence: no batch is smaller. The options are read from what the command prints, and given to it."""
+    arguments = f"plan --model {model} --batch 1 --seq 2048 --device {device}".split()
+    fits = main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert fits == ("To make it fit" not in printed) == printed.startswith("Fits:")
+    if fits:
+        return
+    assert "smaller" not in printed
+    steps = [line.split("  ")[1] for line in printed.splitlines() if line.startswith("  --")]
+    advised = [(" ".join(steps), re.search("Then it fits: (.*)", printed)[1])]
+    if in_bfloat16 := re.search("--(state|param)-dtype", advised[0][0]):
+        advised.append(re.search("Or in float32: (.*?), (.*)", printed).groups())
+    for changes, promised in advised:
+        assert main([*arguments, *changes.split()]) == 0
+        assert capsys.readouterr().out.startswith(f"Fits: {promised}\n")
+    assert (model, device) != ("llama-3-8b", "a100-40g") or in_bfloat16
+
+
+@pytest.mark.parametrize(
+    "run, names",
+    [
+        # What costs nothing comes first, then what costs time.
+        (dict(model="qwen2-0.5b", batch=8, seq=4096, device="l4", loss="logits"), ["--loss fused"]),
+        (dict(model="qwen2-1.5b", batch=16, seq=4096, device="h100", remat="none"), ["--remat full"]),
+        (dict(model="qwen2-0.5b", batch=9 * 27, seq=4096, device="l4"), ["--micro-batches 9"]),
+        (dict(model="llama-3-8b", batch=8, seq=2048, device="h100:8", mesh="data=8"), ["--mesh data=1,fsdp=8"]),
+        (dict(model="llama-3.2-1b", batch=1, seq=2048, device="t4"), ["--state-memory host"]),
+        # Quality goes before devices.
+        (
+            dict(model="gemma-2-9b", batch=1, seq=512, device="a100-40g"),
+            ["--state-memory host", "--param-dtype bfloat16"],
+        ),
+        (dict(model="llama-3-8b", batch=1, seq=4096, device="l4"), ["--device l4:4 --batch 4", "--state-memory host"]),
+        # The vocabulary of 151,936 has no more than 128 equal parts.
+        (dict(model="qwen2.5-3b", batch=256, seq=2048, device="l4:256", mesh="data=256"), ["--mesh data=2,fsdp=128"]),
+    ],
+)
+def test_the_cheapest_changes_that_are_enough_are_advised(run, names):
+    run = make_run(**run)
+    changes = changes_to_fit(run)
+    assert [change.name for change in changes] == names
+
+
+def test_each_change_says_what_it_saves_and_nothing_is_advised_without_need():
+    run = make_run("llama-3-8b", batch=64, seq=4096, device="a100-40g:8", remat="none", loss="logits")
+    changes = changes_to_fit(run)
+    assert [change.name for change in changes][0] == "--loss fused"
+    before = plan("llama-3-8b", batch=64, seq=4096, device="a100-40g:8", remat="none", loss="logits").needed
+    for change in changes:
+        assert before - change.saved_bytes == change.total_bytes < before
+        before = change.total_bytes
+    assert changes[-1].total_bytes <= run.target.capacity_bytes
+    assert options(run, changes[-1].run) == " ".join(change.name for change in changes)
+
+
+def test_what_nothing_makes_fit_is_said_to_be_so(capsys):
+    assert main("plan --model qwen2-72b --batch 1 --seq 131072 --device t4".split()) == 1
+    assert "Nothing here makes it fit, and no number of Tesla T4s does" in capsys.readouterr().out
+
+
+def test_advice_counts_what_the_compiler_found_beyond_the_estimate():
+    """A step that fits by the formulas and not by the compiler gets changes, too."""
+    found = plan("qwen2-0.5b", batch=8, seq=512, device="t4", remat="none")
+    assert found.fits and found.changes_to_fit() == []
+    more = {loss: Compiled(e.total + 4 * GIB, 0, 0) for loss, e in found.estimates.items()}
+    found = dataclasses.replace(found, compiled=more)
+    assert not found.fits and found.largest_batch < 8
+    change = found.changes_to_fit()[-1]
+    assert change.total_bytes == plan_of(change.run) + 4 * GIB <= found.run.target.capacity_bytes
+
+
+def plan_of(run):
+    fields = {
+        f.name: getattr(run, f.name) for f in dataclasses.fields(run) if f.name not in ("model", "target", "mesh")
+    }
+    return plan(run.model.name, device=run.target.name, **fields).needed
+
+
+def test_advice_follows_from_the_numbers():
+    small = plan("qwen2-0.5b", batch=1, seq=128, device="h200")
+    large = plan("qwen2-0.5b", batch=64, seq=2048, device="h200")
+    saves = lambda p: 1 - p.totals["fused"] / p.totals["logits"]
+    assert saves(small) < 0.1 < 0.5 < saves(large)
+    assert "at batch" in small.advice and "at batch" not in large.advice
+    assert f"saves {saves(large):.0%}" in large.advice and "That is what makes it fit" in large.advice
+    alone = plan("llama-3-70b", batch=1, seq=128, device="h200")
+    assert "Static memory alone is 1051.3 GiB: shard it over more devices" in alone.advice  # 16 bytes a parameter
+
+
+@pytest.mark.parametrize("fused, said", [(0.8, "saves 20%"), (1.0, "saves nothing here"), (1.012, "takes 1% more")])
+def test_a_loss_that_takes_more_does_not_save_less_than_nothing(fused, said):
+    found = plan("llama-3-8b", batch=64, seq=512, device="v5e:8x8")
+    logits = found.totals["logits"]
+    found = dataclasses.replace(
+        found, compiled={"logits": Compiled(logits, 0, 0), "fused": Compiled(int(fused * logits), 0, 0)}
+    )
+    assert f"the fused loss {said}" in found.advice
+
+
+@pytest.mark.parametrize(
+    "device, options, warned", [("t4", {}, True), ("t4", {"dtype": "float32"}, False), ("l4", {}, False)]
+)
+def test_bfloat16_on_a_card_without_it_is_warned_of(device, options, warned):
+    notes = report.notes(plan("qwen2-0.5b", batch=1, seq=128, device=device, **options))
+    assert any("Tesla T4 has no bfloat16 arithmetic" in note for note in notes) == warned
+
+
+def test_bars_are_as_long_as_the_parts():
+    found = plan("llama-3.2-1b", batch=8, seq=2048, device="a100-40g")
+    fused, logits = bars(found).splitlines()
+    for line, loss in ((fused, "fused"), (logits, "logits")):
+        estimate = found.estimates[loss]
+        assert estimate.total == sum(estimate.parts.values())
+        marks = sum(c.isalpha() for c in line.split("|")[1])
+        assert marks == pytest.approx(60 * estimate.total / found.run.target.capacity_bytes, abs=1)

@@ -1,0 +1,101 @@
+"""Models by the names that people know them by, and by their config.json."""
+
+import json
+import time
+
+import jax
+import pytest
+
+from liger_jax.planner import plan
+from liger_jax.planner.architectures import MODELS, architecture
+
+PUBLISHED = {  # parameters as the models' publishers count them, in billions; of Gemma 3 from 4b on the language part
+    "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98,
+    "llama-3-8b": 8.03, "llama-3-70b": 70.55, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.1-405b": 405.9,
+    "llama-3.2-1b": 1.236, "llama-3.2-3b": 3.213, "llama-3.3-70b": 70.55,
+    "mistral-7b-v0.1": 7.242, "mistral-7b-v0.2": 7.242, "mistral-7b-v0.3": 7.248, "mistral-nemo-2407": 12.25,
+    "mistral-small-24b-2501": 23.57,
+    "qwen2-0.5b": 0.494, "qwen2-1.5b": 1.544, "qwen2-7b": 7.616, "qwen2-72b": 72.71,
+    "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086, "qwen2.5-7b": 7.616, "qwen2.5-14b": 14.77,
+    "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71,
+    "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-4b": 4.022, "qwen3-8b": 8.191, "qwen3-14b": 14.77,
+    "qwen3-32b": 32.76,
+    "gemma-2b": 2.506, "gemma-7b": 8.538, "gemma-2-2b": 2.614, "gemma-2-9b": 9.242, "gemma-2-27b": 27.23,
+    "gemma-3-270m": 0.268, "gemma-3-1b": 1.000, "gemma-3-4b": 3.880, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,
+}  # fmt: skip
+
+
+def test_models_have_as_many_parameters_as_is_published():
+    assert set(PUBLISHED) == set(MODELS)
+    found = {name: architecture(name).num_parameters / 1e9 for name in MODELS}
+    assert found == pytest.approx(PUBLISHED, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name, known",
+    {
+        "Qwen/Qwen2-0.5B": "qwen2-0.5b",
+        "Qwen/Qwen3-8B-Base": "qwen3-8b",
+        "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
+        "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+        "meta-llama/Meta-Llama-3.1-8B-Instruct": "llama-3.1-8b",
+        "meta-llama/Llama-2-7b-chat-hf": "llama-2-7b",
+        "mistralai/Mistral-7B-Instruct-v0.1": "mistral-7b-v0.1",
+        "mistral-7b": "mistral-7b-v0.3",
+        "google/gemma-2-2b-it": "gemma-2-2b",
+        "google/gemma-3-4b-pt": "gemma-3-4b",
+        "Gemma-2-2B": "gemma-2-2b",
+    }.items(),
+)
+def test_models_are_known_by_their_ids_on_hugging_face(name, known):
+    assert architecture(name).config == architecture(known).config
+
+
+def test_a_llama_3_takes_8192_positions_and_a_3_1_takes_131072():
+    assert [architecture(name).config.longest_sequence for name in ("llama-3-8b", "llama-3.1-8b")] == [8192, 131072]
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [("lama-3-8b", "llama-3-8b"), ("qwen2-0.5", "qwen2-0.5b"), ("google/gemma2-2b", "gemma-2-2b")],
+)
+def test_a_name_that_is_nearly_known_is_asked_for(name, meant):
+    with pytest.raises(ValueError, match=f"is neither a file nor known. Did you mean '{meant}'"):
+        architecture(name)
+
+
+def test_config_json_is_read(tmp_path):
+    values = MODELS["qwen2-0.5b"] | {"num_hidden_layers": 2, "architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = architecture(tmp_path)
+    layers = jax.tree.leaves(found.abstract()[1]["model"]["layers"])
+    assert {leaf.shape[0] for leaf in layers} == {2}
+    assert found.num_parameters == architecture(tmp_path / "config.json").num_parameters
+    text = dict(model_type="gemma3_text", hidden_size=64, num_hidden_layers=2, vocab_size=512)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert architecture(tmp_path).config.vocab_size == 512  # the language part of a model that also sees
+
+
+def test_what_lies_in_a_folder_goes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen2-0.5b").mkdir()
+    assert architecture("qwen2-0.5b").config.num_hidden_layers == 24  # a folder without a config.json says nothing
+    (tmp_path / "qwen2-0.5b" / "config.json").write_text(json.dumps(MODELS["qwen2-0.5b"] | {"num_hidden_layers": 3}))
+    assert architecture("qwen2-0.5b").config.num_hidden_layers == 3
+
+
+def test_sizes_without_end_are_refused_or_answered_in_a_moment(tmp_path):
+    """In turn 5,000 layers slide and one does not: as modules these would take minutes."""
+    sizes = dict(model_type="gemma3_text", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    many = dict(sizes, intermediate_size=128, num_hidden_layers=9999, sliding_window_pattern=5001, vocab_size=10**9)
+    path = tmp_path / "config.json"
+    start = time.process_time()
+    path.write_text(json.dumps(many))
+    layer = architecture(path)
+    found = plan(path, batch=8, seq=128, device="h200")
+    assert 9999 * 3 * 64 * 128 < layer.num_parameters - 64 * 10**9 < 9999 * 6 * 64 * 128 and not found.fits
+    for field in ("num_hidden_layers", "vocab_size"):
+        path.write_text(json.dumps(many | {field: 10**15}))
+        with pytest.raises(ValueError, match=f"from {path}: {field}=1000000000000000 must be an int from 1 to"):
+            plan(path, batch=8, seq=128, device="h200")
+    assert time.process_time() - start < 3

@@ -1,0 +1,125 @@
+"""`liger-jax plan` in a terminal: its exit code, and errors that are one sentence."""
+
+import json
+import sys
+
+import pytest
+
+from liger_jax.planner import plan
+from liger_jax.planner.architectures import MODELS
+from liger_jax.planner.command import main
+
+SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
+
+
+def with_(**fields):
+    """A config.json with other fields."""
+    return json.dumps(MODELS["qwen2-0.5b"] | fields).encode()
+
+
+def refused(arguments, capsys):
+    """The one line that the command prints for an error, and nothing else."""
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("liger-jax plan: ") and printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    assert main([*SMALL, "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    for word in ("Fits: ", "fused", "logits", "parameters", "a process can have", "free", "estimates", "saves"):
+        assert word in printed
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert main("plan --model llama-3-8b --batch 1 --seq 512 --device t4".split()) == 1
+    assert "To make it fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(model="gpt-5"), "model='gpt-5' is neither a file nor known.*llama-3-8b"),
+        (dict(device="h300"), "device='h300' is unknown. GPUs: h100.*TPUs: v4"),
+        (dict(device="h200:12"), "1 to 8, or a multiple of 8"),
+        (dict(device="h200:²"), "1 to 8, or a multiple of 8"),
+        (dict(device="v5e:3x3"), "must be a topology of 2 axes that 2x2.*such as 'v5e:8x8'"),
+        (dict(device="v5p:4x4"), "must be a topology of 3 axes"),
+        (dict(device="h200:8", mesh="data=3,fsdp=2"), "has 6 devices, and the target has 8.*fsdp=8"),
+        (dict(device="h200:8", mesh="tensor=8"), "must be sizes of data and fsdp, as in 'data=2,fsdp=8'"),
+        (dict(device="h200:8", batch=12), "batch=12 is not divided by the 8 devices.*Take batch=8"),
+        (dict(device="h200:24", batch=24), "fsdp=24 does not divide.*give the other devices to data"),
+        (dict(batch=0), "batch=0 must be at least 1"),
+        (dict(seq=200_000), "longer than the 131072 positions"),
+        (dict(remat="some"), "remat='some' must be one of"),
+        (dict(param_dtype="int8"), "param_dtype='int8' must be"),
+        (dict(level="guess"), "level='guess' must be one of"),
+    ],
+)
+def test_wrong_arguments_are_told_the_cure(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**dict(model="qwen2-0.5b", batch=8, seq=128, device="h200") | wrong)
+
+
+def test_an_error_of_the_command_is_one_sentence(capsys):
+    assert "has 2 devices, and the target has 1" in refused([*SMALL, "--mesh", "fsdp=2"], capsys)
+    assert "Did you mean 'qwen2-0.5b'" in refused([*SMALL, "--model", "Qwen/Qwen2-0.5"], capsys)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    {
+        b"": "cannot be read as JSON",
+        b"\xff\xfe\x00": "cannot be read as JSON: 'utf-8' codec can't decode",
+        b"{": "cannot be read as JSON",
+        b"[]": "must hold an object",
+        b"null": "must hold an object",
+        b"[" * 100_000: "is nested too deep",
+        b'{"text_config": 8}': "text_config=8 must be an object",
+        b"{}": "model_type=None, which must be one of",
+        b'{"model_type": "mamba"}': "model_type='mamba', which must be one of",
+        b'{"model_type": ["llama"]}': "model_type=['llama'] must be a string",
+        with_(num_hidden_layers=10**15): "num_hidden_layers=1000000000000000 must be",
+        with_(num_attention_heads=13): "num_attention_heads=13",
+        with_(hidden_act="relu"): "hidden_act='relu' must be 'silu'",
+        with_(hidden_size=0): "hidden_size=0 must be",
+        with_(hidden_size="896"): "hidden_size='896' (str) must be",
+        with_(vocab_size=None): "vocab_size=None (NoneType) must be",
+        with_(intermediate_size=1.5): "intermediate_size=1.5 (float) must be",
+        with_(num_key_value_heads=[2]): "num_key_value_heads=[2] (list) must be",
+        with_(tie_word_embeddings="yes"): "tie_word_embeddings='yes' (str) must be",
+        with_(rope_theta=float("inf")): "is no finite float64",
+        with_(rope_scaling=True): "rope_scaling=True must be an object",
+        with_(layer_types=8): "layer_types=8 (int) must be a list",
+    }.items(),
+    ids=range(22),
+)
+def test_an_odd_config_json_is_one_sentence_that_names_it(content, message, capsys, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    printed = refused([*SMALL, "--model", str(tmp_path)], capsys)
+    assert message in printed and str(tmp_path) in printed
+
+
+def test_a_folder_without_a_config_json_is_refused(capsys, tmp_path):
+    assert "is neither a file nor known" in refused([*SMALL, "--model", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("absent/plan.png", "there is no folder"),
+        ("", "is a folder. Name a file in it"),
+        ("plan.doc", "must end in .png"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_found_out_before_the_plan_is_made(name, message, capsys, tmp_path):
+    assert message in refused([*SMALL, "--picture", str(tmp_path / name)], capsys)
+
+
+@pytest.mark.parametrize(
+    "missing, option", [("matplotlib.figure", "--picture=plan.png"), ("libtpu", "--level=compiled")]
+)
+def test_what_is_not_installed_is_named_with_the_command_that_installs_it(missing, option, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    printed = refused([*SMALL, "--device", "v5e", option], capsys)
+    assert "pip install -e " in printed and "[planner]" in printed
