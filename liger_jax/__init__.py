@@ -6,9 +6,11 @@ from liger_jax.ops import LinearRope as LinearRope
 from liger_jax.ops import Llama3Rope as Llama3Rope
 from liger_jax.ops import LossMetrics as LossMetrics
 from liger_jax.ops import RopeScaling as RopeScaling
+from liger_jax.ops import Segments as Segments
 from liger_jax.ops import YarnRope as YarnRope
 from liger_jax.ops import apply_mrope as apply_mrope
 from liger_jax.ops import apply_rope as apply_rope
+from liger_jax.ops import causal_attention as causal_attention
 from liger_jax.ops import cross_entropy as cross_entropy
 from liger_jax.ops import dyt as dyt
 from liger_jax.ops import fused_add_rms_norm as fused_add_rms_norm

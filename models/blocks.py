@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from liger_jax import ops
 from liger_jax.layers import GeGLUMLP, SwiGLUMLP
 from liger_jax.models import plain
-from liger_jax.models.attention import causal_attention
 from liger_jax.models.cache import LayerCache
 from liger_jax.models.common import KernelOptions
 from liger_jax.models.remat import ATTENDED, Remat
@@ -156,7 +155,7 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         cos: Float[Array, "#B T H"],
         sin: Float[Array, "#B T H"],
-        segment_ids: Int[Array, "B T"] | None,
+        segments: ops.Segments | None,
         window: int | None,
         cache: LayerCache | None = None,
     ) -> Float[Array, "B T D"]:
@@ -175,8 +174,8 @@ class Attention(nnx.Module):
             q, k, v = checkpoint_name((q, k, v), ATTENDED)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
         if cache is None:
-            attend = functools.partial(causal_attention, **options)
-            out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segment_ids))
+            attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
+            out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segments))
         else:
             out = cache.attend(q, k, v, **options)
         return self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]))

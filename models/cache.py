@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from liger_jax.models.attention import CHUNK, HIDDEN
+from liger_jax.pallas_kernels.attention.xla import CHUNK, MASKED_SCORE
 
 
 @chex.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def cached_attention(
         visible = (distance >= 0) & (key_positions >= 0)
         if window is not None:
             visible &= distance < window
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN), axis=-1)
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
         return jnp.einsum("bkgs,bskh->bkgh", weights.astype(dtype), v)
 
     queries = q.reshape(batch, length, kv_heads, -1, width).swapaxes(0, 1)

@@ -25,9 +25,10 @@ class KernelOptions:
         memory_budget_bytes: what `fused_linear_cross_entropy` may use beside inputs and gradients; `None` for no bound,
             but with `mode="auto"` in a model that rematerialises its layers: then as much as one of them does, or what
             `"lean"` needs if that is more. A call whose loss needs more than the budget is a ValueError.
-        implementation: the ops' `implementation`: `None` for the platform's default; a name, which every op that is
-            switched on must have ("xla" and "triton" are); or names in order, such as `("mosaic_tpu", "xla")`,
-            where an op warns of each name that it has no kernel for.
+        attention: the `implementation` of `liger_jax.ops.causal_attention`: `None` for the platform's default.
+        implementation: the other ops' `implementation`: `None` for the platform's default; a name, which every op that
+            is switched on must have ("xla" and "triton" are); or names in order, such as `("mosaic_tpu", "xla")`, where
+            an op warns of each name that it has no kernel for.
         batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
             over which the batch is sharded. Ops then run on each device's part of it, and a layer's parameters,
             however they are sharded, are gathered where they are used. `None` on one device.
@@ -48,6 +49,7 @@ class KernelOptions:
     fused_linear_cross_entropy: bool = True
     mode: Literal["auto", "fast", "lean"] = "auto"
     memory_budget_bytes: int | None = None
+    attention: str | tuple[str, ...] | None = None
     implementation: str | tuple[str, ...] | None = None
     batch_axes: tuple[str, ...] | None = None
 

@@ -16,7 +16,7 @@ from liger_jax.models.common import KernelOptions
 from liger_jax.models.embedding import embed, embed_tied
 from liger_jax.models.remat import INPUT, POLICIES, Remat
 from liger_jax.models.sharding import gathered, on_batch_shards
-from liger_jax.ops import rope_table
+from liger_jax.ops import Segments, rope_table
 
 
 class LayerStack(nnx.Module):
@@ -240,7 +240,8 @@ class Decoder(nnx.Module):
             cache, order = with_tokens(cache, input_ids.shape, attention_mask)
             positions = jnp.maximum(order, 0) if positions is None else positions
         positions = jnp.arange(length)[None] if positions is None else positions
-        segments = attention_segments(segment_ids, attention_mask)
+        ids = attention_segments(segment_ids, attention_mask)
+        segments = None if ids is None else Segments.of(ids)
         inputs = {}
         for kind in dict.fromkeys(config.layer_types):
             theta, scaling = config.rope_of(kind)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.ops._linear_plan import SHARE_OF_MEMORY
+from liger_jax.ops.attention import ATTENDED
 from liger_jax.ops.gated_mlp import KEPT
 
 Remat = Literal["none", "full", "dots", "offload"]
 
-INPUT, ATTENDED = "layer_input", "attended"
+INPUT = "layer_input"
 
 
 def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:

@@ -102,6 +102,18 @@ def launch(
     return jax.lax.optimization_barrier(pl.run_state(lambda refs: kernel(*operands, *refs) and None)(arrays))
 
 
+def add_product(total: jax.Array, a: jax.Array, b_ref: Any, slot: Any) -> jax.Array:
+    """total + a · b_ref[slot], float32; `a` is in registers, which JAX's interpreter does not multiply."""
+    if _is_interpreted.get():
+        return total + jnp.dot(a, b_ref[slot], preferred_element_type=jnp.float32)
+
+    def multiply(accumulator_ref):
+        plgpu.wgmma(accumulator_ref, a, b_ref.at[slot])
+
+    summed: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
+    return summed
+
+
 def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """An array with no particular values, for kernels to fill. To make zeros would cost a pass over memory.
 
@@ -122,6 +134,11 @@ def can_write_in_place(x: jax.Array) -> bool:
 def can_add_in_place(x: jax.Array) -> bool:
     """Whether `store_tile` may add: JAX's interpreter has no copies that do."""
     return can_write_in_place(x) and not _is_interpreted.get()
+
+
+def is_interpreted() -> bool:
+    """Whether `launch` simulates."""
+    return _is_interpreted.get()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from liger_jax.pallas_kernels import _hopper
 Implementation = str | tuple[str, ...] | None
 
 _TWICE = "pass implementation='xla', which is plain JAX"
-_PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
+_PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "cudnn": "gpu", "mosaic_tpu": "tpu", "splash": "tpu"}
+_PARTITIONED = ("xla", "cudnn")  # by the compiler, over a mesh; and these have no interpreter
 _GPU_NAMES = ("gpu", "cuda", "rocm")
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 # Triton's matrix instructions need sm_80; these begin the product names of what came before it. Not "RTX 20": the
@@ -134,7 +135,7 @@ def choose(
             reason = f"this op has {_names(kernels)} only."
         else:
             reason = _no_interpreter(kernel) if interpret else _wrong_device(kernel, device)
-            if kernel != "xla":
+            if kernel not in _PARTITIONED:
                 reason = reason or needs_shard_map(*(x for x in inputs if isinstance(x, jax.Array)))
             reason = reason or kernels[kernel].unsupported(*inputs, **case)
         if reason is None:
@@ -159,8 +160,10 @@ def bind(op: str, kernels: Mapping[str, Any], choice: str, function: str) -> Cal
     """
     name, _, interpret = choice.partition(":")
     kernel = getattr(kernels[name], function)
-    if name == "xla":
+    if name in _PARTITIONED:
         return kernel
+    if name == "splash":  # JAX's own, which has its derivative and refuses to be partitioned by itself
+        return functools.partial(kernel, interpret=bool(interpret))
 
     def run(*arrays, **options):
         arrays = opaque(arrays, op, _TWICE)
@@ -207,7 +210,7 @@ def current_precision(precision: Any) -> Any:
 
 def _names(kernels: Iterable[str]) -> tuple[str, ...]:
     kernels = tuple(kernels)
-    return kernels + tuple(f"{name}:interpret" for name in kernels if name != "xla")
+    return kernels + tuple(f"{name}:interpret" for name in kernels if name not in _PARTITIONED)
 
 
 def _no_interpreter(kernel: str) -> str | None:
@@ -224,10 +227,10 @@ def _wrong_device(kernel: str, device: AbstractDevice) -> str | None:
             f"it is compiled for {wanted} only, and this computation is for {device.platform}; "
             f"use 'xla', or '{kernel}:interpret' to debug."
         )
-    if kernel == "triton" and is_before_ampere(device.device_kind):
+    if kernel in ("triton", "cudnn") and is_before_ampere(device.device_kind):
+        library = "Pallas-Triton" if kernel == "triton" else "cuDNN attention"
         return (
-            f"Pallas-Triton needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; "
-            "use 'xla'."
+            f"{library} needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; use 'xla'."
         )
     if kernel == "mosaic_gpu" and not is_hopper(device.device_kind):
         return (

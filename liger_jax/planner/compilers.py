@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from liger_jax._install import install_command
-from liger_jax.models.attention import why_not_cudnn
+from liger_jax.pallas_kernels.attention import cudnn
 from liger_jax.planner.devices import GPUS, TPUS, Target, target
 
 COMPILERS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
@@ -170,7 +170,7 @@ def without_cudnn() -> str | None:
     """
     gpu_devices("h200")  # where JAX looks for cuDNN before its plugin is there, it never finds it
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jax.numpy.bfloat16)
-    if why_not_cudnn(q, GPUS["h200"].kind) is None:
+    if cudnn.why_not(q, is_hopper=True) is None:
         return None
     return (
         "cuDNN is not installed, so attention was compiled as XLA's chunks, which need other memory: "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from liger_jax import (
     apply_mrope,
     apply_rope,
+    causal_attention,
     cross_entropy,
     dyt,
     fused_add_rms_norm,
@@ -195,6 +196,18 @@ TPU_ONLY = [
     ],
 ]
 
+ATTENTION = tuple(f"causal_attention_{part}" for part in ("forward", "query_gradient", "key_gradients"))
+
+
+def attention_types(batch, length, query_heads, kv_heads, width):
+    q, k = ((batch, length, heads, width) for heads in (query_heads, kv_heads))
+    return (q, BF16), (k, BF16), (k, BF16), ((batch, length), INT)
+
+
+def packed_attention(**options):
+    return with_gradient(functools.partial(causal_attention, **options), (0, 1, 2))
+
+
 HOPPER_KERNELS = (*FLCE, "fused_linear_cross_entropy_hidden_gradient", "fused_linear_cross_entropy_weight_gradient")
 LLAMA_8B_MIXED_HEAD = (((8192, 4096), BF16), ((128256, 4096), F32), ((8192,), INT))
 # The bytes that 16-bit halves of dW and the logits of 2,048 tokens take.
@@ -210,6 +223,15 @@ HOPPER_ONLY = [
         if width != 4096
         for case in norms(width, True, BF16, F32, "hopper_mixed_")
         if (width, case.kernels[0]) != (16384, "fused_add_rms_norm_forward")  # two rows and scales exceed shared memory
+    ),
+    Case("hopper_attention", packed_attention(), attention_types(8, 2048, 32, 8, 64), ATTENTION),
+    Case("hopper_attention_128", packed_attention(), attention_types(2, 8192, 32, 8, 128), ATTENTION, full=True),
+    Case(
+        "hopper_attention_256",
+        packed_attention(window=4096, softcap=50.0),
+        attention_types(2, 8192, 8, 4, 256),
+        ATTENTION,
+        full=True,
     ),
     Case("hopper_gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("gated_mlp_up", "gated_mlp_gradients")),
     Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE),

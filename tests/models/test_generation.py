@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from liger_jax import causal_attention
 from liger_jax.models import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
@@ -22,7 +23,6 @@ from liger_jax.models import (
     MistralForCausalLM,
     generate,
 )
-from liger_jax.models.attention import causal_attention
 from liger_jax.models.cache import cached_attention
 from liger_jax.models.generation import draw
 from liger_jax.models.llama.modeling import LlamaLayer

@@ -1,0 +1,169 @@
+"""Causal self-attention by the best kernel that is there."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, xla
+from liger_jax.pallas_kernels.attention.intervals import Segments
+
+_OP = "causal_attention"
+_KERNELS = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "splash": splash}
+# Forward and backward on an H100, ours take 1.04 and 1.13 of cuDNN's time for one segment at widths 64 and 128, and as
+# long for a window (benchmarks/results/attention.md). Packed rows and softcaps cuDNN does not take.
+_DEFAULTS = {"gpu": ("cudnn", "mosaic_gpu"), "tpu": ("splash",)}
+ATTENDED = "attended"  # `checkpoint_name` of what a backward would have to attend again for
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What is compiled, for kernels whose backward is ours to call."""
+
+    choice: str
+    window: int | None
+    softcap: float | None
+    scale: float | None
+
+    def run(self, function: str, *arrays: Any) -> Any:
+        kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
+        return kernel(*arrays, window=self.window, softcap=self.softcap, scale=self.scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q, k, v, segments, options):
+    return options.run("forward", q, k, v, segments)[0]
+
+
+def _forward_rule(q, k, v, segments, options):
+    out, log_sums = checkpoint_name(options.run("forward", q, k, v, segments), ATTENDED)
+    return out, (q, k, v, segments, out, log_sums)
+
+
+def _backward_rule(options, residuals, dout):
+    return *options.run("backward", *residuals, dout), None
+
+
+_attend.defvjp(_forward_rule, _backward_rule)
+
+
+def causal_attention(
+    q: Float[ArrayLike, "B T Q H"],
+    k: Float[ArrayLike, "B T K H"],
+    v: Float[ArrayLike, "B T K H"],
+    segment_ids: Int[ArrayLike, "B T"] | Segments | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "B T Q H"]:
+    """softmax(softcap·tanh(scale·q·kᵀ/softcap), over what a position may see)·v, with Q a multiple of K.
+
+    A position sees itself and those before it: of its own segment, and inside of its window. No (T, T) array exists,
+    forward or backward. Scores and their softmax are float32, whose weights are rounded to q.dtype for the product.
+
+    The default is splash attention on TPUs, and on NVIDIA GPUs cuDNN where there are neither segments nor a softcap,
+    else, on Hopper, kernels of ours whose cost falls with what is visible: packed documents of 512 positions on
+    average, 2 × 8,192, take a quarter of what cuDNN takes for one segment. Elsewhere it is XLA.
+
+    On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike.
+
+    Args:
+        q: (B, T, Q, H), queries, any float dtype.
+        k: (B, T, K, H), keys, of q's dtype.
+        v: (B, T, K, H), values, of q's dtype.
+        segment_ids: (B, T) integers; positions see only positions with their own id, wherever these stand. Or what
+            `Segments.of` makes of them, once for many calls. `None` for one segment.
+        window: a position sees itself and window − 1 before it; `None` for all before it.
+        softcap: positive bound of the scores; `None` for none.
+        scale: factor of the scores; `None` for 1/√H.
+        implementation: None for the platform's default, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs
+            from Ampere on: no segments, no softcap), "mosaic_gpu" (Hopper), "splash" (TPUs: lengths that 128 divides),
+            the last two's ":interpret" forms, or a tuple of these to try in order.
+
+    Returns:
+        (B, T, Q, H) in q.dtype.
+
+    Raises:
+        TypeError: `q`, `k` or `v` is not floating point, or an option is no Python number.
+        ValueError: shapes or dtypes do not fit, `window` or `softcap` is out of range, `implementation` is unknown, or
+            the named one cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> values = jnp.array([[1.0], [3.0], [5.0]]).reshape(1, 3, 1, 1)
+        >>> causal_attention(jnp.zeros_like(values), values, values).ravel().tolist()
+        [1.0, 2.0, 3.0]
+        >>> causal_attention(jnp.zeros_like(values), values, values, jnp.array([[0, 0, 1]])).ravel().tolist()
+        [1.0, 2.0, 5.0]
+
+    References:
+        Dao, "FlashAttention-2", 2023 (arXiv:2307.08691).
+    """
+    q, k, v = _checks.floating(_OP, q=q, k=k, v=v)
+    segments = segment_ids if isinstance(segment_ids, Segments) else None
+    ids = _checks.as_array(segment_ids) if segments is None else segments.ids
+    _check(q, k, v, ids, window, softcap, scale)
+    options = dict(window=window, softcap=softcap, scale=scale)
+    if _explicit.is_explicit(q):
+        return _on_mesh(q, k, v, ids, **options, implementation=implementation)
+    if not q.size:
+        return q
+    device = _dispatch.device_of(q, k, v, ids)
+    choice = _dispatch.choose(
+        _OP, _KERNELS, _DEFAULTS, implementation, q, k, v, ids,
+        device=device, **options, is_hopper=_dispatch.is_hopper(device.device_kind),
+    )  # fmt: skip
+    if segments is None and ids is not None:
+        segments = Segments.of(ids)
+    q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
+    segments = Segments(*fields) if fields else None
+    if choice.startswith("mosaic_gpu"):
+        return _attend(q, k, v, segments, _Options(choice, **options))
+    out = _dispatch.bind(_OP, _KERNELS, choice, "attend")(q, k, v, segments, **options)
+    return checkpoint_name(out, ATTENDED) if choice == "xla" else out  # the others keep what they need themselves
+
+
+def _on_mesh(q, k, v, segment_ids, **options: Any):
+    batch, length, heads, width = _explicit.spec_of(q)
+    if length is not None or width is not None:
+        raise ValueError(
+            f"{_OP}: q lies on the mesh as {_explicit.spec_of(q)}, but each device must have its T and H axes whole. "
+            "Move it by jax.sharding.reshard."
+        )
+    spec = P(batch, None, heads, None)
+    attend = functools.partial(causal_attention, **options)
+    return _explicit.on_parts(_OP, attend, (q, k, v, segment_ids), (spec, spec, spec, P(batch, None)), spec)
+
+
+def _check(q, k, v, segment_ids, window, softcap, scale):
+    if q.ndim != 4 or k.ndim != 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{_OP}: q has shape {q.shape} and k {k.shape}, but they must be (B, T, Q, H) and (B, T, K, H) with Q a "
+            "multiple of K, since query heads share key heads evenly."
+        )
+    like_q = q.shape[:2] + (k.shape[2], q.shape[3])
+    _checks.check_shape(_OP, "k", k, like_q, "it is (B, T, K, H), with q's B, T and H")
+    _checks.check_shape(_OP, "v", v, like_q, "it is (B, T, K, H), as k is")
+    _checks.check_shape(_OP, "segment_ids", segment_ids, q.shape[:2], "one id for each position of q")
+    for name, x in dict(k=k, v=v).items():
+        if x.dtype != q.dtype:
+            raise ValueError(f"{_OP}: {name} has dtype {x.dtype} and q {q.dtype}, but all must have one; cast it.")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"{_OP}: window={window} must be at least 1, since a position sees itself; pass None for no window."
+        )
+    numbers = {name: x for name, x in dict(softcap=softcap, scale=scale).items() if x is not None}
+    _checks.check_number(_OP, **numbers)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"{_OP}: softcap={softcap} must be positive and finite; pass None for no bound.")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{_OP}: scale={scale} must be finite; pass None for 1/√H.")

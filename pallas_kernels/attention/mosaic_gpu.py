@@ -1,0 +1,105 @@
+"""Causal attention in Pallas Mosaic GPU (Hopper), whose work is what is visible: packed rows, windows, softcaps.
+
+Warp-specialised and persistent: in each block of three warpgroups one copies tiles into rings of shared memory, and two
+compute 64 rows each. Forward, while one makes its softmax, the other multiplies. Blocks of keys that no query of a tile
+sees are neither copied nor multiplied, and those that all see are not masked (intervals.py).
+Backward: dq tile by tile of queries, dk and dv tile by tile of keys, each from scores that it makes again: seven
+products, no sums in memory, and so the same bits in every run.
+Rounding: scores, softmax, sums and accumulators are float32; weights and scores' gradients are rounded to q's dtype for
+their products.
+On an H100 packed rows take 0.24 to 0.79 of cuDNN's time without segments, by what is visible
+(benchmarks/results/attention.md).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels.attention import config
+from liger_jax.pallas_kernels.attention import mosaic_gpu_kernels as kernels
+from liger_jax.pallas_kernels.attention.intervals import Segments, intervals, whole_blocks
+
+_ROWS = 8  # the copy engine moves so many at a time
+
+
+def unsupported(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *, scale: float | None, **_: Any
+) -> str | None:
+    """16-bit operands, and widths that fit the registers."""
+    widest = config.WIDTHS[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"Hopper's matrix units take bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
+    if q.shape[3] > widest:
+        return f"the kernel takes head widths up to {widest}, and the width is {q.shape[3]}; use 'xla'."
+    if scale is not None and scale <= 0:
+        return f"the kernel takes positive scales, and scale is {scale}; use 'xla', or negate the queries."
+    return None
+
+
+def _padded(*arrays: jax.Array) -> list[jax.Array]:
+    """(B, T, heads, H) → T of whole rows of the copy engine's, which nobody sees, and a width of `config.WIDTHS`."""
+    length, width = arrays[0].shape[1], arrays[0].shape[3]
+    wider = next(size for size in config.WIDTHS if size >= width)
+    padding = (0, 0), (0, -length % _ROWS), (0, 0), (0, wider - width)
+    return [jnp.pad(x, padding) if any(end for _, end in padding) else x for x in arrays]
+
+
+def _padded_segments(segments: Segments | None) -> Segments | None:
+    """Of T rounded up like `_padded`'s; what is added nobody sees."""
+    if segments is None:
+        return None
+    return segments._replace(
+        **{name: whole_blocks(getattr(segments, name), _ROWS) for name in ("ids", "first", "last")}
+    )
+
+
+def _scores(softcap: float | None, scale: float | None, width: int) -> kernels.Scores:
+    return kernels.Scores(softcap, width**-0.5 if scale is None else scale)
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """q (B, T, Q, H), k and v (B, T, K, H) → out (B, T, Q, H), and what `backward` takes as `lse`."""
+    _, length, _, width = q.shape
+    scores = _scores(softcap, scale, width)
+    segments = _padded_segments(segments)
+    q, k, v = _padded(q, k, v)
+    ids = None if segments is None else segments.ids
+    out, lse = kernels.forward(q, k, v, ids, intervals(q.shape[1], segments, window), scores)
+    return out[:, :length, :, :width], lse
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    out: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk, dv, like q, k and v."""
+    _, length, _, width = q.shape
+    scores = _scores(softcap, scale, width)
+    delta = jnp.einsum("btqh,btqh->bqt", out.astype(jnp.float32), do.astype(jnp.float32))
+    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - length)))
+    segments = _padded_segments(segments)
+    q, k, v, do = _padded(q, k, v, do)
+    ids = None if segments is None else segments.ids
+    arrays = q, k, v, ids, do, lse, delta, intervals(q.shape[1], segments, window), scores
+    gradients = kernels.query_gradient(*arrays), *kernels.key_gradients(*arrays)
+    dq, dk, dv = (x[:, :length, :, :width] for x in gradients)
+    return dq, dk, dv

@@ -1,0 +1,78 @@
+"""Causal attention in XLA, on any device: 256 queries at a time, whose scores are made anew in the backward.
+
+No (T, T) array exists. Segments are a mask: scores of other segments' keys are computed, and thrown away.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels.attention.intervals import Segments
+
+CHUNK = 256  # queries at a time
+_SPANS = 8  # of queries, each with keys of its own length: 9/16 of all scores are computed, where 8/16 are needed
+MASKED_SCORE = -1e30  # of a key that a query does not see; finite, so that a row that sees nothing is no NaN
+
+
+def unsupported(*_: Any, **__: Any) -> str | None:
+    """Everything runs."""
+    return None
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> jax.Array:
+    """q (B, T, Q, H), k and v (B, T, K, H) → (B, T, Q, H)."""
+    batch, length, query_heads, width = q.shape
+    kv_heads, dtype = k.shape[2], q.dtype
+    scale = width**-0.5 if scale is None else scale
+    chunk = min(CHUNK, length)
+    ids = jnp.zeros((batch, length), jnp.int32) if segments is None else segments.ids
+    grouped = q.reshape(batch, length, kv_heads, query_heads // kv_heads, width)
+    # The gradients of keys and values are summed over chunks in the dtype that the chunks are handed.
+    k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
+
+    @functools.partial(jax.checkpoint, static_argnums=4)
+    def attend_chunk(queries, own_ids, start, first, count):
+        """Queries (B, C, K, Q/K, H) from position `start` on, to `count` keys from `first` on."""
+        seen = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=1)
+        seen_k, seen_v = seen(k32).astype(dtype), seen(v32).astype(dtype)
+        scores = scale * jnp.einsum("bckgh,bskh->bkgcs", queries, seen_k, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        distance = (start + jnp.arange(queries.shape[1]))[:, None] - (first + jnp.arange(count))[None]
+        near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        visible = near[None] & (own_ids[:, :, None] == seen(ids)[:, None])
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
+        return jnp.einsum("bkgcs,bskh->bckgh", weights.astype(dtype), seen_v)
+
+    def span(first_query: int, chunks: int) -> Any:
+        """So many whole chunks of queries, one after the other, each with as many keys as the last of them needs."""
+        end = first_query + chunks * chunk
+        keys = end if window is None else min(end, chunk + window - 1)
+        in_chunks = lambda x: x[:, first_query:end].reshape(batch, chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
+        first_key = lambda start: 0 if window is None else jnp.maximum(start + chunk - keys, 0)
+        starts = first_query + chunk * jnp.arange(chunks)
+        out = jax.lax.map(
+            lambda x: attend_chunk(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(ids), starts)
+        )
+        return out.swapaxes(0, 1).reshape(batch, chunks * chunk, *grouped.shape[2:])
+
+    whole = length // chunk
+    step = math.ceil(whole / _SPANS)
+    parts = [span(i * chunk, min(step, whole - i)) for i in range(0, whole, step)]
+    if length % chunk:
+        rest = whole * chunk
+        first_key = 0 if window is None else max(0, rest - window + 1)
+        parts.append(attend_chunk(grouped[:, rest:], ids[:, rest:], rest, first_key, length - first_key))
+    return jnp.concatenate(parts, axis=1).reshape(q.shape)

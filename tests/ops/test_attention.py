@@ -1,0 +1,319 @@
+"""Attention against float64, whichever kernel runs it, and which runs where."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from liger_jax import Segments, ops
+from liger_jax.ops._dispatch import is_hopper
+from liger_jax.pallas_kernels.attention import cudnn, intervals, mosaic_gpu, reference
+from tests.ops._oracle import ROUNDED, WORSE_THAN_PLAIN, random_cotangents, rms_error, truth, value_and_gradients
+
+LENGTH = 256
+SEGMENTS = jnp.repeat(jnp.array([[0, 1, 2, 2], [0, 0, 0, 1]]), LENGTH // 4, axis=1)
+
+
+def inputs(rng, dtype=jnp.float32, length=LENGTH, width=64):
+    make = lambda heads: jnp.asarray(rng.standard_normal((2, length, heads, width)), dtype)
+    return make(4), make(2), make(2)
+
+
+causal_attention = ops.causal_attention
+chunked_attention = functools.partial(causal_attention, implementation="xla")
+
+
+OPTIONS = {
+    "plain": {},
+    "window": dict(window=50),
+    "window of one": dict(window=1),
+    "softcap": dict(softcap=2.0),
+    "scale": dict(scale=0.3),
+    "segments": dict(segment_ids=SEGMENTS),
+    "all": dict(window=100, softcap=3.0, scale=0.2, segment_ids=SEGMENTS),
+}
+FIRST = ("plain", "window", "all")  # of each kind; the full run has the others
+each_option = pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=() if name in FIRST else pytest.mark.full) for name, o in OPTIONS.items()],
+)
+
+
+def errors(attention, q, k, v, options, **own):
+    """Of the value and of the gradients by q, k and v, each against its own largest entry in float64."""
+    cotangent = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+    def run(function, *inputs, **all_options):
+        def loss(*x):
+            value = function(*x, **all_options)
+            return jnp.sum(value * jnp.asarray(cotangent, value.dtype)), value
+
+        gradients, value = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*inputs)
+        return [value, *gradients]
+
+    found = run(attention, q, k, v, **options, **own)
+    with jax.enable_x64(True):
+        truth = run(reference.causal_attention, *(jnp.asarray(x, jnp.float64) for x in (q, k, v)), **options)
+    found, truth = ([np.asarray(x, np.float64) for x in xs] for xs in (found, truth))
+    size = lambda t: np.abs(t).max() or 1.0  # where one key is seen, its score has no gradient
+    return [np.abs(f - t).max() / size(t) for f, t in zip(found, truth, strict=True)]
+
+
+def random_ids(rng, kind, batch, length):
+    """Segments of every length; in one of ids that come back, and with padding on both sides."""
+    if kind == "one segment":
+        return None
+    ids = np.cumsum(rng.random((batch, length)) < 0.02, axis=1)
+    if kind == "ids that come back":
+        return jnp.asarray(rng.integers(0, 3, (batch, length)), jnp.int32)
+    if kind == "padded":
+        ids[0, : length // 5] = -1
+        ids[0, -length // 7 :] = ids[1, -length // 3 :] = -1
+    return jnp.asarray(ids, jnp.int32)
+
+
+HOPPER = {
+    "packed": ("packed", 201, (2, 1, 64), {}),
+    "all": ("ids that come back", 136, (2, 1, 64), dict(window=70, softcap=3.0, scale=0.3)),
+    "one segment": ("one segment", 256, (2, 1, 64), {}),
+    "groups of 7": ("packed", 257, (7, 1, 64), dict(window=70)),
+    "padded": ("padded", 264, (2, 1, 128), {}),
+    "width 80": ("packed", 130, (2, 1, 80), {}),
+    "width 256": ("packed", 140, (2, 1, 256), dict(softcap=3.0)),
+    "one position": ("one segment", 1, (2, 1, 64), {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=name, marks=[] if name in ("packed", "all") else pytest.mark.full)
+        for name, c in HOPPER.items()
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.full)])
+def test_hopper_rounds_no_more_than_chunks_do(hopper, case, dtype, rng):
+    kind, length, (query_heads, kv_heads, width), options = case
+    ids = random_ids(rng, kind, 2, length)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, length, heads, width)), dtype)
+        for heads in (query_heads, kv_heads, kv_heads)
+    )
+    attend = lambda name: functools.partial(causal_attention, segment_ids=ids, **options, implementation=name)
+    cotangents = random_cotangents(attend("xla"), (q, k, v), rng)
+    expected = truth(functools.partial(reference.causal_attention, segment_ids=ids, **options), (q, k, v), cotangents)
+    found, again, plain = (value_and_gradients(attend(name), (q, k, v), cotangents) for name in (hopper, hopper, "xla"))
+    for x, y, p, t in zip(found, again, plain, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert rms_error(x, t) <= WORSE_THAN_PLAIN * rms_error(p, t) + ROUNDED
+
+
+def test_hopper_lets_no_nan_out_of_another_segment(hopper, rng):
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 200, 1, 64)), jnp.bfloat16) for _ in range(3))
+    ids = (jnp.arange(200)[None] >= 90).astype(jnp.int32)
+    attend = functools.partial(causal_attention, segment_ids=ids, implementation=hopper)
+    clean, dirty = attend(q, k, v), attend(q, k.at[:, :90].set(jnp.nan), v)
+    np.testing.assert_array_equal(clean[:, 90:], dirty[:, 90:])
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_hopper_says_what_it_cannot_attend():
+    q = lambda dtype, width: jax.ShapeDtypeStruct((1, 128, 2, width), dtype)
+    reason = lambda q, scale=None: str(mosaic_gpu.unsupported(q, q, q, None, scale=scale))
+    assert "take bfloat16 and float16, and the queries are float32" in reason(q(jnp.float32, 64))
+    assert "head widths up to" in reason(q(jnp.bfloat16, 512))
+    assert "takes positive scales, and scale is -1.0" in reason(q(jnp.bfloat16, 64), -1.0)
+    assert mosaic_gpu.unsupported(*[q(jnp.bfloat16, 80)] * 3, None, scale=None) is None
+
+
+def test_intervals_are_the_first_and_the_last_position_with_an_id(rng):
+    for kind in ("packed", "ids that come back", "padded"):
+        ids = random_ids(rng, kind, 3, 70)
+        first, last, is_foreign = intervals.intervals(70, Segments.of(ids), 20)
+        for row, id_of in enumerate(np.asarray(ids)):
+            places = {i: np.flatnonzero(id_of == i) for i in id_of}
+            own = [places[i] for i in id_of]
+            assert first[row].tolist() == [max(p[0], t - 19) for t, p in enumerate(own)]
+            assert last[row].tolist() == [min(p[-1], t + 19) for t, p in enumerate(own)]
+            assert is_foreign[row] == any(np.any(np.diff(p) > 1) for p in own)
+
+
+@pytest.mark.parametrize("window", [None, 1, 150])
+@pytest.mark.parametrize("kind", ["one segment", "packed", "ids that come back"])
+def test_blocks_are_what_somebody_sees_and_what_everybody_sees(kind, window, rng):
+    length, rows, columns = 300, 128, 64
+    ids = random_ids(rng, kind, 2, length)
+    seen = np.broadcast_to(reference.visible(length, ids, window), (2, length, length))
+    found = intervals.intervals(length, None if ids is None else Segments.of(ids), window)
+    entries = intervals.table(found.first, np.arange(length)[None], found.is_foreign, 2, rows, columns)
+    assert len(entries) == 2 * 3
+    for batch, block, begin, all_begin, all_count, count, is_foreign in np.asarray(entries):
+        for column in range(5):
+            part = seen[batch, block * rows : (block + 1) * rows, column * columns : (column + 1) * columns]
+            if begin <= column < begin + count:
+                assert is_foreign or kind == "ids that come back" or part.any()
+            else:
+                assert not part.any()
+            if all_begin <= column < all_begin + all_count:
+                assert part.all() and not is_foreign
+
+
+def test_segments_made_once_are_as_good_as_ids(rng):
+    q, k, v = inputs(rng)
+    found, expected = (causal_attention(q, k, v, segments) for segments in (Segments.of(SEGMENTS), SEGMENTS))
+    np.testing.assert_array_equal(found, expected)
+
+
+@each_option
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
+def test_attention_of_this_platform_and_its_gradients(rng, dtype, options):
+    q, k, v = inputs(rng, dtype)
+    with jax.default_matmul_precision("highest"):
+        assert max(errors(causal_attention, q, k, v, options)) <= (2e-5 if dtype == jnp.float32 else 3e-2)
+    assert causal_attention(q, k, v).dtype == dtype
+
+
+@pytest.mark.parametrize("length", [257, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 255, 256, 700, 2500))])
+@pytest.mark.parametrize("window", [None, 300])
+def test_chunks_of_queries_make_no_difference(rng, length, window):
+    q, k, v = inputs(rng, length=length, width=8)
+    assert max(errors(chunked_attention, q, k, v, dict(window=window))) < 2e-5
+
+
+def largest_array(compiled):
+    """How many numbers it has."""
+    shapes = re.findall(r"[a-z]+[0-9]*\[([0-9,]+)\]", compiled.as_text())
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@pytest.mark.parametrize("options", [{}, dict(window=100), dict(segment_ids=jnp.zeros((1, 2048), jnp.int32))], ids=str)
+def test_nothing_as_large_as_all_scores_exists(options):
+    length = 2048
+    q, k = (jax.ShapeDtypeStruct((1, length, heads, 8), jnp.bfloat16) for heads in (4, 2))
+    loss = lambda q, k, v: jnp.sum(chunked_attention(q, k, v, **options).astype(jnp.float32))
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
+    assert largest_array(compiled) < length * length
+
+
+def test_a_window_saves_the_scores_that_nobody_sees():
+    heads, window = 4, 64
+    q, k = (jax.ShapeDtypeStruct((1, 2048, n, 8), jnp.float32) for n in (heads, 2))
+    compiled = jax.jit(functools.partial(chunked_attention, window=window)).lower(q, k, k).compile()
+    assert largest_array(compiled) <= heads * 256 * (256 + window)  # of 256 · 2048 to a head without a window
+
+
+@each_option
+def test_splash_attention_is_called_rightly(rng, options):
+    q, k, v = inputs(rng)
+    out = causal_attention(q, k, v, **options, implementation="splash:interpret")
+    with jax.enable_x64(True):
+        truth = reference.causal_attention(*(jnp.asarray(x, jnp.float64) for x in (q, k, v)), **options)
+    np.testing.assert_allclose(out, truth, rtol=0, atol=2e-5)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(window=0), ValueError, "window=0 must be at least 1, since a position sees itself"),
+        (dict(softcap=0.0), ValueError, "softcap=0.0 must be positive"),
+        (dict(scale=jnp.ones(())), TypeError, "scale is a .*must be a Python number"),
+        (dict(k=jnp.zeros((2, 8, 3, 16))), ValueError, "with Q a multiple of K"),
+        (dict(v=jnp.zeros((2, 9, 2, 16))), ValueError, r"v has shape \(2, 9, 2, 16\), but must have shape"),
+        (dict(v=jnp.zeros((2, 8, 2, 16), jnp.bfloat16)), ValueError, "v has dtype bfloat16 and q float32"),
+        (dict(q=jnp.zeros((2, 8, 4, 16), jnp.int32)), TypeError, "q has dtype int32, but must be floating point"),
+        (dict(segment_ids=jnp.zeros((2, 7), jnp.int32)), ValueError, "one id for each position of q"),
+        (dict(implementation="cudnn", segment_ids=jnp.zeros((2, 8), jnp.int32)), ValueError, "cudnn.: it is compiled"),
+        (dict(implementation="triton"), ValueError, "implementation='triton' is unknown; this op has"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else None,
+)
+def test_what_cannot_be_attended_is_refused(changes, error, message):
+    q, k = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
+    with pytest.raises(error, match=message):
+        causal_attention(**{**dict(q=q, k=k, v=k), **changes})
+
+
+def test_cudnn_says_that_it_knows_no_segments_and_no_softcap():
+    q, segments = jnp.zeros((1, 128, 2, 64), jnp.bfloat16), jnp.zeros((1, 128), jnp.int32)
+    for ids, softcap in ((segments, None), (None, 30.0)):
+        reason = cudnn.unsupported(q, q, q, ids, softcap=softcap, is_hopper=True)
+        assert "knows no segments and no softcap" in str(reason)
+
+
+def test_splash_says_which_lengths_it_takes(rng):
+    with pytest.raises(ValueError, match="lengths that 128 divides, and the length is 100"):
+        causal_attention(*inputs(rng, length=100), implementation="splash:interpret")
+
+
+def test_no_rows_have_no_attention():
+    assert causal_attention(jnp.zeros((0, 8, 4, 16)), *[jnp.zeros((0, 8, 2, 16))] * 2).shape == (0, 8, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ["platform", "kind", "dtype", "length", "expected"],
+    [
+        ("tpu", "TPU v5 lite", jnp.bfloat16, 256, "splash"),
+        ("tpu", "TPU v5 lite", jnp.bfloat16, 200, "dot_general"),
+        ("gpu", "NVIDIA H200", jnp.float32, 256, "dot_general"),
+        ("gpu", "Tesla T4", jnp.bfloat16, 256, "dot_general"),
+        ("cpu", "cpu", jnp.bfloat16, 256, "dot_general"),
+    ],
+)
+def test_each_device_gets_the_attention_that_it_can_run(rng, platform, kind, dtype, length, expected):
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(rng, dtype, length)]
+    device = AbstractDevice(kind, None, platform)
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = str(jax.make_jaxpr(causal_attention)(*types))
+    assert ("splash" in jaxpr) == (expected == "splash")
+    assert "cudnn" not in jaxpr and expected in jaxpr
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, ids, options, is_ours",
+    [
+        ("NVIDIA H200", jnp.bfloat16, [SEGMENTS], {}, True),
+        ("NVIDIA H100 80GB HBM3", jnp.float16, [], dict(softcap=30.0, window=50), True),
+        ("NVIDIA H200", jnp.float32, [SEGMENTS], {}, False),
+        ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, [SEGMENTS], {}, False),
+    ],
+)
+def test_packed_and_capped_rows_on_hopper_are_ours(rng, kind, dtype, ids, options, is_ours):
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*inputs(rng, dtype), *ids)]
+    device = AbstractDevice(kind, None, "gpu")
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = str(jax.make_jaxpr(functools.partial(causal_attention, **options))(*types))
+    assert ("causal_attention_forward" in jaxpr) == is_ours
+    assert ("dot_general" in jaxpr) != is_ours
+
+
+def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
+    if platform != "gpu":
+        pytest.skip("cuDNN is there on a GPU only")
+    jaxpr = str(jax.make_jaxpr(causal_attention)(*inputs(rng, jnp.bfloat16)))
+    assert "dot_product_attention" in jaxpr
+
+
+@pytest.mark.parametrize("is_hopper, widest", [(True, 256), (False, 128)])
+def test_cudnn_takes_wider_heads_on_hopper(is_hopper, widest):
+    q = lambda width: jax.ShapeDtypeStruct((1, 128, 2, width), jnp.bfloat16)
+    assert f"head widths up to {widest} that 8 divides" in str(cudnn.why_not(q(widest + 8), is_hopper=is_hopper))
+    assert "head widths" not in str(cudnn.why_not(q(widest), is_hopper=is_hopper))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_heads_of_256_on_hopper_have_the_plain_values_and_gradients(window, rng, platform):
+    """Gemma's; in bfloat16 as exact as XLA's chunks of queries."""
+    if platform != "gpu" or not is_hopper(jax.devices()[0].device_kind):
+        pytest.skip("cuDNN takes such heads from Hopper on")
+    q, k, v = inputs(rng, jnp.bfloat16, length=300, width=256)
+    assert "dot_product_attention" in str(jax.make_jaxpr(functools.partial(causal_attention, window=window))(q, k, v))
+    found, plain = (errors(op, q, k, v, dict(window=window)) for op in (causal_attention, chunked_attention))
+    assert max(found) <= 2 * max(plain)
