@@ -107,7 +107,8 @@ def causal_attention(
         Dao, "FlashAttention-2", 2023 (arXiv:2307.08691).
     """
     segments = segment_ids if isinstance(segment_ids, Segments) else None
-    ids = segment_ids if segments is None else segments.ids
+    q, k, v = _checks.floating(_OP, q=q, k=k, v=v)
+    ids = _checks.as_array(segment_ids) if segments is None else segments.ids
     _check(q, k, v, ids, window, softcap, scale)
     options = dict(window=window, softcap=softcap, scale=scale)
     if _explicit.is_explicit(q):
@@ -142,7 +143,6 @@ def _on_mesh(q, k, v, segment_ids, **options: Any):
 
 
 def _check(q, k, v, segment_ids, window, softcap, scale):
-    _checks.check_floating(_OP, q=q, k=k, v=v)
     if q.ndim != 4 or k.ndim != 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"{_OP}: q has shape {q.shape} and k {k.shape}, but they must be (B, T, Q, H) and (B, T, K, H) with Q a "
