@@ -57,13 +57,15 @@ class Kept:
 def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
     """The folder itself, or the one that `huggingface_hub` has downloaded for an id such as "org/name".
 
+    A download takes the model's files and its tokenizer's.
+
     Raises:
         FileNotFoundError: no folder has that name, and it is no id, or the hub has no such model.
         ImportError: it may be an id, and huggingface_hub is not installed.
     """
-    folder, name = pathlib.Path(path_or_id), os.fspath(path_or_id)
-    if os.path.isdir(name):  # "" is not the current folder, as it is for pathlib
-        return folder
+    name = os.fspath(path_or_id)
+    if os.path.isdir(name):  # for pathlib, "" would be the current folder
+        return pathlib.Path(name)
     if os.path.exists(name):
         raise FileNotFoundError(f"from_pretrained: {name!r} is a file. Pass the folder that holds its {CONFIG}.")
     if not _may_be_id(name):
@@ -134,10 +136,9 @@ def config_values(path: pathlib.Path) -> dict[str, Any]:
         ValueError: it is damaged (`config_json.load`, `config_json.language_part`).
     """
     values = config_json.load(path)
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return config_json.language_part(values, path) | {
-        name: values[name] for name in ids if values.get(name) is not None
-    }
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: values[name] for name in names if values.get(name) is not None}
+    return config_json.language_part(values, path) | ids
 
 
 def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str]) -> Kept:

@@ -25,9 +25,14 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def on_mesh(model: Any, input_ids: jax.Array, **arguments: Any) -> Any:
-        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-            return call(model, input_ids, **arguments)
         axes = model.kernels.batch_axes
+        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            if AxisType.Explicit in jax.typeof(input_ids).sharding.mesh.axis_types:
+                raise ValueError(
+                    "input_ids lie on a mesh with Explicit axes, which is not the one in context. Call the model under "
+                    "jax.set_mesh(mesh), with KernelOptions(batch_axes=…) for the axes that split the batch."
+                )
+            return call(model, input_ids, **arguments)
         _check_batch(jax.typeof(input_ids).sharding.spec, axes, arguments)
         graph, state = nnx.split(model)
         arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
@@ -115,8 +120,13 @@ def sum_over_batch_shards(
 
 
 def _sharded(function, batch_axes, batch, shared, out_specs):
-    last = batch_axes[-1]
-    size = jax.sharding.get_abstract_mesh().shape[last]
+    last, mesh = batch_axes[-1], jax.sharding.get_abstract_mesh()
+    if missing := [axis for axis in batch_axes if axis not in mesh.axis_names]:
+        raise ValueError(
+            f"KernelOptions(batch_axes={batch_axes}): the mesh in context has the axes {mesh.axis_names}, and lacks "
+            f"{missing}. Call the model under jax.set_mesh(mesh)."
+        )
+    size = mesh.shape[last]
     is_cut = [x is not None and x.ndim == 2 and x.shape[0] % size == 0 for x in shared]
 
     def local(*arrays):

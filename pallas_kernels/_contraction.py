@@ -1,7 +1,7 @@
 """Fused multiply-adds in Pallas-Triton, whose formulas XLA compiles without any.
 
-XLA keeps each product and each sum of a kernel an instruction of its own, where every other compiler of Triton's
-contracts the two. A norm's backward then issues a third more instructions than it needs, beside a memory that waits.
+When XLA compiles a Triton kernel, each product and each sum is an instruction of its own; Triton's other users contract
+the two into one. A norm's backward then issues a third more instructions than it needs, and memory waits for them.
 """
 
 import collections
@@ -26,7 +26,7 @@ def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
 
 
 def contracted(formula: Callable[..., Any], multiply_add: MultiplyAdd = multiply_add) -> Callable[..., Any]:
-    """The formula, in which a float32 product that is used once, in a sum or difference, is made by `multiply_add`."""
+    """The formula with `multiply_add` for each float32 product that is used once, and in a sum or difference."""
 
     @functools.wraps(formula)
     def wrapped(*args):
@@ -38,9 +38,12 @@ def contracted(formula: Callable[..., Any], multiply_add: MultiplyAdd = multiply
 
 
 def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any], multiply_add: MultiplyAdd) -> list[Any]:
-    """The jaxpr's results. A product that went into a sum stays behind, unused, for the compiler to drop."""
+    """The jaxpr's results. The product that a `multiply_add` replaces is still made, and the compiler drops it."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
+
+    def read(x):
+        return x.val if isinstance(x, core.Literal) else values[x]
+
     used = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
     num_uses = collections.Counter(x for x in used if not isinstance(x, core.Literal))
     products = {}
@@ -54,8 +57,8 @@ def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any], multiply_add: Mult
             (x, y), z = products[eqn.invars[free[0]]], operands[1 - free[0]]
             if name == "sub":  # x·y − z or z − x·y
                 x, z = (x, -z) if free[0] == 0 else (-x, z)
-            spread = lambda value, shape=eqn.outvars[0].aval.shape: jnp.broadcast_to(jnp.float32(value), shape)
-            results = [multiply_add(spread(x), spread(y), spread(z))]
+            shape = eqn.outvars[0].aval.shape
+            results = [multiply_add(*(jnp.broadcast_to(jnp.float32(value), shape) for value in (x, y, z)))]
         else:
             results = eqn.primitive.bind(*operands, **eqn.params)
             results = results if eqn.primitive.multiple_results else [results]
@@ -67,7 +70,7 @@ def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any], multiply_add: Mult
 
 
 def _factors(eqn: Any, operands: list[Any]) -> tuple[Any, Any] | None:
-    """Of a float32 product."""
+    """The factors of an equation that is a float32 product; None of any other."""
     if eqn.outvars[0].aval.dtype != jnp.float32:
         return None
     if eqn.primitive.name == "mul":

@@ -96,8 +96,8 @@ def launch(
     kernel = pl.kernel(run, out_type=list(out_types), mesh=mesh, compiler_params=params, name=name)
     if not in_place:
         return kernel(*operands)
-    # In a loop over slices XLA (jaxlib 0.11.2) fuses a call with the slices that it takes, and with the places in whole
-    # arrays that its results go to. One that writes in place leaves those places as they were: barriers keep it apart.
+    # In a loop over slices, XLA (jaxlib 0.11.2) fuses a call with the slices that it reads and with the writing of its
+    # results to whole arrays. The results of a call that writes in place are lost then. Barriers prevent the fusion.
     operands, arrays = jax.lax.optimization_barrier((operands, tuple(in_place)))
     return jax.lax.optimization_barrier(pl.run_state(lambda refs: kernel(*operands, *refs) and None)(arrays))
 
@@ -115,9 +115,9 @@ def add_product(total: jax.Array, a: jax.Array, b_ref: Any, slot: Any) -> jax.Ar
 
 
 def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array of anything, for kernels to fill: zeros cost a pass over memory.
+    """An array with no particular values, for kernels to fill. To make zeros would cost a pass over memory.
 
-    It takes `like`, so as not to be there before that is.
+    It depends on `like`, so that it is not allocated earlier than that.
     """
     no_scratch = [plgpu.SMEM((8,), jnp.float32)]
     (array,) = launch(
@@ -143,7 +143,7 @@ def is_interpreted() -> bool:
 
 @contextlib.contextmanager
 def interpreter(interpret: bool) -> Iterator[None]:
-    """Within it `launch` simulates blocks on the CPU (JAX ≥ 0.12): warpgroups, barriers, copies, matrix units.
+    """In this context `launch` simulates blocks on the CPU (JAX ≥ 0.12): warpgroups, barriers, copies, matrix units.
 
     Memory begins as NaN, and a data race is an error.
     """

@@ -1,10 +1,11 @@
 """A matrix product for Hopper (Pallas Mosaic GPU) whose tiles go to an epilogue before they reach memory.
 
-Persistent and warp-specialised: in each block one warpgroup copies tiles of both operands into a ring of shared
-memory, two multiply them and run the epilogue. They either share a tile, 64 rows each, or take whole tiles in turn, so
-that one multiplies while the other is in its epilogue: better where the contracted axis is short. Blocks walk the
-output along a snake, so that the tiles in flight at a time share their operands in L2. (Pairs of blocks that share
-b's tiles by multicast were within 1 % of single ones on an H200, with either kind of tile, and are left out.)
+The kernel is persistent and warp-specialised: in each block one warpgroup copies tiles of both operands into a ring of
+shared memory, and two warpgroups multiply them and run the epilogue. These two either share a tile, 64 rows each, or
+take whole tiles in turn. Then one multiplies while the other is in its epilogue, which is better where the contracted
+axis is short. Blocks walk the output along a snake, so that the tiles which are computed at a time share their operands
+in L2. (Pairs of blocks that share b's tiles by multicast were within 1 % of single blocks on an H200, with either kind
+of tile, and are left out.)
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from liger_jax.pallas_kernels._hopper import (
 )
 from liger_jax.pallas_kernels._tiles import cdiv, split
 
-ROWS = 128  # of a block's tile, and what vectors of rows are padded to: their ends are not masked
+ROWS = 128  # of a block's tile. Vectors of rows are padded to a multiple of it: their ends are not masked.
 PIECE_COLUMNS = 32
 _NUM_CONSUMERS = 2
 
@@ -38,8 +39,8 @@ class Tiles:
     """What one block computes at a time: a tile of 128 rows by `columns`, `depth` of the contracted axis a step.
 
     Shared memory, at most 227 KiB: stages · (128 + columns) · depth · 2 bytes for the ring, and what the epilogue
-    stages. Registers: a warpgroup's accumulator is 64 · columns float32 where a tile is shared, else 128 · columns;
-    more than 128 of them a thread spill.
+    stages. Registers: a warpgroup's accumulator is 64 · columns float32 where a tile is shared, and 128 · columns in
+    turn. More than 128 of them a thread spill.
     """
 
     columns: int = 256
@@ -140,24 +141,27 @@ class _Walk:
         return min(NUM_CORES, self.num_tiles)
 
     def place(self, i: Any) -> tuple[Any, Any]:
-        """Row tile and column tile of this block's i-th."""
+        """The row tile and the column tile of this block's i-th tile."""
         tile = jax.lax.axis_index("block") + i * self.num_blocks
         shape = self.row_tiles, self.column_tiles
         bands = cdiv(self.row_tiles, self.tiles.snake_width)  # of equal widths: a narrow one shares less
         return plgpu.planar_snake(tile, shape, minor_dim=0, tile_width=cdiv(self.row_tiles, bands))
 
     def slot(self, i: Any, step: Any) -> Any:
-        """Of the ring."""
+        """The place in the ring for a step of this block's i-th tile."""
         return jax.lax.rem(i * self.steps + step, self.tiles.stages)
 
     def filled(self, barriers: Any, i: Any, step: Any) -> Any:
-        """A barrier's waiters must see its every phase: warpgroups that take turns have one each."""
+        """The barrier of that place.
+
+        Whoever waits at a barrier must see each of its phases. So warpgroups that take turns have a barrier each.
+        """
         turn = jax.lax.rem(i, 2) * self.tiles.stages if self.tiles.in_turn else 0
         return barriers.at[self.slot(i, step) + turn]
 
 
 class _Ring(NamedTuple):
-    """Tiles of both operands in shared memory, and the barriers between who fills and who empties it."""
+    """Tiles of both operands in shared memory, and barriers for the warpgroups that fill and that empty them."""
 
     a: Any
     b: Any
@@ -166,7 +170,10 @@ class _Ring(NamedTuple):
 
     @classmethod
     def scratch(cls, tiles: Tiles, contract: tuple[int, int], a_dtype: Any, b_dtype: Any) -> "_Ring":
-        block = lambda size, axis: (size, tiles.depth) if axis == 1 else (tiles.depth, size)
+
+        def block(size, contracted_axis):
+            return (size, tiles.depth) if contracted_axis == 1 else (tiles.depth, size)
+
         turns = _NUM_CONSUMERS if tiles.in_turn else 1
         return cls(
             shared_tile((tiles.stages, *block(ROWS, contract[0])), a_dtype),
@@ -177,7 +184,7 @@ class _Ring(NamedTuple):
 
 
 def _copy_tile(walk: _Walk, i: Any, operands: Any, contract: tuple[int, int], ring: _Ring, column: Any, depth: Any):
-    """Brings the operands of the block's i-th tile; b's begin at `column` and at `depth` of the contracted axis."""
+    """Copies the operands of the block's i-th tile. b begins at `column`, and at `depth` of the contracted axis."""
     tiles = walk.tiles
     row_tile, column_tile = walk.place(i)
 
@@ -210,7 +217,7 @@ def _multiply_tile(walk: _Walk, i: Any, warpgroup: Any, contract: tuple[int, int
             x, y = ring.a.at[slot], ring.b.at[slot]
             x = x.at[own_rows] if contract[0] == 1 else x.at[:, own_rows].transpose((1, 0))
             plgpu.wgmma(accumulator, x, y.transpose((1, 0)) if contract[1] == 1 else y)
-            plgpu.wgmma_wait(1)  # all but the product just begun: its predecessor's tiles are free
+            plgpu.wgmma_wait(1)  # for all but the product just begun; then the tiles of the one before are free
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.emptied.at[walk.slot(i, step - 1)]))
 
         jax.lax.fori_loop(0, walk.steps, multiply_step, None)
@@ -235,7 +242,7 @@ class _Vectors(NamedTuple):
             plgpu.copy_gmem_to_smem(source, stage.at[warpgroup], self.filled.at[warpgroup])
 
     def load(self, warpgroup: Any) -> tuple[list[Any], list[Any]]:
-        """Those of rows, and those of columns."""
+        """The vectors of rows, and the vectors of columns."""
         if self.refs:
             plgpu.barrier_wait(self.filled.at[warpgroup])
         found: tuple[list[Any], list[Any]] = [], []
@@ -265,11 +272,16 @@ def product(
 ) -> Any:
     """Calls `epilogue(tile, refs, scratch)` for each tile of a · b, which contracts a's and b's axes of `contract`.
 
-    `prologue(tile, refs, scratch)` comes before a tile's product, with no values yet, to fetch what the epilogue needs.
-    `start` (1,) int32 is where b's columns begin (then `num_columns` of them are multiplied), or its contracted axis
-    (`start_of="depth"`), or is the epilogue's alone: a multiple of 64 (`"output"`), or anything (`"flag"`). What lies
-    past an end is read as zero and not written. Row vectors (rows,), column vectors (columns of b,) come in the tile;
-    refs are of `matrices`, then of what is written: see `launch`. Inner axes are multiples of 64, matrices' rows of 8.
+    `prologue(tile, refs, scratch)` is called before a tile's product, when the tile has no values, to fetch what the
+    epilogue needs. `refs` are those of `matrices`, then those of the outputs or of `in_place`, as `launch` takes them.
+    The tile brings its parts of the row vectors (rows,) and of the column vectors (columns of b,).
+
+    `start` (1,) int32 says by `start_of` where b's columns begin ("columns"; `num_columns` of them are multiplied), or
+    where b's contracted axis begins ("depth"). A start of "output", which is a multiple of 64, and a "flag", which is
+    any number, are for the epilogue alone: it finds them in `tile.start`.
+
+    Elements past an end are read as zero, and are not written. Inner axes are multiples of 64, and the matrices' rows
+    multiples of 8.
     """
     walk = _Walk(
         tiles,

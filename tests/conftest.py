@@ -41,6 +41,9 @@ def pytest_configure(config):
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4"]
     if platforms == "cpu":
         flags.append("--xla_backend_optimization_level=0")
+        # XLA ends the process where a device comes to a collective 40 s after the others, as on a crowded machine the
+        # last of four threads may.
+        flags.append("--xla_cpu_collective_call_terminate_timeout_seconds=300")
         if jax.__version_info__ < (0, 11):  # a third less time in all; gone from newer versions
             flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)

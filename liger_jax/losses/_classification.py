@@ -25,7 +25,7 @@ def softmax_cross_entropy_with_integer_labels(
     The logits are read once forward and once backward, and nothing of their size is kept but themselves. The
     arithmetic is float32 whatever comes in. It differs from optax in three points: a label outside [0, classes)
     gives NaN, where optax silently scores −1 as the last class; `where` is not broadcast; and there are derivatives in
-    reverse mode only (`jax.grad`, not `jax.jvp` or `jax.hessian`).
+    reverse mode only (`jax.grad`, not `jax.jvp`), on GPUs and TPUs no second ones (`jax.hessian`).
 
     Args:
         logits: (..., classes, ...), any float dtype.

@@ -13,11 +13,12 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractDevice
 
-from liger_jax.ops._mesh import forbid_partitioning, needs_shard_map
+from liger_jax.ops._mesh import needs_shard_map, opaque
 from liger_jax.pallas_kernels import _hopper
 
 Implementation = str | tuple[str, ...] | None
 
+_TWICE = "pass implementation='xla', which is plain JAX"
 _PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "cudnn": "gpu", "mosaic_tpu": "tpu", "splash": "tpu"}
 _PARTITIONED = ("xla", "cudnn")  # by the compiler, over a mesh; and these have no interpreter
 _GPU_NAMES = ("gpu", "cuda", "rocm")
@@ -146,7 +147,7 @@ def choose(
 
 
 def bind(op: str, kernels: Mapping[str, Any], choice: str, function: str) -> Callable[..., Any]:
-    """Takes `function` from the module that `choose` named; a Pallas kernel refuses to be partitioned.
+    """Takes `function` from the module that `choose` named; Pallas kernels are `opaque`.
 
     Args:
         op: the op's public name, for messages.
@@ -161,13 +162,16 @@ def bind(op: str, kernels: Mapping[str, Any], choice: str, function: str) -> Cal
     kernel = getattr(kernels[name], function)
     if name in _PARTITIONED:
         return kernel
-    if name == "mosaic_gpu":
-        return lambda x, *arrays, **options: _mosaic_gpu(kernel, bool(interpret), tuple(options.items()))(
-            forbid_partitioning(x, op), *arrays
-        )
-    return lambda x, *arrays, **options: kernel(
-        forbid_partitioning(x, op), *arrays, **options, interpret=bool(interpret)
-    )
+    if name == "splash":  # JAX's own, which has derivatives and refuses to be partitioned
+        return functools.partial(kernel, interpret=bool(interpret))
+
+    def run(*arrays, **options):
+        arrays = opaque(arrays, op, _TWICE)
+        if name == "mosaic_gpu":
+            return _mosaic_gpu(kernel, bool(interpret), tuple(options.items()))(*arrays)
+        return kernel(*arrays, **options, interpret=bool(interpret))
+
+    return run
 
 
 @functools.cache

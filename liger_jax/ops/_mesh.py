@@ -1,4 +1,4 @@
-"""What keeps ops honest on several devices: operands aligned inside shard_map, no silent gather outside."""
+"""What keeps ops honest: operands aligned inside shard_map, no silent gather outside, kernels differentiated once."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 _CURE = (
     "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works), "
-    "or run it on one device."
+    "pass KernelOptions(batch_axes=…) to a model that makes it, or run it on one device."
 )
 
 
@@ -53,43 +53,52 @@ def needs_shard_map(*inputs: jax.Array | None) -> str | None:
         if explicit or automatic:
             return (
                 f"it is not partitioned over the mesh axes {mesh.axis_names}; "
-                "call it inside jax.shard_map, which makes every axis Manual."
+                "call it inside jax.shard_map, which makes every axis Manual, or pass KernelOptions(batch_axes=…) "
+                "to a model that calls it."
             )
     return None
 
 
-def forbid_partitioning(x: Any, op: str) -> Any:
-    """Returns `x`, and makes the compilation fail where the compiler would partition `op` by itself.
+def opaque(inputs: Any, op: str, twice: str) -> Any:
+    """Returns `inputs`, on their way into what the compiler must not partition and nobody can differentiate.
 
     Neither a Triton call nor a scan over token chunks has a good partitioning: XLA would gather the tokens on
     every device without a word. How many devices a program is for is known only when it is lowered, so the
-    check is a primitive that lowers to nothing.
+    check is a primitive that lowers to nothing. Nor has it a derivative: an op's rules, which call it, are its first.
 
     Args:
-        x: an input of the op, or a tree of them.
+        inputs: a tree of arrays.
         op: the op's public name, for the message.
+        twice: what has second derivatives, for the message.
 
     Returns:
-        `x`.
+        `inputs`.
 
     Raises:
         ValueError: when the program is lowered for several devices outside of `jax.shard_map`.
+        TypeError: when an input is differentiated.
     """
-    (first, *others), tree = jax.tree.flatten(x)
-    return jax.tree.unflatten(tree, [_unpartitioned.bind(first, op=op), *others])
+    return jax.tree.map(lambda x: _opaque.bind(x, op=op, twice=twice), inputs)
 
 
-_unpartitioned = Primitive("unpartitioned")
-_unpartitioned.def_abstract_eval(lambda x, *, op: x)
+_opaque = Primitive("opaque")
+_opaque.def_abstract_eval(lambda x, *, op, twice: x)
 
 
-@_unpartitioned.def_impl
-def _(x: jax.Array, *, op: str) -> jax.Array:
+@_opaque.def_impl
+def _(x: jax.Array, *, op: str, twice: str) -> jax.Array:
     _check_devices(op, len(x.devices()))
     return x
 
 
-def _lower(context: Any, x: Any, *, op: str) -> list[Any]:
+def _differentiate(primals: Any, tangents: Any, *, op: str, twice: str) -> Any:
+    raise TypeError(
+        f"{op} is differentiated twice, but its kernels have first derivatives only, by jax.grad; for second ones "
+        f"{twice}."
+    )
+
+
+def _lower(context: Any, x: Any, *, op: str, twice: str) -> list[Any]:
     axis_context = context.module_context.axis_context
     manual_axes = getattr(axis_context, "manual_axes", None)
     if manual_axes is None:
@@ -109,6 +118,6 @@ def _check_devices(op: str, num_devices: int) -> None:
         )
 
 
-mlir.register_lowering(_unpartitioned, _lower)
-ad.deflinear2(_unpartitioned, lambda cotangent, x, *, op: [cotangent])
-batching.primitive_batchers[_unpartitioned] = lambda args, dims, *, op: (_unpartitioned.bind(*args, op=op), dims[0])
+ad.primitive_jvps[_opaque] = _differentiate
+mlir.register_lowering(_opaque, _lower)
+batching.primitive_batchers[_opaque] = lambda args, dims, **names: (_opaque.bind(*args, **names), dims[0])

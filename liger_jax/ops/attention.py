@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops._checks import ArrayLike
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, xla
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
@@ -53,10 +54,10 @@ _attend.defvjp(_forward_rule, _backward_rule)
 
 
 def causal_attention(
-    q: Float[Array, "B T Q H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segment_ids: Int[Array, "B T"] | Segments | None = None,
+    q: Float[ArrayLike, "B T Q H"],
+    k: Float[ArrayLike, "B T K H"],
+    v: Float[ArrayLike, "B T K H"],
+    segment_ids: Int[ArrayLike, "B T"] | Segments | None = None,
     *,
     window: int | None = None,
     softcap: float | None = None,

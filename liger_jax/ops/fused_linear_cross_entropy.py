@@ -17,13 +17,15 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statisti
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 
+_TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
+
 
 def _run(decision: Decision, function: str, inputs: Inputs, *arrays, needs: Needs | None = None):
     """Calls a function of the chosen kernels; `needs` only for those that make gradients."""
     static = {} if needs is None else {"needs": needs}
     kernel = _dispatch.bind(OP, KERNELS, decision.choice, function)
     # XLA's scan over chunks is partitioned no better than a Pallas call.
-    inputs = _mesh.forbid_partitioning(inputs, OP)
+    inputs = _mesh.opaque(inputs, OP, _TWICE)
     return kernel(inputs, *arrays, options=decision.linear_options(needs), **static)
 
 

@@ -133,8 +133,10 @@ def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         yield dict(mesh=most.mesh)
     for remat in {"none": ("dots", "full"), "dots": ("full",)}.get(run.remat, ()):
         yield dict(remat=remat)
-    for parts in _divisors(run.batch // run.target.count):
-        if parts > run.micro_batches:
+    parts = run.micro_batches
+    for divisor in _divisors(run.batch // run.target.count):
+        if divisor >= 2 * parts:  # the least number of parts that is enough, or nearly
+            parts = divisor
             yield dict(micro_batches=parts)
     yield dict(state_memory="host")
     yield dict(remat="offload")

@@ -42,10 +42,13 @@ def main(argv: list[str] | None = None) -> int:
         answers = _search(args, where, options) if args.search else []
         found = planning.plan(args.model, **where, level=args.level, **options)
         known = where["batch"] if args.search == "batch" else None
-        print(report.text(found, known), *answers, *report.notes(found), *_notes(found), sep="\n")
+        print(report.text(found, known), *answers, *report.notes(found), *_notes(found), sep="\n", flush=True)
         if args.picture:
             report.picture(found, args.picture)
             print(f"picture: {args.picture}")
+    except BrokenPipeError:  # who reads it, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 1
     except (ValueError, OSError, ImportError) as error:
         print("liger-jax plan:", *str(error).split(), file=sys.stderr)  # on one line, whoever raised it
         return 2

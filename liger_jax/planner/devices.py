@@ -98,8 +98,8 @@ GPUS_PER_HOST, CHIPS_PER_HOST = 8, 4
 # XLA_PYTHON_CLIENT_MEM_FRACTION: the share of a GPU's memory that JAX's allocator takes. The first is JAX's default.
 FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)
 # What a process has outside the allocator, which no fraction may take: CUDA's context and the code of cuBLAS, cuDNN and
-# the program, 0.3 to 0.6 GiB in other CUDA programs; and where devices exchange gradients, NCCL's buffers. Both are
-# rounded up and not measured on each card.
+# the program, 0.61 GiB on an H100 (JAX 0.11.2, CUDA 13, 2026-11-24); and where devices exchange gradients, NCCL's
+# buffers, which are not measured.
 CONTEXT_BYTES, NCCL_BYTES = int(0.7 * GIB), GIB
 # Of what the allocator has, for fragmentation and what programs before the step left behind: of 29 steps that ran on an
 # H200 some held 2 % more than their compiler had said, and none held more (benchmarks/results/planner.md).
@@ -243,5 +243,7 @@ def _tpus(kind: str, size: str) -> Target:
             f"{CHIPS_PER_HOST} chips, divides, such as '{kind}:{'x'.join(str(4 * h) for h in of_host)}'; "
             f"'{kind}' alone is one device."
         )
+    if math.prod(axes) > tpu.most_chips:
+        raise ValueError(f"device='{kind}:{size}' has {math.prod(axes)} chips, and a pod of them has {tpu.most_chips}.")
     count = math.prod(axes) * tpu.devices_per_chip
     return Target(f"{kind}:{size}", "tpu", tpu.kind, count, memory, size, memory, memory)

@@ -107,6 +107,9 @@ def make_run(
         ValueError: a model, device, mesh or option that does not exist or does not fit the others.
     """
     devices = target(device)
+    for name, size in dict(batch=batch, seq=seq).items():
+        if size >= 2**31:
+            raise ValueError(f"{name}={size} must be below 2**31: JAX counts in int32.")
     return Run(architecture(model), batch, seq, devices, parse_mesh(mesh, devices.count), **options)
 
 

@@ -33,7 +33,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of hidden (N, D), weight and bias (V,), in their dtypes; None where not asked for."""
+    """The gradients by hidden (N, D), the weight and the bias (V,), in their dtypes; None where not asked for."""
 
     hidden: jax.Array | None
     weight: jax.Array | None
@@ -44,8 +44,8 @@ class Gradients(NamedTuple):
 class LinearOptions:
     """Static options.
 
-    mode is "fast", "lean", or before there is a plan "auto"; `chunk_size` counts tokens in mode "fast", vocabulary
-    entries in mode "lean".
+    `mode` is "fast" or "lean"; until there is a plan it may be "auto". `chunk_size` counts tokens in mode "fast", and
+    vocabulary entries in mode "lean".
     """
 
     logit: LogitOptions
@@ -81,7 +81,10 @@ def triton_config(n: int, v: int, d: int, dtype: jax.typing.DTypeLike) -> Triton
     """Shared memory: stages · (n + v) · d · itemsize = 128 KiB in bf16, of an A100's 163 and an H200's 227."""
     wide = jnp.dtype(dtype).itemsize > 2
     n_block_size, v_block_size, d_block_size = (64, 64, 32) if wide else (128, 128, 64)
-    fit = lambda block, size: min(block, max(16, next_power_of_2(size)))
+
+    def fit(block, size):
+        return min(block, max(16, next_power_of_2(size)))
+
     return TritonConfig(
         fit(n_block_size, n),
         fit(v_block_size, v),
@@ -97,10 +100,10 @@ def triton_vocab_splits(n_tiles: int, v_tiles: int) -> int:
 
 
 def mosaic_gpu_tiles(depth: int, rows: int, columns: int) -> Tiles:
-    """Shared tiles as wide as leaves the fewest cores idle in the last round; in turn where the depth is short.
+    """Tiles that two warpgroups share, as wide as leaves the fewest cores idle; tiles in turn where the depth is short.
 
-    Tiles in turn hide the epilogue behind the other's product, and read twice as much of b: on an H200 they win below
-    a depth of about 1,500 (benchmarks/results/tiles.md).
+    With tiles in turn, a tile's epilogue is hidden behind the other warpgroup's product, but twice as much of b is
+    read. On an H200 they win below a depth of about 1,500 (benchmarks/results/tiles.md).
     """
     if depth < 1536:
         return Tiles(columns=128, in_turn=True, stages=5)
@@ -108,10 +111,10 @@ def mosaic_gpu_tiles(depth: int, rows: int, columns: int) -> Tiles:
 
 
 def mosaic_gpu_logit_tiles(d: int, rows: int, columns: int) -> Tiles:
-    """Of a product with hidden, whose bands of rows stay in L2 while the weight passes: 16 MiB, of an H200's 50.
+    """Tiles of the product that makes logits. A band of hidden's rows stays in L2 while the whole weight passes.
 
-    Tiles in turn gain from all rows at a time (4 % at D = 896), shared ones lose beyond 16 row tiles, and D = 8,192
-    gains 1.5 % from 8.
+    A band takes up to 16 MiB of an H200's 50. Tiles in turn are fastest with all rows in one band (4 % at D = 896).
+    Shared tiles are slower with more than 16 row tiles in a band; at D = 8,192, 8 row tiles are 1.5 % faster than 16.
     """
     tiles = mosaic_gpu_tiles(d, rows, columns)
     most = max(1, 2**24 // (2 * ROWS * d))
@@ -119,37 +122,42 @@ def mosaic_gpu_logit_tiles(d: int, rows: int, columns: int) -> Tiles:
 
 
 def mosaic_gpu_rounds(tiles: Tiles, rows: int, columns: int) -> float:
-    """Columns of b that each core goes through, one tile after the other, for a product of this size.
+    """How many columns of b each core goes through, one tile after the other, for a product of this size.
 
-    A column costs 3 % more in tiles of 192, which use a's part of the copies less often.
+    In tiles of 192 columns each counts 3 % more: there a's part of the copies serves fewer columns.
     """
     cost = 1.0 if tiles.columns == 256 else 1.03
     return cost * cdiv(cdiv(rows, ROWS) * cdiv(columns, tiles.columns), NUM_CORES) * tiles.columns
 
 
 def mosaic_gpu_vocab_slice(n: int, d: int, itemsize: int) -> int:
-    """Vocabulary entries in a slice of the lean mode: up to 72 MiB of du, and few cores idle in its products.
+    """How many vocabulary entries a slice of the lean mode has: up to 72 MiB of du, and few cores idle in its products.
 
-    A core's rounds for du, of depth D, and for dW, of depth N, for each entry of the slice.
+    The size with the least cost an entry is taken. The cost is the columns that a core goes through times the depth of
+    the product, which is D for du and N for dW.
     """
 
-    def rounds(size: int) -> float:
+    def cost_per_entry(size: int) -> float:
         du = mosaic_gpu_rounds(mosaic_gpu_tiles(d, n, size), n, size) * d
         dw = mosaic_gpu_rounds(mosaic_gpu_tiles(n, size, d), size, d) * n
         return (du + dw) / size
 
     most = max(4096, 72 * 2**20 // (itemsize * max(n, 1)) // 256 * 256)
-    return min(range(4096, min(most, 16384) + 1, 256), key=lambda size: (rounds(size), size))
+    return min(range(4096, min(most, 16384) + 1, 256), key=lambda size: (cost_per_entry(size), size))
 
 
 def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
     """What chunks of so many tokens cost the gradients of the fast mode, in columns that a core goes through.
 
-    dX's rounds over the cores: one that idles costs a quarter of its time, for under the power limit the others run
-    faster (on an H200, 10.4 rounds of 5,504 tokens took 0.7 % longer a token than 8.97 of 4,736). And for each pass
-    over dW, where one is not enough, 3 % of D: 6 bytes an entry took 1.5 of the 52 ms of dX at (16384, 8192, 128256).
+    The first part is the product that makes dX. A core that idles costs a quarter of its time only, because the other
+    cores run faster meanwhile: their power is limited. (On an H200, 10.4 rounds of 5,504 tokens took 0.7 % longer a
+    token than 8.97 rounds of 4,736.) The second part is the sum of dW. If there are several chunks, each reads and
+    writes the sum, which costs 3 % of D. (6 bytes an entry took 1.5 ms beside dX's 52 at (16384, 8192, 128256).)
     """
-    rounds = lambda rows: mosaic_gpu_rounds(mosaic_gpu_tiles(2**20, rows, d), rows, d)
+
+    def rounds(rows):
+        return mosaic_gpu_rounds(mosaic_gpu_tiles(2**20, rows, d), rows, d)
+
     whole, rest = divmod(n, tokens)
     without_idling = n * d / (ROWS * NUM_CORES)
     with_idling = whole * rounds(tokens) + (rounds(rest) if rest else 0)
@@ -158,7 +166,7 @@ def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
 
 
 def mosaic_gpu_sum_tiles() -> Tiles:
-    """Of a product that is added to what is in memory: in turn, so that one tile moves while another is multiplied."""
+    """Tiles of a product that is added to what is in memory: in turn, so that one moves while the other is made."""
     return Tiles(columns=128, in_turn=True, stages=4, snake_width=8)
 
 
@@ -166,8 +174,9 @@ def mosaic_gpu_sum_tiles() -> Tiles:
 class TpuConfig:
     """Tile of hidden (n, d) and of the weight (v, d).
 
-    keeps_hidden: whether a row tile is kept in whole registers while the weight's tiles pass. Two bytes wide it comes
-    in halves of them, which would be put together, and spilled, for each product.
+    `keeps_hidden` says whether a tile of hidden is copied once to an array of 32-bit registers, in which it stays while
+    the weight's tiles pass. Values of two bytes arrive in halves of registers. Without the copy these are put together,
+    and spilled, for each product.
     """
 
     n_block_size: int
@@ -177,15 +186,18 @@ class TpuConfig:
 
 
 def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int) -> TpuConfig:
-    """Square tiles of 1,024, or of what fits, with all of d up to 4,096; up to 8,192 with half of the columns.
+    """Square tiles of 1,024, or of the size that fits.
 
-    Otherwise the widest part of d up to 2,048. Half of the columns too where the last tile would be mostly empty.
+    Up to 4,096, a tile has all of d. Up to 8,192 it has all of d and half of the columns. Beyond, it has the widest
+    part of d up to 2,048. A tile has half of the columns too where the last tile would be mostly empty.
 
-    FLOP for each byte read are a row tile's rows (bf16), and half of that where hidden is read again for each weight
-    tile: v6e's HBM asks for 561, which 1,024 rows with all of d give. 512 is what fits in 16 MiB.
+    With all of d, there are as many FLOP for each byte that is read as a row tile has rows (bf16). Otherwise there are
+    half as many, because hidden is read again for each weight tile. v6e's HBM asks for 561, which 1,024 rows with all
+    of d give. 512 rows are what fits in 16 MiB.
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
-    # What is written out for one tile's product: more of it takes minutes to compile, float32 at 'highest' six times.
+    # The compiler writes out the product of one tile, and float32 at 'highest' six times. Beyond `most` multiplications
+    # that takes minutes.
     blocks, part, most = ((1024, 512, 256, 128), 2048, 2**32) if itemsize <= 2 else ((512, 256, 128), 512, 2**28)
     parts = [size for size in range(128, min(d - 1, part) + 1, 128) if d % size == 0]
     for block in blocks:
@@ -203,7 +215,7 @@ def tpu_vmem_bytes(tiles: TpuConfig, itemsize: int) -> int:
     """What a kernel with these tiles needs."""
     n, v, d = tiles.n_block_size, tiles.v_block_size, tiles.d_block_size
     product = 4 * n * v
-    spilled = 2 * product  # at most; 1 in both kernels with all of d, 1.3 otherwise, more with every option
+    spilled = 2 * product  # at most: 1 product in both kernels with all of d, 1.3 otherwise, more with all options
     written = 2 * n * v * itemsize  # double-buffered, by the gradient only
     read = 2 * (n + v) * d * itemsize  # double-buffered
     kept = n * d * itemsize if tiles.keeps_hidden else 0

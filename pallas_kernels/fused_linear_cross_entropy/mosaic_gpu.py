@@ -1,15 +1,18 @@
 """Fused linear cross-entropy in Pallas Mosaic GPU (Hopper): products at the matrix units' speed, with our epilogues.
 
-Statistics: each tile of logits is folded, in the registers that hold it, into one number a row; XLA merges them.
-lean: slice by slice of the vocabulary the same product, with the softmax's gradient as its epilogue, writes du; two
-more products add du · W to dX and write duᵀ · X to its place in dW.
-fast: the product also keeps E = exp(z − the tile's maximum), from which one pass in place makes du; dW is one product
-where one chunk holds all tokens, else summed over chunks in float32, or for a 16-bit weight in three bytes.
+Statistics: each tile of logits is folded, in the registers that hold it, into one number a row. XLA merges the tiles'
+numbers.
+lean: for each slice of the vocabulary the same product, with the softmax's gradient as its epilogue, writes du. A
+second product adds du · W to dX, and a third writes duᵀ · X to its place in dW.
+fast: the product also writes E = exp(z − the tile's maximum), and one pass over E writes du in its place. If one chunk
+holds all tokens, dW is one product. Otherwise it is summed over chunks, in float32, or in three bytes if the weight has
+16 bits.
 Memory passes: fast writes E, reads and writes it once more as du, and reads du twice.
-Rounding: statistics and losses come from the float32 accumulators. E is relative to its tile's maximum, so that
-rounding it costs 2^-9 of a probability, where a rounded logit z costs |z| · 2^-9; du is rounded once more.
+Rounding: statistics and losses come from the float32 accumulators. E is relative to its tile's maximum. So its rounding
+costs 2^-9 of a probability, where the rounding of a logit z would cost |z| · 2^-9. du is rounded once more.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +27,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
-_WIDEST_SOFTCAP = 40.0  # |z| up to it: exp(z − max) stays a normal number, from which z can be had back
+_WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number, whose logarithm gives z back
 
 
 def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
@@ -50,7 +53,7 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
 
 
 def _padded(inputs: Inputs, *vectors: Any) -> Any:
-    """Whole tiles of rows: what is added has no label, and zeros everywhere else."""
+    """The inputs and vectors of rows in whole tiles. Rows that are added have no label, and are zeros."""
     n = inputs.hidden.shape[0]
     extra = round_up(n, ROWS) - n
     inputs = inputs._replace(weight=inputs.weight.astype(inputs.hidden.dtype))
@@ -60,6 +63,11 @@ def _padded(inputs: Inputs, *vectors: Any) -> Any:
         inputs = inputs._replace(hidden=hidden, labels=labels)
         vectors = jax.tree.map(lambda x: jnp.pad(x, (0, extra)), vectors)
     return inputs, *vectors
+
+
+def _zeros_if(like: jax.Array, needed: bool | None, shape: tuple[int, ...], dtype: Any) -> jax.Array | None:
+    """Zeros for a loop's carry, or None where nobody asks for them."""
+    return full_like(like, shape, 0, dtype) if needed else None
 
 
 def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
@@ -73,7 +81,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
 def gradients(
     inputs: Inputs, log_normalizer: jax.Array, cotangents: Cotangents, *, options: LinearOptions, needs: Needs
 ) -> Gradients:
-    """Slice by slice of the vocabulary, du, then dX += du · W and dW = duᵀ · X."""
+    """The lean backward: for each slice of the vocabulary du, then dX += du · W and dW = duᵀ · X."""
     in_place = _hopper.can_write_in_place(inputs.hidden)
     n, v = inputs.hidden.shape[0], inputs.weight.shape[options.vocab_dim]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
@@ -100,7 +108,7 @@ def gradients(
             dbias = formulas.put(dbias, jnp.sum(du[:, :size].astype(jnp.float32), axis=0), start[0])
         return Gradients(dhidden, dweight, dbias)
 
-    zeros_of = lambda need, shape, dtype: full_like(inputs.hidden, shape, 0, dtype) if need else None
+    zeros_of = functools.partial(_zeros_if, inputs.hidden)
     zeros = Gradients(
         zeros_of(needs.hidden, inputs.hidden.shape, jnp.float32),
         zeros_of(needs.weight, inputs.weight.shape, dtypes.weight),
@@ -116,7 +124,7 @@ def gradients(
 def gradients_in_forward(
     inputs: Inputs, coefficients: Coefficients, class_weight_sum: jax.Array, *, options: LinearOptions, needs: Needs
 ) -> tuple[Statistics, Gradients]:
-    """Chunk by chunk of tokens: E and statistics, du in its place, dX = du · W, and dW (+)= duᵀ · X."""
+    """The fast mode: for each chunk of tokens E and statistics, du in E's place, dX = du · W, and dW (+)= duᵀ · X."""
     n, v = inputs.hidden.shape[0], inputs.weight.shape[options.vocab_dim]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
     inputs, coefficients = _padded(inputs, coefficients)
@@ -137,7 +145,7 @@ def gradients_in_forward(
         du = kernels.make_logit_gradients(exponentials, parts.maximum, part, lse, cotangents, options)
         if needs.weight and in_bytes:
             is_last = jnp.asarray(start + size == padded, jnp.int32)
-            which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)
+            which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)  # else 0
             dweight = kernels.add_to_sum(*dweight, du, part.hidden, which[None], options)
         elif needs.weight and one_chunk:
             dweight = formulas.weight_gradient(du, part.hidden, options, dtypes.weight)
@@ -146,7 +154,7 @@ def gradients_in_forward(
         elif needs.weight:
             dweight += formulas.weight_gradient(du, part.hidden, options)
         if needs.hidden:
-            if not one_chunk:  # after dW, where the chunk of dX can lie in the place of the chunk of X
+            if not one_chunk:  # dX comes after dW: then the chunk of dX can lie where the chunk of X did
                 du, dweight = jax.lax.optimization_barrier((du, dweight))
             part_gradient = formulas.product(du, inputs.weight, 1, options.vocab_dim, options, dtypes.hidden)
             dhidden = formulas.put(dhidden, part_gradient, start)
@@ -155,10 +163,10 @@ def gradients_in_forward(
         stats = jax.tree.map(lambda whole, part: formulas.put(whole, part, start), stats, chunk_stats)
         return stats, Gradients(dhidden, dweight, dbias)
 
-    zeros_of = lambda need, shape, dtype: full_like(inputs.hidden, shape, 0, dtype) if need else None
+    zeros_of = functools.partial(_zeros_if, inputs.hidden)
     accumulators = zeros_of(needs.weight, inputs.weight.shape, dtypes.weight if one_chunk else jnp.float32)
     if in_bytes:
-        unset = lambda dtype: _hopper.empty(inputs.hidden, inputs.weight.shape, dtype)
+        unset = functools.partial(_hopper.empty, inputs.hidden, inputs.weight.shape)
         accumulators = unset(dtypes.weight), unset(jnp.uint8)
     kinds = Statistics(jnp.float32, jnp.float32, jnp.float32, jnp.float32, jnp.int32)
     wanted = Statistics(True, True, options.logit.logit_sum, options.logit.metrics, options.logit.metrics)

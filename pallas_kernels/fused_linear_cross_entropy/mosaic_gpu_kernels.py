@@ -1,5 +1,6 @@
 """The kernels of `mosaic_gpu`: Hopper's product with the loss's epilogues, and the pass that makes du of E."""
 
+import functools
 import math
 from typing import Any
 
@@ -29,7 +30,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, L
 _LOG2_E = math.log2(math.e)
 _NO_COLUMN = 2**30
 FIRST_PART, LAST_PART = 1, 2  # of a sum over chunks
-_SMALLEST = 2.0**-126  # normal number in bfloat16
+_SMALLEST = 2.0**-126  # the smallest normal number in bfloat16
 
 
 def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
@@ -64,16 +65,17 @@ def _logit_gradient(tile: Tile, z, probability, cotangents, class_weights, optio
 
 
 def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tuple[OnlineState, jax.Array | None]:
-    """Of each tile of the vocabulary, (tiles, N); with `keep` also E (N, V), relative to its tile's maximum.
+    """The statistics of each tile of the vocabulary, (tiles, N); with `keep` also E = exp(z − the tile's maximum).
 
-    Where nobody asks for the maximum, a tile's log-sum-exp stands for both maximum and sum: two float32 a row and tile.
+    Where nobody asks for the maximum, a tile's log-sum-exp takes the place of maximum and sum. Then there are two
+    float32 for each row and tile.
     """
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
     tiles = config.mosaic_gpu_logit_tiles(d, n, v)
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
     wants_maximum = keep or options.logit.metrics
-    # To look for the label is three operations a logit. Where the depth is short they are seen: on an H200 the forward
-    # gains 4 % at D = 896 without, and loses 1 % at 2,304 and 4,096 (benchmarks/results/tiles.md).
+    # To look for the label takes three operations a logit, which show where the depth is short. On an H200 the forward
+    # without them is 4 % faster at D = 896, and 1 % slower at 2,304 and 4,096 (benchmarks/results/tiles.md).
     seeks_target = not tiles.in_turn
     num_sums = 1 + wants_maximum + seeks_target + options.logit.logit_sum
     dtypes = [jnp.float32] * num_sums + [jnp.int32] * options.logit.metrics
@@ -130,7 +132,7 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
 
 
 def _target_logits(inputs: Inputs, options: LinearOptions) -> jax.Array:
-    """(N,), from the weights of the labels; 0 where a label is none of the vocabulary's."""
+    """The target logits (N,), made from the labels' rows of the weight; 0 where a label is not in the vocabulary."""
     labels, v = inputs.labels, inputs.weight.shape[options.vocab_dim]
     weight = jnp.take(inputs.weight, labels, axis=options.vocab_dim, mode="clip").astype(jnp.float32)
     u = jnp.sum(inputs.hidden.astype(jnp.float32) * (weight.T if options.vocab_dim else weight), axis=1)
@@ -148,7 +150,7 @@ def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]
 
 
 def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: int, options: LinearOptions):
-    """du (N, size) for the vocabulary from `start` on; the columns are rounded up to whole pieces."""
+    """du (N, size) for the vocabulary from `start` on; the number of columns is rounded up to whole pieces."""
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
 
@@ -159,7 +161,7 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
         probability = jnp.exp2(z * _LOG2_E - tile.over_rows(lse * _LOG2_E))
         weights = tile.column_vectors[-1] if has_weights else None
         du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
-        if v % 64:  # the last piece reaches past the vocabulary, where weights are zeros, and probabilities are not
+        if v % 64:  # the last piece reaches past the vocabulary: the weights there are zeros, but probabilities are not
             du = jnp.where(tile.column_indices() < v - tile.column, du, 0.0)
         store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.start)
 
@@ -181,7 +183,7 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
 
 
 def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Array, options: LinearOptions):
-    """total (N, D) + du · (the weight from `start` on), float32, in place."""
+    """Adds du · (the weight from `start` on) to total (N, D), float32, in place."""
 
     def epilogue(tile: Tile, refs, scratch):
         store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, add=True)
@@ -227,14 +229,14 @@ def put_product(
 
 
 def _split(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """float32 → the upper two bytes of each, as if of `dtype`, and the third as uint8."""
+    """The upper two bytes of each float32, under the name of `dtype`, and the third byte as uint8."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     upper = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), dtype)
     return upper, (bits >> 8).astype(jnp.uint8)
 
 
 def _join(upper: jax.Array, third: jax.Array) -> jax.Array:
-    """What `_split` was given, with half a step for the byte that is gone: 2^-17 of it at most, and without a bias."""
+    """The float32 that `_split` was given. Half a step stands for the lost byte: 2^-17 of error at most, unbiased."""
     upper = jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.uint32)
     bits = (upper << 16) | (third.astype(jnp.uint32) << 8) | jnp.uint32(0x80)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -243,10 +245,11 @@ def _join(upper: jax.Array, third: jax.Array) -> jax.Array:
 def add_to_sum(
     high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, part: jax.Array, options: LinearOptions
 ) -> tuple[jax.Array, jax.Array]:
-    """A sum of duᵀ · X over parts, in place, in the upper three bytes of float32.
+    """Adds duᵀ · X, in place, to a sum over parts that is kept in the upper three bytes of float32.
 
-    high holds two of them, whatever its dtype, until the last part writes the rounded sum there; low (uint8) holds the
-    third. `part` (1,) int32 is `FIRST_PART`, where nothing is read, `LAST_PART`, where low is left alone, or neither.
+    `high` has the upper two bytes, whatever its dtype says, until the last part writes the rounded sum there. `low`
+    (uint8) has the third byte. `part` (1,) int32 is `FIRST_PART`, for which nothing is read, or `LAST_PART`, for which
+    `low` is not written, or anything else.
     """
     num_slots, dtypes = 4, (high.dtype, low.dtype)
     tiles = config.mosaic_gpu_sum_tiles()
@@ -283,12 +286,10 @@ def add_to_sum(
             low_stage[slot] = lowest
             plgpu.commit_smem()
             low_there = _hopper.at(low_ref, tile.row, tile.column, piece)
-            store_low = lambda slot=slot, there=low_there: plgpu.copy_smem_to_gmem(
-                low_stage.at[slot], there, commit_group=False
-            )
+            store_low = functools.partial(plgpu.copy_smem_to_gmem, low_stage.at[slot], low_there, commit_group=False)
             pl.when(~is_last)(store_low)
             plgpu.copy_smem_to_gmem(high_stage.at[slot], _hopper.at(high_ref, tile.row, tile.column, piece))
-            if 0 < i <= len(todo) - num_slots:  # the last piece's slot, once it has left
+            if 0 < i <= len(todo) - num_slots:  # into the slot of the piece before, once that piece has left
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 pl.when(~is_first)(lambda i=i: fetch(tile, refs, scratch, i - 1 + num_slots))
 
@@ -313,9 +314,9 @@ def add_to_sum(
 
 
 def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions):
-    """du from E (N, V), in its place: p = E · exp(maximum − lse), and for the softcap z = maximum + log E.
+    """Writes du where E (N, V) is: p = E · exp(maximum − lse), and for the softcap z = maximum + log E.
 
-    The maximum is that of a row's part in a tile of the vocabulary, (tiles, N).
+    `maximum` (tiles, N) is the maximum of each row in each tile of the vocabulary.
     """
     (n, v), num_tiles = exponentials.shape, maximum.shape[0]
     columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1], n, v).columns

@@ -1,14 +1,15 @@
 """Fused linear cross-entropy in Pallas for TPU.
 
-Statistics: the float32 tile of logits is the accumulator of its product over d and stays in VMEM; an online
-log-sum-exp folds it into one number for each row and lane, and lanes are summed once, at a row tile's end. Gradients:
-the same product for a slice of the vocabulary, with the softmax's gradient as its epilogue, so only du (N, slice) is
-written; the two products with du are XLA's, which schedules them better than a kernel that would keep rewriting dX
-and dW. Lean mode only.
+Statistics: the float32 tile of logits is the accumulator of its product over d, and stays in VMEM. An online
+log-sum-exp folds it into one number for each row and lane. Lanes are summed once, at the end of a row tile.
+Gradients: the same product is made for a slice of the vocabulary, with the softmax's gradient as its epilogue. So only
+du (N, slice) is written. The two products with du are XLA's, which schedules them better than a kernel that would keep
+rewriting dX and dW. There is no fast mode.
 Memory: on tpu7x the compiler by default copies 16-bit arrays that a loop reads or writes, the weight and dW too, into
 tiles of 16 rows; with its option xla_tpu_control_large_2nd_minor_layout_for_x16=false it does not: 176 MiB instead of
-1,327 at (8192, 4096, 128256). Spills: what is left is the float32 sums of a part of a tile's columns, 1 MiB, which no
-core has registers for (benchmarks/results/tpu_schedule.md).
+1,327 at (8192, 4096, 128256).
+Spills: only the float32 sums of a part of a tile's columns are left, 1 MiB, for which no core has registers
+(benchmarks/results/tpu_schedule.md).
 Rounding: logits and statistics float32 (see cross_entropy/formulas.py). Not measured on a
 TPU: no speed is claimed.
 """
@@ -55,10 +56,10 @@ def _float32(ref, part):
 
 
 def _for_each_part(hidden_ref, weight_ref, x_ref, u_ref, *, d, options: LinearOptions, start_row_tile, epilogue):
-    """Calls epilogue(first column, width) for each part of a tile once u_ref holds its logits.
+    """Calls epilogue(first column, width) for each part of a tile, once u_ref holds the part's logits.
 
-    Where a tile has all of d there is no branch between products and epilogues, and the compiler schedules those of
-    one part among the products of the next: 17.8 million cycles, and 18.0 in one part, on v6e at (8192, 4096, 128256).
+    Where a tile has all of d, no branch lies between products and epilogues. Then the compiler schedules one part's
+    epilogue among the next part's products: 17.8 million cycles on v6e at (8192, 4096, 128256), and 18.0 in one part.
     """
     d_tile, d_block_size, v_block_size = pl.program_id(2), hidden_ref.shape[1], u_ref.shape[1]
     parts = [(first, min(PART, v_block_size - first)) for first in range(0, v_block_size, PART)]
@@ -100,7 +101,7 @@ def _row_groups(u_ref):
 
 
 def _pieces(x: jax.Array) -> jax.Array:
-    """(m, v) → (v / 128, m, 128): sums over the first axis are of whole registers."""
+    """(m, v) → (v / 128, m, 128), whose sums over the first axis add up whole registers."""
     return jnp.stack([x[:, start : start + LANES] for start in range(0, x.shape[1], LANES)])
 
 
@@ -146,7 +147,7 @@ def _statistics_kernel(hidden_ref, weight_ref, labels_ref, *refs, v, d, options,
 
 
 def _specs(tiles: config.TpuConfig, options: LinearOptions, row_width: int, num_vectors: int):
-    """Block specs over the grid (row_tile, vocab_tile, d_tile): hidden, weight, rows' numbers, vocabulary vectors."""
+    """Block specs over the grid (row_tile, vocab_tile, d_tile) of hidden, the weight, rows' numbers, and vectors."""
 
     def weight_index_map(_, vocab_tile, d_tile):
         return (vocab_tile, d_tile) if options.vocab_dim == 0 else (d_tile, vocab_tile)
@@ -160,7 +161,7 @@ def _specs(tiles: config.TpuConfig, options: LinearOptions, row_width: int, num_
 
 
 def _product_scratch(tiles: config.TpuConfig, d: int):
-    """The row tile in whole registers where it is kept, and the logits."""
+    """Scratch for a tile of hidden, where it is kept, and for the logits."""
     kept = [pltpu.VMEM((tiles.n_block_size // 2, d), jnp.uint32)] if tiles.keeps_hidden else []
     return [*kept, pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)]
 
@@ -223,18 +224,18 @@ def logit_gradients(
 ) -> jax.Array:
     """du (N, v) in hidden's dtype for the vocabulary entries in `weight`; labels count from its first entry.
 
-    Zero in rows on whose loss nothing depends, whatever they hold.
+    Rows on whose loss nothing depends are zeros, whatever hidden holds there.
     """
     hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     vmem = vmem_bytes()
     tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem)
     present = [bias is not None, class_weights is not None, True, tiles.keeps_hidden, True]
-    # Infinite where nothing depends on a row, for which the kernel has one comparison: v6e takes 21 % longer to look at
-    # the cotangents. No other row's is: an infinite logit makes it NaN.
+    # An infinite lse marks a row on which nothing depends. The kernel finds it by one comparison; on v6e it would take
+    # 21 % longer to look at the cotangents. No other row has an infinite lse: an infinite logit makes it NaN.
     lse = jnp.where(row_formulas.is_live(cotangents), log_normalizer, jnp.inf)
     fields = [lse, *(g for g in cotangents if g is not None)]
-    # In one operand: of one lane or of 128, a row takes 512 bytes of HBM.
+    # All numbers of a row come in one operand, because a row takes 512 bytes of HBM in any case, for 1 lane or for 128.
     as_int32 = [jax.lax.bitcast_convert_type(field, jnp.int32) for field in fields]
     row_operand = jnp.stack([labels, *as_int32], axis=1)
     vectors = [x[None, :] for x in (bias, class_weights) if x is not None]

@@ -49,7 +49,10 @@ def _raw_logits_tile(hidden_ref, weight_ref, in_rows, start_v, *, v, d, tiles: T
     def step(i, u):
         start_d = i * tiles.d_block_size
         d_slice, v_slice = pl.ds(start_d, tiles.d_block_size), pl.ds(start_v, tiles.v_block_size)
-        in_width = lambda axis: in_bounds(start_d, tiles.d_block_size, d, axis=axis)
+
+        def in_width(axis):
+            return in_bounds(start_d, tiles.d_block_size, d, axis=axis)
+
         x = pltriton.load(hidden_ref.at[:, d_slice], mask=in_rows & in_width(1), other=0.0)
         weight_tile = weight_ref.at[v_slice, d_slice] if v_dim == 0 else weight_ref.at[d_slice, v_slice]
         w = pltriton.load(weight_tile, mask=in_vocab & in_width(1 - v_dim), other=0.0)

@@ -1,9 +1,10 @@
 """The gated feed-forward in Pallas Mosaic GPU (Hopper): what lies between its products is done in their epilogues.
 
-Forward, the product that makes up reads gate's tiles and writes up and the gated product. Backward, the product that
-makes dh, the gated product's gradient, reads gate's and up's tiles and writes their gradients (over them, where they
-were made again) and the gated product: dh never reaches memory. Two warpgroups take tiles in turn, so that one's memory
-moves while the other multiplies.
+Forward: the product that makes up reads gate's tiles, and writes up and the gated product.
+Backward: the product that makes dh, the gated product's gradient, reads gate's and up's tiles, and writes their
+gradients and the gated product. Where gate and up were made again, their gradients are written over them. dh never
+reaches memory.
+Two warpgroups take tiles in turn, so that one's memory moves while the other multiplies.
 Memory passes saved: forward one read of up; backward one write and one read of dh.
 Rounding: the formulas are those of glu/formulas.py, and their dh is the float32 accumulator.
 """
@@ -46,10 +47,10 @@ def _product_with(
     name: str,
     in_place: bool = False,
 ) -> Sequence[jax.Array]:
-    """formula(a · b, *matrices), element by element: one array more than the matrices, each like them.
+    """formula(a · b, *matrices), element by element. It returns one array more than there are matrices, each like them.
 
-    A piece of a tile at a time: of the matrices `NUM_SLOTS` are fetched ahead, and their slots written to. `in_place`
-    the results lie where the matrices did, and the last in an array of its own.
+    A tile is computed piece by piece. `NUM_SLOTS` pieces of each matrix are fetched ahead, and results are written to
+    their slots. With `in_place` the results lie where the matrices did, and the last result in an array of its own.
     """
     todo = pieces((TILES.rows, TILES.columns))
     like, num_matrices = matrices[0], len(matrices)
@@ -78,7 +79,7 @@ def _product_with(
             for k, (stage, slot, ref) in enumerate(zip(stages, slots, refs[written:], strict=True)):
                 there = _hopper.at(ref, tile.row, tile.column, piece)
                 plgpu.copy_smem_to_gmem(stage.at[slot], there, commit_group=k == num_matrices)
-            if i > 0:  # the last piece's slots, once it has left
+            if i > 0:  # into the slots of the piece before, once that piece has left
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 if i - 1 + NUM_SLOTS < len(todo):
                     fetch(tile, refs, scratch, i - 1 + NUM_SLOTS)
@@ -135,7 +136,7 @@ def gradients_and_product(
 ) -> tuple[jax.Array, ...]:
     """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F).
 
-    `in_place` the gradients are written over gate and up.
+    With `in_place` the gradients are written over gate and up.
     """
     del precision  # as above
 

@@ -108,6 +108,24 @@ def _team_and_member(tiles: MosaicGpuTiles) -> tuple[Any, Any]:
     return jax.lax.div(warpgroup, tiles.team_size), jax.lax.rem(warpgroup, tiles.team_size)
 
 
+def _layout(tiles: MosaicGpuTiles) -> Any:
+    """How a warpgroup's registers hold a piece. Each row of it is one warp's, so that its sums need no other warp."""
+    tiling = plgpu.Tiling(((_WARPS, tiles.warp_size), (tiles.vec_size,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def _bring_vectors(sources: Sequence[Any], shared: _Shared, team: Any, member: Any) -> None:
+    """Copies the vectors to shared memory, and waits for them. The first team does it for all teams."""
+
+    @pl.when(team == 0)
+    def _():
+        for source, vector in zip(sources, shared.vectors, strict=True):
+            plgpu.copy_gmem_to_smem(source, vector.at[member], shared.vectors_filled.at[member])
+
+    if sources:
+        plgpu.barrier_wait(shared.vectors_filled.at[member])
+
+
 def _write_totals(
     totals: Sequence[Sequence[jax.Array]], refs: Sequence[Any], shared: _Shared, tiles: MosaicGpuTiles, layout: Any
 ):
@@ -150,9 +168,7 @@ def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int, num_blocks: 
         _Queue(ref.at[:, own], slots, filled, warpgroup)
         for ref, slots, filled in zip(refs.matrices, shared.matrices, shared.matrices_filled, strict=True)
     ]
-    # Each row of a piece is one warp's, so that its sums need no other warp.
-    tiling = plgpu.Tiling(((_WARPS, tiles.warp_size), (tiles.vec_size,)))
-    layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    layout = _layout(tiles)
 
     def row_of(i):
         return worker + i * num_workers
@@ -212,13 +228,7 @@ def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int, num_blocks: 
         for i in range(stages - 1):
             fetch(queue, i)
 
-    @pl.when(team == 0)
-    def _():
-        for ref, vector in zip(refs.vectors, shared.vectors, strict=True):
-            plgpu.copy_gmem_to_smem(ref.at[own], vector.at[member], shared.vectors_filled.at[member])
-
-    if refs.vectors:
-        plgpu.barrier_wait(shared.vectors_filled.at[member])
+    _bring_vectors([ref.at[own] for ref in refs.vectors], shared, team, member)
     zeros = plgpu.layout_cast(jnp.zeros((_WARPS, tiles.warp_size), jnp.float32), layout)
     totals = [[zeros] * len(refs.totals)] * tiles.num_pieces
     _, totals = jax.lax.fori_loop(0, num_rows, step, (load_known_sums(0), totals))

@@ -99,5 +99,5 @@ def test_a_file_that_is_no_text_is_named(tune, tmp_path):
 
 
 def test_a_model_that_is_not_there_is_the_user_s_error():
-    with pytest.raises(UserError, match="'./nowhere' is no folder"):
+    with pytest.raises(UserError, match="no such folder: './nowhere'"):
         finetune_qwen2.main(["--model=./nowhere", "--data=text.txt"])

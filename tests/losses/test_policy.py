@@ -141,13 +141,14 @@ def test_the_token_form_weighted_and_summed_is_the_loss(loss_type, arrays):
     weights, denominator = policy_weights(
         jnp.asarray(MASK), loss_type, max_length=MAX_LENGTH if loss_type == "dr_grpo" else None
     )
-    advantages = jnp.broadcast_to(jnp.asarray(ADVANTAGES, jnp.float32)[:, None], (B, T))
+    of_sequences = np.abs(ADVANTAGES)  # of one sign, so that nothing cancels
+    advantages = jnp.broadcast_to(jnp.asarray(of_sequences, jnp.float32)[:, None], (B, T))
 
     def by_tokens(x):
         losses = policy_token_loss(x, old, advantages, reference, loss_type=loss_type, beta=0.1)
         return jnp.sum(weights * losses) / denominator
 
-    whole = lambda x: loss(x, old, reference, beta=0.1, **options_of(loss_type))
+    whole = lambda x: loss(x, old, reference, beta=0.1, advantages=of_sequences, **options_of(loss_type))
     (found, gradient), (expected, true_gradient) = (jax.jit(jax.value_and_grad(f))(policy) for f in (by_tokens, whole))
     close(found, expected)
     close(gradient, true_gradient)
@@ -161,7 +162,7 @@ def test_micro_batches_of_one_step_add_up_to_it(loss_type, arrays, rng):
     _, denominator = policy_weights(jnp.asarray(MASK), loss_type, options.get("max_length"))
 
     def part(rows, **denominators):
-        of_rows = dict(mask=jnp.asarray(MASK)[rows], entropy=entropy[rows], advantages=ADVANTAGES[rows])
+        of_rows = dict(mask=jnp.asarray(MASK)[rows], entropy=entropy[rows], advantages=np.abs(ADVANTAGES)[rows])
         return loss(policy[rows], old[rows], **options | of_rows, **denominators)
 
     whole_step = dict(denominator=denominator, entropy_denominator=float(MASK.sum()))

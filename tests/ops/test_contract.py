@@ -9,16 +9,23 @@ import pytest
 from flax import nnx
 
 from liger_jax import losses, ops
+from liger_jax.pallas_kernels.cross_entropy import reference as cross_entropy
+from liger_jax.pallas_kernels.glu import reference as glu
+from liger_jax.pallas_kernels.norms import reference as norms
+from liger_jax.pallas_kernels.relu_squared import reference as relu_squared
+from liger_jax.pallas_kernels.rope import reference as rope
+from liger_jax.pallas_kernels.softmax import reference as softmax
+from tests.ops._oracle import TOLERANCE, largest_error
 
 D, F, V = 6, 4, 7
 X = (3, D)  # rows
-LABELS = {"labels": [1, -100, 6]}
-TOKENS = {"where": [True, True, False], "class_weights": [0.5] * V}
+LABELS = {"labels": [1, 5, -100, 6]}
+TOKENS = {"where": [True, True, True, False], "class_weights": [0.5] * V}
 TABLE = {name: jnp.linspace(0.1, 0.9, 12).reshape(1, 3, 4).tolist() for name in ("cos", "sin")}
 TABLES = {name: [table] * 3 for name, table in TABLE.items()}
 HEADS = {"q": (1, 3, 2, 4), "k": (1, 3, 1, 4)}
 KERNELS = {"gate_kernel": (D, F), "up_kernel": (D, F), "down_kernel": (F, D)}
-FUSED = {"hidden": X, "weight": (V, D), "bias": (V,), "token_weights": (3,)}
+FUSED = {"hidden": (4, D), "weight": (V, D), "bias": (V,), "token_weights": (4,)}
 fused = ops.fused_linear_cross_entropy
 # By name: the op, the shapes of what it is differentiated by, and its other arrays.
 CASES = {
@@ -40,7 +47,7 @@ CASES = {
     "gated_mlp": (ops.gated_mlp, {"x": X, **KERNELS}, {}),
     "apply_rope": (ops.apply_rope, HEADS, TABLE),
     "apply_mrope": (functools.partial(ops.apply_mrope, sections=(1, 0, 1)), HEADS, TABLES),
-    "cross_entropy": (ops.cross_entropy, {"logits": (3, V), "token_weights": (3,)}, {**LABELS, **TOKENS}),
+    "cross_entropy": (ops.cross_entropy, {"logits": (4, V), "token_weights": (4,)}, {**LABELS, **TOKENS}),
     "fused_linear_cross_entropy, fast": (functools.partial(fused, mode="fast"), FUSED, {**LABELS, **TOKENS}),
     "fused_linear_cross_entropy, lean": (functools.partial(fused, mode="lean"), FUSED, {**LABELS, **TOKENS}),
     "causal_lm_loss": (
@@ -50,20 +57,24 @@ CASES = {
     ),
     "softmax_cross_entropy_with_integer_labels": (
         losses.softmax_cross_entropy_with_integer_labels,
-        {"logits": (3, V)},
-        {"labels": [1, 0, 6], "where": TOKENS["where"]},
+        {"logits": (4, V)},
+        {"labels": [1, 0, 6, 2], "where": TOKENS["where"]},
     ),
 }
 all_ops = pytest.mark.parametrize("name", CASES)
 
 
-def case(name, rng):
+def scalar(outputs):
+    return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs))
+
+
+def case(name, rng, **options):
     """A scalar function of the op's arrays by name, those that it is differentiated by, and the others."""
     op, shapes, others = CASES[name]
-    arrays = {argument: jnp.asarray(rng.uniform(0.5, 1.5, shape), jnp.float32) for argument, shape in shapes.items()}
+    arrays = {argument: jnp.asarray(rng.uniform(0.1, 0.6, shape), jnp.float32) for argument, shape in shapes.items()}
 
     def total(arrays, others):
-        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(op(**arrays, **others)))
+        return scalar(op(**arrays, **others, **options))
 
     return total, arrays, {argument: jnp.asarray(x) for argument, x in others.items()}
 
@@ -109,3 +120,82 @@ def test_numpy_arrays_are_taken_as_jax_arrays(name, rng):
 
 def vars_of(module):
     return {name: x for name, x in vars(module).items() if isinstance(x, nnx.Variable)}
+
+
+# --- which derivatives ------------------------------------------------------------------------------------------------
+
+LOSSES = [name for name in CASES if name.startswith(("fused_linear", "causal"))]
+BEHIND_KERNELS = {"down_kernel", "token_weights"}  # the results of kernels are multiplied by them
+NO_KERNEL = ("group_norm", "poly_norm", "relu_squared", "softmax_cross_entropy_with_integer_labels")
+
+
+def label_loss(logits, labels, token_weights, **options):
+    counts = (labels != -100) & options.pop("where", True)
+    return cross_entropy.cross_entropy(logits, labels, jnp.where(counts, token_weights, 0.0), **options)
+
+
+def gated_mlp(x, gate_kernel, up_kernel, down_kernel):
+    return glu.gated(x @ gate_kernel, x @ up_kernel, activation="silu") @ down_kernel
+
+
+EPS = {"eps": 1e-6}
+TRUTHS = {
+    "rms_norm": functools.partial(norms.rms_norm, offset=0.0, **EPS),
+    "layer_norm": functools.partial(norms.layer_norm, **EPS),
+    "fused_add_rms_norm": functools.partial(norms.fused_add_rms_norm, offset=0.0, **EPS),
+    "group_norm": functools.partial(norms.group_norm, num_groups=2, channel_axis=1, **EPS),
+    "dyt": norms.dyt,
+    "poly_norm": functools.partial(norms.poly_norm, **EPS),
+    "relu_squared": relu_squared.relu_squared,
+    "softmax": softmax.softmax,
+    "sparsemax": softmax.sparsemax,
+    "swiglu": functools.partial(glu.gated, activation="silu"),
+    "geglu": functools.partial(glu.gated, activation="gelu_tanh"),
+    "gated_mlp": gated_mlp,
+    "apply_rope": rope.apply_rope,
+    "apply_mrope": functools.partial(rope.apply_mrope, sections=(1, 0, 1)),
+    "cross_entropy": label_loss,
+    "softmax_cross_entropy_with_integer_labels": lambda logits, labels, where: label_loss(
+        logits, labels, jnp.ones(4), where=where, reduction="none"
+    ),
+}
+
+
+def twice(total, arrays, others, factors):
+    """The gradient of a weighted sum of the gradients."""
+    weighted = lambda gradients: jax.tree.map(lambda g, factor: jnp.sum(factor * g), gradients, factors)
+    return jax.grad(lambda arrays: sum(jax.tree.leaves(weighted(jax.grad(total)(arrays, others)))))(arrays)
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_plain_jax_has_second_derivatives(name, rng):
+    total, arrays, others = case(name, rng)
+    factors = case(name, rng)[1]
+    found = jax.jit(functools.partial(twice, total))(arrays, others, factors)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        truth = lambda arrays, others: scalar(TRUTHS[name](**arrays, **others))
+        wide = lambda x: jnp.asarray(np.asarray(x, np.float64)) if x.dtype == jnp.float32 else x
+        expected = jax.jit(functools.partial(twice, truth))(*jax.tree.map(wide, (arrays, others, factors)))
+    for argument in arrays:
+        assert largest_error(found[argument], expected[argument]) < TOLERANCE, argument
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NO_KERNEL])
+def test_kernels_say_that_they_have_no_second_derivatives(name, rng):
+    fused = name in LOSSES
+    cure = r"cross_entropy\(hidden @ weight.T, " if fused else "pass implementation='xla', which is plain JAX"
+    message = (
+        f"differentiated twice, but its kernels have first derivatives only, by jax.grad; for second ones .*{cure}"
+    )
+    total, arrays, others = case(name, rng, implementation=None if fused else "triton:interpret")
+    for argument in arrays.keys() - BEHIND_KERNELS:  # by one at a time: none is let through
+        by_one = lambda own, arrays=arrays: twice(lambda own, others: total(arrays | own, others), own, others, own)
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(by_one, {argument: arrays[argument]})
+
+
+@all_ops
+def test_there_is_no_forward_mode(name, rng):
+    total, arrays, others = case(name, rng)
+    with pytest.raises(TypeError, match="can't apply forward-mode"):
+        jax.jvp(lambda arrays: total(arrays, others), (arrays,), (arrays,))

@@ -140,9 +140,6 @@ def test_cross_entropy_sends_a_few_numbers(reduction, kernel, mesh, rng):
 
     def op(logits, weights):
         return ops.cross_entropy(logits, labels, token_weights=weights, class_weights=class_weights, **options)
-        return ops.cross_entropy(
-            logits, place(labels, BATCH), token_weights=weights, class_weights=place(class_weights, P()), **options
-        )
 
     logits = jnp.asarray(rng.standard_normal((B, T, V)), jnp.float32)
     _, sizes = check(op, [logits, weights], [BATCH, BATCH], mesh, rng)

@@ -32,6 +32,12 @@ def test_the_fraction_that_is_advised_holds_what_fits_and_leaves_the_rest_of_the
     assert gpu.fraction_for(needs[-1] + 1) is None
 
 
+@pytest.mark.parametrize("fraction, mib", [(0.75, 60_810), (0.90, 72_972), (0.95, 77_026), (0.97, 78_648)])
+def test_the_allocator_of_an_h100_gets_what_is_counted_on(fraction, mib):
+    """`memory_stats()["bytes_limit"]` on an H100 80GB HBM3, JAX 0.11.2, driver 580.159.04, 2026-11-24."""
+    assert 0.998 * mib < fraction * target("h100").visible_bytes / 2**20 <= mib
+
+
 def test_14_gib_do_not_fit_a_t4_of_which_jax_gets_less():
     found = target("t4")
     assert 13 * GIB < found.capacity_bytes < 0.95 * 14.6 * GIB

@@ -187,6 +187,24 @@ def test_on_an_explicit_mesh_the_batch_must_lie_as_the_options_say():
             model(place("data"), cache=model.init_cache(8, 8))
 
 
+@pytest.mark.parametrize("kernels", [KernelOptions(), KernelOptions(implementation="triton:interpret")])
+def test_a_sharded_model_without_batch_axes_names_them(kernels):
+    mesh = make_mesh("fsdp")
+    model = FAMILIES["llama"](kernels=kernels)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"KernelOptions\(batch_axes=…\) to a model"):
+        tokens = jax.device_put(jnp.zeros((8, 5), jnp.int32), NamedSharding(mesh, P("fsdp")))
+        jax.eval_shape(lambda tokens: model(tokens, labels=tokens).loss, tokens)
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_a_mesh_that_is_not_in_context_is_missed(axis_type):
+    model = FAMILIES["llama"](kernels=KernelOptions(batch_axes=("fsdp",)))
+    mesh = make_mesh("fsdp", axis_type)
+    tokens = jax.device_put(jnp.zeros((8, 5), jnp.int32), NamedSharding(mesh, P("fsdp")))
+    with pytest.raises(ValueError, match=r"Call the model under jax.set_mesh\(mesh\)"):
+        model(tokens)
+
+
 def test_batch_axes_must_be_names(unchecked_types):
     with pytest.raises(TypeError, match="batch_axes='data' must be a tuple of mesh axis names"):
         KernelOptions(batch_axes="data")
