@@ -162,7 +162,7 @@ def bind(op: str, kernels: Mapping[str, Any], choice: str, function: str) -> Cal
     kernel = getattr(kernels[name], function)
     if name in _PARTITIONED:
         return kernel
-    if name == "splash":  # JAX's own, which has its derivative and refuses to be partitioned by itself
+    if name == "splash":  # JAX's own, which has derivatives and refuses to be partitioned
         return functools.partial(kernel, interpret=bool(interpret))
 
     def run(*arrays, **options):

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._hopper import COLUMN_LAYOUT, LAYOUT, ROW_LAYOUT
+from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
+from liger_jax.pallas_kernels._hopper import column_layout, row_layout, tile_layout
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.intervals import COLUMNS, Intervals, table, whole_blocks
@@ -189,19 +189,19 @@ def _vector(count: int, length: int, dtype: Any) -> Any:
 
 def _rows_of(ref: Any, *index: Any) -> jax.Array:
     """A vector over rows, from device memory."""
-    return _hopper.load(ref, index, ROW_LAYOUT, optimized=False)
+    return _hopper.load(ref, index, row_layout(), optimized=False)
 
 
 def _pair(ids_refs: Sequence[Any], mask: str | None, own_ids: Sequence[jax.Array], *index: Any) -> Any:
     """Ids of rows and of columns where they have to be compared: so seldom that no ring holds them."""
     if mask != "ids":
         return None
-    return own_ids[0], _hopper.load(ids_refs[0], index, COLUMN_LAYOUT, optimized=False)
+    return own_ids[0], _hopper.load(ids_refs[0], index, column_layout(), optimized=False)
 
 
 def _visible(shape: tuple[int, int], low: Any, high: Any, ids: tuple[Any, Any] | None) -> jax.Array:
     """Where low ≤ column ≤ high, of vectors over rows, and perhaps ids of row and column are equal."""
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tile_layout())
     visible = (column >= low) & (column <= high)
     if ids is not None:
         visible = visible & (over_rows(ids[0], shape) == over_columns(ids[1], shape))
@@ -209,7 +209,7 @@ def _visible(shape: tuple[int, int], low: Any, high: Any, ids: tuple[Any, Any] |
 
 
 def _own_rows(shape: tuple[int, int]) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tile_layout())
 
 
 def forward(
@@ -275,9 +275,9 @@ def forward(
                 return accumulator, new_maximum, total
 
             carry = (
-                _filled((_WARPGROUP_ROWS, width), 0.0, LAYOUT),
-                _filled((_WARPGROUP_ROWS,), _NOTHING, ROW_LAYOUT),
-                _filled((_WARPGROUP_ROWS,), 0.0, ROW_LAYOUT),
+                _filled((_WARPGROUP_ROWS, width), 0.0, tile_layout()),
+                _filled((_WARPGROUP_ROWS,), _NOTHING, row_layout()),
+                _filled((_WARPGROUP_ROWS,), 0.0, row_layout()),
             )
             accumulator, maximum, total = tile.over_columns(step, carry, has_ids)
             q_stage[warpgroup] = (accumulator * over_rows(1.0 / total, accumulator.shape)).astype(q_stage.dtype)
@@ -390,7 +390,7 @@ def query_gradient(
                 k_ring.release(done + n)
                 return dq
 
-            dq = tile.over_columns(step, _filled((_WARPGROUP_ROWS, width), 0.0, LAYOUT), has_ids)
+            dq = tile.over_columns(step, _filled((_WARPGROUP_ROWS, width), 0.0, tile_layout()), has_ids)
             q_stage[warpgroup] = (dq * scores.scale).astype(q_stage.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_stage.at[warpgroup], dq_ref.at[here])
@@ -491,7 +491,7 @@ def key_gradients(
                     slot = q_ring.wait(begun + n)
                     q_stage, lse_stage = q_ring.stages
                     capped = scores.capped(_product(k_stage, q_stage.at[slot], shape))
-                    lse = _hopper.load(lse_stage, (slot,), COLUMN_LAYOUT)
+                    lse = _hopper.load(lse_stage, (slot,), column_layout())
                     p = jnp.exp2(capped * scores.factor - over_columns(lse, shape))
                     if mask is not None:
                         query = tile.column_block(n) * queries
@@ -503,7 +503,7 @@ def key_gradients(
                     ds = None
                     if of_keys:
                         dp = _product(v_stage, do_stage.at[do_slot], shape)
-                        delta = _hopper.load(delta_stage, (do_slot,), COLUMN_LAYOUT)
+                        delta = _hopper.load(delta_stage, (do_slot,), column_layout())
                         ds = scores.slope(p * (dp - over_columns(delta, shape)), capped).astype(q_stage.dtype)
                     if of_values:
                         dv = _hopper.add_product(dv, p.astype(do_stage.dtype), do_stage, do_slot)
@@ -515,7 +515,7 @@ def key_gradients(
 
                 return tile.over_columns(step, carry, has_ids)
 
-            nothing = _filled((_WARPGROUP_ROWS, width), 0.0, LAYOUT)
+            nothing = _filled((_WARPGROUP_ROWS, width), 0.0, tile_layout())
             start = nothing if of_keys else None, nothing if of_values else None
             dk, dv = jax.lax.fori_loop(0, group, of_head, start)
             if of_keys:

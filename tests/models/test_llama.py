@@ -213,3 +213,14 @@ def test_sizes_that_do_not_fit_are_refused(fields, message):
 def test_an_unknown_remat_is_refused():
     with pytest.raises(ValueError, match="remat='half' must be"):
         make_model(remat="half")
+
+
+def test_attention_is_named_apart_from_other_ops(rng):
+    tokens = random_tokens(rng)
+    named = make_model(kernels=KernelOptions(attention="splash"))
+    with pytest.raises(ValueError, match="causal_attention cannot run here with implementation='splash'"):
+        named(tokens)
+    others = make_model(kernels=KernelOptions(implementation=("mosaic_tpu", "xla"), attention="xla"))
+    with pytest.warns(UserWarning, match="stepping down from 'mosaic_tpu'") as caught:
+        others(tokens)
+    assert not any("causal_attention" in str(warning.message) for warning in caught)
