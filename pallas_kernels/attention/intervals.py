@@ -37,7 +37,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array) -> "Segments":
-        """Of ids (B, T), by one stable sort.
+        """The segments of ids (B, T), by one stable sort.
 
         Args:
             ids: (B, T) integers.

@@ -16,9 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels.attention import config
-from liger_jax.pallas_kernels.attention import mosaic_gpu_kernels as kernels
+from liger_jax.pallas_kernels.attention import (
+    config,
+    mosaic_gpu_forward,
+    mosaic_gpu_key_gradients,
+    mosaic_gpu_query_gradient,
+)
 from liger_jax.pallas_kernels.attention.intervals import Segments, intervals, whole_blocks
+from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import Scores
 
 _ROWS = 8  # the copy engine moves so many at a time
 
@@ -46,7 +51,7 @@ def _padded(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _padded_segments(segments: Segments | None) -> Segments | None:
-    """Of T rounded up like `_padded`'s; what is added nobody sees."""
+    """The segments of T rounded up as `_padded` does. Nobody sees what is added."""
     if segments is None:
         return None
     return segments._replace(
@@ -54,8 +59,8 @@ def _padded_segments(segments: Segments | None) -> Segments | None:
     )
 
 
-def _scores(softcap: float | None, scale: float | None, width: int) -> kernels.Scores:
-    return kernels.Scores(softcap, width**-0.5 if scale is None else scale)
+def _scores(softcap: float | None, scale: float | None, width: int) -> Scores:
+    return Scores(softcap, width**-0.5 if scale is None else scale)
 
 
 def forward(
@@ -74,7 +79,7 @@ def forward(
     segments = _padded_segments(segments)
     q, k, v = _padded(q, k, v)
     ids = None if segments is None else segments.ids
-    out, lse = kernels.forward(q, k, v, ids, intervals(q.shape[1], segments, window), scores)
+    out, lse = mosaic_gpu_forward.forward(q, k, v, ids, intervals(q.shape[1], segments, window), scores)
     return out[:, :length, :, :width], lse
 
 
@@ -100,6 +105,6 @@ def backward(
     q, k, v, do = _padded(q, k, v, do)
     ids = None if segments is None else segments.ids
     arrays = q, k, v, ids, do, lse, delta, intervals(q.shape[1], segments, window), scores
-    gradients = kernels.query_gradient(*arrays), *kernels.key_gradients(*arrays)
+    gradients = mosaic_gpu_query_gradient.query_gradient(*arrays), *mosaic_gpu_key_gradients.key_gradients(*arrays)
     dq, dk, dv = (x[:, :length, :, :width] for x in gradients)
     return dq, dk, dv
