@@ -38,7 +38,7 @@ class Tensors:
     stacked: bool
 
     def shape(self, parameter: Any) -> tuple[int, ...]:
-        """Of each tensor."""
+        """The shape of each tensor."""
         shape = parameter.shape[1:] if self.stacked else parameter.shape
         return shape[::-1] if self.transposed else shape
 

@@ -81,7 +81,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of one device, in a micro-batch."""
+        """The tokens of one device in a micro-batch."""
         return self.batch * self.seq // self.batch_unit
 
     @property
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def head_dtype(self) -> str:
-        """Of the head's gradient: on one device a tied head's is float32 until it is rounded once."""
+        """The dtype of the head's gradient. On one device a tied head's is float32 until it is rounded once."""
         is_widened = self.target.count == 1 and self.model.config.tie_word_embeddings and self.param_dtype == "bfloat16"
         return "float32" if is_widened else self.param_dtype
 

@@ -11,6 +11,7 @@ from liger_jax.pallas_kernels._tiles import out_like, round_up
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.intervals import Intervals, table, whole_blocks
 from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
+    LOG2_E,
     NO_SCORE,
     NUM_CONSUMERS,
     ROWS,
@@ -103,14 +104,14 @@ def forward(
             )
             accumulator, maximum, total = tile.over_columns(step, carry, has_ids)
             q_stage[warpgroup] = (accumulator * over_rows(1.0 / total, accumulator.shape)).astype(q_stage.dtype)
-            lse_stage[warpgroup] = maximum + jnp.log(total) * _LOG2_E
+            lse_stage[warpgroup] = maximum + jnp.log(total) * LOG2_E
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_stage.at[warpgroup], out_ref.at[here])
             plgpu.copy_smem_to_gmem(lse_stage.at[warpgroup], lse_ref.at[tile.batch, tile.head, own])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return done + tile.count
 
-        produce(walk, table_ref, copies_of_keys(k_ref, v_ref, k_ring, v_ring, keys, group))
+        produce(warpgroup, walk, table_ref, copies_of_keys(k_ref, v_ref, k_ring, v_ring, keys, group))
 
         @pl.when(warpgroup < NUM_CONSUMERS)
         def _():

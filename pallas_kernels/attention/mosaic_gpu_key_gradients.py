@@ -140,7 +140,7 @@ def key_gradients(
             jax.lax.fori_loop(0, group * tile.count, copy, None)
             return done + group * tile.count
 
-        produce(walk, table_ref, copy_tile)
+        produce(warpgroup, walk, table_ref, copy_tile)
 
         def compute(**parts):
             plgpu.set_max_registers(232, action="increase")

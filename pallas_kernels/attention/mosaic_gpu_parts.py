@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from liger_jax.pallas_kernels._hopper import column_layout, row_layout, tile_lay
 from liger_jax.pallas_kernels._tiles import cdiv
 from liger_jax.pallas_kernels.attention.intervals import COLUMNS
 
+LOG2_E = math.log2(math.e)
 NO_SCORE = -1e30  # a maximum of no scores; finite, so that what is masked has the weight exp2(−inf) = 0, and no NaN
 NUM_CONSUMERS = 2
 WARPGROUP_ROWS = 64
@@ -31,7 +33,7 @@ class Scores:
 
     @property
     def factor(self) -> float:
-        return _LOG2_E * (self.scale if self.softcap is None else self.softcap)
+        return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
     def capped(self, products: jax.Array) -> jax.Array:
         """With a softcap in [−1, 1]."""
@@ -172,7 +174,7 @@ def product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], None
 
 
 def row_of(x: Any, batch: Any) -> Any:
-    """Of an array that has a row for each of the batch, or one for all."""
+    """Which row of x belongs to this member of the batch: its own, or the one that all share."""
     return 0 if x.shape[0] == 1 else batch
 
 
@@ -227,10 +229,10 @@ def copies_of_keys(
     return copy_tile
 
 
-def produce(walk: Walk, table_ref: Any, copy_tile: Callable[[Tile, Any], Any]) -> None:
+def produce(warpgroup: Any, walk: Walk, table_ref: Any, copy_tile: Callable[[Tile, Any], Any]) -> None:
     """What the last warpgroup does: it copies, and leaves its registers to those that compute."""
 
-    @pl.when(jax.lax.axis_index("warpgroup") == NUM_CONSUMERS)
+    @pl.when(warpgroup == NUM_CONSUMERS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
         walk.for_each(table_ref, copy_tile)

@@ -97,7 +97,7 @@ def query_gradient(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return done + tile.count
 
-        produce(walk, table_ref, copies_of_keys(k_ref, v_ref, k_ring, v_ring, keys, group))
+        produce(warpgroup, walk, table_ref, copies_of_keys(k_ref, v_ref, k_ring, v_ring, keys, group))
 
         @pl.when(warpgroup < NUM_CONSUMERS)
         def _():
