@@ -129,7 +129,8 @@ def test_what_lies_on_the_host_leaves_the_gpu(options, kind, part, tiny):
     tiny.write_text(json.dumps(TINY | larger))
     without, found = (compiled(PLAN, tiny, 8, 1024, "h200", json.dumps(more)) for more in ({}, options))
     assert found[kind] == pytest.approx(without["parts"][part], rel=0.01)
-    assert without["total"] - found["total"] > 0.8 * found[kind]  # some of it is on its way
+    # The rest is on its way: both moments of a table alone are 0.17 of the state.
+    assert without["total"] - found["total"] > 0.75 * found[kind]
 
 
 @pytest.mark.full
