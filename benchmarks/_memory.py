@@ -72,7 +72,7 @@ def largest_compiled(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def stamp(device: str | None = None) -> dict[str, str]:
-    """Of which JAX, day and device a figure is."""
+    """The JAX, day and device of a figure."""
     told = dict(jax=jax.__version__, date=datetime.date.today().isoformat())
     return told | ({"device": device} if device else {})
 
@@ -118,7 +118,7 @@ class Figures:
         return self[named(spec)]
 
     def stamps(self) -> str:
-        """Of which JAX, day and device the figures are, in words."""
+        """The JAX, day and device of the figures, in words."""
         of = lambda v: f"{v.get('device', 'compiled')}, jax {v['jax']}, {v['date']}"
         return "; ".join(sorted({of(value) for value in self.values.values()}))
 

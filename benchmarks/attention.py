@@ -42,7 +42,7 @@ class Case:
         return jnp.asarray(np.cumsum(boundaries, axis=1), jnp.int32)
 
     def visible_share(self) -> float:
-        """Of the causal pairs."""
+        """The share of the causal pairs that the mask lets see each other."""
         length, ids = self.shape[1], self.ids()
         rows = [None] if ids is None else [row[None] for row in ids]
         pairs = sum(int(jnp.sum(visible(length, row, self.window))) for row in rows)
@@ -85,7 +85,7 @@ def program(case: Case, kernel: str, ids: jax.Array | None, window: int | None, 
 
 
 def row(case: Case, chunks: bool) -> list[str]:
-    """Of the table."""
+    """The cells of one row of the table."""
     batch, length, query_heads, _, width = case.shape
     unit, unit_mib = program(case, "cudnn", None, None, None)
     own, own_mib = program(case, "mosaic_gpu", case.ids(), case.window, case.softcap)

@@ -134,7 +134,7 @@ def read_schedule(bundles_path: pathlib.Path, slots_path: pathlib.Path, tiles: i
 
 
 def largest(directory: pathlib.Path, name: str, tiles: int = 0, steps: int = 0) -> Schedule:
-    """Of the kernels named `name` (a last, shorter slice has one of its own) the one with the most cycles."""
+    """The kernel named `name` with the most cycles: a last, shorter slice has a kernel of its own."""
     bundles = [path for path in directory.glob(f"*{name}*-final_bundles.txt") if "schedule-an" not in path.name]
     found = []
     for path in bundles:

@@ -129,7 +129,7 @@ def peer_step(row: Row, tokens: np.ndarray) -> Step:
 
 
 def step_flops(row: Row) -> float:
-    """Of the model: each product once forward and twice backward; the embedding is looked up."""
+    """The model's operations: each product once forward and twice backward. The embedding is looked up."""
     config = SIZES[row.model]
     projections = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     layer = config.hidden_size * (projections + 3 * config.intermediate_size)

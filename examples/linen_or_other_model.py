@@ -37,7 +37,7 @@ class LinenModel(linen.Module):
 
 
 def linen_loss(params, tokens):
-    """Of a Linen model: `apply` the method, and look the head up among the parameters."""
+    """The loss of a Linen model: `apply` the method, and look the head up among the parameters."""
     hidden = LinenModel().apply({"params": params}, tokens, method="hidden")
     head = params["lm_head"]
     return causal_lm_loss(hidden, head["kernel"], tokens, weight_layout="dv", bias=head["bias"])
@@ -57,7 +57,7 @@ class NNXModel(nnx.Module):
 
 
 def nnx_loss(model, tokens):
-    """Of an NNX model whose head is its embedding, (V, D): both gradients go to that one array."""
+    """The loss of an NNX model whose head is its embedding (V, D). Both gradients go to that one array."""
     return causal_lm_loss(model.hidden(tokens), model.embed.embedding[...], tokens)
 
 

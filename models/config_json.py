@@ -141,7 +141,7 @@ def read(
             raise ValueError(f"layer_types={config_fields.short(layer_types)} must be {own}.")
     except ValueError as error:
         reason = str(error).removeprefix(f"{config_type.__name__}: ")
-        raise ValueError(f"{config_type.__name__} cannot be had from {source}: {reason}") from None
+        raise ValueError(f"{config_type.__name__} cannot be read from {source}: {reason}") from None
     return config
 
 

@@ -72,7 +72,7 @@ class LayerStack(nnx.Module):
         Args:
             x: hidden states.
             inputs: for each kind of layer, its arguments behind the hidden states.
-            cache: the key-value cache, of which each layer gets its own part; `None` for none.
+            cache: the key-value cache; each layer reads and writes its own part of it. `None` for no cache.
 
         Returns:
             Hidden states; with a cache these and the cache.

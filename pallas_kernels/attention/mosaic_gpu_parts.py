@@ -33,6 +33,7 @@ class Scores:
 
     @property
     def factor(self) -> float:
+        """What a capped product is multiplied by: base 2 and the scale, or the softcap in the scale's place."""
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
     def capped(self, products: jax.Array) -> jax.Array:
@@ -59,6 +60,7 @@ class Tile:
 
     @classmethod
     def read(cls, table_ref: Any, entry: Any, head: Any) -> "Tile":
+        """The tile of a head at an entry of the flat table."""
         return cls(*[table_ref[entry * COLUMNS + i] for i in range(COLUMNS)], head)
 
     def column_block(self, n: Any) -> Any:
@@ -88,10 +90,12 @@ class Walk:
 
     @property
     def num_tiles(self) -> int:
+        """How many tiles all blocks go through: each entry for each head."""
         return self.entries * self.heads
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks are launched: one for each core, if there are tiles for all."""
         return min(_hopper.NUM_CORES, self.num_tiles)
 
     def _number(self, i: Any) -> Any:
@@ -127,6 +131,7 @@ class Slots(NamedTuple):
         return cls(stages, barrier(len(stages)), barrier(NUM_CONSUMERS))
 
     def slot(self, i: Any) -> Any:
+        """The place of the i-th copy."""
         return jax.lax.rem(i, self.stages[0].shape[0])
 
     def fill(self, i: Any, *sources: Any) -> None:
@@ -150,14 +155,17 @@ class Slots(NamedTuple):
 
 
 def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each row → a tile in which all columns have it."""
     return jax.lax.broadcast_in_dim(vector, shape, (0,))
 
 
 def over_columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each column → a tile in which all rows have it."""
     return jax.lax.broadcast_in_dim(vector, shape, (1,))
 
 
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """A float32 tile or vector of one value, in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -179,10 +187,12 @@ def row_of(x: Any, batch: Any) -> Any:
 
 
 def positions(length: int) -> Any:
+    """0 to length − 1 as (1, T): the bound that causality alone gives."""
     return np.arange(length, dtype=np.int32)[None]
 
 
 def vector(count: int, length: int, dtype: Any) -> Any:
+    """Shared memory for `count` vectors."""
     return plgpu.SMEM((count, length), dtype)
 
 
@@ -208,6 +218,7 @@ def visible(shape: tuple[int, int], low: Any, high: Any, ids: tuple[Any, Any] | 
 
 
 def own_rows(shape: tuple[int, int]) -> jax.Array:
+    """The number of each row, in all columns of a tile."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tile_layout())
 
 

@@ -46,8 +46,8 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
     softcap = (options.logit.softcap or 0.0) * abs(options.logit.scale)
     if options.mode != "lean" and softcap > _WIDEST_SOFTCAP:
         return (
-            f"logit_scale · logit_softcap = {softcap} is above {_WIDEST_SOFTCAP}, where capped logits cannot be had "
-            "back from what mode='fast' keeps; use mode='lean', or 'xla'."
+            f"logit_scale · logit_softcap = {softcap} is above {_WIDEST_SOFTCAP}, where logits cannot be recovered "
+            "from what mode='fast' keeps; use mode='lean', or 'xla'."
         )
     return None
 

@@ -23,7 +23,7 @@ REGISTERS_FOR_TOTALS = {2: 128, 3: 96, 4: 64, 6: 40, 8: 24}
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpuTiles:
-    """How a team deals out a row: each warpgroup gets pieces of 4 × `warp_size` columns, of which each warp has one.
+    """How a team shares a row. A warpgroup takes pieces of 4 × `warp_size` columns, and each of its warps a quarter.
 
     `stages` says how many rows of each matrix a team has room for in shared memory. The row that is being computed is
     one of them.

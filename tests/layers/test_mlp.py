@@ -65,7 +65,7 @@ def test_implementation_reaches_the_op():
 
 
 def gradients(layer, x):
-    """Of a sum by x and by all parameters."""
+    """The gradients of a sum of squares, by x and by all parameters."""
     graph, state = nnx.split(layer)
     total = lambda x, state: (nnx.merge(graph, state)(x).astype(jnp.float32) ** 2).sum()
     return jax.jit(jax.grad(total, argnums=(0, 1)))(x, state)

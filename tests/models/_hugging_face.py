@@ -101,7 +101,7 @@ PROMPT = np.array([[1] * 8, [0] * 3 + [1] * 5])  # the mask of `tokens`' first p
 
 
 class Expected(NamedTuple):
-    """Of tokens (B, T) with labels (B, T): float32 logits, loss, and gradients by the names of the checkpoint.
+    """Float32 logits, loss, and gradients by the checkpoint's names, for tokens (B, T) with labels (B, T).
 
     And how far the same model is from these in bfloat16, as `rms_error` of its logits and of its gradients; and the
     likeliest tokens after those that `PROMPT` masks.

@@ -449,6 +449,6 @@ def test_a_rope_scaling_makes_the_model_take_longer_sequences(scaling, longest):
 
 
 def test_gemma_3_s_longest_sequence_counts_its_scaling():
-    """Of 4 billion parameters: trained with 131,072 positions, of which its scaling is the means."""
+    """Gemma 3 of 4 billion parameters was trained with 131,072 positions, which its scaling reaches."""
     config = Gemma3TextConfig(rope_scaling=LinearRope(8.0))
     assert config.longest_sequence == config.max_position_embeddings == 131072

@@ -105,7 +105,7 @@ def test_layer_types_that_do_not_fit_are_refused():
         Gemma2Config(num_hidden_layers=1, layer_types=("chunked_attention",))
     with pytest.raises(ValueError, match="sliding_window=None must be positive, since layers slide"):
         Gemma2Config(num_hidden_layers=1, sliding_window=None)
-    with pytest.raises(ValueError, match=r"LlamaConfig cannot be had .*layer_types=\['sliding_attention'\] must be"):
+    with pytest.raises(ValueError, match=r"LlamaConfig cannot be read .*layer_types=\['sliding_attention'\] must be"):
         config_json.read({"num_hidden_layers": 1, "layer_types": [SLIDING]}, LlamaConfig, {})
 
 
@@ -180,7 +180,7 @@ def test_numbers_of_another_library_become_python_s(unchecked_types):
 )
 def test_a_config_json_that_does_not_fit_is_refused_with_its_name(values, message):
     fixed = {"model_type": ("llama",)}
-    with pytest.raises(ValueError, match=f"^LlamaConfig cannot be had from folder/config.json: .*{message}"):
+    with pytest.raises(ValueError, match=f"^LlamaConfig cannot be read from folder/config.json: .*{message}"):
         config_json.read({"num_hidden_layers": 2, **values}, LlamaConfig, fixed, "folder/config.json")
 
 

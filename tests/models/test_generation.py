@@ -250,7 +250,7 @@ def test_loss_and_positions_are_as_without_a_cache(rng):
 
 @pytest.mark.parametrize("options", [dict(window=5, softcap=2.0, scale=0.3), {}], ids=["window", "plain"])
 def test_attention_with_a_cache_is_causal_attention(options, monkeypatch, rng):
-    """Of more queries than one chunk has, to a cache with room left."""
+    """More queries than one chunk has attend to a cache with room left."""
     monkeypatch.setattr("liger_jax.models.cache.CHUNK", 8)
     q, k, v = normal(rng, (2, 21, 4, 8), (2, 21, 2, 8), (2, 21, 2, 8))
     order = jnp.broadcast_to(jnp.arange(21), (2, 21))

@@ -45,7 +45,7 @@ each_option = pytest.mark.parametrize(
 
 
 def errors(attention, q, k, v, options, **own):
-    """Of the value and of the gradients by q, k and v, each against its own largest entry in float64."""
+    """The errors of the value and of the gradients by q, k and v, each over its largest entry in float64."""
     cotangent = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
 
     def run(function, *inputs, **all_options):
