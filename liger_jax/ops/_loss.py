@@ -81,12 +81,12 @@ class LossOptions:
         check_logit_options(op, self.logit_scale, self.logit_softcap)
 
     def sum(self, per_token: jax.Array) -> jax.Array:
-        """Over all tokens, those of other devices too."""
+        """The sum over all tokens, those of other devices too."""
         own = jnp.sum(per_token)
         return jax.lax.psum(own, self.token_axes) if self.token_axes else own
 
     def logit_options(self, metrics: bool) -> LogitOptions:
-        """What the kernels have to know of it."""
+        """The part of the options that the kernels need."""
         softcap = None if self.logit_softcap is None else float(self.logit_softcap)
         return LogitOptions(float(self.logit_scale), softcap, logit_sum=self.label_smoothing > 0, metrics=metrics)
 
@@ -110,7 +110,7 @@ def as_labels(labels: Any) -> jax.Array:
 
 
 def as_arrays(labels: Any, *others: Any) -> Iterator[jax.Array]:
-    """What a caller says of tokens and classes, as JAX's arrays; None passes."""
+    """The labels and the other arguments as JAX's arrays; None stays None."""
     return iter([as_labels(labels), *map(_checks.as_array, others)])
 
 
@@ -170,7 +170,7 @@ def token_terms(
     options: LossOptions,
     vocab_size: int,
 ) -> TokenTerms:
-    """Coefficients such that a row's loss is target·(lse − z_y) + smoothing·Σ_v c_v·(lse − z_v) + squared·lse².
+    """Coefficients by which a token's loss is target·(lse − z_y) + smoothing·Σ_v c_v·(lse − z_v) + squared·lse².
 
     All arrays are flat, (N,); class_weights (V,) float32.
     """
@@ -203,12 +203,12 @@ def token_terms(
 
 
 def _denominator(total: jax.Array, any_counts: jax.Array) -> jax.Array:
-    """Nothing counts: 1, so that the loss is 0. Something counts and weighs nothing: NaN."""
+    """The total as a denominator: 1 if no token counts, for a loss of 0; NaN if tokens count and weigh nothing."""
     return jnp.where(any_counts, jnp.where(total == 0, jnp.nan, total), 1.0)
 
 
 def reduced(losses: jax.Array, options: LossOptions, shape: tuple[int, ...]) -> jax.Array:
-    """The row losses in the labels' shape, or their sum: a mean's denominator is in the coefficients already."""
+    """The tokens' losses in the labels' shape, or their sum. The coefficients hold a mean's denominator already."""
     return losses.reshape(shape) if options.reduction == "none" else options.sum(losses)
 
 

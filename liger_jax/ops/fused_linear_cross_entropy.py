@@ -21,7 +21,7 @@ _TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
 
 
 def _run(problem: Problem, options: LinearOptions, function: str, inputs: Inputs, *arrays, needs: Needs | None = None):
-    """Calls a function of the chosen kernels; `needs` only for those that make gradients."""
+    """Calls a function of the chosen kernels. Those that make gradients take `needs`, the others do not."""
     static = {} if needs is None else {"needs": needs}
     kernel = _dispatch.bind(OP, KERNELS, problem.implementation, function)
     # XLA cannot partition a scan over chunks, nor a Pallas call.
