@@ -29,7 +29,8 @@ with needed_packages(__name__):
     from examples.checkpoints import Checkpoints
     from examples.configuration import Training, add_flags, from_flags
     from examples.train_step import loss_and_accuracy
-    from liger_jax.models import AutoModelForCausalLM, checkpoint
+    from liger_jax.models import AutoModelForCausalLM
+    from liger_jax.models.hugging_face import checkpoint
     from liger_jax.training import make_step
 
 TOKENIZER = "tokenizer.json"

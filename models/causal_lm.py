@@ -16,14 +16,16 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Num
 from liger_jax import ops
 from liger_jax.losses import shifted_labels
 from liger_jax.losses._language_model import IGNORE
-from liger_jax.models import arguments, checkpoint, config_in_files, config_json, plain, saving, weights
-from liger_jax.models.cache import KVCache, empty_cache
-from liger_jax.models.common import CausalLMOutput, KernelOptions
-from liger_jax.models.decoder import Decoder
-from liger_jax.models.generation import generate
-from liger_jax.models.head import head_logits
-from liger_jax.models.remat import Remat, loss_budget_bytes
-from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards, with_auto_axes
+from liger_jax.models.core import arguments, plain
+from liger_jax.models.core.cache import KVCache, empty_cache
+from liger_jax.models.core.decoder import Decoder
+from liger_jax.models.core.generation import generate
+from liger_jax.models.core.head import head_logits
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.output import CausalLMOutput
+from liger_jax.models.core.remat import Remat, loss_budget_bytes
+from liger_jax.models.core.sharding import on_batch_shards, sum_over_batch_shards, with_auto_axes
+from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
 from liger_jax.ops import LossMetrics, _dispatch
 from liger_jax.ops._loss import as_labels
 

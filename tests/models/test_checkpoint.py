@@ -27,10 +27,8 @@ from liger_jax.models import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    config_json,
-    saving,
-    weights,
 )
+from liger_jax.models.hugging_face import config_json, saving, weights
 from liger_jax.models.llama.params import FIXED
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 from tests.models._llama import CONFIG, make_model, random_tokens

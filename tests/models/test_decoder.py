@@ -11,9 +11,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.model_step import SIZES, kept_by_a_layer
 from liger_jax import models
-from liger_jax.models.blocks import in_one_product
-from liger_jax.models.decoder import LayerStack, pattern_length
-from liger_jax.models.weights import tensors_of
+from liger_jax.models.core.blocks import in_one_product
+from liger_jax.models.core.decoder import LayerStack, pattern_length
+from liger_jax.models.hugging_face.weights import tensors_of
 from tests.ops._oracle import first
 
 # One layer left over; layers left over whose numbers sort otherwise as words; one pattern alone; two patterns.

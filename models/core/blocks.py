@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 from liger_jax import ops
 from liger_jax.layers import GeGLUMLP, SwiGLUMLP
-from liger_jax.models import plain
-from liger_jax.models.cache import LayerCache
-from liger_jax.models.common import KernelOptions
-from liger_jax.models.remat import ATTENDED, Remat
-from liger_jax.models.sharding import on_batch_shards
+from liger_jax.models.core import plain
+from liger_jax.models.core.cache import LayerCache
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.remat import ATTENDED, Remat
+from liger_jax.models.core.sharding import on_batch_shards
 
 
 class RMSNorm(nnx.Module):

@@ -10,12 +10,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from liger_jax.models.blocks import Blocks
-from liger_jax.models.cache import KVCache, LayerCache, with_tokens
-from liger_jax.models.common import KernelOptions
-from liger_jax.models.embedding import embed, embed_tied
-from liger_jax.models.remat import INPUT, POLICIES, Remat
-from liger_jax.models.sharding import gathered, on_batch_shards
+from liger_jax.models.core.blocks import Blocks
+from liger_jax.models.core.cache import KVCache, LayerCache, with_tokens
+from liger_jax.models.core.embedding import embed, embed_tied
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.remat import INPUT, POLICIES, Remat
+from liger_jax.models.core.sharding import gathered, on_batch_shards
 from liger_jax.ops import Segments, rope_table
 
 

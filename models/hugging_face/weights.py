@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
-from liger_jax.models.checkpoint import INDEX, WEIGHTS, weight_files
+from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, weight_files
 
 _LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal checkpoint
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
