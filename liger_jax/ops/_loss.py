@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from liger_jax.ops import _checks
+from liger_jax.ops.labels import as_labels
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
 
@@ -99,14 +100,6 @@ class Rows(NamedTuple):
     coefficients: Coefficients  # float32; NaN where a label is out of range
     class_weight_sum: jax.Array  # (), Σ_v c_v
     num_tokens: jax.Array  # ()
-
-
-def as_labels(labels: Any) -> jax.Array:
-    """Labels as signed integers of 32 bits or more: others may hold neither V nor -100, and are compared with both."""
-    labels = jnp.asarray(labels)
-    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) or labels.dtype in (jnp.int8, jnp.int16):
-        return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
-    return labels
 
 
 def as_arrays(labels: Any, *others: Any) -> Iterator[jax.Array]:
