@@ -7,7 +7,6 @@ import pytest
 
 from examples import linen_or_other_model, optax_swap, train_step
 
-
 PROGRAMS = [path for path in Path(optax_swap.__file__).parent.glob("*.py") if path.name != "__init__.py"]
 
 
