@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Literal
 
-import chex
 import jax
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.models.cache import KVCache
 from liger_jax.ops import LossMetrics
 
@@ -79,7 +79,7 @@ class KernelOptions:
         return cls(rope=False, rms_norm=False, glu=False, fused_linear_cross_entropy=False)
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class CausalLMOutput:
     """The result of a causal language model; `None` where a call does not ask for a part.
 
