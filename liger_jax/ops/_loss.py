@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks
 from liger_jax.ops.labels import as_labels
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
@@ -24,7 +24,7 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class LossMetrics:
     """What a loss knows besides its value; no gradient flows through it. `...` is the labels' shape.
 

@@ -140,7 +140,8 @@ def reduced_cross_entropy(
     if _explicit.row_spec(logits) is not None:
         tokens, axes = _explicit.token_spec(loss_options.op, logits)
         own_options = dataclasses.replace(loss_options, token_axes=axes)
-        local = lambda *arrays: reduced_cross_entropy(*arrays, own_options, return_metrics, implementation)
+        options = dict(loss_options=own_options, return_metrics=return_metrics, implementation=implementation)
+        local = lambda *arrays: reduced_cross_entropy(*arrays, **options)
         arrays = logits, labels, where, token_weights, class_weights
         specs = _explicit.spec_of(logits), tokens, tokens, tokens, P()
         kind = loss_options.reduction, return_metrics

@@ -3,6 +3,7 @@
 import functools
 import types
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -323,7 +324,7 @@ def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
     for axis_type in (AxisType.Explicit, AxisType.Auto):
         mesh = mesh_of_all(axis_type)
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
-        specs = dict(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+        specs: dict[str, Any] = dict(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
         for check_vma in (True, False):
             assert jnp.array_equal(wrap(jax.shard_map(guard, **specs, check_vma=check_vma))(x), X)
     assert jnp.array_equal(wrap(guard)(X), X)
