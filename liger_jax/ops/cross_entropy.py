@@ -151,11 +151,11 @@ def reduced_cross_entropy(
     z = logits.reshape(-1, vocab_size)
     class_weights = _loss.constant_class_weights(loss_options.op, class_weights)
     choice = _dispatch.choose(loss_options.op, _KERNELS, _DEFAULTS, implementation, z, class_weights)
-    rows = _loss.token_rows(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
+    terms = _loss.token_terms(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
     options = _Options(loss_options.op, loss_options.logit_options(return_metrics), choice)
-    z, kernel_labels, class_weights = _mesh.align_varying(z, rows.labels, class_weights)
+    z, kernel_labels, class_weights = _mesh.align_varying(z, terms.labels, class_weights)
     statistics = _statistics(z, kernel_labels, class_weights, options)
-    losses = formulas.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
+    losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
     # Not a product with 0: a row that does not count may hold anything.
-    loss = _loss.reduced(jnp.where(rows.counts, losses, 0.0), loss_options, labels.shape)
-    return (loss, _loss.metrics(statistics, rows, loss_options, labels.shape)) if return_metrics else loss
+    loss = _loss.reduced(jnp.where(terms.counts, losses, 0.0), loss_options, labels.shape)
+    return (loss, _loss.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss
