@@ -24,7 +24,8 @@ from liger_jax.models.generation import generate
 from liger_jax.models.head import head_logits
 from liger_jax.models.remat import Remat, loss_budget_bytes
 from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards, with_auto_axes
-from liger_jax.ops import LossMetrics, _dispatch
+from liger_jax.ops import LossMetrics
+from liger_jax.ops._device import device_of
 from liger_jax.ops._loss import as_labels
 
 Model = TypeVar("Model", bound="CausalLM")
@@ -392,7 +393,7 @@ class CausalLM(nnx.Module):
             is_copied=not kernels.batch_axes and self.head.dtype != hidden.dtype,
             is_widened=self.head.dtype != head.dtype,
             implementation=kernels.implementation,
-            device=_dispatch.device_of(hidden, head),
+            device=device_of(hidden, head),
         )
 
     def _local_loss(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics):

@@ -12,7 +12,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
 from liger_jax import ops
-from liger_jax.ops._dispatch import Implementation
+from liger_jax.ops._kernels import Implementation
 
 
 class _GatedMLP(nnx.Module):

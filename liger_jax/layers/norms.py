@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from liger_jax import ops
-from liger_jax.ops._dispatch import Implementation
+from liger_jax.ops._kernels import Implementation
 
 
 class RMSNorm(nnx.Module):

@@ -80,3 +80,20 @@ def check_rows(op: str, x: jax.Array, **columns: jax.Array | None) -> None:
         raise ValueError(f"{op}: x has shape {x.shape}, whose last axis must have elements to normalise; leave x out.")
     for name, column in columns.items():
         check_shape(op, name, column, x.shape[-1:], "one entry for each element of x's last axis")
+
+
+def current_precision(precision: Any) -> Any:
+    """The precision of an op's products, fixed now: the backward is traced after a user's context manager is left.
+
+    Args:
+        precision: as `jax.lax.dot_general` takes it; None for `jax.default_matmul_precision`.
+
+    Returns:
+        A precision, a preset, or None where nothing is set.
+    """
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # run time
+    try:
+        return jax.lax.Precision(precision) if isinstance(precision, str) else precision
+    except ValueError:
+        return jax.lax.DotAlgorithmPreset[precision]
