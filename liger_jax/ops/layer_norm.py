@@ -15,8 +15,8 @@ from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "layer_norm"
 _KERNELS = Kernels(_OP, backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu"), defaults={"gpu": ("triton",)})
-# Forward and backward; measured, benchmarks/results/row_tiles.md. At 8,192 columns with float32 scales, Triton's forward
-# is the faster one.
+# Forward and backward; measured, benchmarks/results/row_tiles.md. At 8,192 columns with float32 scales Triton's forward
+# is faster.
 _HOPPER_WIDTHS, _HOPPER_WIDTHS_WITH_FLOAT32_SCALE = (8192, 2304), (9216, 2304)
 
 
