@@ -45,15 +45,16 @@ class LossMetrics:
     num_tokens: jax.Array
 
 
-def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None) -> None:
-    """Raises a TypeError or ValueError unless logits can be scaled and capped by these."""
-    _checks.check_number(op, logit_scale=logit_scale)
+def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None, prefix: str = "") -> None:
+    """Raises a TypeError or ValueError unless logits can be scaled and capped by these; names begin with `prefix`."""
+    scale, softcap = f"{prefix}logit_scale", f"{prefix}logit_softcap"
+    _checks.check_number(op, **{scale: logit_scale})
     if not math.isfinite(logit_scale):
-        raise ValueError(f"{op}: logit_scale={logit_scale} must be finite; 1.0 leaves the logits as they are.")
+        raise ValueError(f"{op}: {scale}={logit_scale} must be finite; 1.0 leaves the logits as they are.")
     if logit_softcap is not None:
-        _checks.check_number(op, logit_softcap=logit_softcap)
+        _checks.check_number(op, **{softcap: logit_softcap})
         if not 0.0 < logit_softcap < math.inf:
-            raise ValueError(f"{op}: logit_softcap={logit_softcap} must be finite and > 0; pass None to cap nothing.")
+            raise ValueError(f"{op}: {softcap}={logit_softcap} must be finite and > 0; pass None to cap nothing.")
 
 
 @dataclasses.dataclass(frozen=True)
