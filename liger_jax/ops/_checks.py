@@ -88,3 +88,20 @@ def check_linear_choices(op: str, weight_layout: str, mode: str, chunk_size: int
     check_choice(op, "mode", mode, ("auto", "fast", "lean"))
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"{op}: chunk_size={chunk_size!r} must be a Python int of at least 1; None chooses one.")
+
+
+def current_precision(precision: Any) -> Any:
+    """The precision of an op's products, fixed now: the backward is traced after a user's context manager is left.
+
+    Args:
+        precision: as `jax.lax.dot_general` takes it; None for `jax.default_matmul_precision`.
+
+    Returns:
+        A precision, a preset, or None where nothing is set.
+    """
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # run time
+    try:
+        return jax.lax.Precision(precision) if isinstance(precision, str) else precision
+    except ValueError:
+        return jax.lax.DotAlgorithmPreset[precision]

@@ -10,20 +10,21 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks
+from liger_jax.ops.labels import as_labels
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class LossMetrics:
     """What a loss knows besides its value; no gradient flows through it. `...` is the labels' shape.
 
@@ -44,15 +45,16 @@ class LossMetrics:
     num_tokens: jax.Array
 
 
-def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None) -> None:
-    """Raises a TypeError or ValueError unless logits can be scaled and capped by these."""
-    _checks.check_number(op, logit_scale=logit_scale)
+def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None, prefix: str = "") -> None:
+    """Raises a TypeError or ValueError unless logits can be scaled and capped by these; names begin with `prefix`."""
+    scale, softcap = f"{prefix}logit_scale", f"{prefix}logit_softcap"
+    _checks.check_number(op, **{scale: logit_scale})
     if not math.isfinite(logit_scale):
-        raise ValueError(f"{op}: logit_scale={logit_scale} must be finite; 1.0 leaves the logits as they are.")
+        raise ValueError(f"{op}: {scale}={logit_scale} must be finite; 1.0 leaves the logits as they are.")
     if logit_softcap is not None:
-        _checks.check_number(op, logit_softcap=logit_softcap)
+        _checks.check_number(op, **{softcap: logit_softcap})
         if not 0.0 < logit_softcap < math.inf:
-            raise ValueError(f"{op}: logit_softcap={logit_softcap} must be finite and > 0; pass None to cap nothing.")
+            raise ValueError(f"{op}: {softcap}={logit_softcap} must be finite and > 0; pass None to cap nothing.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +101,6 @@ class TokenTerms(NamedTuple):
     coefficients: Coefficients  # float32; NaN where a label is out of range
     class_weight_sum: jax.Array  # (), Σ_v c_v
     num_tokens: jax.Array  # ()
-
-
-def as_labels(labels: Any) -> jax.Array:
-    """Labels as signed integers of 32 bits or more: others may hold neither V nor -100, and are compared with both."""
-    labels = jnp.asarray(labels)
-    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) or labels.dtype in (jnp.int8, jnp.int16):
-        return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
-    return labels
 
 
 def as_arrays(labels: Any, *others: Any) -> Iterator[jax.Array]:
