@@ -1,4 +1,4 @@
-"""What the layers of every family keep for the backward."""
+"""Rematerialisation: what a layer keeps for the backward."""
 
 import functools
 from typing import Any, Literal
@@ -17,7 +17,7 @@ INPUT = "layer_input"
 
 
 def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
-    """Whether a result costs more than one pass over memory. Norms, gates, rotations and sums do not."""
+    """Whether a result costs more than one pass over memory; norms, gates, rotations and sums cost one."""
     if primitive.name == "pallas_call":
         return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
     if primitive.name == "name":
@@ -26,8 +26,9 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 
 
-# What a layer keeps for the backward. "none" does not keep the gated product, a third of what a LLaMA would keep: the
-# pass that makes the gate's gradients makes it too. Nor does it keep a norm's output, which takes one pass.
+# What a layer keeps for the backward. "none" does not keep a norm's output, which takes one pass to compute again. It
+# does not keep the gated product either, which would be a third of what a LLaMA keeps: the pass that computes the
+# gate's gradients computes it too.
 POLICIES = {
     "none": _more_than_one_pass,
     "full": None,
