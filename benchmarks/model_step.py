@@ -103,7 +103,7 @@ def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq
     table = jax.ShapeDtypeStruct((1, seq, config.head_dim), jnp.float32)
 
     def pullback(x, params, cos, sin):
-        inputs = {kind: (cos, sin, None, config.window_of(kind)) for kind in config.layer_types}
+        inputs = {kind: (cos, sin, None, config.window_of(kind)) for kind in config.layer_types or ()}
         return jax.vjp(lambda x, params: nnx.merge(graphdef, params).run_layers(x, inputs), x, params)[1]
 
     # What jax.vjp returns is a tree whose leaves are the residuals; the scan stacks those of its layers.

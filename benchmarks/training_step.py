@@ -186,7 +186,8 @@ def report(rows: list[Row], options: argparse.Namespace, command: str) -> None:
     heading = _measure.heading(command, device).rstrip() + "; " + _measure.versions(*PACKAGES)
     text = f"{heading}\n\n{options.steps} steps in a turn.\n\n{_measure.table(HEADER, list(map(table_line, rows)))}"
     failed = [row for row in rows if row.failure is not None]
-    text += "\n" * bool(failed) + "".join(f"- {r.model}, {r.batch} × {r.seq}, {r.name}: {r.failure}\n" for r in failed)
+    failures = [f"- {r.model}, {r.batch} × {r.seq}, {r.name}: {r.failure}\n" for r in failed]
+    text += "".join(["\n" if failures else "", *failures])
     _measure.save(options.name, text, options.folder or _measure.RESULTS)
     if done := [row for row in rows if row.failure is None]:
         draw(done, (options.folder or PICTURES) / f"{options.name}.png", heading.split(", `")[0])

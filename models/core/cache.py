@@ -7,16 +7,16 @@ not after its own in their row. Padding does not count in that order, so a row m
 import dataclasses
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.pallas_kernels.attention.xla import CHUNK, MASKED_SCORE
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class KVCache:
     """The keys and values of B rows with S slots each; `CausalLM.init_cache` makes an empty one.
 
@@ -92,7 +92,7 @@ def with_tokens(
     before = jnp.max(cache.positions, axis=1, keepdims=True)
     positions = jnp.where(real, before + jnp.cumsum(real, axis=1, dtype=jnp.int32), -1)
     written = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.length, axis=1)
-    return cache.replace(positions=written), positions  # pyright: ignore[reportAttributeAccessIssue]  (chex adds it)
+    return dataclasses.replace(cache, positions=written), positions
 
 
 class LayerCache:

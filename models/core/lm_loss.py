@@ -12,7 +12,8 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat, loss_budget_bytes
 from liger_jax.models.core.sharding import sum_over_batch_shards
-from liger_jax.ops import LossMetrics, _dispatch
+from liger_jax.ops import LossMetrics
+from liger_jax.ops._device import device_of
 from liger_jax.ops.labels import IGNORE_INDEX
 
 Result = tuple[Float[Array, ""], LossMetrics | None]
@@ -131,5 +132,5 @@ class LanguageModelLoss:
             is_copied=not kernels.batch_axes and self.table_dtype != hidden.dtype,
             is_widened=self.table_dtype != head.dtype,
             implementation=kernels.implementation,
-            device=_dispatch.device_of(hidden, head),
+            device=device_of(hidden, head),
         )

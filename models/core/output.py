@@ -1,13 +1,13 @@
 """The result of a model's call."""
 
-import chex
 import jax
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.cache import KVCache
 from liger_jax.ops import LossMetrics
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class CausalLMOutput:
     """The result of a causal language model; parts that a call does not ask for are `None`.
 

@@ -48,7 +48,8 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
                 [x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)
             ]
 
-        numbers, of_batch = jax.sharding.auto_axes(run, out_sharding=[P(), P(axes)])(state, input_ids, arrays)
+        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=[P(), P(axes)])
+        numbers, of_batch = on_auto_axes(state, input_ids, arrays)
         tree, is_number = structure
         rest = {True: iter(numbers), False: iter(of_batch)}
         return jax.tree.unflatten(tree, [next(rest[number]) for number in is_number])

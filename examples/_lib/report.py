@@ -7,7 +7,7 @@ logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it annou
 
 from matplotlib.figure import Figure  # noqa: E402  (after its logger is quiet)
 
-from examples.memory import BATCHES, Memory  # noqa: E402
+from examples._lib.memory import BATCHES, Memory  # noqa: E402
 
 MEMORY_CAPTION = (
     "Without fusion the loss grows with the logits: batch × length × vocabulary. With it, the step's total grows with\n"
@@ -39,7 +39,7 @@ def memory_picture(rows: list[Memory], title: str, path: Path) -> None:
     """Draws the step's memory and the loss's own part of it against the batch size.
 
     Args:
-        rows: what `examples.memory.measure` returns.
+        rows: what `measure` returns.
         title: the model and the sequence's length, in words.
         path: of the PNG.
     """

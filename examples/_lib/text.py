@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from examples.command import UserError
+from examples._lib.command import UserError
 
 PIECE = 8192  # characters; the text is cut into pieces of these, and one in twenty is never trained on
 HELD_OUT_EVERY = 20
