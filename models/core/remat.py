@@ -6,7 +6,6 @@ import jax
 
 from liger_jax.ops.attention import ATTENDED
 from liger_jax.ops.gated_mlp import UP_PROJECTION
-from liger_jax.ops.loss_plan import budget_beside_layers
 
 Remat = Literal["none", "full", "dots", "offload"]
 
@@ -37,33 +36,3 @@ POLICIES = {
         offload_dst="pinned_host",
     ),
 }
-
-
-def loss_budget_bytes(
-    remat: Remat,
-    config: Any,
-    tokens: int,
-    dtype: Any,
-    *,
-    is_copied: bool = False,
-    is_widened: bool = False,
-    **head: Any,
-) -> int | None:
-    """`budget_beside_layers` for a model: what the fused loss may use beside inputs and gradients; None for no bound.
-
-    `is_copied` says whether a copy of the head, in the computation's dtype, may come on top of a layer's memory, and
-    `is_widened` whether the head is a 16-bit table in float32. `head` is its `weight_dtype`, and options of
-    `plan_fused_linear_cross_entropy`.
-    """
-    return budget_beside_layers(
-        tokens,
-        config.hidden_size,
-        config.vocab_size,
-        f=config.intermediate_size,
-        dtype=dtype,
-        layers_are_recomputed=remat != "none",
-        head_is_copied=is_copied,
-        head_is_widened=is_widened,
-        logit_softcap=config.final_logit_softcapping,
-        **head,
-    )
