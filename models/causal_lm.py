@@ -283,10 +283,8 @@ class CausalLM(nnx.Module):
         """The result with labels."""
         with_logits = return_logits or not self.kernels.fused_linear_cross_entropy
         logits = self._logits(hidden, head) if with_logits else None
-        reduction = "mean" if loss_normalizer is None else "sum"
-        loss, metrics = self._loss(
-            hidden, head, logits, targets, loss_weights, reduction=reduction, return_metrics=return_metrics
-        )
+        options = dict(reduction="mean" if loss_normalizer is None else "sum", return_metrics=return_metrics)
+        loss, metrics = self._loss(hidden, head, logits, targets, loss_weights, **options)
         if loss_normalizer is not None:
             loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
         return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)
