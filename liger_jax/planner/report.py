@@ -20,7 +20,7 @@ _WIDTH = 60
 
 
 def heading(plan: MemoryPlan) -> str:
-    """What is planned, in one line.
+    """The run in one line.
 
     Args:
         plan: of `liger_jax.planner.plan`.
@@ -93,7 +93,7 @@ def bars(plan: MemoryPlan) -> str:
 
 
 def _marks(plan: MemoryPlan, loss: str, most: int) -> Iterator[str]:
-    """The marks of a bar: each part begins and ends where its sum does."""
+    """The marks of a bar. A part ends at the rounded sum of all up to it, so that roundings do not add up."""
     done = 0
     for name in STATIC + DYNAMIC:
         before, done = done, done + plan.estimates[loss].parts[name]
@@ -118,19 +118,19 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def _needed_of(target: Target, needed: int) -> str:
-    """What fits, of what, on how many, and with which setting."""
+    """The memory needed, the memory there is, the number of devices, and the setting that JAX needs."""
     where = f" on each of {target.count}" if target.count > 1 else ""
     return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{_with_share(target, needed)}"
 
 
 def _apart(*sizes: int) -> list[str]:
-    """GiB with one digit, or with two where one does not tell them apart."""
+    """GiB with one digit, or with two where one digit does not tell the sizes apart."""
     texts = [f"{size / GIB:.1f}" for size in sizes]
     return texts if len({*texts}) > 1 else [f"{size / GIB:.2f}" for size in sizes]
 
 
 def _with_share(target: Target, needed: int) -> str:
-    """The setting that a step needs, where JAX's default is not enough."""
+    """The setting that a step needs, if JAX's default is not enough."""
     fraction = target.fraction_for(needed)
     return "" if fraction in (None, FRACTIONS[0]) else f" with XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"
 
@@ -140,7 +140,7 @@ def text(plan: MemoryPlan, largest_batch: int | None = None) -> str:
 
     Args:
         plan: of `liger_jax.planner.plan`.
-        largest_batch: that fits, where it is known; `None` to estimate it.
+        largest_batch: the largest batch that fits, if it is known; `None` to estimate it.
 
     Returns:
         Lines.
@@ -185,7 +185,7 @@ def _to_fit(plan: MemoryPlan) -> list[str]:
 
 
 def notes(plan: MemoryPlan) -> list[str]:
-    """What a reader should know of the device that no number of the plan says.
+    """What a reader should know about the device beside the plan's numbers.
 
     Args:
         plan: of `liger_jax.planner.plan`.
@@ -210,7 +210,7 @@ def check_picture(path: str | os.PathLike[str]) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the file's folder is not there, the file is a folder, or its name is of no format of pictures.
+        ValueError: the file's folder is not there, the file is a folder, or its ending names no picture format.
     """
     path = pathlib.Path(path)
     if not path.parent.is_dir():

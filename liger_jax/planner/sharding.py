@@ -81,10 +81,11 @@ def split(path: tuple[Any, ...], shape: tuple[int, ...], fsdp: int) -> P:
     if fsdp == 1 or not shape or names[-1] not in SPLIT_AXIS:
         return P()
     stacked = STACKED in names and not any(name.isdigit() for name in names[names.index(STACKED) :])
-    axis = SPLIT_AXIS[names[-1]] + stacked
+    layer_axes = 1 if stacked else 0
+    axis = SPLIT_AXIS[names[-1]] + layer_axes
     if shape[axis] % fsdp == 0:
         return P(*[None] * axis, "fsdp")
-    if len(shape) - stacked > 1:
+    if len(shape) - layer_axes > 1:
         raise ValueError(
             f"fsdp={fsdp} does not divide axis {axis} of {'.'.join(names)}, whose shape is {shape}. "
             f"Choose a size that divides {shape[axis]}, and give the other devices to data."
@@ -102,5 +103,8 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     Returns:
         A tree of `NamedSharding`.
     """
-    of = lambda path, x: NamedSharding(mesh, split(path, x.shape, mesh.shape["fsdp"]))
-    return jax.tree_util.tree_map_with_path(of, tree)
+
+    def sharding(path, x):
+        return NamedSharding(mesh, split(path, x.shape, mesh.shape["fsdp"]))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
