@@ -80,7 +80,7 @@ def loss_and_gradients(run: Run, axis_type: AxisType | None):
 
 
 def differences(run: Run) -> list[list]:
-    """Relative errors of loss and gradients, for both kinds of axes and ways to cut the batch; and the error allowed."""
+    """Relative errors of loss and gradients, for both kinds of axes and ways to cut the batch, and the allowed ones."""
     truth = loss_and_gradients(dataclasses.replace(run, dtype="float32"), None)
     expected = truth if run.dtype == "float32" else loss_and_gradients(run, None)
     allowed = SAME if run.dtype == "float32" else 1.5 * relative(expected, truth)[1]

@@ -168,7 +168,7 @@ def compile_program(generation: str, shape: str, what: str) -> None:
 
 
 def dumped(generation: str, shape: str, what: str, directory: str | None) -> int | None:
-    """Compiles with the schedule written to `directory`. Returns the temporary bytes, or None if it does not compile."""
+    """Compiles with the schedule written to `directory`. Returns the temporary bytes, or None if it fails."""
     flags = f"--xla_jf_dump_to={directory} {FINAL_SCHEDULE}" if directory else ""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tpu_schedule", "--compile", generation, shape, what],
