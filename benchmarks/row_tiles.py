@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from benchmarks import _copy_speed, _measure
 from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.norms import WIDTHS
-from liger_jax.ops._dispatch import is_hopper
+from liger_jax.ops._device import is_hopper
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.norms import fused_add_rms_norm, layer_norm, rms_norm, tiles_mosaic_gpu, tiles_triton
 from liger_jax.pallas_kernels.norms.backends import Backend, backends

@@ -183,11 +183,12 @@ def dumped(generation: str, shape: str, what: str, directory: str | None) -> int
 
 
 def rows(generation: str, shape: str):
-    from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, plan
+    from liger_jax.ops.loss_plan import Problem, make_plan
+    from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 
     n, d, v = HEADS[shape]
     core = CORES[generation]
-    entries = plan.plan(plan.Problem(n, d, v, 2, 2, "tpu", "mosaic_tpu"), "lean").chunk_size
+    entries = make_plan(Problem(n, d, v, 2, 2, "tpu", "mosaic_tpu", mode="lean")).chunk_size
     label = [generation, f"{shape} {HEADS[shape]}"]
     with tempfile.TemporaryDirectory() as directory:
         temporary = dumped(generation, shape, "loss", directory)

@@ -28,7 +28,8 @@ import numpy as np
 from benchmarks import _hugging_face, _measure
 from benchmarks._hugging_face import Step
 from benchmarks.model_step import LEARNING_RATE, SIZES, WEIGHT_DECAY, family_of, training_step
-from liger_jax.models import KernelOptions, config_json
+from liger_jax.models import KernelOptions
+from liger_jax.models.hugging_face import config_json
 
 # Of dense bfloat16 products, by the vendor's data sheets.
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}

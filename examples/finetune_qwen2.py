@@ -29,7 +29,8 @@ with needed_packages(__name__):
     from examples._lib import text
     from examples._lib.checkpoints import Checkpoints
     from examples._lib.configuration import Training, add_flags, from_flags
-    from liger_jax.models import AutoModelForCausalLM, checkpoint
+    from liger_jax.models import AutoModelForCausalLM
+    from liger_jax.models.hugging_face import checkpoint
     from liger_jax.training import make_step
 
 TOKENIZER = "tokenizer.json"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from examples._lib.command import UserError
 from liger_jax.models import KernelOptions
-from liger_jax.models.remat import Remat
+from liger_jax.models.core.remat import Remat
 
 REMATS = get_args(Remat)
 DTYPES = ("float32", "bfloat16")

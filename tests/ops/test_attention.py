@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import Segments, ops
-from liger_jax.ops._dispatch import is_hopper
+from liger_jax.ops._device import is_hopper
 from liger_jax.pallas_kernels.attention import cudnn, intervals, mosaic_gpu, reference
 from tests.ops._oracle import ROUNDED, WORSE_THAN_PLAIN, random_cotangents, rms_error, truth, value_and_gradients
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from liger_jax.models import config_json
-from liger_jax.models.config_fields import short
+from liger_jax.models.core.config_fields import short
+from liger_jax.models.hugging_face import config_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"

@@ -1,13 +1,7 @@
-"""What every model family shares at its surface: the choice of kernels and the result of a call."""
+"""Which of a model's ops run as kernels, and how."""
 
 import dataclasses
 from typing import Literal
-
-import jax
-
-from liger_jax._tree import tree_dataclass
-from liger_jax.models.cache import KVCache
-from liger_jax.ops import LossMetrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +71,3 @@ class KernelOptions:
             False
         """
         return cls(rope=False, rms_norm=False, glu=False, fused_linear_cross_entropy=False)
-
-
-@tree_dataclass
-class CausalLMOutput:
-    """The result of a causal language model; `None` where a call does not ask for a part.
-
-    Attributes:
-        loss: float32 scalar.
-        logits: (B, kept positions, V) float32.
-        metrics: of the kept positions; without labels no token is scored, so `num_tokens` and `accuracy` are 0.
-        cache: the call's, with its tokens.
-    """
-
-    loss: jax.Array | None = None
-    logits: jax.Array | None = None
-    metrics: LossMetrics | None = None
-    cache: KVCache | None = None

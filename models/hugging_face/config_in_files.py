@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from liger_jax.models.config_fields import short
+from liger_jax.models.core.config_fields import short
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")

@@ -1,5 +1,7 @@
 """The plan of the fused loss: what it chooses, and that the op follows it."""
 
+import dataclasses
+import re
 import time
 
 import jax
@@ -8,6 +10,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
+from liger_jax.ops.loss_plan import Problem, choose_mode, make_plan
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
 A100 = AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")
@@ -47,6 +51,37 @@ def test_a_share_is_a_wish_and_a_budget_is_not():
     assert plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=1) == lean
     with pytest.raises(ValueError, match="memory_budget_bytes=1 is too small"):
         plan_fused_linear_cross_entropy(*LLAMA, device=A100, memory_budget_bytes=1)
+
+
+def test_a_soft_budget_gives_way_and_a_hard_one_does_not():
+    problem = Problem(*LLAMA, itemsize=2, weight_itemsize=2, platform="gpu")
+    within = lambda **budgets: make_plan(dataclasses.replace(problem, **budgets))
+    lean = within(mode="lean")
+    assert within(soft_budget_bytes=1) == lean
+    assert within(soft_budget_bytes=2 * lean.extra_bytes) == within(hard_budget_bytes=2 * lean.extra_bytes)
+    assert within(soft_budget_bytes=1, hard_budget_bytes=2**40) == within()
+    with pytest.raises(ValueError, match="memory_budget_bytes=1 is too small"):
+        within(soft_budget_bytes=2**40, hard_budget_bytes=1)
+
+
+@pytest.mark.parametrize(
+    "kernels, mode", [("xla", "fast"), ("mosaic_gpu", "fast"), ("mosaic_gpu", "auto"), ("triton", "lean")]
+)
+def test_an_error_names_the_bytes_that_suffice(kernels, mode):
+    problem = Problem(130, 4096, 128256, 2, 4, "gpu", kernels, mode, hard_budget_bytes=2**20)
+    with pytest.raises(ValueError, match="is too small") as error:
+        make_plan(problem)
+    (needed,) = re.findall(r"needs (\d+) bytes", str(error.value))
+    assert make_plan(dataclasses.replace(problem, hard_budget_bytes=int(needed))).extra_bytes <= int(needed)
+
+
+@pytest.mark.parametrize("kernels", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("soft_gib", [1, 3])
+def test_the_mode_does_not_depend_on_which_gradients_are_asked_for(kernels, soft_gib):
+    """The op has to take one of two functions before JAX says what is differentiated."""
+    problem = Problem(*LLAMA, 2, 4, "gpu", kernels, soft_budget_bytes=soft_gib * GIB)
+    asked = [Needs(hidden, weight, bias=False) for hidden in (True, False) for weight in (True, False)]
+    assert {make_plan(problem, needs).mode for needs in asked} == {choose_mode(problem)}
 
 
 @pytest.mark.parametrize("wrt", [(), (0,), (1,), (0, 1)], ids=str)

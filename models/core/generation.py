@@ -11,7 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from liger_jax.ops._loss import as_labels
+from liger_jax.ops.labels import as_labels
 
 
 def generate(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from liger_jax.models import config_fields
+from liger_jax.models.core import config_fields
 from liger_jax.ops import RopeScaling
 
 

@@ -11,13 +11,16 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from liger_jax import fused_linear_cross_entropy, geglu, layer_norm, rms_norm
-from liger_jax.ops import _dispatch, _mesh, _rows
+from liger_jax.ops import _mesh, _rows
+from liger_jax.ops._device import device_of
+from liger_jax.ops._kernels import Kernels
 from liger_jax.pallas_kernels.norms import run_mosaic_gpu, run_triton, run_xla
 from tests.ops import _oracle
 
 CPU = jax.devices("cpu")[0]
 with jax.default_device(CPU):
     X = jnp.ones((8, 16))
+NORM_MODULES = {"xla": run_xla, "triton": run_triton, "mosaic_gpu": run_mosaic_gpu}
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +49,11 @@ def traced(function, shape=(8, 16)):
 
 
 def chosen(implementation, kind="cpu", platform="cpu", defaults=None):
-    """What `choose` returns for kernels that run every case."""
-    kernels = {name: types.ModuleType(name) for name in ("xla", "triton", "mosaic_tpu")}
-    for kernel in kernels.values():
-        vars(kernel)["unsupported"] = lambda *_: None
+    """The name of what is chosen among modules that run every case."""
+    modules = {name: types.SimpleNamespace(unsupported=lambda *_: None) for name in ("xla", "triton", "mosaic_tpu")}
+    kernels = Kernels("op", modules, defaults or {})
     with device_in_context(kind, platform):
-        return traced(lambda x: _dispatch.choose("op", kernels, defaults or {}, implementation, x))
+        return traced(lambda x: kernels.choose(implementation, x)).name
 
 
 def mesh_of_all(axis_type):
@@ -107,15 +109,15 @@ def test_default_follows_the_device_that_the_computation_is_for(kind, platform, 
 )
 def test_wide_rows_come_by_hoppers_copy_engine(kind, shape, dtype, expected):
     platform = "gpu" if kind.startswith("NVIDIA") else "cpu"
-    kernels = {"xla": run_xla, "triton": run_triton, "mosaic_gpu": run_mosaic_gpu}
+    kernels = Kernels("op", NORM_MODULES, defaults={"gpu": ("triton",)})
     found = []
 
     def choose(x):
-        found.append(_rows.choose("op", kernels, {"gpu": ("triton",)}, None, x, wide=(9216, 2560)))
+        found.extend(_rows.choose(kernels, None, x, hopper_widths=(9216, 2560)))
 
     with device_in_context(kind, platform):
         jax.eval_shape(choose, jax.ShapeDtypeStruct(shape, dtype))
-    assert found == [expected]
+    assert tuple(choice.name for choice in found) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,20 +128,20 @@ def test_float32_scales_move_layer_norm_s_forward_to_wider_rows(width, dtype, ex
     found, choose = [], _rows.choose
 
     def recorded(*arguments, **options):
-        found.append(choose(*arguments, **options))
-        return found[-1]
+        choices = choose(*arguments, **options)
+        found.extend(choice.name for choice in choices)
+        return choices
 
     monkeypatch.setattr(_rows, "choose", recorded)
     row, scale = (jax.ShapeDtypeStruct(*x) for x in (((4096, width), jnp.bfloat16), ((width,), dtype)))
     with device_in_context("NVIDIA H200", "gpu"):
         jax.eval_shape(layer_norm, row, scale)
-    assert found == [(expected, "mosaic_gpu")]
+    assert found == [expected, "mosaic_gpu"]
 
 
 def test_named_kernel_serves_both_directions():
-    kernels = {"xla": run_xla, "triton": run_triton, "mosaic_gpu": run_mosaic_gpu}
-    choose = functools.partial(_rows.choose, "op", kernels, {}, "triton:interpret", wide=(0, 0))
-    assert choose(X) == ("triton:interpret",) * 2
+    choices = _rows.choose(Kernels("op", NORM_MODULES), "triton:interpret", X, hopper_widths=(0, 0))
+    assert [choice.name for choice in choices] == ["triton:interpret"] * 2
 
 
 def test_gpu_older_than_ampere_says_why_not_triton():
@@ -158,8 +160,8 @@ def test_named_kernel_is_the_one_that_runs():
 
 def test_concrete_input_says_where_the_computation_runs():
     with device_in_context("TPU v6 lite", "tpu"):
-        assert _dispatch.device_of(X).platform == "cpu"
-        assert traced(lambda x: _dispatch.device_of(None, x)).platform == "tpu"
+        assert device_of(X).platform == "cpu"
+        assert traced(lambda x: device_of(None, x)).platform == "tpu"
 
 
 def test_mesh_of_an_input_comes_before_the_mesh_in_context():
@@ -168,7 +170,7 @@ def test_mesh_of_an_input_comes_before_the_mesh_in_context():
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     found = []
     with device_in_context("TPU v6 lite", "tpu"):
-        jax.eval_shape(lambda x: found.append(_dispatch.device_of(x)), x)
+        jax.eval_shape(lambda x: found.append(device_of(x)), x)
     assert found[0].device_kind == "Tesla T4"
 
 

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from liger_jax.models import config_fields
+from liger_jax.models.core import config_fields
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 
 Config = TypeVar("Config")

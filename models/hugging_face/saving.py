@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from liger_jax.models.checkpoint import CONFIG, INDEX, SAVING, WEIGHTS, files_that_complete, weight_files
-from liger_jax.models.weights import open_weights
+from liger_jax.models.hugging_face.checkpoint import CONFIG, INDEX, SAVING, WEIGHTS, files_that_complete, weight_files
+from liger_jax.models.hugging_face.weights import open_weights
 
 _SHARD = re.compile(r"model.*-\d+-of-\d+\.safetensors")
 

@@ -16,10 +16,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
-from liger_jax.models.checkpoint import INDEX, WEIGHTS, weight_files
+from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, weight_files
 
 _LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal checkpoint
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
+_LAYERS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers; a checkpoint calls all of them layers
 _FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
 
 
@@ -50,10 +51,11 @@ def tensors_of(path: tuple[Any, ...], parameter: Any) -> Tensors:
     if leaf not in _LEAVES:
         modules.append(leaf)
     leaf = _LEAVES.get(leaf, "weight")
-    if "layers" not in modules:
+    holder = next((name for name in _LAYERS if name in modules), None)
+    if holder is None:
         return Tensors((".".join([*modules, leaf]),), transposed, stacked=False)
-    at = modules.index("layers") + 1  # a LayerStack, and at that place its own name for what it holds
-    stack, layer = modules[:at], modules[at + 1 :]
+    at = modules.index(holder)
+    stack, layer = [*modules[:at], "layers"], modules[at + 1 :]
     stacked = not (layer and layer[0].isdigit())
     numbers = range(parameter.shape[0]) if stacked else [layer.pop(0)]
     names = tuple(".".join([*stack, str(number), *layer, leaf]) for number in numbers)
