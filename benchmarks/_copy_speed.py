@@ -78,7 +78,7 @@ class Rotation(jax.stages.Wrapped):
     def __call__(self) -> Any:
         return self.run(*next(self.sets))
 
-    def trace(self, *arguments: Any, **named: Any) -> NoReturn:  # of the protocol; `measure` does not ask for it
+    def trace(self, *arguments: Any, **named: Any) -> NoReturn:  # the protocol asks for it; `measure` does not
         raise NotImplementedError
 
     lower = trace
@@ -235,7 +235,7 @@ def bytes_moved(case: Case, dy: Any, arrays: Sequence[jax.Array]) -> tuple[int, 
 
 
 def measured(case: Case, peers: Sequence[str], rounds: int) -> Result:
-    """All rows of a case."""
+    """Measures all rows of a case."""
     torch, sets = torch_if_installed(), make_sets(case)
     num_bytes = bytes_moved(case, sets[0][0], sets[0][1:])
     copies = {n: copy_programs(n, torch) for n in dict.fromkeys(num_bytes)}

@@ -119,8 +119,8 @@ class Figures:
 
     def stamps(self) -> str:
         """The JAX, day and device of the figures, in words."""
-        of = lambda v: f"{v.get('device', 'compiled')}, jax {v['jax']}, {v['date']}"
-        return "; ".join(sorted({of(value) for value in self.values.values()}))
+        words = lambda v: f"{v.get('device', 'compiled')}, jax {v['jax']}, {v['date']}"
+        return "; ".join(sorted({words(value) for value in self.values.values()}))
 
 
 def named(spec: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ def main(steps=20):
     """Trains both on tokens that count upwards.
 
     Args:
-        steps: of each.
+        steps: training steps of each model.
 
     Returns:
         The losses of both.

@@ -60,7 +60,7 @@ class Training:
 
 
 def with_loss(kernels: KernelOptions, loss: str) -> KernelOptions:
-    """The same kernels with another loss.
+    """Kernel options with another loss.
 
     Args:
         kernels: the options to begin with.
@@ -103,7 +103,7 @@ def from_flags(args: argparse.Namespace, default: Training) -> Training:
     """The training that the flags ask for.
 
     Args:
-        args: of a parser that `add_flags` prepared.
+        args: what a parser with these flags returned.
         default: the training without any flag.
 
     Returns:

@@ -87,7 +87,7 @@ def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
         The corpus.
 
     Raises:
-        UserError: as `read`, or the text is shorter than one held-out piece needs.
+        UserError: a file cannot be read, or the text is shorter than one held-out piece needs.
     """
     if pattern is None:
         documents = [path.read_text(encoding="utf-8", errors="replace") for path in _python_files()]

@@ -179,7 +179,7 @@ def cosine_distance(
 
 
 def _pair(op: str, student: Any, teacher: Any, where: Any, cure: str) -> tuple[jax.Array, jax.Array, Any]:
-    """Both in float32, with zeros where a token does not count: what stands there may be inf or NaN."""
+    """Student and teacher in float32, with zeros at tokens that do not count: values there may be inf or NaN."""
     student, teacher = _checks.as_float32(op, student=student, teacher=teacher)
     if student.shape != teacher.shape or student.ndim == 0:
         raise ValueError(

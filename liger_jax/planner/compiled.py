@@ -63,7 +63,7 @@ def memory_of(program: Any) -> Compiled:
     """What a compiled program needs on each device.
 
     Args:
-        program: of `jax.stages.Compiled`.
+        program: a `jax.stages.Compiled`.
 
     Returns:
         The bytes, and the program.

@@ -116,7 +116,7 @@ def tpu_devices(name: str, topology: str | None = None) -> list[Any]:
 
     Args:
         name: one of `TPUS`.
-        topology: of its chips; `None` for the smallest.
+        topology: the chips' topology; `None` for the smallest.
 
     Returns:
         Devices for shardings.
@@ -132,7 +132,7 @@ def described(device: Any, platform: str) -> AbstractDevice:
     """What ops are told of a device.
 
     Args:
-        device: of a topology.
+        device: a device of a topology.
         platform: "gpu" or "tpu".
 
     Returns:
@@ -147,9 +147,9 @@ def compile_for(
     """A function compiled for one device.
 
     Args:
-        function: of arrays.
+        function: a function of arrays.
         arguments: their (shape, dtype) pairs.
-        device: of a topology.
+        device: a device of a topology.
         platform: "gpu" or "tpu".
         compiler_options: XLA's.
 

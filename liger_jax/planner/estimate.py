@@ -53,9 +53,9 @@ def static_bytes(
     Args:
         parameters: how many there are.
         devices: over which all three are split.
-        param_dtype: of parameters and gradients.
+        param_dtype: dtype of parameters and gradients.
         optimizer: "adamw" or "sgd".
-        state_dtype: of AdamW's two moments.
+        state_dtype: dtype of AdamW's two moments.
 
     Returns:
         Bytes.
@@ -167,7 +167,7 @@ def estimate(run: Run) -> Estimate:
     # A tied head's gradient is the embedding's, too. In 16 bits, what rounding took off the tokens' rows is held, too.
     is_widened = run.head_dtype != run.param_dtype
     remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if is_widened else 0
-    sums = 4 * sizes.own if run.micro_batches > 1 else 0  # of the micro-batches' gradients, in float32
+    sums = 4 * sizes.own if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
     # On several GPUs, from Hopper on, XLA orders a program so that communication is hidden. The zeros into which the
     # layers' gradients are summed then exist early.
     early = param * sizes.own_layers if run.target.count > 1 and run.target.capability >= (9, 0) else 0

@@ -23,7 +23,7 @@ def heading(plan: MemoryPlan) -> str:
     """The run in one line.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         The line.
@@ -43,7 +43,7 @@ def table(plan: MemoryPlan) -> str:
     """The parts, the totals, and what is free of a device's memory.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         Lines for a terminal, in GiB.
@@ -73,7 +73,7 @@ def bars(plan: MemoryPlan) -> str:
     """A stacked bar for each loss against the device's memory, by estimate.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         Lines for a terminal. Beyond the memory, marks are small letters.
@@ -104,7 +104,7 @@ def verdict(plan: MemoryPlan) -> str:
     """Whether it fits, in one line, with the share of a GPU that JAX must be given for it.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         Such as "Fits: 21.7 of 74.3 GiB on each of 8."
@@ -136,10 +136,10 @@ def _with_share(target: Target, needed: int) -> str:
 
 
 def text(plan: MemoryPlan, largest_batch: int | None = None) -> str:
-    """All that a terminal shows: the verdict, the largest batch, the table, and what follows from it.
+    """The whole text for a terminal: verdict, largest batch, table, bars and advice.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
         largest_batch: the largest batch that fits, if it is known; `None` to estimate it.
 
     Returns:
@@ -188,7 +188,7 @@ def notes(plan: MemoryPlan) -> list[str]:
     """What a reader should know about the device beside the plan's numbers.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         Sentences.
@@ -206,7 +206,7 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     """Finds out before the plan is made whether its picture can be drawn.
 
     Args:
-        path: of the file.
+        path: the file's path.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -234,8 +234,8 @@ def picture(plan: MemoryPlan, path: str | os.PathLike[str]) -> None:
     """Draws the bars as a picture.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
-        path: of the file, whose ending says the format: .png and others.
+        plan: what `liger_jax.planner.plan` returns.
+        path: the file's path; its ending says the format, such as .png.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -53,8 +53,8 @@ def make_mesh(devices: list[Any], sizes: dict[str, int], axis_type: AxisType = A
 
     Args:
         devices: real ones, or a topology's.
-        sizes: of its axes.
-        axis_type: of all axes.
+        sizes: the sizes of its axes.
+        axis_type: the type of all axes.
 
     Returns:
         The mesh.
@@ -66,8 +66,8 @@ def split(path: tuple[Any, ...], shape: tuple[int, ...], fsdp: int) -> P:
     """How one parameter, or what an optimizer holds for it, lies on the mesh.
 
     Args:
-        path: of the parameter in its tree, or in the optimizer's.
-        shape: of the parameter.
+        path: the parameter's path in its tree, or in the optimizer's.
+        shape: the parameter's shape.
         fsdp: devices along "fsdp".
 
     Returns:
@@ -97,7 +97,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     """The shardings of parameters, or of an optimizer's state.
 
     Args:
-        tree: of arrays or their types.
+        tree: a tree of arrays or their types.
         mesh: with an axis "fsdp".
 
     Returns:

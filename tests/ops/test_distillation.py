@@ -212,7 +212,7 @@ def test_stored_tokens_that_cannot_be_are_nan(wrong, rng):
 
 
 def test_a_bucket_that_holds_next_to_nothing_is_exact(rng):
-    """Both leave e^−30 to what is not stored: 1 − Σ p would be 0 in float32."""
+    """Student and teacher give e^−30 to the tokens that are not stored; 1 − Σ p would be 0 in float32."""
     z = jnp.full((1, V), -30.0).at[0, :K].set(jnp.asarray(rng.standard_normal(K), jnp.float32))
     log_probs = jax.nn.log_softmax(z[0, :K])[None]
     loss = lambda h: fused_linear_topk_distillation(
