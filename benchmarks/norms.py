@@ -61,9 +61,8 @@ def liger(op):
     """Liger's Triton kernels, not in place, because the cotangents are used again."""
     function = lambda name: getattr(importlib.import_module(f"liger_kernel.ops.{op}"), name).apply
     if op == "layer_norm":
-        return functools.partial(
-            lambda run, x, scale, bias: run(x, scale, bias, EPS), function("LigerLayerNormFunction")
-        )
+        run = function("LigerLayerNormFunction")
+        return lambda x, scale, bias: run(x, scale, bias, EPS)
     if op == "rms_norm":
         run = function("LigerRMSNormFunction")
         return lambda x, scale: run(x, scale, EPS, 0.0, "llama", False)
