@@ -321,7 +321,7 @@ def test_pallas_kernel_is_refused_outside_of_jit_on_a_sharded_array(name):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
-    guard = functools.partial(_mesh.opaque, op="op", twice="")
+    guard = functools.partial(_mesh.opaque, op="op", second_derivatives="")
     for axis_type in (AxisType.Explicit, AxisType.Auto):
         mesh = mesh_of_all(axis_type)
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
@@ -337,13 +337,13 @@ def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
 def test_guard_raises_on_several_devices(axis_type, wrap):
     x = jax.device_put(X, NamedSharding(mesh_of_all(axis_type), PartitionSpec("data")))
     with pytest.raises(ValueError, match=r"^op would be partitioned over 4 devices by the compiler, which gathers its"):
-        wrap(functools.partial(_mesh.opaque, op="op", twice=""))(x)
+        wrap(functools.partial(_mesh.opaque, op="op", second_derivatives=""))(x)
 
 
 def test_guard_raises_where_shard_map_leaves_an_axis_to_the_compiler():
     devices = jax.devices("cpu")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
-    guard = functools.partial(_mesh.opaque, op="op", twice="")
+    guard = functools.partial(_mesh.opaque, op="op", second_derivatives="")
     partly = jax.shard_map(
         guard, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), axis_names={"data"}
     )
