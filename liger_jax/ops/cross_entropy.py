@@ -132,10 +132,8 @@ def reduced_cross_entropy(
     if _explicit.row_spec(logits) is not None:
         tokens, axes = _explicit.token_spec(loss_options.op, logits)
         own_options = dataclasses.replace(loss_options, token_axes=axes)
-
-        def local(*arrays):
-            return reduced_cross_entropy(*arrays, own_options, return_metrics, implementation)
-
+        options = dict(loss_options=own_options, return_metrics=return_metrics, implementation=implementation)
+        local = functools.partial(reduced_cross_entropy, **options)
         arrays = logits, labels, where, token_weights, class_weights
         specs = _explicit.spec_of(logits), tokens, tokens, tokens, P()
         kind = loss_options.reduction, return_metrics
@@ -148,12 +146,12 @@ def reduced_cross_entropy(
     z = logits.reshape(-1, vocab_size)
     class_weights = _loss.constant_class_weights(loss_options.op, class_weights)
     choice = dataclasses.replace(_KERNELS, op=loss_options.op).choose(implementation, z, class_weights)
-    rows = _loss.token_rows(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
-    z, kernel_labels, class_weights = _mesh.align_varying(z, rows.labels, class_weights)
+    terms = _loss.token_terms(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
+    z, kernel_labels, class_weights = _mesh.align_varying(z, terms.labels, class_weights)
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
     statistics = _statistics(z, kernel_labels, class_weights, *kernels)
-    losses = formulas.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
+    losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
     # A product with 0 would not do: a row that does not count may hold inf or NaN.
-    loss = _loss.reduced(jnp.where(rows.counts, losses, 0.0), loss_options, labels.shape)
-    return (loss, _loss.metrics(statistics, rows, loss_options, labels.shape)) if return_metrics else loss
+    loss = _loss.reduced(jnp.where(terms.counts, losses, 0.0), loss_options, labels.shape)
+    return (loss, _loss.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss

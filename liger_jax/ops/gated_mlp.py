@@ -79,7 +79,7 @@ def _forward_rule(*primals_and_options):
     # backward rule the tree that was traced last.
     needs = [jnp.zeros(int(primal.perturbed)) for primal in primals]
     x, *kernels = (primal.value for primal in primals)
-    y, gate, up = _forward(x, *kernels, options)
+    y, gate, up = _forward(x, *kernels, options=options)
     if options.recomputed:
         return y, (needs, x, None, None, *kernels)
     x_if_needed = x if primals[1].perturbed or primals[2].perturbed else jnp.zeros(0, x.dtype)
@@ -90,8 +90,8 @@ def _backward_rule(options, residuals, dy):
     shapes, x, gate, up, *kernels = residuals
     needs = [shape.size == 1 for shape in shapes]
     if options.recomputed:
-        return _gradients_in_halves(needs, x, *kernels, dy, options)
-    return _gradients(needs, x, gate, up, *kernels, dy, options)
+        return _gradients_in_halves(needs, x, *kernels, dy=dy, options=options)
+    return _gradients(needs, x, gate, up, *kernels, dy=dy, options=options)
 
 
 def _gradients_in_halves(needs, x, gate_kernel, up_kernel, down_kernel, dy, options):
