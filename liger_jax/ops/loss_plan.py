@@ -154,8 +154,10 @@ def problem_of(
     device = device or device_of(hidden, weight)
     kernels = dataclasses.replace(KERNELS, op=op)
     choice = kernels.choose(implementation, hidden, weight, *others, device=device, options=options)
+    n, d = hidden.shape
     return Problem(
-        *hidden.shape,
+        n,
+        d,
         weight.shape[options.vocab_dim],
         itemsize=hidden.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
