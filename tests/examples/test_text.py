@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -63,8 +64,7 @@ def test_packed_batches_hold_every_token_once_an_epoch_and_are_told_by_their_ste
     np.testing.assert_array_equal(np.bincount(seen), np.full(len(tokens), 6))
     assert len(seen) == sum(map(text.num_tokens, batches)) and documents == "300"
     assert float(padding) == pytest.approx(100 * (1 - len(tokens) / (int(rows) * 16)), abs=0.06)
-    for name, values in batch_of(7).items():
-        np.testing.assert_array_equal(values, batches[7][name])
+    jax.tree.map(np.testing.assert_array_equal, batch_of(7), batches[7])
 
 
 def test_unigram_loss_of_words_drawn_at_random_is_their_entropy():
