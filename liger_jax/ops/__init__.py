@@ -8,6 +8,8 @@ from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.dyt import dyt as dyt
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
+from liger_jax.ops.fused_linear_log_probs import TokenLogProbs as TokenLogProbs
+from liger_jax.ops.fused_linear_log_probs import fused_linear_log_probs as fused_linear_log_probs
 from liger_jax.ops.gated_mlp import gated_mlp as gated_mlp
 from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu

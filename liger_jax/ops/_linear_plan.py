@@ -27,6 +27,7 @@ SHARE_OF_MEMORY = 8  # without a budget the loss takes an eighth of the device's
 class Decision:
     """The kernels chosen, and what a plan is made from once it is known which gradients are wanted."""
 
+    op: str  # for messages
     choice: str
     options: LinearOptions
     problem: Problem
@@ -74,15 +75,16 @@ def decide(
     differentiated: tuple[str, ...] = ("hidden", "weight"),
     device: AbstractDevice | None = None,
     device_memory_bytes: int | None = None,
+    op: str = OP,
 ) -> Decision:
     """Chooses kernels for arrays, or for their types; `options.mode` may be "auto", and its chunk size is not read."""
     if options.mode == "fast" and fast_is_impossible is not None:
-        raise ValueError(f"{OP}: mode='fast' makes gradients in the forward, and here {fast_is_impossible}.")
+        raise ValueError(f"{op}: mode='fast' makes gradients in the forward, and here {fast_is_impossible}.")
     if options.mode == "auto" and fast_is_impossible is not None:
         options = dataclasses.replace(options, mode="lean")
     device = device or _dispatch.device_of(hidden, weight)
     choice = _dispatch.choose(
-        OP, KERNELS, DEFAULTS, implementation, hidden, weight, *others, device=device, options=options
+        op, KERNELS, DEFAULTS, implementation, hidden, weight, *others, device=device, options=options
     )
     name = choice.partition(":")[0]
     problem = Problem(
@@ -104,7 +106,7 @@ def decide(
         options = dataclasses.replace(options, mode=planned.mode)
         if memory_budget_bytes is not None and planned.extra_bytes > memory_budget_bytes:
             planned = None  # whoever named the budget hears of it when it is known which gradients are wanted
-    return Decision(choice, options, problem, chunk_size, budget, planned)
+    return Decision(op, choice, options, problem, chunk_size, budget, planned)
 
 
 def plan_fused_linear_cross_entropy(

@@ -11,76 +11,12 @@ from jaxtyping import Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._linear_plan import KERNELS, OP, Decision, check_choices, decide, why_not_fast
+from liger_jax.ops._linear_plan import OP, check_choices, decide, why_not_fast
+from liger_jax.ops._linear_statistics import check_sizes, instantiated, linear_statistics, needs_of, run_kernels, values
 from liger_jax.pallas_kernels.cross_entropy import formulas as rows_xla
-from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
-
-_TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
-
-
-def _run(decision: Decision, function: str, inputs: Inputs, *arrays, needs: Needs | None = None):
-    """Calls a function of the chosen kernels; `needs` only for those that make gradients."""
-    static = {} if needs is None else {"needs": needs}
-    kernel = _dispatch.bind(OP, KERNELS, decision.choice, function)
-    # XLA's scan over chunks is partitioned no better than a Pallas call.
-    inputs = _mesh.opaque(inputs, OP, _TWICE)
-    return kernel(inputs, *arrays, options=decision.linear_options(needs), **static)
-
-
-def _needs(hidden, weight, bias) -> Needs:
-    return Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
-
-
-# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So what depends on which
-# inputs are differentiated may change a residual's shape, and never the tree.
-def _as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
-    return tuple(jnp.zeros((int(need),)) for need in needs)
-
-
-def _from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
-    return Needs(*(shape.size == 1 for shape in shapes))
-
-
-def _instantiated(cotangent):
-    """As an array: JAX hands over symbolic zeros where nothing depends on an output."""
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
-
-
-def _values(*primals):
-    return [jax.tree.map(lambda p: p.value, primal) for primal in primals]
-
-
-# --- lean: statistics, whose gradient recomputes the logits -----------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _statistics_vjp(hidden, weight, bias, class_weights, labels, decision) -> Statistics:
-    return _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
-
-
-def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, decision):
-    needs = _as_shapes(_needs(hidden, weight, bias))
-    hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
-    statistics = _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
-    return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
-
-
-def _statistics_backward_rule(decision, residuals, cotangents):
-    needs, hidden, weight, bias, class_weights, labels, lse = residuals
-    g = Cotangents(*(_instantiated(x) for x in cotangents[:3]))
-    inputs = Inputs(hidden, weight, labels, bias, class_weights)
-    grads = _run(decision, "gradients", inputs, lse, g, needs=_from_shapes(needs))
-    return *grads, None, None
-
-
-_statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
-# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-_statistics = jax.jit(_statistics_vjp, static_argnums=5, inline=True)
-
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 
 # --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
 
@@ -89,21 +25,23 @@ _statistics = jax.jit(_statistics_vjp, static_argnums=5, inline=True)
 def _summed_loss_vjp(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, decision
 ) -> tuple[jax.Array, Statistics]:
-    statistics = _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    statistics = run_kernels(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
     statistics = rows_xla.where(labels != rows_xla.NO_LABEL, statistics)
     return jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum)), statistics
 
 
 def _summed_loss_forward_rule(hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, decision):
-    needs = _needs(hidden, weight, bias)
-    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
+    needs = needs_of(hidden, weight, bias)
+    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
     )
     inputs = Inputs(hidden, weight, labels, bias, class_weights)
     if any(needs):
-        statistics, grads = _run(decision, "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs)
+        statistics, grads = run_kernels(
+            decision, "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs
+        )
     else:  # only the token weights are differentiated
-        statistics = rows_xla.where(labels != rows_xla.NO_LABEL, _run(decision, "statistics", inputs))
+        statistics = rows_xla.where(labels != rows_xla.NO_LABEL, run_kernels(decision, "statistics", inputs))
         grads = config.Gradients(None, None, None)
     grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
     loss = jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum))
@@ -113,7 +51,7 @@ def _summed_loss_forward_rule(hidden, weight, bias, coefficients, class_weights,
 def _summed_loss_backward_rule(decision, residuals, cotangents):
     # A residual that is a constant of the trace comes as a literal.
     grads, statistics, coefficients, class_weight_sum = jax.tree.map(jnp.asarray, residuals)
-    g = _instantiated(cotangents[0])
+    g = instantiated(cotangents[0])
     scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
     # The loss is linear in its coefficients.
     by_coefficients = lambda c: jnp.sum(rows_xla.row_losses(statistics, c, class_weight_sum))
@@ -123,20 +61,6 @@ def _summed_loss_backward_rule(decision, residuals, cotangents):
 
 _summed_loss_vjp.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
 _summed_loss = jax.jit(_summed_loss_vjp, static_argnums=7, inline=True)
-
-
-# --- checks and choices -----------------------------------------------------------------------------------------------
-
-
-def _check_sizes(hidden, weight, weight_layout):
-    if hidden.ndim == 0:
-        raise ValueError(f"{OP}: hidden has shape (), but must be (..., D).")
-    if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
-        raise ValueError(
-            f"{OP}: weight has shape {weight.shape}, but with weight_layout={weight_layout!r} and hidden of width "
-            f"D={hidden.shape[-1]} it must be {'(V, D)' if weight_layout == 'vd' else '(D, V)'}; "
-            "the other layout is the other value of weight_layout."
-        )
 
 
 # --- the public function ----------------------------------------------------------------------------------------------
@@ -228,7 +152,7 @@ def fused_linear_cross_entropy(
     """
     hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
     check_choices(OP, weight_layout, mode, chunk_size)
-    _check_sizes(hidden, weight, weight_layout)
+    check_sizes(OP, hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
@@ -307,7 +231,7 @@ def _local(
         loss = options.sum(loss)  # of other devices, too
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
-        statistics = rows_xla.where(rows.counts, _statistics(h, w, b, c, y, decision))
+        statistics = rows_xla.where(rows.counts, linear_statistics(h, w, b, c, y, decision))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         losses = rows_xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)

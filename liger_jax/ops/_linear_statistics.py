@@ -1,0 +1,98 @@
+"""The statistics of a linear layer's logits, with a gradient that recomputes the logits: the lean way, 4 products.
+
+The fused cross-entropy and the fused log-probabilities are functions of these statistics.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.ops import _dispatch, _mesh
+from liger_jax.ops._linear_plan import KERNELS, Decision
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, Needs
+
+_TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
+
+
+def check_sizes(op: str, hidden: jax.Array, weight: jax.Array, weight_layout: str) -> None:
+    """Raises a ValueError unless hidden (..., D) and the head fit."""
+    if hidden.ndim == 0:
+        raise ValueError(f"{op}: hidden has shape (), but must be (..., D).")
+    if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
+        raise ValueError(
+            f"{op}: weight has shape {weight.shape}, but with weight_layout={weight_layout!r} and hidden of width "
+            f"D={hidden.shape[-1]} it must be {'(V, D)' if weight_layout == 'vd' else '(D, V)'}; "
+            "the other layout is the other value of weight_layout."
+        )
+
+
+def run_kernels(decision: Decision, function: str, inputs: Inputs, *arrays: Any, needs: Needs | None = None) -> Any:
+    """Calls a function of the chosen kernels; `needs` only for those that make gradients."""
+    static = {} if needs is None else {"needs": needs}
+    kernel = _dispatch.bind(decision.op, KERNELS, decision.choice, function)
+    # XLA's scan over chunks is partitioned no better than a Pallas call.
+    inputs = _mesh.opaque(inputs, decision.op, _TWICE)
+    return kernel(inputs, *arrays, options=decision.linear_options(needs), **static)
+
+
+def needs_of(hidden: Any, weight: Any, bias: Any) -> Needs:
+    """Which of a forward rule's arguments are differentiated."""
+    return Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
+
+
+def instantiated(cotangent: Any) -> Any:
+    """As an array, or None: JAX hands over symbolic zeros where nothing depends on an output."""
+    if _is_zero(cotangent):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def values(*primals: Any) -> list[Any]:
+    """The arrays of a forward rule's arguments."""
+    return [jax.tree.map(lambda p: p.value, primal) for primal in primals]
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+
+
+# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So what depends on which
+# inputs are differentiated may change a residual's shape, and never the tree.
+def _as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros((int(need),)) for need in needs)
+
+
+def _from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
+    return Needs(*(shape.size == 1 for shape in shapes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _statistics_vjp(hidden, weight, bias, class_weights, labels, decision) -> Statistics:
+    return run_kernels(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+
+
+def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, decision):
+    needs = _as_shapes(needs_of(hidden, weight, bias))
+    hidden, weight, bias, class_weights, labels = values(hidden, weight, bias, class_weights, labels)
+    statistics = run_kernels(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    rows = statistics.log_normalizer, statistics.entropy
+    return statistics, (needs, hidden, weight, bias, class_weights, labels, rows)
+
+
+def _statistics_backward_rule(decision, residuals, cotangents):
+    needs, hidden, weight, bias, class_weights, labels, (lse, entropy) = residuals
+    g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
+    if entropy is not None and not _is_zero(cotangents.entropy):
+        g = row_formulas.with_entropy(g, entropy, cotangents.entropy)
+    inputs = Inputs(hidden, weight, labels, bias, class_weights)
+    grads = run_kernels(decision, "gradients", inputs, lse, g, needs=_from_shapes(needs))
+    return *grads, None, None
+
+
+_statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
+# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
+linear_statistics = jax.jit(_statistics_vjp, static_argnums=5, inline=True)
