@@ -171,10 +171,10 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     vmem = vmem_bytes()
-    tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem)
-    vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     state = jax.eval_shape(lambda: row_formulas.online_start(n, options.logit))
     fields = jax.tree.leaves(state)
+    tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem, len(fields))
+    vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     present = [bias is not None, class_weights is not None, *[True] * (2 * len(fields)), tiles.keeps_hidden, True]
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
     parts = pl.pallas_call(

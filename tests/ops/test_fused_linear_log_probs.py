@@ -1,7 +1,6 @@
 """fused_linear_log_probs: log-probabilities of labels and entropies, with no logits in memory."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
