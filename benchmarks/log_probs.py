@@ -13,6 +13,7 @@ The picture is of memory from 1,024 to 65,536 tokens, by the compiler for an H20
 """
 
 import argparse
+import concurrent.futures
 import functools
 import importlib
 from collections.abc import Callable
@@ -145,28 +146,30 @@ def errors(found: Any, gradients: Any, truth: Truth) -> list[float | None]:
 
 def head_lines(name: str, n: int) -> list[list[str]]:
     data = make_data(n, *HEADS[name])
+
+    def compiled(function):
+        steps = (function, data[:3]), (functools.partial(differentiated, function), data)
+        return [jax.jit(step).lower(*args).compile() for step, args in steps]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        programs = dict(zip(FUNCTIONS, pool.map(compiled, FUNCTIONS.values()), strict=True))
     truth = make_truth(data)
-    compiled, memory, found_errors = {}, {}, {}
-    for who, function in FUNCTIONS.items():
-        try:
-            forward = jax.jit(function).lower(*data[:3]).compile()
-            both = jax.jit(functools.partial(differentiated, function)).lower(*data).compile()
-            memory[who] = [p.memory_analysis().temp_size_in_bytes / 2**20 for p in (forward, both)]
-            found_errors[who] = errors(*both(*data), truth)
-        except Exception as error:  # the unfused ones may not fit
-            print(f"{who}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            continue
-        compiled[who, "forward"] = functools.partial(forward, *data[:3])
-        compiled[who, "both"] = functools.partial(both, *data)
-        print(name, who, memory[who], found_errors[who], flush=True)
-    times = in_rounds(compiled)
+    found = {who: errors(*both(*data), truth) for who, (_, both) in programs.items()}
+    runs = {
+        f"{who}, {i}": functools.partial(program, *(data if i else data[:3]))
+        for who, pair in programs.items()
+        for i, program in enumerate(pair)
+    }
+    times = in_rounds(runs, rounds=4, seconds=0.3)
     lines = []
-    for who in found_errors:
-        forward, both = (times[who, what] for what in ("forward", "both"))
-        ratios = [f"{t / times[LOSS, what]:.3f}" for t, what in ((forward, "forward"), (both, "both"))]
-        mib = [f"{x:,.0f}" for x in memory[who]]
-        shown = ["–" if x is None else f"{x:.1e}" for x in found_errors[who]]
-        lines.append([name, who, f"{forward:.2f}", ratios[0], f"{both:.2f}", ratios[1], *mib, *shown])
+    for who, pair in programs.items():
+        shown = []
+        for i in range(2):
+            own, unit = times[f"{who}, {i}"], times[f"{LOSS}, {i}"]
+            shown += [f"{own:.2f}", f"{own / unit:.3f}"]
+        shown += [f"{program.memory_analysis().temp_size_in_bytes / 2**20:,.1f}" for program in pair]
+        lines.append([name, who, *shown, *("–" if x is None else f"{x:.1e}" for x in found[who])])
+        print(*lines[-1], flush=True)
     return lines
 
 
@@ -229,7 +232,6 @@ def main() -> None:
     parser.add_argument("--no-times", action="store_true", help="draw the picture only, which needs no GPU")
     parser.add_argument("--no-picture", action="store_true")
     options = parser.parse_args()
-    parts = []
     if not options.no_times:
         lines = [line for head in options.heads for line in head_lines(head, options.tokens)]
         command = f"python -m benchmarks.log_probs --heads {' '.join(options.heads)} --tokens {options.tokens}"
