@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops import _dispatch, _mesh
-from liger_jax.ops._linear_plan import KERNELS, Decision
+from liger_jax.ops.loss_plan import KERNELS, Problem, kernel_options
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 
 _TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
 
@@ -30,13 +30,15 @@ def check_sizes(op: str, hidden: jax.Array, weight: jax.Array, weight_layout: st
         )
 
 
-def run_kernels(decision: Decision, function: str, inputs: Inputs, *arrays: Any, needs: Needs | None = None) -> Any:
-    """Calls a function of the chosen kernels; `needs` only for those that make gradients."""
+def run_kernels(
+    problem: Problem, options: LinearOptions, function: str, inputs: Inputs, *arrays: Any, needs: Needs | None = None
+) -> Any:
+    """Calls a function of the chosen kernels. Those that make gradients take `needs`, the others do not."""
     static = {} if needs is None else {"needs": needs}
-    kernel = _dispatch.bind(decision.op, KERNELS, decision.choice, function)
-    # XLA's scan over chunks is partitioned no better than a Pallas call.
-    inputs = _mesh.opaque(inputs, decision.op, _TWICE)
-    return kernel(inputs, *arrays, options=decision.linear_options(needs), **static)
+    kernel = _dispatch.bind(problem.op, KERNELS, problem.implementation, function)
+    # XLA cannot partition a scan over chunks, nor a Pallas call.
+    inputs = _mesh.opaque(inputs, problem.op, _TWICE)
+    return kernel(inputs, *arrays, options=kernel_options(problem, options, needs), **static)
 
 
 def needs_of(hidden: Any, weight: Any, bias: Any) -> Needs:
@@ -45,7 +47,7 @@ def needs_of(hidden: Any, weight: Any, bias: Any) -> Needs:
 
 
 def instantiated(cotangent: Any) -> Any:
-    """As an array, or None: JAX hands over symbolic zeros where nothing depends on an output."""
+    """The cotangent as an array, or None: JAX hands over a symbolic zero where nothing depends on an output."""
     if _is_zero(cotangent):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
@@ -60,39 +62,41 @@ def _is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
-# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So what depends on which
-# inputs are differentiated may change a residual's shape, and never the tree.
-def _as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
+# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So which gradients are
+# asked for must not change the tree. It is kept in shapes: one element for yes, and none for no.
+def as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
+    """`needs` among the residuals of a forward rule."""
     return tuple(jnp.zeros((int(need),)) for need in needs)
 
 
-def _from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
+def from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
+    """The `needs` of `as_shapes`."""
     return Needs(*(shape.size == 1 for shape in shapes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _statistics_vjp(hidden, weight, bias, class_weights, labels, decision) -> Statistics:
-    return run_kernels(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _statistics_vjp(hidden, weight, bias, class_weights, labels, problem, options) -> Statistics:
+    return run_kernels(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
 
 
-def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, decision):
-    needs = _as_shapes(needs_of(hidden, weight, bias))
+def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, problem, options):
+    needs = as_shapes(needs_of(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = values(hidden, weight, bias, class_weights, labels)
-    statistics = run_kernels(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    statistics = run_kernels(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
     rows = statistics.log_normalizer, statistics.entropy
     return statistics, (needs, hidden, weight, bias, class_weights, labels, rows)
 
 
-def _statistics_backward_rule(decision, residuals, cotangents):
+def _statistics_backward_rule(problem, options, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, (lse, entropy) = residuals
     g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
     if entropy is not None and not _is_zero(cotangents.entropy):
         g = row_formulas.with_entropy(g, entropy, cotangents.entropy)
     inputs = Inputs(hidden, weight, labels, bias, class_weights)
-    grads = run_kernels(decision, "gradients", inputs, lse, g, needs=_from_shapes(needs))
+    grads = run_kernels(problem, options, "gradients", inputs, lse, g, needs=from_shapes(needs))
     return *grads, None, None
 
 
 _statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
 # Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-linear_statistics = jax.jit(_statistics_vjp, static_argnums=5, inline=True)
+linear_statistics = jax.jit(_statistics_vjp, static_argnums=(5, 6), inline=True)

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._linear_plan import check_choices, decide
+from liger_jax.ops._kernels import Implementation
 from liger_jax.ops._linear_statistics import check_sizes, linear_statistics
+from liger_jax.ops.loss_plan import problem_of
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
@@ -67,7 +68,7 @@ def fused_linear_log_probs(
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
     precision: jax.lax.PrecisionLike = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> TokenLogProbs:
     """`log_softmax(logits / temperature)` at the labels, with no buffer of the size (tokens, vocabulary).
 
@@ -124,7 +125,7 @@ def fused_linear_log_probs(
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009).
     """
     hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
-    check_choices(OP, weight_layout, "lean", chunk_size)
+    _checks.check_linear_choices(OP, weight_layout, "lean", chunk_size)
     check_sizes(OP, hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
     _check_temperature(temperature)
@@ -138,7 +139,7 @@ def fused_linear_log_probs(
     logit_options = dataclasses.replace(loss_options.logit_options(metrics), entropy=entropy)
     static = dict(
         options=loss_options,
-        linear=LinearOptions(logit_options, weight_layout, _dispatch.current_precision(precision), "lean", 0),
+        linear=LinearOptions(logit_options, weight_layout, _checks.current_precision(precision), "lean", 0),
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
         implementation=implementation,
@@ -169,31 +170,33 @@ def _local(
     vocab_size, shape = weight.shape[linear.vocab_dim], labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     where = None if where is None else where.reshape(-1)
-    decision = decide(
-        hidden, weight, bias, op=OP, options=linear, fast_is_impossible=None, implementation=implementation, **limits
+    problem = problem_of(
+        OP, hidden, weight, bias, options=linear, not_fast_because=None, implementation=implementation, **limits
     )
     if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
         raise ValueError(f"{OP}: {reason}")
 
     if vocab_axis is None:
-        rows = _loss.token_rows(labels, where, None, None, options, vocab_size)
-        kernel_labels = rows.labels
+        terms = _loss.token_terms(labels, where, None, None, options, vocab_size)
+        kernel_labels = terms.labels
     else:
-        rows, kernel_labels = _vocab_shards.sharded_rows(labels, where, None, None, options, vocab_size, vocab_axis)
+        terms, kernel_labels = _vocab_shards.sharded_token_terms(
+            labels, where, None, None, options, vocab_size, vocab_axis
+        )
     h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
-    statistics = formulas.where(rows.counts, linear_statistics(h, w, b, None, y, decision))
+    statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
     if vocab_axis is not None:
         statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
-        statistics = formulas.where(rows.counts, statistics)
+        statistics = formulas.where(terms.counts, statistics)
     # A factor of 1, or NaN where a label is out of range.
-    log_probs = rows.coefficients.target * (statistics.target_logit - statistics.log_normalizer)
+    log_probs = terms.coefficients.target * (statistics.target_logit - statistics.log_normalizer)
     constants = jax.lax.stop_gradient(statistics._replace(entropy=None))
     predicted = constants.predicted_token
     found = TokenLogProbs(
         log_probs=log_probs,
         log_normalizer=constants.log_normalizer,
         max_logit=constants.max_logit,
-        predicted_tokens=None if predicted is None else jnp.where(rows.counts, predicted, -1),
+        predicted_tokens=None if predicted is None else jnp.where(terms.counts, predicted, -1),
         entropy=statistics.entropy,
         log_sum_of_squares=constants.log_sum_of_squares,
     )
