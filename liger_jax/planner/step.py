@@ -113,6 +113,7 @@ class Run:
             config.vocab_size,
             dtype=self.dtype,
             reduction="sum",
+            logit_scale=config.logit_scale,
             logit_softcap=config.final_logit_softcapping,
             memory_budget_bytes=budget,
             device_memory_bytes=self.target.memory_bytes,

@@ -27,6 +27,8 @@ class LlamaConfig:
             `YarnRope`, or `None`.
         tie_word_embeddings: the head is the embedding.
         initializer_range: standard deviation of the initial weights.
+        logit_scale: a factor of the logits, in every result and loss. Cohere's config.json calls it so, and Granite's
+            says its inverse, `logits_scaling`.
 
     Raises:
         ValueError: fields of another type or out of their range, all of them; or fields that do not fit together. A
@@ -51,6 +53,7 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+    logit_scale: float = 1.0
 
     # What other families have otherwise, as constants or as fields of their configs.
     qkv_bias: ClassVar[bool] = False

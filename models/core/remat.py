@@ -63,6 +63,7 @@ def loss_budget_bytes(
         layers_are_recomputed=remat != "none",
         head_is_copied=is_copied,
         head_is_widened=is_widened,
+        logit_scale=config.logit_scale,
         logit_softcap=config.final_logit_softcapping,
         **head,
     )
