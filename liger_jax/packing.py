@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from liger_jax.losses._language_model import IGNORE
+from liger_jax.ops.labels import IGNORE_INDEX
 
 _WINDOW = 1024  # rows in which a document looks for room, the latest ones: so the time grows with the documents only
 
@@ -67,7 +67,7 @@ def pack(
     shape = max(rows) + 1, length
     batch = {
         "input_ids": np.full(shape, pad_id, np.int32),
-        "labels": np.full(shape, IGNORE, np.int32),
+        "labels": np.full(shape, IGNORE_INDEX, np.int32),
         "segment_ids": np.zeros(shape, np.int32),
         "positions": np.zeros(shape, np.int32),
     }
