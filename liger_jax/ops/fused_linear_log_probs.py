@@ -4,12 +4,12 @@ import dataclasses
 import math
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
@@ -21,7 +21,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOpt
 OP = "fused_linear_log_probs"
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class TokenLogProbs:
     """What a head says of each token's label; `...` is the labels' shape, p the softmax of a token's logits z.
 
