@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import _dispatch, _mesh
+from liger_jax.ops import _mesh
+from liger_jax.ops._kernels import Kernel
 from liger_jax.ops.loss_plan import KERNELS, Problem, kernel_options
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 
-_TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
+_SECOND_DERIVATIVES = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
 
 
 def check_sizes(op: str, hidden: jax.Array, weight: jax.Array, weight_layout: str) -> None:
@@ -30,15 +31,16 @@ def check_sizes(op: str, hidden: jax.Array, weight: jax.Array, weight_layout: st
         )
 
 
-def run_kernels(
-    problem: Problem, options: LinearOptions, function: str, inputs: Inputs, *arrays: Any, needs: Needs | None = None
-) -> Any:
-    """Calls a function of the chosen kernels. Those that make gradients take `needs`, the others do not."""
+def kernel_of(problem: Problem, options: LinearOptions, function: str, needs: Needs | None = None) -> Kernel:
+    """A function of the chosen implementation. Those that make gradients take `needs`, the others do not."""
     static = {} if needs is None else {"needs": needs}
-    kernel = _dispatch.bind(problem.op, KERNELS, problem.implementation, function)
-    # XLA cannot partition a scan over chunks, nor a Pallas call.
-    inputs = _mesh.opaque(inputs, problem.op, _TWICE)
-    return kernel(inputs, *arrays, options=kernel_options(problem, options, needs), **static)
+    choice = KERNELS.named(problem.implementation)
+    return choice.kernel(function, options=kernel_options(problem, options, needs), **static)
+
+
+def guarded_inputs(problem: Problem, hidden: Any, weight: Any, labels: Any, bias: Any, class_weights: Any) -> Inputs:
+    """What every kernel reads, guarded for XLA too: it cannot partition its scan over chunks any more than Pallas."""
+    return _mesh.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES)
 
 
 def needs_of(hidden: Any, weight: Any, bias: Any) -> Needs:
@@ -76,13 +78,15 @@ def from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _statistics_vjp(hidden, weight, bias, class_weights, labels, problem, options) -> Statistics:
-    return run_kernels(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    kernel = kernel_of(problem, options, "statistics")
+    return kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
 
 
 def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, problem, options):
     needs = as_shapes(needs_of(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = values(hidden, weight, bias, class_weights, labels)
-    statistics = run_kernels(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    kernel = kernel_of(problem, options, "statistics")
+    statistics = kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
     rows = statistics.log_normalizer, statistics.entropy
     return statistics, (needs, hidden, weight, bias, class_weights, labels, rows)
 
@@ -92,8 +96,9 @@ def _statistics_backward_rule(problem, options, residuals, cotangents):
     g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
     if entropy is not None and not _is_zero(cotangents.entropy):
         g = row_formulas.with_entropy(g, entropy, cotangents.entropy)
-    inputs = Inputs(hidden, weight, labels, bias, class_weights)
-    grads = run_kernels(problem, options, "gradients", inputs, lse, g, needs=from_shapes(needs))
+    kernel = kernel_of(problem, options, "gradients", from_shapes(needs))
+    inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
+    grads = kernel.run(*kernel.guarded(inputs, lse, g))
     return *grads, None, None
 
 

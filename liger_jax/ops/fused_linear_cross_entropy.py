@@ -9,14 +9,24 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._linear_statistics import check_sizes, instantiated, linear_statistics, needs_of, run_kernels, values
+from liger_jax.ops._device import memory_of_device
+from liger_jax.ops._kernels import Implementation
+from liger_jax.ops._linear_statistics import (
+    check_sizes,
+    guarded_inputs,
+    instantiated,
+    kernel_of,
+    linear_statistics,
+    needs_of,
+    values,
+)
 from liger_jax.ops.loss_plan import OP, choose_mode, problem_of, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
 # --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
 
@@ -25,7 +35,8 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, L
 def _summed_loss_vjp(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, problem, options
 ) -> tuple[jax.Array, Statistics]:
-    statistics = run_kernels(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    kernel = kernel_of(problem, options, "statistics")
+    statistics = kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
     statistics = formulas.where(labels != formulas.NO_LABEL, statistics)
     return jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum)), statistics
 
@@ -37,13 +48,13 @@ def _summed_loss_forward_rule(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
     )
-    inputs = Inputs(hidden, weight, labels, bias, class_weights)
+    inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
     if any(needs):
-        statistics, grads = run_kernels(
-            problem, options, "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs
-        )
+        kernel = kernel_of(problem, options, "gradients_in_forward", needs)
+        statistics, grads = kernel.run(*kernel.guarded(inputs, coefficients, class_weight_sum))
     else:  # only the token weights are differentiated
-        statistics = formulas.where(labels != formulas.NO_LABEL, run_kernels(problem, options, "statistics", inputs))
+        kernel = kernel_of(problem, options, "statistics")
+        statistics = formulas.where(labels != formulas.NO_LABEL, kernel.run(*kernel.guarded(inputs)))
         grads = config.Gradients(None, None, None)
     grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
     loss = jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum))
@@ -92,7 +103,7 @@ def fused_linear_cross_entropy(
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
     precision: jax.lax.PrecisionLike = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Any:
     """`cross_entropy(hidden · weightᵀ + bias, labels)`, with no buffer of the size (tokens, vocabulary).
 
@@ -169,7 +180,7 @@ def fused_linear_cross_entropy(
         mode=mode,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
-        precision=_dispatch.current_precision(precision),
+        precision=_checks.current_precision(precision),
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
@@ -219,7 +230,7 @@ def _local(
         options=linear_options,
         not_fast_because=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
         implementation=implementation,
-        device_memory_bytes=_dispatch.memory_of_device(hidden, weight),
+        device_memory_bytes=memory_of_device(hidden, weight),
         **limits,
     )
     if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:

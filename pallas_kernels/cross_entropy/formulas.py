@@ -138,7 +138,7 @@ def online_start(n: int, options: LogitOptions) -> OnlineState:
 
 def _entropy_sums(state: OnlineState, maximum: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
     """The state's `weighted_sum` and `square_sum`, of x = z − this maximum, which is no less than the state's."""
-    if state.weighted_sum is None:
+    if state.weighted_sum is None or state.square_sum is None:
         return None, None
     moved = jnp.maximum(state.maximum - maximum, LEAST_EXPONENT)
     factor = jnp.exp(moved)
@@ -181,7 +181,7 @@ def online_update(
         first = jnp.min(jnp.where(masked == tile_maximum, columns, _NO_INDEX), axis, keepdims=True)
         predicted_token = jnp.where(tile_maximum > state.maximum, first, predicted_token)
     weighted_sum, square_sum = _entropy_sums(state, shift)
-    if weighted_sum is not None:
+    if weighted_sum is not None and square_sum is not None:
         x = masked - shift
         weighted_sum += jnp.sum(jnp.exp(x) * jnp.maximum(x, LEAST_EXPONENT), axis, keepdims=True)
         square_sum += jnp.sum(jnp.square(jnp.exp(x)), axis, keepdims=True)
