@@ -154,7 +154,7 @@ def head_lines(name: str, n: int) -> list[list[str]]:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         programs = dict(zip(FUNCTIONS, pool.map(compiled, FUNCTIONS.values()), strict=True))
     truth = make_truth(data)
-    found = {who: errors(*both(*data), truth) for who, (_, both) in programs.items()}
+    found = {who: errors(*both(*data), truth=truth) for who, (_, both) in programs.items()}
     runs = {
         f"{who}, {i}": functools.partial(program, *(data if i else data[:3]))
         for who, pair in programs.items()

@@ -96,7 +96,8 @@ def test_large_logits_take_nothing_from_a_small_entropy(implementation):
     found = fused_linear_log_probs(hidden, weight, jnp.array([9]), entropy=True, implementation=implementation)
     p = np.exp(z) / np.sum(np.exp(z))
     np.testing.assert_allclose(entropy_of(found), [-np.sum(p * np.log(p))], rtol=0, atol=2e-7)
-    np.testing.assert_allclose(found.log_sum_of_squares, [np.log(np.sum(p * p))], rtol=0, atol=2e-7)
+    squares = np.asarray(found.log_sum_of_squares, float)
+    np.testing.assert_allclose(squares, [np.log(np.sum(p * p))], rtol=0, atol=2e-7)
 
 
 def test_entries_that_a_bias_forbids_are_as_if_they_were_not_there(implementation, rng):
