@@ -68,6 +68,7 @@ def reduced(
     Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
     """
     axis = options.vocab_axis
+    raw, teacher_raw = raw.astype(jnp.float32), teacher_raw.astype(jnp.float32)
     z, teacher_z = transform(raw, options.student.logit), transform(teacher_raw, options.teacher.logit)
     lse, teacher_lse = log_normalizer(z, axis), log_normalizer(teacher_z, axis)
     t, weighted = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options)
@@ -88,6 +89,7 @@ def logit_gradient(
     options: DivergenceOptions,
 ) -> jax.Array:
     """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on."""
+    raw, teacher_raw = raw.astype(jnp.float32), teacher_raw.astype(jnp.float32)
     log_p = transform(raw, options.student.logit) - statistics.student_normalizer[:, None]
     log_q = transform(teacher_raw, options.teacher.logit) - statistics.teacher_normalizer[:, None]
     _, weighted = terms(log_p, log_q, options)

@@ -51,7 +51,7 @@ def reduced(raw: jax.Array, teacher: TopK, labels: jax.Array, options: TopKOptio
 
     Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
     """
-    axis = options.vocab_axis
+    axis, raw = options.vocab_axis, raw.astype(jnp.float32)
     z = transform(raw, options.student.logit)
     lse = log_normalizer(z, axis)
     columns = _columns(teacher, 0, z.shape[1])
@@ -85,6 +85,7 @@ def logit_gradient(
     options: TopKOptions,
 ) -> jax.Array:
     """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on."""
+    raw = raw.astype(jnp.float32)
     z = transform(raw, options.student.logit)
     dz = statistics.others[:, None] * jnp.exp(z - statistics.normalizer[:, None])
     columns = _columns(teacher, start, raw.shape[1])
