@@ -152,7 +152,7 @@ def problem_of(
     )
     return Problem(
         *hidden.shape,
-        weight.shape[options.vocab_dim],
+        v=weight.shape[options.vocab_dim],
         itemsize=hidden.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
         platform=device.platform,
