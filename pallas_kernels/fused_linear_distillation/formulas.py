@@ -61,16 +61,22 @@ def terms(log_p: jax.Array, log_q: jax.Array, options: DivergenceOptions) -> tup
 
 
 def reduced(
-    raw: jax.Array, teacher_raw: jax.Array, labels: jax.Array, options: DivergenceOptions
+    raw: jax.Array,
+    teacher_raw: jax.Array,
+    labels: jax.Array,
+    options: DivergenceOptions,
+    normalizers: tuple[jax.Array | None, jax.Array | None],
 ) -> tuple[jax.Array, Statistics]:
-    """Each token's loss (N,), and its statistics, from raw logits (N, V).
+    """Each token's loss (N,), and its statistics, from raw logits (N, V); `normalizers` where they are known.
 
     Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
     """
     axis = options.vocab_axis
     raw, teacher_raw = raw.astype(jnp.float32), teacher_raw.astype(jnp.float32)
     z, teacher_z = transform(raw, options.student.logit), transform(teacher_raw, options.teacher.logit)
-    lse, teacher_lse = log_normalizer(z, axis), log_normalizer(teacher_z, axis)
+    lse, teacher_lse = normalizers
+    lse = log_normalizer(z, axis) if lse is None else lse
+    teacher_lse = log_normalizer(teacher_z, axis) if teacher_lse is None else teacher_lse
     t, weighted = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options)
     slope_sum = over_shards(jnp.sum(weighted, axis=1), axis)
     if options.divergence == "forward_kl":
