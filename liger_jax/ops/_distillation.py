@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh
+from liger_jax.ops import _checks, _explicit, _loss, _mesh
+from liger_jax.ops._device import device_of, memory_of_device
+from liger_jax.ops._kernels import Kernels
 from liger_jax.ops.fused_linear_cross_entropy import _as_shapes, _from_shapes, _instantiated, _values
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
@@ -90,8 +92,8 @@ def _summed_loss_vjp(hidden, weight, bias, teacher, labels, scale, options, op) 
 
 def _summed_loss_forward_rule(hidden, weight, bias, teacher, labels, scale, options, op):
     needs = Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
-    values = _values(hidden, weight, bias, teacher, labels, scale)
-    losses, _, grads = _run(*values, options=options, op=op, needs=needs)
+    hidden, weight, bias, teacher, labels, scale = _values(hidden, weight, bias, teacher, labels, scale)
+    losses, _, grads = _run(hidden, weight, bias, teacher, labels, scale, options, op, needs)
     return jnp.sum(losses), tuple(jnp.zeros(()) if grad is None else grad for grad in grads)
 
 
@@ -198,12 +200,12 @@ def plan(student: Head, teacher: Head | TopK, options: Options, static: Static) 
         "lean": copies + itemsize * n * d,
     }
     bytes_of = lambda mode, tokens: fixed[mode] + tokens * v * entry
-    on_cpu = _dispatch.device_of(student.hidden, student.weight).platform == "cpu"
+    on_cpu = device_of(student.hidden, student.weight).platform == "cpu"
     preferred = {"fast": 128 if on_cpu else 1024, "lean": max(64, _LEAN_BYTES // (v * entry) // 64 * 64)}
 
     mode, budget = static.mode, static.memory_budget_bytes
     if mode == "auto":
-        memory = _dispatch.memory_of_device(student.hidden, student.weight)
+        memory = memory_of_device(student.hidden, student.weight)
         bound = budget if budget is not None or memory is None else memory // 8
         least = min(n, static.chunk_size or 128)
         fits = bound is None or bytes_of("fast", least) <= bound
@@ -253,7 +255,8 @@ def loss(student: Head, teacher: Head | TopK, labels: Any, where: Any, denominat
         size = len(specs[1])
         own_teacher = type(teacher)(*rest[:size])
         student, own_teacher = gathered(student, specs[0]), gathered(own_teacher, specs[1])
-        return _local(student, own_teacher, *rest[size:], options=own_options, static=static, token_axes=token_axes)
+        labels, where, denominator = rest[size:]
+        return _local(student, own_teacher, labels, where, denominator, own_options, static, token_axes)
 
     arrays = *student, *teacher, labels, where, denominator
     out = tokens if static.reduction == "none" else P()
@@ -268,7 +271,7 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         teacher = TopK(*map(flat, teacher))
     else:
         teacher = teacher._replace(hidden=flat(teacher.hidden))
-    _dispatch.choose(op, {"xla": xla}, {}, static.implementation, *student, *teacher)
+    Kernels(op, {"xla": xla}).choose(static.implementation, *student, *teacher)
     if (reason := _mesh.needs_shard_map(*student, *teacher)) is not None:
         raise ValueError(f"{op}: {reason}")
     is_fast, tokens, entries = plan(student, teacher, options, static)

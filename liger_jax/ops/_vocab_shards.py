@@ -24,11 +24,12 @@ def sharded_token_terms(
     shard_size: int,
     axis: str,
 ) -> tuple[_loss.TokenTerms, jax.Array]:
-    """`token_terms` for the whole vocabulary, and labels (N,) that count from this shard's first entry."""
+    """`token_terms` for the whole vocabulary, and the labels (N,) counted from this shard's first entry."""
     vocab_size = shard_size * jax.lax.axis_size(axis)
     start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
     if class_weights is not None:
-        # All V of them, as many as one token's logits; summed, and so known to be the same everywhere.
+        # These are V numbers, no more than the logits of one token. JAX knows that a sum is the same on every device,
+        # and does not know it of gathered arrays.
         own_part = jax.lax.dynamic_update_slice(
             full_like(class_weights, (vocab_size,), 0, jnp.float32), class_weights, (start,)
         )
@@ -36,7 +37,7 @@ def sharded_token_terms(
     terms = _loss.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
     own = terms.labels - start
     is_own = (terms.labels >= 0) & (own >= 0) & (own < shard_size)
-    # Another shard's label matches no column here, nor the padding behind the last of them.
+    # A label of another shard must match no column of this shard, and no column of padding behind them.
     return terms, jnp.where(is_own, own, jnp.where(terms.labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
 
 

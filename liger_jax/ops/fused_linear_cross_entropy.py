@@ -9,24 +9,29 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._device import memory_of_device
+from liger_jax.ops._kernels import Implementation, Kernel
 from liger_jax.ops.loss_plan import KERNELS, OP, Problem, choose_mode, kernel_options, problem_of, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 
-_TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
+_SECOND_DERIVATIVES = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
 
 
-def _run(problem: Problem, options: LinearOptions, function: str, inputs: Inputs, *arrays, needs: Needs | None = None):
-    """Calls a function of the chosen kernels. Those that make gradients take `needs`, the others do not."""
+def _kernel(problem: Problem, options: LinearOptions, function: str, needs: Needs | None = None) -> Kernel:
+    """A function of the chosen implementation. Those that make gradients take `needs`, the others do not."""
     static = {} if needs is None else {"needs": needs}
-    kernel = _dispatch.bind(OP, KERNELS, problem.implementation, function)
-    # XLA cannot partition a scan over chunks, nor a Pallas call.
-    inputs = _mesh.opaque(inputs, OP, _TWICE)
-    return kernel(inputs, *arrays, options=kernel_options(problem, options, needs), **static)
+    choice = KERNELS.named(problem.implementation)
+    return choice.kernel(function, options=kernel_options(problem, options, needs), **static)
+
+
+def _inputs(hidden, weight, labels, bias, class_weights) -> Inputs:
+    """What every kernel reads, guarded for XLA too: it cannot partition its scan over chunks any more than Pallas."""
+    return _mesh.opaque(Inputs(hidden, weight, labels, bias, class_weights), OP, _SECOND_DERIVATIVES)
 
 
 def _needs(hidden, weight, bias) -> Needs:
@@ -59,21 +64,23 @@ def _values(*primals):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _statistics_vjp(hidden, weight, bias, class_weights, labels, problem, options) -> Statistics:
-    return _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    kernel = _kernel(problem, options, "statistics")
+    return kernel.run(*kernel.guarded(_inputs(hidden, weight, labels, bias, class_weights)))
 
 
 def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, problem, options):
     needs = _as_shapes(_needs(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
-    statistics = _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    kernel = _kernel(problem, options, "statistics")
+    statistics = kernel.run(*kernel.guarded(_inputs(hidden, weight, labels, bias, class_weights)))
     return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
 
 
 def _statistics_backward_rule(problem, options, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, lse = residuals
     g = Cotangents(*(_instantiated(x) for x in cotangents[:3]))
-    inputs = Inputs(hidden, weight, labels, bias, class_weights)
-    grads = _run(problem, options, "gradients", inputs, lse, g, needs=_from_shapes(needs))
+    kernel = _kernel(problem, options, "gradients", _from_shapes(needs))
+    grads = kernel.run(*kernel.guarded(_inputs(hidden, weight, labels, bias, class_weights), lse, g))
     return *grads, None, None
 
 
@@ -89,7 +96,8 @@ _statistics = jax.jit(_statistics_vjp, static_argnums=(5, 6), inline=True)
 def _summed_loss_vjp(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, problem, options
 ) -> tuple[jax.Array, Statistics]:
-    statistics = _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    kernel = _kernel(problem, options, "statistics")
+    statistics = kernel.run(*kernel.guarded(_inputs(hidden, weight, labels, bias, class_weights)))
     statistics = formulas.where(labels != formulas.NO_LABEL, statistics)
     return jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum)), statistics
 
@@ -101,13 +109,13 @@ def _summed_loss_forward_rule(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
     )
-    inputs = Inputs(hidden, weight, labels, bias, class_weights)
+    inputs = _inputs(hidden, weight, labels, bias, class_weights)
     if any(needs):
-        statistics, grads = _run(
-            problem, options, "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs
-        )
+        kernel = _kernel(problem, options, "gradients_in_forward", needs)
+        statistics, grads = kernel.run(*kernel.guarded(inputs, coefficients, class_weight_sum))
     else:  # only the token weights are differentiated
-        statistics = formulas.where(labels != formulas.NO_LABEL, _run(problem, options, "statistics", inputs))
+        kernel = _kernel(problem, options, "statistics")
+        statistics = formulas.where(labels != formulas.NO_LABEL, kernel.run(*kernel.guarded(inputs)))
         grads = config.Gradients(None, None, None)
     grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
     loss = jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum))
@@ -170,7 +178,7 @@ def fused_linear_cross_entropy(
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
     precision: jax.lax.PrecisionLike = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Any:
     """`cross_entropy(hidden · weightᵀ + bias, labels)`, with no buffer of the size (tokens, vocabulary).
 
@@ -247,7 +255,7 @@ def fused_linear_cross_entropy(
         mode=mode,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
-        precision=_dispatch.current_precision(precision),
+        precision=_checks.current_precision(precision),
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
@@ -297,7 +305,7 @@ def _local(
         options=linear_options,
         not_fast_because=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
         implementation=implementation,
-        device_memory_bytes=_dispatch.memory_of_device(hidden, weight),
+        device_memory_bytes=memory_of_device(hidden, weight),
         **limits,
     )
     if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
