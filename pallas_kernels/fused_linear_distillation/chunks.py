@@ -33,7 +33,8 @@ Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 class Backend(NamedTuple):
     """What a backend makes of a chunk of tokens."""
 
-    # x (n, D), weight in its dtype, bias, the head's options, all options → raw logits (n, V), log Σ exp(z) (n,) or None
+    # x (n, D), weight in its dtype, bias, the head's options, all options → raw logits (n, V), and log Σ exp(z) (n,) or
+    # None
     logits: Callable[..., tuple[jax.Array, jax.Array | None]]
     # dW (float32), du (n, V), x (n, D), all options → dW + duᵀ · X
     add_weight_gradient: Callable[..., jax.Array]
@@ -55,7 +56,8 @@ def by_tokens(
     `scale` is (N,) float32. A token whose scale is 0 has zeros, whatever its hidden states hold.
     """
     n, vocab_dim = student.hidden.shape[0], options.student.vocab_dim
-    size = min(options.tokens, n)
+    multiple = backend.chunk_multiple
+    size = min(max(multiple, options.tokens // multiple * multiple), n)
     weight = student.weight.astype(student.hidden.dtype)
     teacher = _in_dtype_of_products(teacher)
     losses_of = topk_formulas.reduced if isinstance(teacher, TopK) else formulas.reduced
@@ -69,8 +71,8 @@ def by_tokens(
         y = take(labels, first, size)
         losses, statistics = losses_of(raw, of_teacher, y, options, (lse, teacher_lse))
         # The barrier keeps XLA from writing float32 arrays of the chunk for both passes: the second makes them again.
-        again = jax.lax.optimization_barrier((raw, of_teacher))
-        return losses, statistics, x, lambda: gradient_of(*again, y, statistics, scales, 0, options)
+        raw, of_teacher, known = jax.lax.optimization_barrier((raw, of_teacher, statistics))
+        return losses, statistics, x, lambda: gradient_of(raw, of_teacher, y, known, scales, 0, options)
 
     def body(carry, first, own):
         found, (dhidden, dweight, dbias) = carry

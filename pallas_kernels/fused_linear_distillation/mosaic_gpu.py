@@ -1,7 +1,7 @@
 """The fused distillation losses with Hopper's own product, in Pallas Mosaic GPU.
 
-The epilogue of the product that makes a tile of logits also makes the tile's log-sum-exp, from the float32 accumulators:
-no pass over the logits is left for the normalisers. dW is added to its sum where it lies. All else is XLA's.
+The product that makes a tile of logits also makes the tile's log-sum-exp, from the float32 accumulators. So the
+normalisers take no pass over the logits. dW is added to its sum where it lies. All else is XLA's.
 """
 
 import math
@@ -33,6 +33,8 @@ def unsupported(*arrays: jax.Array | None, options: Options) -> str | None:
         d, v = x.shape[-1], weight.shape[head.vocab_dim]
         if x.dtype not in (jnp.bfloat16, jnp.float16):
             return f"Hopper's matrix units take bfloat16 and float16, and {name}'s hidden states are {x.dtype}."
+        if x.shape[0] < ROWS:
+            return f"a tile has {ROWS} tokens, and there are {x.shape[0]}."
         if d % 64 or v % 64:
             return f"the copy engine moves rows of 64, and {name} has D={d} and V={v}; one is no multiple of it."
     if options.vocab_axis is not None:
