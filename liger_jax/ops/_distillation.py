@@ -24,7 +24,7 @@ LAYOUTS = ("vd", "dv")
 _KERNELS = Kernels("distillation", {"xla": xla, "mosaic_gpu": mosaic_gpu}, {"gpu": ("mosaic_gpu",)})
 _NOTHING = Needs(False, False, False)
 _TWICE = "take the divergences of liger_jax.losses, on logits"
-_LEAN_BYTES = 256 * 2**20  # of a chunk in mode "lean": two models' bfloat16 logits of 512 tokens and 128,256 entries
+_LEAN_BYTES = 384 * 2**20  # of a chunk in mode "lean", at most: 512 tokens of 128,256 entries in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +194,8 @@ def plan(student: Head, teacher: Head | TopK, options: Options, static: Static) 
     if static.mode == "fast" and reason is not None:
         raise ValueError(f"{static.op}: mode='fast' makes gradients in the forward, and here {reason}.")
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
-    # Raw logits in hidden's dtype; the gradient takes the student's place. Scattered values take float32 besides.
-    entry = itemsize * len(heads) + (4 if isinstance(teacher, TopK) else 0)
+    # At most: raw logits and the gradient in hidden's dtype; stored teachers scatter into float32.
+    entry = itemsize * (len(heads) + 1) + (4 if isinstance(teacher, TopK) else 0)
     copies = sum(h.weight.size * h.hidden.dtype.itemsize for h in heads if h.weight.dtype != h.hidden.dtype)
     fixed = {
         "fast": copies + (4 * v * d if student.weight.dtype.itemsize < 4 else 0),
@@ -203,8 +203,8 @@ def plan(student: Head, teacher: Head | TopK, options: Options, static: Static) 
     }
     bytes_of = lambda mode, tokens: fixed[mode] + tokens * v * entry
     on_cpu = device_of(student.hidden, student.weight).platform == "cpu"
-    # dW's sum is read and written once a chunk, which 4,096 tokens hide.
-    preferred = {"fast": 128 if on_cpu else 4096, "lean": max(64, _LEAN_BYTES // (v * entry) // 128 * 128)}
+    # dW's sum is read and written once a chunk, for which 2,048 tokens are enough work.
+    preferred = {"fast": 128 if on_cpu else 2048, "lean": max(64, _LEAN_BYTES // (v * entry) // 128 * 128)}
 
     mode, budget = static.mode, static.memory_budget_bytes
     if mode == "auto":
