@@ -109,6 +109,7 @@ class Run:
         options: dict[str, Any] = dict(
             dtype=self.dtype,
             weight_dtype=self.head_dtype,
+            logit_scale=config.logit_scale,
             logit_softcap=config.final_logit_softcapping,
             device=self.target.description,
         )

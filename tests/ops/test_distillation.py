@@ -122,6 +122,43 @@ def test_half_precision_is_no_worse_than_plain_jax(kind, mode, rng):
     check_half(op, plain, oracle, student, rng)
 
 
+@pytest.mark.parametrize("kind", ["jsd", *(pytest.param(k, marks=pytest.mark.full) for k in ("forward_kl", "topk"))])
+@pytest.mark.parametrize("mode", MODES)
+def test_hopper_s_products_give_the_same(hopper, kind, mode, rng):
+    """On a Hopper GPU compiled, on a CPU simulated: bfloat16, two chunks that overlap, a bias and a softcap."""
+    n, d, e, v = 200, 64, 128, 320
+    hidden, weight, bias, teacher, teacher_weight = normal(
+        rng, (n, d), (v, d), (v,), (n, e), (v, e), dtype=jnp.bfloat16
+    )
+    weight, teacher_weight = weight / 8, teacher_weight / 8
+    token_ids, log_probs = stored(rng, n, v)
+    options = dict(mode=mode, chunk_size=128, temperature=1.5)
+
+    def loss(hidden, weight, bias, implementation):
+        own = dict(options, implementation=implementation)
+        if kind == "topk":
+            return fused_linear_topk_distillation(
+                hidden, weight, token_ids, log_probs, bias=bias, logit_softcap=5.0, **own
+            )
+        return fused_linear_distillation(
+            hidden,
+            weight,
+            teacher,
+            teacher_weight,
+            divergence=kind,
+            student_bias=bias,
+            student_logit_softcap=5.0,
+            **own,
+        )
+
+    run = lambda implementation: jax.value_and_grad(functools.partial(loss, implementation=implementation), (0, 1, 2))
+    value, grads = run(hopper)(hidden, weight, bias)
+    expected, expected_grads = run("xla")(hidden, weight, bias)
+    assert largest_error(value, expected) < 1e-3
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert largest_error(grad.astype(jnp.float32), expected_grad.astype(jnp.float32)) < 2e-2  # of bfloat16
+
+
 # --- extremes ---------------------------------------------------------------------------------------------------------
 
 
