@@ -1,4 +1,4 @@
-"""The call that all causal language models share: labels, what is scored, and whether logits come to exist."""
+"""The causal language model of every family: its call, its checkpoints and its generation."""
 
 import dataclasses
 import os
@@ -30,8 +30,8 @@ Model = TypeVar("Model", bound="CausalLM")
 class CausalLM(nnx.Module):
     """A decoder with a language-model head and its loss: base of the families' `…ForCausalLM`.
 
-    A family says what its `layer` is, and by `config_type` and `config_fixed` how its config stands in a checkpoint
-    (`config_json.read`).
+    A family sets three class attributes: `layer`, its layer's class, `config_type`, its config's class, and
+    `config_fixed`, the fields of config.json that have one value only (`config_json.read`).
 
     Args:
         config: the architecture.
@@ -63,7 +63,7 @@ class CausalLM(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config, self.kernels = config, kernels
-        self.kept = checkpoint.Kept()  # of the checkpoint that the model is read from
+        self.kept = checkpoint.Kept()  # from_pretrained sets it
         self.model = Decoder(
             config,
             self.layer,
@@ -91,34 +91,33 @@ class CausalLM(nnx.Module):
         remat: Remat = "none",
         scan_layers: bool = True,
     ) -> Model:
-        """A model with the weights of a Hugging Face checkpoint: config.json and safetensors, one file or many.
+        """Reads a model from a Hugging Face checkpoint: config.json and safetensors, one file or many.
 
-        Each parameter is read by itself, to its place: a host holds one of them beside the model, and on a mesh of
-        several hosts only the parts of its own devices.
+        Parameters are read one after another, each to its own devices. Beside the model, a host holds one parameter at
+        a time; on a mesh of several hosts, it holds only the parts for its own devices.
 
         Args:
             path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads.
-            dtype: of the computation; `None` for the parameters'.
-            param_dtype: of the parameters; `None` for what config.json says, or float32.
-            mesh: where the parameters go; `None` for the default device.
-            partition_specs: how each is split over the mesh: a function of its name, such as
-                "model.layers.mlp.up_proj.kernel", and its shape, that returns a `PartitionSpec`; or a pytree
-                of them, as `nnx.state(model)` has its parameters; `None` for whole ones on every device.
-            kernels: as the constructor takes them.
-            remat: likewise.
-            scan_layers: likewise.
+            dtype: dtype of the computation; `None` for the parameters' dtype.
+            param_dtype: dtype of the parameters; `None` for the one in config.json, or float32 if it has none.
+            mesh: the devices that get the parameters; `None` for the default device.
+            partition_specs: how parameters are split over the mesh. A function gets a parameter's name, such as
+                "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
+                `PartitionSpec` has the structure of `nnx.state(model)`. `None` puts whole parameters on every device.
+            kernels: which ops run as kernels.
+            remat: what each layer keeps for the backward, as in the constructor.
+            scan_layers: stack the layers' parameters and scan over them.
 
         Returns:
-            The model. What config.json holds beside the architecture, and generation_config.json, it keeps for
-            `generate` and `save_pretrained`.
+            The model. It keeps the other fields of config.json, and generation_config.json, for `generate` and
+            `save_pretrained`.
 
         Raises:
-            FileNotFoundError: no such folder, or no config.json or safetensors in it. Pickled weights are not read.
-                Where a save was cut off, the message says how the folder is mended.
-            ValueError: config.json, generation_config.json, the index or a safetensors file is damaged; the index names
-                what is no safetensors file of the folder; config.json has fields that the model does not support, or
-                another number of layers or tokens than the tensors; or tensors are missing, left over, of another shape
-                or no floats. All of these are listed. Or `partition_specs` do not fit the parameters.
+            FileNotFoundError: the folder does not exist, or has no config.json or no safetensors. Pickled weights are
+                not read. If a save into the folder was interrupted, the message says how to repair it.
+            ValueError: a file is damaged; config.json has values that the model does not support, or disagrees with the
+                tensors on the number of layers or tokens; tensors are missing, unexpected, of a wrong shape or not
+                floats (the message lists all of them); or `partition_specs` do not fit the parameters.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
         return pretrained.read(
@@ -143,40 +142,40 @@ class CausalLM(nnx.Module):
     ) -> None:
         """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
 
-        A model that is read from a checkpoint gets that one's other fields of config.json and its
-        generation_config.json again. The earlier model in a folder is replaced at the end, by one rename: a save that
-        is killed leaves one of the two. Where config.json changes what is computed, or another small file changes, it
-        may leave a folder without config.json; `from_pretrained` then says how that is mended, and so does the next
-        save.
+        If the model came from a checkpoint, that checkpoint's other fields of config.json and its
+        generation_config.json are written again. An earlier model in the folder is replaced at the end, by one rename:
+        a save that is killed leaves the earlier model or the new one. One case needs a repair: if config.json changes
+        what is computed, or another small file changes, a killed save may leave a folder without config.json.
+        `from_pretrained` then says how to repair it, and the next save repairs it too.
 
         Args:
-            path: a folder, made if there is none, to which no other process writes at the time. Safetensors and
-                generation_config.json of an earlier model in it are deleted; the disk holds both models for a while.
-            max_shard_bytes: the most that one file holds, unless a single tensor has more.
-            config_fields: more of config.json that others read, such as `{"eos_token_id": 2}`.
+            path: a folder, made if it does not exist. No other process may write to it meanwhile. An earlier model's
+                safetensors and generation_config.json in it are deleted; until then the disk holds both models.
+            max_shard_bytes: the most bytes in one file, unless a single tensor has more.
+            config_fields: more fields for config.json, such as `{"eos_token_id": 2}`.
             tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
-                chat_template.jinja, which replace those in `path`; `None` leaves the latter alone.
+                chat_template.jinja, which replace those in `path`. `None` leaves those in `path` as they are.
 
         Raises:
             ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`), or `tokenizer_from`
-                is no folder with a tokenizer's files.
+                is not a folder with a tokenizer's files.
         """
         pretrained.write(self, path, max_shard_bytes, config_fields, tokenizer_from)
 
     @property
     def head(self) -> Float[Array, "V D"]:
-        """The head's weight: the embedding's where the two are tied."""
+        """The head's weight; if it is tied, the embedding."""
         return self.model.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head[...]
 
     generate = generate
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> KVCache:
-        """An empty key-value cache; `model(input_ids, cache=cache)` returns it with the tokens in it.
+        """Makes an empty key-value cache; `model(input_ids, cache=cache)` returns it with the tokens added.
 
         Args:
             batch: B, at least 1.
-            length: S, how many tokens it takes in all, from 1 to the config's `longest_sequence`.
-            dtype: of keys and values; `None` for the computation's.
+            length: S, the number of tokens that it has room for, from 1 to the config's `longest_sequence`.
+            dtype: dtype of keys and values; `None` for the computation's dtype.
 
         Returns:
             The cache, 2·L·B·S·K·H numbers.
@@ -203,10 +202,9 @@ class CausalLM(nnx.Module):
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> CausalLMOutput:
-        """Runs the model; with labels it computes the loss, and then logits only if asked for.
+        """Runs the model. With labels it computes the loss, and returns logits only if asked to.
 
-        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. Nothing depends on training or
-        evaluation:
+        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. Training and evaluation do the same:
 
         | labels | return_logits | logits | loss |
         |---|---|---|---|
@@ -217,29 +215,29 @@ class CausalLM(nnx.Module):
 
         Args:
             input_ids: token ids in [0, V).
-            labels: token ids, unshifted as Hugging Face's: position t is scored against labels[:, t + 1]. -100 is
-                not scored, nor is the last position of a sequence or of a segment.
+            labels: token ids, not shifted, as in Hugging Face: position t is scored against labels[:, t + 1]. Where
+                the label is -100 nothing is scored, nor at the last position of a sequence or of a segment.
             shift_labels: labels that are shifted already: position t is scored against shift_labels[:, t].
-            loss_weights: weight of each scoring position t (not of the label's own position).
-            loss_normalizer: denominator of the mean, so that the losses of micro-batches add up to one batch's.
+            loss_weights: weight of each position t that is scored (not of the label's own position).
+            loss_normalizer: denominator of the mean. With the whole batch's, the losses of micro-batches add up.
             logits_to_keep: score and return only the last k positions (0: all), or these positions. The hidden
                 states are cut before the head; each kept position keeps its label.
             return_logits: see the table.
-            return_metrics: also return accuracy, argmax tokens, largest logit and log-normaliser per position.
-            positions: rotary positions; 0, 1, 2, … if none.
+            return_metrics: also return accuracy and, for each position, argmax token, largest logit and log-normaliser.
+            positions: rotary positions; `None` for 0, 1, 2, …
             segment_ids: attention and loss stay within equal ids of a packed sequence.
-            attention_mask: 0 where a token is padding, of any id, which no other token sees. What is scored is the
-                labels'.
-            cache: of `init_cache`, or an earlier call's: what these tokens follow and see. Windows, and `positions` if
-                none, then count the tokens of a row and not its padding, on whichever side that is.
+            attention_mask: 0 where a token is padding; no other token sees it, and its id may be any. Labels decide
+                what is scored, not this mask.
+            cache: an `init_cache`, or an earlier call's cache. These tokens follow the tokens in it and see them.
+                Windows and default positions then count tokens only, whichever side a sequence is padded on.
 
         Returns:
             A `CausalLMOutput`; logits are float32.
 
         Raises:
-            ValueError: a shape, an exclusive pair, an argument that would be ignored, or a loss that needs more than
-                `KernelOptions.memory_budget_bytes`.
-            TypeError: integers are expected and something else comes.
+            ValueError: a shape is wrong, two arguments exclude each other, an argument would be ignored, or the loss
+                needs more than `KernelOptions.memory_budget_bytes`.
+            TypeError: ids or labels are not integers.
         """
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
         input_ids, shape = as_labels(input_ids), input_ids.shape
@@ -259,8 +257,8 @@ class CausalLM(nnx.Module):
         if cache is not None:
             hidden, cache = self.model(input_ids, **per_token, cache=cache)
         elif self.config.tie_word_embeddings:
-            rows, head = self.model.embed(input_ids)
-            hidden = self.model(input_ids, inputs_embeds=rows, **per_token)
+            inputs_embeds, head = self.model.embed(input_ids)
+            hidden = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token)
         else:
             hidden = self.model(input_ids, **per_token)
         hidden, targets, loss_weights = arguments.keep(logits_to_keep, hidden, targets, loss_weights)
@@ -285,10 +283,8 @@ class CausalLM(nnx.Module):
         """The result with labels."""
         with_logits = return_logits or not self.kernels.fused_linear_cross_entropy
         logits = self._logits(hidden, head) if with_logits else None
-        reduction = "mean" if loss_normalizer is None else "sum"
-        loss, metrics = self._loss(
-            hidden, head, logits, targets, loss_weights, reduction=reduction, return_metrics=return_metrics
-        )
+        options = dict(reduction="mean" if loss_normalizer is None else "sum", return_metrics=return_metrics)
+        loss, metrics = self._loss(hidden, head, logits, targets, loss_weights, **options)
         if loss_normalizer is not None:
             loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
         return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)

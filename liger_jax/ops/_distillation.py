@@ -92,8 +92,8 @@ def _summed_loss_vjp(hidden, weight, bias, teacher, labels, scale, options, op) 
 
 def _summed_loss_forward_rule(hidden, weight, bias, teacher, labels, scale, options, op):
     needs = Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
-    hidden, weight, bias, teacher, labels, scale = _values(hidden, weight, bias, teacher, labels, scale)
-    losses, _, grads = _run(hidden, weight, bias, teacher, labels, scale, options, op, needs)
+    values = _values(hidden, weight, bias, teacher, labels, scale)
+    losses, _, grads = _run(*values, options=options, op=op, needs=needs)
     return jnp.sum(losses), tuple(jnp.zeros(()) if grad is None else grad for grad in grads)
 
 
@@ -255,8 +255,7 @@ def loss(student: Head, teacher: Head | TopK, labels: Any, where: Any, denominat
         size = len(specs[1])
         own_teacher = type(teacher)(*rest[:size])
         student, own_teacher = gathered(student, specs[0]), gathered(own_teacher, specs[1])
-        labels, where, denominator = rest[size:]
-        return _local(student, own_teacher, labels, where, denominator, own_options, static, token_axes)
+        return _local(student, own_teacher, *rest[size:], options=own_options, static=static, token_axes=token_axes)
 
     arrays = *student, *teacher, labels, where, denominator
     out = tokens if static.reduction == "none" else P()

@@ -10,11 +10,12 @@ from jaxtyping import Array, Float, Int
 from liger_jax import ops
 from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.remat import Remat, loss_budget_bytes
+from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import sum_over_batch_shards
 from liger_jax.ops import LossMetrics
 from liger_jax.ops._device import device_of
 from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.ops.loss_plan import budget_beside_layers
 
 Result = tuple[Float[Array, ""], LossMetrics | None]
 
@@ -120,17 +121,20 @@ class LanguageModelLoss:
 
     def _budget_bytes(self, hidden, targets, head):
         """What the fused loss may use of this device's memory."""
-        kernels = self.kernels
+        config, kernels = self.config, self.kernels
         if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
             return kernels.memory_budget_bytes
-        return loss_budget_bytes(
-            self.remat,
-            self.config,
+        return budget_beside_layers(
             targets.size,
-            hidden.dtype,
+            config.hidden_size,
+            config.vocab_size,
+            f=config.intermediate_size,
+            dtype=hidden.dtype,
             weight_dtype=head.dtype,
-            is_copied=not kernels.batch_axes and self.table_dtype != hidden.dtype,
-            is_widened=self.table_dtype != head.dtype,
+            layers_are_recomputed=self.remat != "none",
+            head_is_copied=not kernels.batch_axes and self.table_dtype != hidden.dtype,
+            head_is_widened=self.table_dtype != head.dtype,
+            logit_softcap=config.final_logit_softcapping,
             implementation=kernels.implementation,
             device=device_of(hidden, head),
         )
