@@ -154,11 +154,9 @@ def problem_of(
     device = device or device_of(hidden, weight)
     kernels = dataclasses.replace(KERNELS, op=op)
     choice = kernels.choose(implementation, hidden, weight, *others, device=device, options=options)
-    n, d = hidden.shape
     return Problem(
-        n,
-        d,
-        weight.shape[options.vocab_dim],
+        *hidden.shape,
+        v=weight.shape[options.vocab_dim],
         itemsize=hidden.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
         platform=device.platform,
