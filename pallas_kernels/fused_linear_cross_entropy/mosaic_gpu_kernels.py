@@ -64,8 +64,12 @@ def _logit_gradient(tile: Tile, z, probability, cotangents, class_weights, optio
     return du if isinstance(slope, float) and slope == 1.0 else du * slope
 
 
-def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tuple[OnlineState, jax.Array | None]:
+def partial_statistics(
+    inputs: Inputs, options: LinearOptions, vocab_size: int, keep: bool
+) -> tuple[OnlineState, jax.Array | None]:
     """The statistics of each tile of the vocabulary, (tiles, N); with `keep` also E = exp(z − the tile's maximum).
+
+    Of the weight's entries the first `vocab_size` count. E is 0 for the others.
 
     Where nobody asks for the maximum, a tile's log-sum-exp takes the place of maximum and sum. Then there are two
     float32 for each row and tile.
@@ -83,8 +87,8 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
     def epilogue(tile: Tile, refs, scratch):
         z = _logits(tile, has_bias, options.logit)
         columns = tile.column_indices()
-        in_vocab = columns < v - tile.column
-        masked = jnp.where(in_vocab, z, -jnp.inf) if v % tiles.columns else z
+        in_vocab = columns < vocab_size - tile.column
+        masked = jnp.where(in_vocab, z, -jnp.inf) if vocab_size % tiles.columns else z
         maximum = jnp.max(masked, axis=1)
         # exp(−inf − (−inf)) would be NaN; with log2 e multiplied in, z costs one fused operation.
         shift = tile.over_rows(jnp.where(maximum == -jnp.inf, 0.0, maximum * _LOG2_E))
@@ -125,20 +129,20 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
     exponentials = fields.pop() if keep else None
     maximum = fields.pop(0)
     exp_sum = fields.pop(0) if wants_maximum else jnp.ones_like(maximum)
-    target = fields.pop(0) if seeks_target else _target_logits(inputs, options)[None, :]
+    target = fields.pop(0) if seeks_target else _target_logits(inputs, options, vocab_size)[None, :]
     logit_sum = fields.pop(0) if options.logit.logit_sum else None
     predicted = fields.pop(0) if options.logit.metrics else None
     return OnlineState(maximum, exp_sum, target, logit_sum, predicted), exponentials
 
 
-def _target_logits(inputs: Inputs, options: LinearOptions) -> jax.Array:
+def _target_logits(inputs: Inputs, options: LinearOptions, vocab_size: int) -> jax.Array:
     """The target logits (N,), made from the labels' rows of the weight; 0 where a label is not in the vocabulary."""
-    labels, v = inputs.labels, inputs.weight.shape[options.vocab_dim]
+    labels = inputs.labels
     weight = jnp.take(inputs.weight, labels, axis=options.vocab_dim, mode="clip").astype(jnp.float32)
     u = jnp.sum(inputs.hidden.astype(jnp.float32) * (weight.T if options.vocab_dim else weight), axis=1)
     if inputs.bias is not None:
         u += jnp.take(inputs.bias, labels, mode="clip").astype(jnp.float32)
-    return jnp.where((labels >= 0) & (labels < v), row_formulas.transform(u, options.logit), 0.0)
+    return jnp.where((labels >= 0) & (labels < vocab_size), row_formulas.transform(u, options.logit), 0.0)
 
 
 def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:
@@ -149,9 +153,14 @@ def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: int, options: LinearOptions):
-    """du (N, size) for the vocabulary from `start` on; the number of columns is rounded up to whole pieces."""
-    (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
+def logit_gradients(
+    inputs: Inputs, lse, cotangents: Cotangents, start, size: int, options: LinearOptions, vocab_size: int
+):
+    """du (N, size) for the vocabulary from `start` on; the number of columns is rounded up to whole pieces.
+
+    It is 0 for entries from `vocab_size` on.
+    """
+    n, d = inputs.hidden.shape
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
 
     def epilogue(tile: Tile, refs, scratch):
@@ -161,8 +170,8 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
         probability = jnp.exp2(z * _LOG2_E - tile.over_rows(lse * _LOG2_E))
         weights = tile.column_vectors[-1] if has_weights else None
         du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
-        if v % 64:  # the last piece reaches past the vocabulary: the weights there are zeros, but probabilities are not
-            du = jnp.where(tile.column_indices() < v - tile.column, du, 0.0)
+        if vocab_size % 64:  # the last piece reaches past it: the weights there are zeros, but probabilities are not
+            du = jnp.where(tile.column_indices() < vocab_size - tile.column, du, 0.0)
         store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.start)
 
     (du,) = product(
@@ -313,10 +322,13 @@ def add_to_sum(
     )
 
 
-def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions):
+def make_logit_gradients(
+    exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions, vocab_size: int
+):
     """Writes du where E (N, V) is: p = E · exp(maximum − lse), and for the softcap z = maximum + log E.
 
-    `maximum` (tiles, N) is the maximum of each row in each tile of the vocabulary.
+    `maximum` (tiles, N) is the maximum of each row in each tile of the vocabulary. du is 0 for entries from
+    `vocab_size` on.
     """
     (n, v), num_tiles = exponentials.shape, maximum.shape[0]
     columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1], n, v).columns
@@ -371,6 +383,9 @@ def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents:
             if options.logit.softcap is not None:
                 z = tile.over_rows(maximum) + jnp.log(jnp.maximum(e, _SMALLEST))
             du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
+            # Without the sum of logits, or with class weights, which are 0 there, E = 0 makes du 0 by itself.
+            if options.logit.logit_sum and weights is None and vocab_size % 64:
+                du = jnp.where(tile.column_indices() < vocab_size - tile.column, du, 0.0)
             e_stage[own, slot] = du.astype(e_ref.dtype)
             plgpu.commit_smem()
             destination = du_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]
