@@ -1,6 +1,6 @@
 """The fused loss against its peers on one GPU: time, memory and the rounding of dW.
 
-    python -m benchmarks.fused_linear_cross_entropy [--shapes A B C D small 256,512,1024] [--peers …]
+    python -m benchmarks.fused_linear_cross_entropy [--shapes llama-3-8b-head 256,512,1024] [--peers …]
 
 Each row is a whole training step of the mean loss: the loss, and its gradients by hidden and by the weight, as
 `jax.jit(jax.value_and_grad(loss, (0, 1)))` and as torch's `loss.backward()`. Times are the host's around runs queued
@@ -32,29 +32,11 @@ import numpy as np
 
 from benchmarks import _measure, _peers
 from benchmarks._loss_report import HEADER, REFERENCE, Results, Row, draw, notes, table_lines
+from benchmarks._shapes import HEADS, SHAPES
 from liger_jax import fused_linear_cross_entropy
 from liger_jax.pallas_kernels._tiles import round_up
 
-SHAPES = {
-    "A": (8192, 4096, 128256),  # Llama-3-8B
-    "B": (8192, 2304, 256000),  # Gemma-2-2B
-    "C": (4096, 896, 151936),  # Qwen2-0.5B
-    "D": (16384, 8192, 128256),  # Llama-3-70B
-    "small": (2048, 2048, 32000),
-    "tiny": (128, 64, 1024),  # for trying this program without a GPU
-}
-# Vocabularies that are no multiple of 64: `--beside 256` measures the next multiple of 256 in the same rounds.
-RAGGED_SHAPES = {
-    "gpt2": (8192, 768, 50257),
-    "bart": (8192, 1024, 50265),
-    "llama3_padded": (8192, 4096, 128257),  # Llama-3-8B with a padding token
-    "granite": (8192, 2048, 49155),
-    "llama2_padded": (8192, 4096, 32001),
-    "qwen2_added": (4096, 896, 151646),  # Qwen2-0.5B, its own tokens and no padding
-    "round": (8192, 768, 50000),
-}
-SHAPES |= RAGGED_SHAPES
-DEFAULT_SHAPES = ["A", "B", "C", "D", "small"]
+DEFAULT_SHAPES = [*HEADS, "small"]
 MODES = ("fast", "bounded", "lean", "auto")
 TRAINED = {"both": (0, 1), "frozen_head": (0,), "frozen_trunk": (1,), "forward": ()}
 

@@ -1,13 +1,17 @@
 """Differentiable ops: each a public function with a `custom_vjp` and a kernel chosen by platform."""
 
-from liger_jax.ops._linear_plan import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops._loss import LossMetrics as LossMetrics
+from liger_jax.ops._plan_ahead import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops.attention import Segments as Segments
 from liger_jax.ops.attention import causal_attention as causal_attention
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.dyt import dyt as dyt
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
+from liger_jax.ops.fused_linear_distillation import fused_linear_distillation as fused_linear_distillation
+from liger_jax.ops.fused_linear_topk_distillation import (
+    fused_linear_topk_distillation as fused_linear_topk_distillation,
+)
 from liger_jax.ops.gated_mlp import gated_mlp as gated_mlp
 from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu

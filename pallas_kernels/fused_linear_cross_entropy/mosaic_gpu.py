@@ -81,6 +81,7 @@ class _Part(NamedTuple):
     first: int
     size: int
     inputs: Inputs
+    is_slice: bool  # of a weight: XLA (jaxlib 0.11) makes no copy of it for our kernels, but does for its own products
 
 
 def _fits(v: int, options: LinearOptions) -> bool:
@@ -104,7 +105,8 @@ def _parts(inputs: Inputs, options: LinearOptions) -> list[_Part]:
     From jaxlib 0.11 on, XLA makes no copy of the slice where a kernel or a product reads it.
     """
     spans = _spans(inputs.weight.shape[options.vocab_dim], options)
-    return [_part(inputs, start, size, options) for start, size in spans]
+    parts = [_part(inputs, start, size, options) for start, size in spans]
+    return [parts[0]._replace(is_slice=len(parts) > 1), *parts[1:]]
 
 
 def _part(inputs: Inputs, start: Any, size: int, options: LinearOptions) -> _Part:
@@ -114,7 +116,7 @@ def _part(inputs: Inputs, start: Any, size: int, options: LinearOptions) -> _Par
     weight = formulas.take(inputs.weight, start, size, options.vocab_dim)
     weight = _extended(weight, *((entries, width) if options.vocab_dim == 0 else (width, entries)))
     bias, class_weights = take(inputs.bias), take(inputs.class_weights)
-    return _Part(start, size, Inputs(inputs.hidden, weight, inputs.labels - start, bias, class_weights))
+    return _Part(start, size, Inputs(inputs.hidden, weight, inputs.labels - start, bias, class_weights), False)
 
 
 def _statistics_of(
@@ -223,29 +225,38 @@ def gradients_in_forward(
         if needs.weight:
             is_last = jnp.asarray(start + size == padded, jnp.int32)
             which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)[None]  # else 0
-            dweight = [add_up(total, du, chunk.hidden, which) for total, du in zip(dweight, dus, strict=True)]
+            dweight = [
+                weight_gradient(total, part, du, which) for total, part, du in zip(dweight, parts, dus, strict=True)
+            ]
         if needs.hidden:
             if not one_chunk:  # dX comes after dW: then the chunk of dX can lie where the chunk of X did
                 dus, dweight = jax.lax.optimization_barrier((dus, dweight))
-            products = [
-                formulas.product(du, part.inputs.weight, 1, options.vocab_dim, options, dtypes.hidden)
-                for part, du in zip(parts, dus, strict=True)
-            ]
-            dhidden = formulas.put(dhidden, functools.reduce(jnp.add, products[::-1]), start)
+            dx, *rest = [hidden_gradient(part, du) for part, du in zip(parts, dus, strict=True)]
+            for more in rest:  # of one tile, in float32
+                dx = dx.astype(jnp.float32) + more
+            dhidden = formulas.put(dhidden, dx, start)
         if needs.bias:
             own = [jnp.sum(du[:, : part.size].astype(jnp.float32), axis=0) for part, du in zip(parts, dus, strict=True)]
             dbias += jnp.concatenate(own)
         stats = jax.tree.map(lambda whole, part: formulas.put(whole, part, start), stats, chunk_stats)
         return stats, Gradients(dhidden, dweight, dbias)
 
-    def add_up(total, du, hidden, which):
-        """Adds a chunk's part of dW, or makes it if there is one chunk."""
+    def hidden_gradient(part, du):
+        if part.is_slice:
+            return kernels.hidden_gradient(du, part.inputs.weight, options, dtypes.hidden)
+        dtype = jnp.float32 if part.first else dtypes.hidden
+        return formulas.product(du, part.inputs.weight, 1, options.vocab_dim, options, dtype)
+
+    def weight_gradient(total, part, du, which):
+        """A part of dW, of all tokens or added to that of the chunks before."""
+        hidden = part.inputs.hidden
         if in_bytes:
             return kernels.add_to_sum(*total, du, hidden, which, options)
+        if one_chunk and part.is_slice:
+            return kernels.weight_gradient(du, hidden, options, dtypes.weight)
         if one_chunk:
-            # Behind the barrier, XLA (jaxlib 0.10.2) does not see that the parts share hidden. It would join their du.
-            return formulas.weight_gradient(du, jax.lax.optimization_barrier(hidden), options, dtypes.weight)
-        if _hopper.can_add_in_place(inputs.hidden):
+            return formulas.weight_gradient(du, hidden, options, dtypes.weight)
+        if _hopper.can_add_in_place(hidden):
             return kernels.put_product(total, du, hidden, jnp.zeros(1, jnp.int32), options, add=True)
         return total + formulas.weight_gradient(du, hidden, options)
 

@@ -191,6 +191,46 @@ def logit_gradients(
     return du
 
 
+def hidden_gradient(du: jax.Array, weight: jax.Array, options: LinearOptions, dtype: Any) -> jax.Array:
+    """du · W (N, D)."""
+
+    def epilogue(tile: Tile, refs, scratch):
+        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column)
+
+    shape = du.shape[0], weight.shape[1 - options.vocab_dim]
+    (dx,) = product(
+        du,
+        weight,
+        (1, options.vocab_dim),
+        config.mosaic_gpu_tiles(du.shape[1], *shape),
+        epilogue,
+        name="fused_linear_cross_entropy_hidden_gradient",
+        out_types=[out_like(du, shape, dtype)],
+        scratch=[staging(dtype)],
+    )
+    return dx
+
+
+def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dtype: Any) -> jax.Array:
+    """duᵀ · X in the weight's layout."""
+
+    def epilogue(tile: Tile, refs, scratch):
+        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column)
+
+    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    shape = operands[0].shape[1], operands[1].shape[1]
+    (dw,) = product(
+        *operands,
+        (0, 0),
+        config.mosaic_gpu_tiles(du.shape[0], *shape),
+        epilogue,
+        name="fused_linear_cross_entropy_weight_gradient",
+        out_types=[out_like(du, shape, dtype)],
+        scratch=[staging(dtype)],
+    )
+    return dw
+
+
 def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Array, options: LinearOptions):
     """Adds du · (the weight from `start` on) to total (N, D), float32, in place."""
 
