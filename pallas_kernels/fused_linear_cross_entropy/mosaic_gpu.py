@@ -84,18 +84,23 @@ class _Part(NamedTuple):
     is_slice: bool  # of a weight: XLA (jaxlib 0.11) makes no copy of it for our kernels, but does for its own products
 
 
-def _fits(v: int, options: LinearOptions) -> bool:
-    """Whether the kernels take a vocabulary as it is.
+def takes(v: int, mode: str, vocab_dim: int) -> bool:
+    """Whether the kernels take a vocabulary as it is; others they take in parts.
 
     Inner axes have to be multiples of 64. In mode "lean" the vocabulary is the inner axis of a weight (D, V) only, and
     a weight (V, D) is moved in tiles of 8 rows.
     """
-    return v % (8 if options.mode == "lean" and options.vocab_dim == 0 else _PIECE) == 0
+    return v % (8 if mode == "lean" and vocab_dim == 0 else _PIECE) == 0
+
+
+def copies_slices(vocab_dim: int) -> bool:
+    """Whether XLA copies a slice of the vocabulary that a kernel reads, and its part of dW that a kernel writes."""
+    return vocab_dim != 0 or jax.__version_info__ < (0, 11)
 
 
 def _spans(v: int, options: LinearOptions) -> list[tuple[int, int]]:
     """First entry and size of the vocabulary's parts: one, or its whole tiles and the rest."""
-    whole = v if _fits(v, options) else v // _TILE_COLUMNS * _TILE_COLUMNS
+    whole = v if takes(v, options.mode, options.vocab_dim) else v // _TILE_COLUMNS * _TILE_COLUMNS
     return [(start, size) for start, size in ((0, whole), (whole, v - whole)) if size]
 
 
@@ -155,7 +160,9 @@ def gradients(
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
     inputs = inputs._replace(hidden=formulas.live_rows(inputs.hidden, cotangents))
     inputs, lse, cotangents = _padded(inputs, options, formulas.live_rows(log_normalizer, cotangents), cotangents)
-    reads_in_place = _fits(v, options)  # else each slice of the weight is copied, and padded if need be
+    reads_in_place = takes(
+        v, options.mode, options.vocab_dim
+    )  # else each slice of the weight is copied, and padded if need be
     writes_in_place = reads_in_place and _hopper.can_write_in_place(inputs.hidden)
     width = like.hidden.shape[1]
 
@@ -173,7 +180,7 @@ def gradients(
         if needs.weight and writes_in_place:
             dweight = kernels.put_product(dweight, du, inputs.hidden, start, options)
         elif needs.weight:
-            product = formulas.weight_gradient(du, inputs.hidden, options, dtypes.weight)
+            product = kernels.weight_gradient(du, inputs.hidden, options, dtypes.weight)
             own = (size, width) if options.vocab_dim == 0 else (width, size)
             dweight = formulas.put(dweight, product[: own[0], : own[1]], first, options.vocab_dim)
         if needs.bias:
@@ -280,19 +287,28 @@ def gradients_in_forward(
         ),
     )
     stats, grads = formulas.over_slices(padded, chunk_size, body, start_carry, last_waits=True)
+    weight = None
     if needs.weight:
         pieces = [total[0] if in_bytes else total for total in grads.weight]
-        grads = grads._replace(weight=_joined(pieces, spans, like, dtypes.weight, options))
-    else:
-        grads = grads._replace(weight=None)
+        # After dX, so that until then a copy of the weight can lie where dW will.
+        after = grads.hidden if needs.hidden else inputs.hidden
+        weight = _joined(pieces, spans, like.weight.shape, dtypes.weight, options, after)
+    grads = grads._replace(weight=weight)
     return jax.tree.map(lambda x: x[:n], stats), _cut(grads, like, dtypes)
 
 
-def _joined(pieces: list[jax.Array], spans: list[tuple[int, int]], like: Inputs, dtype: Any, options: LinearOptions):
+def _joined(
+    pieces: list[jax.Array],
+    spans: list[tuple[int, int]],
+    shape: tuple[int, ...],
+    dtype: Any,
+    options: LinearOptions,
+    after: jax.Array,
+) -> jax.Array:
     """The parts of dW in one array. From jaxlib 0.11 on, XLA has the first part's product write to its place there."""
     if len(pieces) == 1:
         return pieces[0]
-    whole, width = _unset(like.hidden, like.weight.shape, dtype), like.hidden.shape[1]
+    whole, width = _unset(after, shape, dtype), shape[1 - options.vocab_dim]
     for piece, (start, size) in reversed(list(zip(pieces, spans, strict=True))):
         piece = piece[:size, :width] if options.vocab_dim == 0 else piece[:width, :size]
         whole = formulas.put(whole, piece, start, options.vocab_dim)
