@@ -371,14 +371,14 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
         dw_low_byte = 0 if is_whole else float32_dw // 4  # the lowest of the sum's three; dW holds the upper two
         # With one chunk dW is written last. Until then the weight's copy lies in its place.
         weight_copy = 0 if is_whole and needs_weight else problem.weight_copy_bytes
-        # The whole tiles of a vocabulary in two parts: their dW, until it is put in its place, and the weight's slice.
         of_parts = 0
         if not mosaic_gpu.takes(v, "fast", problem.vocab_dim):
             is_copied = mosaic_gpu.copies_slices(problem.vocab_dim)
-            if needs_weight and (is_copied or not is_whole):
-                of_parts += v * d * problem.weight_itemsize
             if is_copied and not problem.weight_copy_bytes:
-                of_parts += v * d * problem.itemsize
+                of_parts += v * d * problem.itemsize  # the weight's whole tiles
+            if needs_weight and (is_copied or not is_whole):
+                # The dW of whole tiles. In the place where it will be put lies another buffer meanwhile.
+                of_parts += v * d * problem.weight_itemsize - max(dw_low_byte, weight_copy)
         return chunk + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
     # dW is written last, from its float32 sum. Until then the largest buffer that fits lies in its place.
     room = v * d * problem.weight_itemsize if float32_dw else 0

@@ -160,9 +160,8 @@ def gradients(
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
     inputs = inputs._replace(hidden=formulas.live_rows(inputs.hidden, cotangents))
     inputs, lse, cotangents = _padded(inputs, options, formulas.live_rows(log_normalizer, cotangents), cotangents)
-    reads_in_place = takes(
-        v, options.mode, options.vocab_dim
-    )  # else each slice of the weight is copied, and padded if need be
+    # Otherwise each slice of the weight is copied, and padded if need be.
+    reads_in_place = takes(v, options.mode, options.vocab_dim)
     writes_in_place = reads_in_place and _hopper.can_write_in_place(inputs.hidden)
     width = like.hidden.shape[1]
 
@@ -195,7 +194,8 @@ def gradients(
         zeros_of(needs.bias, (v,), dtypes.bias),
     )
     # Slices begin at whole tiles.
-    grads = formulas.over_slices(v, min(round_up(options.chunk_size, _TILE_COLUMNS), v), body, start_carry)
+    size = min(round_up(options.chunk_size, _TILE_COLUMNS), v)
+    grads = formulas.over_slices(v, size, body, start_carry, last_waits=not reads_in_place)
     return _cut(grads, like, dtypes)
 
 
