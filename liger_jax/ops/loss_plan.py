@@ -374,11 +374,12 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
         of_parts = 0
         if not mosaic_gpu.takes(v, "fast", problem.vocab_dim):
             is_copied = mosaic_gpu.copies_slices(problem.vocab_dim)
-            if is_copied and not problem.weight_copy_bytes:
-                of_parts += v * d * problem.itemsize  # the weight's whole tiles
-            if needs_weight and (is_copied or not is_whole):
-                # The dW of whole tiles. In the place where it will be put lies another buffer meanwhile.
-                of_parts += v * d * problem.weight_itemsize - max(dw_low_byte, weight_copy)
+            # The weight's whole tiles, and their part of dW until it is put in its place.
+            weight_slice = v * d * problem.itemsize if is_copied and not problem.weight_copy_bytes else 0
+            part_of_dw = v * d * problem.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
+            of_parts = max(weight_slice, part_of_dw)  # one after the other
+            if part_of_dw and not is_whole:  # at a time, and the largest buffer beside it lies where dW will be
+                of_parts = weight_slice + part_of_dw - max(weight_slice, dw_low_byte, weight_copy)
         return chunk + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
     # dW is written last, from its float32 sum. Until then the largest buffer that fits lies in its place.
     room = v * d * problem.weight_itemsize if float32_dw else 0

@@ -1,6 +1,7 @@
 """The plan of the fused loss: what it chooses, and that the op follows it."""
 
 import dataclasses
+import functools
 import re
 import time
 
@@ -188,3 +189,36 @@ def test_the_op_follows_the_plan(platform):
     loss = lambda h, w: fused_linear_cross_entropy(h, w, jnp.zeros(n, jnp.int32), mode="fast", implementation="xla")
     text = jax.jit(jax.grad(loss, (0, 1))).lower(jnp.zeros((n, d)), jnp.zeros((v, d))).as_text()
     assert f"{plan.chunk_size}x{v}xf32" in text
+
+
+# --- the lean mode, and what "auto" may choose ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", ["xla", "triton", "mosaic_gpu", "mosaic_tpu"])
+def test_what_grows_with_a_lean_slice_is_a_quarter_of_the_logits_or_a_few_tiles(kernels, rng):
+    device = V6E if kernels == "mosaic_tpu" else H200
+    for _ in range(60):
+        n, d, v = (int(2 ** rng.uniform(*powers)) for powers in ((0, 17), (4, 13), (4, 18)))
+        plan = functools.partial(
+            plan_fused_linear_cross_entropy, n, d, v, mode="lean", implementation=kernels, device=device
+        )
+        found, least = plan(), plan(chunk_size=1024 if kernels == "mosaic_tpu" else 512)
+        assert found.slice_bytes <= max(2 * n * v // 4, least.slice_bytes), (n, d, v, found)
+        assert found.extra_bytes >= found.slice_bytes
+
+
+def test_lean_takes_a_quarter_of_small_logits():
+    for device in (A100, AbstractDevice("cpu", 1, "cpu")):
+        plan = plan_fused_linear_cross_entropy(2048, 128, 16411, mode="lean", device=device)
+        assert plan.slice_bytes <= 2 * 2048 * 16411 // 4
+        assert plan.extra_bytes <= 20 * 2**20  # where a slice of 128 MiB took 258
+
+
+@pytest.mark.parametrize("device", [H200, A100, V6E], ids=str)
+def test_auto_chooses_nothing_larger_than_logits(device, rng):
+    """The unfused step holds logits in float32 and their gradient. dX's float32 sum may be more than that."""
+    for _ in range(30):
+        n, d, v = (int(2 ** rng.uniform(*powers)) for powers in ((6, 16), (6, 13), (8, 18)))
+        plan = plan_fused_linear_cross_entropy(n, d, v, device=device)
+        lean = plan_fused_linear_cross_entropy(n, d, v, mode="lean", device=device)
+        assert plan.extra_bytes <= max(6 * n * v + 32 * 2**20, lean.extra_bytes), (n, d, v, plan)
