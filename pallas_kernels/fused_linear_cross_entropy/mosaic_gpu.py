@@ -275,8 +275,9 @@ def gradients_in_forward(
         accumulators = [(unset(shape, dtypes.weight), unset(shape, jnp.uint8)) for shape in shapes]
     else:  # one chunk makes its parts of dW, and adds them to nothing
         accumulators = [zeros_of(needs.weight and not one_chunk, shape, jnp.float32) for shape in shapes]
-    kinds = Statistics(jnp.float32, jnp.float32, jnp.float32, jnp.float32, jnp.int32)
-    wanted = Statistics(True, True, options.logit.logit_sum, options.logit.metrics, options.logit.metrics)
+    kinds = Statistics(*[jnp.float32] * 7)._replace(predicted_token=jnp.int32)
+    metrics, entropy = options.logit.metrics, options.logit.entropy
+    wanted = Statistics(True, True, options.logit.logit_sum, metrics, metrics, entropy, entropy)
     zeros = Statistics(*(zeros_of(want, (padded,), kind) for want, kind in zip(wanted, kinds, strict=True)))
     start_carry = (
         zeros,
