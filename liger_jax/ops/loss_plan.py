@@ -412,8 +412,12 @@ def lean_bytes(problem: Problem, entries: int) -> int:
     float32_dx = 4 * n * d if problem.gradients.hidden and itemsize < 4 else 0
     if problem.kernels == "mosaic_gpu":
         tile_statistics = 2 * 4 * n * cdiv(v, 256)
-        if not mosaic_gpu.takes(v, "lean", problem.vocab_dim) and mosaic_gpu.copies_slices(problem.vocab_dim):
-            tile_statistics += v * d * itemsize  # whole tiles of the weight, until they are read
+        # Beside slices of the weight, hidden without the rows that do not count finds no place in dX or dW.
+        is_sliced = not mosaic_gpu.takes(v, "lean", problem.vocab_dim) and not weight_copy
+        masked_hidden = n * d * itemsize if is_sliced else 0
+        if is_sliced and not problem.gradients.weight and mosaic_gpu.copies_slices(problem.vocab_dim):
+            tile_statistics += v * d * itemsize  # whole tiles of the weight, until they are read; else in dW's place
+        of_slice += masked_hidden
         return weight_copy + max(of_slice + float32_dx, tile_statistics)
     if problem.kernels == "mosaic_tpu":
         return of_slice + float32_dx + 4 * 128 * n + weight_copy  # a token's numbers, in 128 lanes
@@ -429,7 +433,8 @@ def slice_bytes(problem: Problem, entries: int) -> int:
     if problem.kernels == "mosaic_gpu":
         if mosaic_gpu.takes(problem.v, "lean", problem.vocab_dim):
             return du
-        return du + entries * d * (itemsize + problem.weight_itemsize)
+        part_of_dw = problem.weight_itemsize if mosaic_gpu.copies_slices(problem.vocab_dim) else 0
+        return du + entries * d * (itemsize + part_of_dw)
     if problem.kernels == "mosaic_tpu":
         return du + entries * d * itemsize
     logits = 4 * n * entries if problem.kernels == "xla" else 0
