@@ -21,3 +21,4 @@ class Blocks:
 FORWARD = {64: Blocks(128, 4), 128: Blocks(128, 2), 256: Blocks(64, 2)}
 QUERY_GRADIENT = {64: Blocks(128, 4), 128: Blocks(64, 4), 256: Blocks(64, 2, 1)}
 KEY_GRADIENTS = {64: Blocks(64, 4), 128: Blocks(64, 3), 256: Blocks(64, 2)}
+KEY_GRADIENTS_IN_TURNS = {64: Blocks(64, 4), 128: Blocks(64, 4)}  # an even number of places

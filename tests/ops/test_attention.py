@@ -134,7 +134,8 @@ def test_hopper_says_what_it_cannot_attend():
 def test_intervals_are_the_first_and_the_last_position_with_an_id(rng):
     for kind in ("packed", "ids that come back", "padded"):
         ids = random_ids(rng, kind, 3, 70)
-        first, last, is_foreign = intervals.intervals(70, Segments.of(ids), 20)
+        found = intervals.intervals(70, Segments.of(ids), 20)
+        first, last, is_foreign = found.first, found.last, found.is_foreign
         for row, id_of in enumerate(np.asarray(ids)):
             places = {i: np.flatnonzero(id_of == i) for i in id_of}
             own = [places[i] for i in id_of]
