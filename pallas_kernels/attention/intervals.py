@@ -171,12 +171,16 @@ class Tile:
         """The tile of a head at an entry of the flat table."""
         return cls(*[table_ref[entry * COLUMNS + i] for i in range(COLUMNS)], head)
 
+    @property
+    def num_masked(self) -> Any:
+        """How many blocks of columns are seen by some rows, but not by all."""
+        return self.count - self.all_count
+
     def column_block(self, n: Any) -> Any:
         """The n-th block of columns: first those that are masked, before and after those that all rows see."""
         masked = self.begin + n
         masked = jnp.where(masked < self.all_begin, masked, masked + self.all_count)
-        num_masked = self.count - self.all_count
-        return jnp.where(n < num_masked, masked, self.all_begin + n - num_masked)
+        return jnp.where(n < self.num_masked, masked, self.all_begin + n - self.num_masked)
 
     def over_columns(self, step: Callable[..., Any], carry: Any, has_ids: bool) -> Any:
         """carry = step(n, carry, mask=…) for all blocks of columns, where mask is "ids", "interval" or None."""

@@ -27,16 +27,16 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
 )
 
 
-def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, found: Intervals, scores: Scores
-) -> tuple[jax.Array, jax.Array]:
+def forward(q: jax.Array, k: jax.Array, v: jax.Array, found: Intervals, scores: Scores) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq in whole tiles).
 
     A query that sees nothing has zeros, and `NO_SCORE` for its sum.
     """
     batch, length, query_heads, width = q.shape
     blocks = config.FORWARD[width]
-    walk = Walk.over(found.of_queries, batch, query_heads, ROWS, blocks.columns)
+    walk = Walk.over(
+        found.of_queries, batch, query_heads, rows=ROWS, columns=blocks.columns, one_each=width > 128
+    )  # fmt: skip
 
     def body(*refs):
         _compute(walk, scores, query_heads // k.shape[2], *walk.split(refs))
@@ -85,7 +85,7 @@ def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
             slot = k_ring.wait(done + n)
             s = scores.capped(product(q_stage, k_ring.stages[0].at[slot], take_turns))
             k_ring.release(done + n)
-            s = sight.only(s, n, -jnp.inf)
+            s = sight.only_where_masked(s, n, -jnp.inf)
             new_maximum = jnp.maximum(maximum, jnp.max(s, axis=1) * scores.factor)
             shrink = jnp.exp2(maximum - new_maximum)
             p = jnp.exp2(s * scores.factor - over_rows(new_maximum, s.shape))

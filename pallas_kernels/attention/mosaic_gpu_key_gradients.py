@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     NUM_CONSUMERS,
     ROWS,
     WARPGROUP_ROWS,
+    Sight,
     Slots,
     Walk,
     consume,
@@ -29,7 +31,7 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     vector,
 )
 
-_FEW_TILES = 3  # to a core
+FEW_TILES = 3  # to a core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,9 @@ def key_gradients(
     takes_turns = tasks[0].takes_turns
     blocks = config.KEY_GRADIENTS_IN_TURNS[width] if takes_turns else config.KEY_GRADIENTS[width]
     rows = ROWS if tasks == (_Task(), _Task()) else WARPGROUP_ROWS
-    walk = Walk.over(found.of_keys, batch, kv_heads, rows, blocks.columns)
+    walk = Walk.over(
+        found.of_keys, batch, kv_heads, rows=rows, columns=blocks.columns, one_each=rows == WARPGROUP_ROWS
+    )  # fmt: skip
     consumers = 1 if takes_turns else NUM_CONSUMERS
 
     def body(*refs):
@@ -93,18 +97,17 @@ def _tasks(width: int, num_tiles: int) -> tuple[_Task, _Task]:
     if width > 128:  # registers do not hold both gradients
         return _Task(of_keys=False), _Task(of_values=False)
     # A long segment's tile would be longer than the mean core's work.
-    few = num_tiles < _FEW_TILES * _hopper.NUM_CORES
+    few = num_tiles < FEW_TILES * _hopper.NUM_CORES
     return (_Task(takes_turns=few),) * 2
 
 
 def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task], walk_refs, refs) -> None:
     """The kernel's body."""
     q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, *scratch = refs
-    k_stages, v_stages, k_arrived, v_arrived, q_ring, do_ring, *sums = scratch
+    k_stages, v_stages, k_arrived, v_arrived, q_ring, do_ring, *shared = scratch
     warpgroup = jax.lax.axis_index("warpgroup")
 
     def compute_tile(tile: Tile, done, *, task: _Task):
-        total = group * tile.count
         row = tile.rows * walk.rows + (warpgroup * WARPGROUP_ROWS if walk.rows == ROWS else 0)
         here = (tile.batch, pl.ds(row, WARPGROUP_ROWS), tile.head)
         k_stage, v_stage = k_stages.at[warpgroup], v_stages.at[warpgroup if v_stages.shape[0] > 1 else 0]
@@ -115,37 +118,31 @@ def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task],
         plgpu.barrier_wait(k_arrived.at[warpgroup])
         if task.of_keys:
             plgpu.barrier_wait(v_arrived.at[warpgroup])
-        step = functools.partial(_step, task, scores, sight, q_ring, do_ring, k_stage, v_stage, done)
-        nothing = filled(k_stage.shape, 0.0, tile_layout())
-        carry = nothing if task.of_keys else None, nothing if task.of_values else None
-        if not task.takes_turns:
-            dk, dv = jax.lax.fori_loop(0, total, step, carry)
-        else:  # a place of the rings always serves the same warpgroup
-            first = jax.lax.rem(done + warpgroup, 2)
-            count = jax.lax.div(total - first + 1, 2)
-            dk, dv = jax.lax.fori_loop(0, count, lambda j, carry: step(first + 2 * j, carry), carry)
-            dk, dv = (_sum_of_both(x, owner, *sums) for owner, x in enumerate((dk, dv)))
-        outputs = []
-        if task.of_keys:
-            outputs.append((0, dk * scores.scale, v_stage, dk_ref))
-        if task.of_values:
-            outputs.append((1, dv, k_stage, dv_ref))
+        step = functools.partial(_step, task, scores, sight, k_stage, v_stage, q_ring, do_ring)
+        dk, dv = _over_blocks(task, tile, group, done, step, filled(k_stage.shape, 0.0, tile_layout()))
+        if task.takes_turns:
+            dk, dv = (_sum_of_both(x, owner, *shared) for owner, x in enumerate((dk, dv)))
+        outputs = [(0, dk * scores.scale, v_stage, dk_ref)] if task.of_keys else []
+        outputs += [(1, dv, k_stage, dv_ref)] if task.of_values else []
         for owner, x, stage, ref in outputs:
             write = functools.partial(_write, x, stage, ref.at[here])
             pl.when(warpgroup == owner)(write) if task.takes_turns else write()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        return done + total
+        return done + group * tile.count
 
     def copy_tile(tile: Tile, done):
-        def copy(i, _):
-            head = tile.head * group + jax.lax.div(i, tile.count)
-            own = pl.ds(tile.column_block(jax.lax.rem(i, tile.count)) * walk.columns, walk.columns)
-            there, of_head = (tile.batch, own, head), (tile.batch, head, own)
-            q_ring.fill(done + i, q_ref.at[there], lse_ref.at[of_head])
-            do_ring.fill(done + i, do_ref.at[there], delta_ref.at[of_head])
+        for count, begin in _blocks_of(tile):
 
-        jax.lax.fori_loop(0, group * tile.count, copy, None)
-        return done + group * tile.count
+            def copy(i, _, *, done=done, count=count, begin=begin):
+                head = tile.head * group + jax.lax.div(i, count)
+                own = pl.ds(tile.column_block(begin + jax.lax.rem(i, count)) * walk.columns, walk.columns)
+                there, of_head = (tile.batch, own, head), (tile.batch, head, own)
+                q_ring.fill(done + i, q_ref.at[there], lse_ref.at[of_head])
+                do_ring.fill(done + i, do_ref.at[there], delta_ref.at[of_head])
+
+            jax.lax.fori_loop(0, group * count, copy, None)
+            done += group * count
+        return done
 
     compute_all = lambda task: walk.for_each(walk_refs, functools.partial(compute_tile, task=task))
     produce(lambda: walk.for_each(walk_refs, copy_tile))
@@ -156,17 +153,42 @@ def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task],
             consume(functools.partial(compute_all, task), number)
 
 
-def _step(task: _Task, scores: Scores, sight, q_ring: Slots, do_ring: Slots, k_stage, v_stage, done, i, carry):
-    """Adds to dk and dv what the tile's i-th block of queries gives, counted over all heads of the group."""
-    dk, dv = carry
-    n = jax.lax.rem(i, sight.tile.count)
-    slot = q_ring.wait(done + i)
+def _blocks_of(tile: Tile) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """How many blocks of queries each head has, and the first of them: those that are masked, then the others."""
+    return (tile.num_masked, 0), (tile.all_count, tile.num_masked)
+
+
+def _over_blocks(task: _Task, tile: Tile, group: int, done: Any, step: Callable[..., Any], nothing: jax.Array) -> Any:
+    """dk and dv, the sums of what `step` adds over all blocks of queries of all heads of the group."""
+    sums = nothing if task.of_keys else None, nothing if task.of_values else None
+    for (count, _), is_masked in zip(_blocks_of(tile), (True, False), strict=True):
+        first, every = 0, 1
+        if task.takes_turns:  # a place of the rings always serves the same warpgroup
+            first, every = jax.lax.rem(done + jax.lax.axis_index("warpgroup"), 2), 2
+
+        def add(j, sums, *, done=done, count=count, is_masked=is_masked, first=first, every=every):
+            i = first + every * j
+            return step(done + i, jax.lax.rem(i, count) if is_masked else None, sums)
+
+        sums = jax.lax.fori_loop(0, (group * count - first + every - 1) // every, add, sums)
+        done += group * count
+    return sums
+
+
+def _step(
+    task: _Task, scores: Scores, sight: Sight, k_stage, v_stage, q_ring: Slots, do_ring: Slots, i: Any, n: Any, sums
+):
+    """Adds to dk and dv what the i-th block in the rings gives, the tile's n-th; None for n where all is seen."""
+    dk, dv = sums
+    slot = q_ring.wait(i)
     q_stage, lse_stage = q_ring.stages
     capped = scores.capped(product(k_stage, q_stage.at[slot]))
     lse = _hopper.load(lse_stage, (slot,), column_layout())
-    p = sight.only(jnp.exp2(capped * scores.factor - over_columns(lse, capped.shape)), n, 0.0)
+    p = jnp.exp2(capped * scores.factor - over_columns(lse, capped.shape))
+    if n is not None:
+        p = sight.only(p, n, 0.0)
     weights, sloped = p.astype(q_stage.dtype), scores.slope(p, capped)
-    do_slot = do_ring.wait(done + i)
+    do_slot = do_ring.wait(i)
     do_stage, delta_stage = do_ring.stages
     ds: Any = None
     if task.of_keys:
@@ -175,10 +197,10 @@ def _step(task: _Task, scores: Scores, sight, q_ring: Slots, do_ring: Slots, k_s
         ds = (sloped * (dp - over_columns(delta, dp.shape))).astype(q_stage.dtype)
     if task.of_values:
         dv = _hopper.add_product(dv, weights, do_stage, do_slot)
-    do_ring.release(done + i, was_loaded=True)
+    do_ring.release(i, was_loaded=True)
     if task.of_keys:
         dk = _hopper.add_product(dk, ds, q_stage, slot)
-    q_ring.release(done + i, was_loaded=True)
+    q_ring.release(i, was_loaded=True)
     return dk, dv
 
 

@@ -17,16 +17,16 @@ from liger_jax.pallas_kernels.attention.intervals import Bounds, Tile, table, wh
 NUM_CONSUMERS = 2
 WARPGROUP_ROWS = 64
 ROWS = WARPGROUP_ROWS * NUM_CONSUMERS  # of a tile of queries; log-sum-exps are padded to it
-_FEW_TILES = 16  # to a core
+_COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # a thread; of 65,536 two warpgroups compute, and one copies
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """Tiles of so many rows against blocks of so many columns, for each head, and which block goes through which.
 
-    Where there are many, blocks stay: one on each core goes to and fro over the tiles, the largest first, and copies
-    the next tile while it computes. Where there are few, whose sizes differ, each has a block of its own, which the
-    hardware starts on the next free core.
+    By default there is a block for each core, which goes to and fro over the tiles, the largest first, and copies the
+    next tile's columns while it computes. With `one_each` every tile has a block of its own, which the hardware starts
+    on the next free core: that evens out few tiles of different sizes, and spares the loop's registers.
     """
 
     bounds: Bounds
@@ -34,11 +34,12 @@ class Walk:
     heads: int
     rows: int
     columns: int
+    one_each: bool
 
     @classmethod
-    def over(cls, bounds: Bounds, batch: int, heads: int, rows: int, columns: int) -> "Walk":
+    def over(cls, bounds: Bounds, batch: int, heads: int, *, rows: int, columns: int, one_each: bool) -> "Walk":
         """All tiles of all heads."""
-        return cls(bounds, table(*bounds[:3], batch, rows, columns), heads, rows, columns)
+        return cls(bounds, table(*bounds[:3], batch, rows, columns), heads, rows, columns, one_each)
 
     @property
     def num_tiles(self) -> int:
@@ -48,7 +49,7 @@ class Walk:
     @property
     def num_blocks(self) -> int:
         """How many blocks are launched."""
-        return min(self.num_tiles, _hopper.NUM_CORES if self.num_tiles > _FEW_TILES * _hopper.NUM_CORES else 2**30)
+        return self.num_tiles if self.one_each else min(self.num_tiles, _hopper.NUM_CORES)
 
     @property
     def operands(self) -> list[Any]:
@@ -77,7 +78,7 @@ class Walk:
             tile = Tile.read(refs[0], jax.lax.div(number, self.heads), jax.lax.rem(number, self.heads))
             return body(tile, done)
 
-        if self.num_blocks == self.num_tiles:
+        if self.one_each:
             step(jnp.int32(0), jnp.int32(0))
             return
         last = jnp.int32(cdiv(self.num_tiles, self.num_blocks) - 1)
@@ -108,22 +109,22 @@ class Sight:
     def only(self, x: jax.Array, n: Any, hidden: float) -> jax.Array:
         """The tile's n-th block of columns, with `hidden` where a row does not see a column."""
         begin = self.tile.column_block(n) * self.columns
+        column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=tile_layout())
+        low, high = (over_rows(bound - begin, x.shape) for bound in (self.low, self.high))
+        x = jnp.where((column >= low) & (column <= high), x, hidden)
+        if self.ids is None:
+            return x
 
-        def inside() -> jax.Array:
-            column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=tile_layout())
-            return (column >= over_rows(self.low - begin, x.shape)) & (column <= over_rows(self.high - begin, x.shape))
-
-        def of_own_id() -> jax.Array:
+        def of_own_id(x):
             index = self.tile.batch, pl.ds(begin, self.columns)
             ids = _hopper.load(self.column_ids_ref, index, column_layout(), optimized=False)
-            return inside() & (over_rows(self.ids, x.shape) == over_columns(ids, x.shape))
+            return jnp.where(over_rows(self.ids, x.shape) == over_columns(ids, x.shape), x, hidden)
 
-        masks = [inside] if self.ids is None else [inside, of_own_id]
-        masked = [lambda x, seen=seen: jnp.where(seen(), x, hidden) for seen in masks]
-        kind = (n < self.tile.count - self.tile.all_count).astype(jnp.int32)
-        if self.ids is not None:
-            kind *= 1 + self.tile.is_foreign
-        return jax.lax.switch(kind, [lambda x: x, *masked], x)
+        return jax.lax.cond(self.tile.is_foreign == 1, of_own_id, lambda x: x, x)
+
+    def only_where_masked(self, x: jax.Array, n: Any, hidden: float) -> jax.Array:
+        """`only` by a branch, for loops over blocks of both kinds."""
+        return jax.lax.cond(n < self.tile.num_masked, lambda x: self.only(x, n, hidden), lambda x: x, x)
 
 
 class Slots(NamedTuple):
@@ -224,7 +225,7 @@ def produce(copy_all: Callable[[], None]) -> None:
 
     @pl.when(jax.lax.axis_index("warpgroup") == NUM_CONSUMERS)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
         copy_all()
 
 
@@ -234,6 +235,6 @@ def consume(compute_all: Callable[[], None], warpgroup: int | None = None) -> No
 
     @pl.when(own < NUM_CONSUMERS if warpgroup is None else own == warpgroup)
     def _():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
         compute_all()
         plgpu.wait_smem_to_gmem(0)

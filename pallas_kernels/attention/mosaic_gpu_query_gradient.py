@@ -40,7 +40,9 @@ def query_gradient(
     """dq like q, tile by tile of queries: dq = scale · Σ over keys of ds · k, with ds = p · (do·vᵀ − delta)."""
     batch, _, query_heads, width = q.shape
     blocks = config.QUERY_GRADIENT[width]
-    walk = Walk.over(found.of_queries, batch, query_heads, ROWS, blocks.columns)
+    walk = Walk.over(
+        found.of_queries, batch, query_heads, rows=ROWS, columns=blocks.columns, one_each=width > 128
+    )  # fmt: skip
 
     def body(*refs):
         _compute(walk, scores, query_heads // k.shape[2], *walk.split(refs))
@@ -82,7 +84,7 @@ def _compute(walk: Walk, scores: Scores, group: int, walk_refs, refs) -> None:
             slot = k_ring.wait(done + n)
             (k_stage,) = k_ring.stages
             capped = scores.capped(product(q_stage, k_stage.at[slot]))
-            p = sight.only(jnp.exp2(capped * scores.factor - over_rows(own_lse, capped.shape)), n, 0.0)
+            p = sight.only_where_masked(jnp.exp2(capped * scores.factor - over_rows(own_lse, capped.shape)), n, 0.0)
             sloped = scores.slope(p, capped)
             v_slot = v_ring.wait(done + n)
             dp = product(do_stage, v_ring.stages[0].at[v_slot])

@@ -12,7 +12,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import Segments, ops
 from liger_jax.ops._dispatch import is_hopper
-from liger_jax.pallas_kernels.attention import cudnn, intervals, mosaic_gpu, reference
+from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels.attention import (
+    cudnn,
+    intervals,
+    mosaic_gpu,
+    mosaic_gpu_key_gradients,
+    reference,
+)
 from tests.ops._oracle import ROUNDED, WORSE_THAN_PLAIN, random_cotangents, rms_error, truth, value_and_gradients
 
 LENGTH = 256
@@ -121,6 +128,70 @@ def test_hopper_lets_no_nan_out_of_another_segment(hopper, rng):
     np.testing.assert_array_equal(clean[:, 90:], dirty[:, 90:])
 
 
+@pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_hopper_gives_the_same_however_blocks_share_the_work(kv_heads, hopper, rng, monkeypatch):
+    """Few blocks go through several tiles each, and their warpgroups have keys of their own."""
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 264, heads, 64)), jnp.bfloat16) for heads in (2, kv_heads, kv_heads))
+    attend = functools.partial(causal_attention, segment_ids=random_ids(rng, "packed", 1, 264), implementation=hopper)
+    cotangents = random_cotangents(attend, (q, k, v), rng)
+    expected = value_and_gradients(attend, (q, k, v), cotangents)
+    monkeypatch.setattr(_hopper, "NUM_CORES", 2)
+    monkeypatch.setattr(mosaic_gpu_key_gradients, "FEW_TILES", 0)
+    jax.clear_caches()
+    found = value_and_gradients(attend, (q, k, v), cotangents)
+    for x, y in zip(found[:2], expected[:2], strict=True):  # out and dq
+        np.testing.assert_array_equal(x, y)
+    for x, y in zip(found[2:], expected[2:], strict=True):  # dk and dv: sums in another order, rounded to bfloat16
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2**-7, atol=1e-3)
+
+
+def run_kernels(hopper, q, k, v, do, segments, **options):
+    """Hopper's kernels as sequence sharding calls them → (out, dq, dk, dv), and the log-sum-exp in base 2."""
+    options = dict(window=None, softcap=None, scale=None) | options
+    with _hopper.interpreter(hopper.endswith(":interpret")):
+        out, lse = mosaic_gpu.forward(q, k, v, segments, **options)
+        return (out, *mosaic_gpu.backward(q, k, v, segments, out, lse, do, **options)), lse[..., : q.shape[1]]
+
+
+@pytest.mark.parametrize(
+    "options", [dict(window=70, softcap=3.0), pytest.param({}, marks=pytest.mark.full)], ids=["window", "plain"]
+)
+def test_hopper_attends_queries_that_stand_anywhere_in_a_longer_row(options, hopper, rng):
+    """As a device does that has a part of the queries; where it begins, only the running program knows."""
+    q_length, length, start = 100, 264, 129
+    q, do = (jnp.asarray(rng.standard_normal((2, q_length, 2, 64)), jnp.bfloat16) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal((2, length, 1, 64)), jnp.bfloat16) for _ in range(2))
+    ids = random_ids(rng, "packed", 2, length)
+    run = lambda q_offset: run_kernels(hopper, q, k, v, do, Segments.of(ids), **options, q_offset=q_offset)
+    found, _ = jax.jit(run)(jnp.int32(start))
+
+    def attend(q, k, v):
+        whole = jnp.zeros((2, length, *q.shape[2:]), q.dtype).at[:, start : start + q_length].set(q)
+        return reference.causal_attention(whole, k, v, ids, **options)[:, start : start + q_length]
+
+    plain = value_and_gradients(attend, (q, k, v), do)
+    expected = truth(attend, (q, k, v), do)
+    for x, p, t in zip(found, plain, expected, strict=True):
+        assert rms_error(x, t) <= WORSE_THAN_PLAIN * rms_error(p, t) + ROUNDED
+
+
+def test_hopper_attends_to_keys_in_parts_that_their_log_sums_put_together(hopper, rng):
+    """As ring attention does. Some queries see nothing of a part: zeros, with no weight."""
+    q = jnp.asarray(rng.standard_normal((1, 100, 2, 64)), jnp.bfloat16)
+    k, v = (jnp.asarray(rng.standard_normal((1, 200, 1, 64)), jnp.bfloat16) for _ in range(2))
+    start, cut = 100, 130
+    run = lambda k, v, q_offset: run_kernels(hopper, q, k, v, q, None, q_offset=q_offset)
+    (whole, *_), log_sum = run(k, v, start)
+    parts = [run(k[:, :cut], v[:, :cut], start), run(k[:, cut:], v[:, cut:], start - cut)]
+    np.testing.assert_allclose(jnp.logaddexp2(*(lse for _, lse in parts)), log_sum, rtol=1e-5)
+    weights = [jnp.exp2(lse - log_sum).swapaxes(1, 2)[..., None] for _, lse in parts]
+    summed = sum(weight * out.astype(jnp.float32) for weight, ((out, *_), _) in zip(weights, parts, strict=True))
+    np.testing.assert_allclose(summed, whole.astype(jnp.float32), rtol=2**-6, atol=2**-6)
+    for gradients, _ in parts:
+        assert all(bool(jnp.all(jnp.isfinite(x))) for x in gradients)
+    assert not np.any(parts[1][0][0][:, : cut - start])
+
+
 @pytest.mark.usefixtures("unchecked_types")
 def test_hopper_says_what_it_cannot_attend():
     q = lambda dtype, width: jax.ShapeDtypeStruct((1, 128, 2, width), dtype)
@@ -142,6 +213,18 @@ def test_intervals_are_the_first_and_the_last_position_with_an_id(rng):
             assert first[row].tolist() == [max(p[0], t - 19) for t, p in enumerate(own)]
             assert last[row].tolist() == [min(p[-1], t + 19) for t, p in enumerate(own)]
             assert is_foreign[row] == any(np.any(np.diff(p) > 1) for p in own)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("q_offset", [40, -20, 90])
+def test_intervals_are_what_queries_anywhere_in_the_keys_row_see(q_offset, window):
+    length, q_length = 70, 50
+    distance = q_offset + np.arange(q_length)[:, None] - np.arange(length)[None]
+    seen = (distance >= 0) & (distance < (1000 if window is None else window))
+    found = intervals.intervals(length, None, window, q_length=q_length, q_offset=q_offset)
+    for (low, high), sees in (((found.first, found.until), seen), ((found.since, found.last), seen.T)):
+        place = np.arange(sees.shape[1])
+        np.testing.assert_array_equal((place >= low[0][:, None]) & (place <= high[0][:, None]), sees)
 
 
 @pytest.mark.parametrize("window", [None, 1, 150])
