@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, xla
+from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
 _OP = "causal_attention"
-_KERNELS = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "splash": splash}
+_KERNELS = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": triton, "splash": splash}
 # Forward and backward on an H100, ours take 1.04 and 1.13 of cuDNN's time for one segment at widths 64 and 128, and as
 # long for a window (benchmarks/results/attention.md). Packed rows and softcaps cuDNN does not take.
 _DEFAULTS = {"gpu": ("cudnn", "mosaic_gpu"), "tpu": ("splash",)}
@@ -126,7 +126,7 @@ def causal_attention(
         segments = Segments.of(ids)
     q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
     segments = Segments(*fields) if fields else None
-    if choice.startswith("mosaic_gpu"):
+    if choice.startswith(("mosaic_gpu", "triton")):
         return _attend(q, k, v, segments, _Options(choice, **options))
     out = _dispatch.bind(_OP, _KERNELS, choice, "attend")(q, k, v, segments, **options)
     return checkpoint_name(out, ATTENDED) if choice == "xla" else out  # the others keep what they need themselves

@@ -182,12 +182,8 @@ class Tile:
         masked = jnp.where(masked < self.all_begin, masked, masked + self.all_count)
         return jnp.where(n < self.num_masked, masked, self.all_begin + n - self.num_masked)
 
-    def over_columns(self, step: Callable[..., Any], carry: Any, has_ids: bool) -> Any:
-        """carry = step(n, carry, mask=…) for all blocks of columns, where mask is "ids", "interval" or None."""
+    def over_columns(self, step: Callable[..., Any], carry: Any) -> Any:
+        """carry = step(n, carry, is_masked=…) for all blocks of columns; what all rows see needs no mask."""
         num_masked = self.count - self.all_count
-        begin = 0
-        if has_ids:
-            begin = jnp.where(self.is_foreign == 1, num_masked, 0)
-            carry = jax.lax.fori_loop(0, begin, functools.partial(step, mask="ids"), carry)
-        carry = jax.lax.fori_loop(begin, num_masked, functools.partial(step, mask="interval"), carry)
-        return jax.lax.fori_loop(num_masked, self.count, functools.partial(step, mask=None), carry)
+        carry = jax.lax.fori_loop(0, num_masked, functools.partial(step, is_masked=True), carry)
+        return jax.lax.fori_loop(num_masked, self.count, functools.partial(step, is_masked=False), carry)
