@@ -23,7 +23,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,11 @@ class Rotation(jax.stages.Wrapped):
 
     def __call__(self) -> Any:
         return self.run(*next(self.sets))
+
+    def trace(self, *arguments: Any, **named: Any) -> NoReturn:  # of the protocol; `measure` does not ask for it
+        raise NotImplementedError
+
+    lower = trace
 
     def warm_up(self) -> None:
         for _ in range(self.num_sets):
@@ -197,7 +202,8 @@ def torch_if_installed() -> Any:
         return None
     if not torch.cuda.is_available():
         return None
-    importlib.import_module("torch._functorch.config").donated_buffer = False  # or no compiled graph can be kept
+    config: Any = importlib.import_module("torch._functorch.config")
+    config.donated_buffer = False  # or no compiled graph can be kept
     return torch
 
 

@@ -40,12 +40,17 @@ def figures(time_us: float | None, num_bytes: int, copy_speed: float) -> list[st
     return [f"{time_us:.1f}", f"{speed:.2f}", f"{100 * speed / copy_speed:.0f} %"]
 
 
+def step_us(row: Row) -> float:
+    """Forward and backward; rows that were not measured come last."""
+    return math.inf if row.forward_us is None or row.backward_us is None else row.forward_us + row.backward_us
+
+
 def table_lines(result: Result) -> Iterator[list[str]]:
     """A case's lines: the copy, then the fastest first."""
     ideal = [n / speed / 1e6 for n, speed in zip(result.num_bytes, result.copy_speeds, strict=True)]
     copy = Row("*copy*", *ideal)
     rows = [row for row in result.rows if row.failure is None]
-    for row in (copy, *sorted(rows, key=lambda row: row.forward_us + row.backward_us)):
+    for row in (copy, *sorted(rows, key=step_us)):
         shape = result.shape if row is not copy else f"**{result.shape}**"
         times = zip((row.forward_us, row.backward_us), result.num_bytes, result.copy_speeds, strict=True)
         yield [shape, row.who, *itertools.chain(*(figures(*each) for each in times))]
@@ -58,7 +63,7 @@ def text_of(results: list[Result], heading: str) -> str:
         lines = itertools.chain(*map(table_lines, group))
         text += f"\n## {op}\n\n{_measure.table(HEADER, list(lines))}"
         failures = dict.fromkeys(f"- {row.who}: {row.failure}\n" for r in group for row in r.rows if row.failure)
-        text += "\n" * bool(failures) + "".join(failures)
+        text += "".join(["\n" if failures else "", *failures])
     return text
 
 

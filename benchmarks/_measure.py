@@ -48,16 +48,19 @@ def in_rounds(
     for _ in range(rounds):
         for name, run in programs.items():
             count = max(3, math.ceil(1e3 * seconds / estimates[name]))
-            for _ in range(max(1, count // 5)):
-                result = run()
-            wait(result)
+            _queue(run, wait, max(1, count // 5))
             start = time.perf_counter()
-            for _ in range(count):
-                result = run()
-            wait(result)
+            _queue(run, wait, count)
             times[name].append(1e3 * (time.perf_counter() - start) / count)
-            del result
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _queue(run: Callable[[], Any], wait: Callable[[Any], Any], count: int) -> None:
+    """Queues `count` runs, each run's outputs freed as the next is queued, and waits for the last."""
+    result = run()
+    for _ in range(count - 1):
+        result = run()
+    wait(result)
 
 
 def kernel_ms(f, *args, iterations: int = 12) -> float:
@@ -80,11 +83,8 @@ def queued_ms(run: Callable[[], Any], wait: Callable[[Any], Any], count: int, tu
     times = []
     for _ in range(1 + turns):
         start = time.perf_counter()
-        for _ in range(count):
-            result = run()
-        wait(result)
+        _queue(run, wait, count)
         times.append(1e3 * (time.perf_counter() - start) / count)
-        del result
     return statistics.median(times[1:])
 
 

@@ -8,8 +8,8 @@ Lengths: 32,768 tokens in rows of growing length, by kind of mask, and torch's a
 installed; drawn, too.
 
 Packed rows have a boundary with probability 1/mean at each position, so that short and long documents mix; the visible
-share is that of the causal pairs. TFLOP/s count seven products over visible pairs: two forward, five backward. Times are
-kernels' alone (CUPTI; torch's are between events), temporaries the compiler's; cuDNN's workspace is not among them.
+share is that of the causal pairs. TFLOP/s count seven products over visible pairs: two forward, five backward. Times
+are kernels' alone (CUPTI), and torch's between events. Temporaries are the compiler's, without cuDNN's workspace.
 """
 
 import argparse

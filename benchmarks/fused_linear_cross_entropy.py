@@ -1,6 +1,6 @@
 """The fused loss against its peers on one GPU: time, memory and the rounding of dW.
 
-    python -m benchmarks.fused_linear_cross_entropy [--shapes A B C D small 256,512,1024] [--peers …]
+    python -m benchmarks.fused_linear_cross_entropy [--shapes llama-3-8b-head 256,512,1024] [--peers …]
 
 Each row is a whole training step of the mean loss: the loss, and its gradients by hidden and by the weight, as
 `jax.jit(jax.value_and_grad(loss, (0, 1)))` and as torch's `loss.backward()`. Times are the host's around runs queued
@@ -32,17 +32,10 @@ import numpy as np
 
 from benchmarks import _measure, _peers
 from benchmarks._loss_report import HEADER, REFERENCE, Results, Row, draw, notes, table_lines
+from benchmarks._shapes import HEADS, SHAPES
 from liger_jax import fused_linear_cross_entropy
 
-SHAPES = {
-    "A": (8192, 4096, 128256),  # Llama-3-8B
-    "B": (8192, 2304, 256000),  # Gemma-2-2B
-    "C": (4096, 896, 151936),  # Qwen2-0.5B
-    "D": (16384, 8192, 128256),  # Llama-3-70B
-    "small": (2048, 2048, 32000),
-    "tiny": (128, 64, 1024),  # for trying this program without a GPU
-}
-DEFAULT_SHAPES = ["A", "B", "C", "D", "small"]
+DEFAULT_SHAPES = [*HEADS, "small"]
 MODES = ("fast", "bounded", "lean", "auto")
 TRAINED = {"both": (0, 1), "frozen_head": (0,), "frozen_trunk": (1,), "forward": ()}
 

@@ -1,6 +1,6 @@
 """The products of the fused loss's gradients, XLA's and ours: the evidence behind who computes which.
 
-    python -m benchmarks.gradient_products [--shapes A B C D] [--tokens 2048 3072]
+    python -m benchmarks.gradient_products [--shapes llama-3-8b-head] [--tokens 2048 3072]
 
 From du (tokens, V) of one chunk: dX = du · W, and dW = duᵀ · X written in bfloat16 or float32, or added to a sum over
 chunks in three bytes. In rounds with XLA's plain product of hidden and weight, whose time is the unit.
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks._measure import heading, in_rounds, save, table
-from benchmarks.fused_linear_cross_entropy import SHAPES
+from benchmarks._shapes import HEADS, SHAPES
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
@@ -55,7 +55,7 @@ def products(tokens: int, d: int, v: int):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["A", "B", "C", "D"])
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(HEADS))
     parser.add_argument("--tokens", nargs="+", type=int, help="of a chunk; the shape's if none")
     arguments = parser.parse_args()
     lines = []

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks._measure import extra_mib, heading, kernel_ms, save, table
+from benchmarks._shapes import SHAPES
 from liger_jax import apply_rope, cross_entropy, fused_linear_cross_entropy, geglu, rms_norm, swiglu
 
 BF16 = jnp.bfloat16
@@ -60,7 +61,8 @@ def elementwise_rows():
 
 
 def linear_rows():
-    for name, n, d, v in (("A", 8192, 4096, 128256), ("C", 4096, 896, 151936), ("small", 2048, 2048, 32000)):
+    for name in ("llama-3-8b-head", "qwen2-0.5b-head", "small"):
+        n, d, v = SHAPES[name]
         hidden, weight = normal(0, n, d), normal(1, v, d) * d**-0.5
         labels = jax.random.randint(jax.random.key(3), (n,), 0, v)
         product_ms = kernel_ms(lambda h, w: h @ w.T, hidden, weight)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from benchmarks import _measure
 from benchmarks._memory import COLORS, Figure, Figures, both, draw, estimated, gib, named, run_of, stamp
 from liger_jax import fused_linear_cross_entropy
-from liger_jax.models import plain
-from liger_jax.models.head import head_logits
+from liger_jax.models.core import plain
+from liger_jax.models.core.head import head_logits
 from liger_jax.planner.compilers import compile_for, devices
 from liger_jax.planner.devices import GIB
 

@@ -98,13 +98,13 @@ def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq
     """How often each dtype and shape is among the activations that a layer hands to its backward, and their bytes."""
     layers = config.num_hidden_layers
     model = jax.eval_shape(lambda: make_model(config, kernels))
-    graphdef, params = nnx.split(model.model.layers)
+    graphdef, params = nnx.split(model.model)
     x = jax.ShapeDtypeStruct((batch, seq, config.hidden_size), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((1, seq, config.head_dim), jnp.float32)
 
     def pullback(x, params, cos, sin):
-        inputs = {kind: (cos, sin, None, config.window_of(kind)) for kind in config.layer_types}
-        return jax.vjp(lambda x, params: nnx.merge(graphdef, params)(x, inputs), x, params)[1]
+        inputs = {kind: (cos, sin, None, config.window_of(kind)) for kind in config.layer_types or ()}
+        return jax.vjp(lambda x, params: nnx.merge(graphdef, params).run_layers(x, inputs), x, params)[1]
 
     # What jax.vjp returns is a tree whose leaves are the residuals; the scan stacks those of its layers.
     backward = jax.tree.leaves(jax.eval_shape(pullback, x, params, table, table))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from benchmarks import _copy_speed, _measure
 from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.norms import WIDTHS
-from liger_jax.ops._dispatch import is_hopper
+from liger_jax.ops._device import is_hopper
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.norms import fused_add_rms_norm, layer_norm, rms_norm, tiles_mosaic_gpu, tiles_triton
 from liger_jax.pallas_kernels.norms.backends import Backend, backends
@@ -179,8 +179,8 @@ def measured(op: str, d: int, num_best: int) -> list[list[str]]:
         ready = dict(zip(lowered, pool.map(lambda x: compiled(x[0]), lowered.values()), strict=True))
     sets, runs, moved, copies = {}, {}, {}, {}
     for direction, count in (("forward", 2), ("backward", 3)):
-        count += op == "fused_add_rms_norm"
-        count += op == "fused_add_rms_norm" and direction == "forward"
+        if op == "fused_add_rms_norm":  # reads the residual, and its forward writes the sum, too
+            count += 2 if direction == "forward" else 1
         moved[direction], copies[direction] = copy_programs(count * ROWS * d * 2, None)
     for (direction, name), program in ready.items():
         if program is not None:
@@ -199,7 +199,8 @@ def measured(op: str, d: int, num_best: int) -> list[list[str]]:
     for direction in ("forward", "backward"):
         best_copy = min(us for (kind, _), us in times.items() if kind == f"{direction} copy")
         own = {name: us for (kind, name), us in times.items() if kind == direction}
-        shown = dict.fromkeys([*(name for name in OPS[op][0] if name in own), *sorted(own, key=own.get)[:num_best]])
+        best = sorted(own, key=lambda name: own[name])[:num_best]
+        shown = dict.fromkeys([*(name for name in OPS[op][0] if name in own), *best])
         lines += [
             [op, f"{d}", direction, name, f"{own[name]:.1f}", f"{100 * best_copy / own[name]:.0f}"] for name in shown
         ]

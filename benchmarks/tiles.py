@@ -1,6 +1,6 @@
 """The fused loss on Hopper by the tiles of its products over the width D: the evidence behind config.mosaic_gpu_tiles.
 
-    python -m benchmarks.tiles [--shapes A B C]
+    python -m benchmarks.tiles [--shapes llama-3-8b-head qwen2-0.5b-head]
 
 Forward alone and whole steps, in rounds with XLA's plain product of hidden and weight, whose time is the unit.
 """
@@ -11,7 +11,8 @@ import dataclasses
 import jax
 
 from benchmarks._measure import heading, in_rounds, save, table
-from benchmarks.fused_linear_cross_entropy import SHAPES, make_inputs
+from benchmarks._shapes import SHAPES
+from benchmarks.fused_linear_cross_entropy import make_inputs
 from liger_jax import fused_linear_cross_entropy
 from liger_jax.pallas_kernels._hopper_product import Tiles
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
@@ -45,7 +46,9 @@ def programs(shape: tuple[int, int, int]):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["A", "B", "C"])
+    parser.add_argument(
+        "--shapes", nargs="+", choices=tuple(SHAPES), default=["llama-3-8b-head", "gemma-2-2b-head", "qwen2-0.5b-head"]
+    )
     shapes = parser.parse_args().shapes
     lines = []
     for shape in shapes:

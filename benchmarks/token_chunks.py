@@ -6,21 +6,18 @@ python -m benchmarks.token_chunks
 import jax
 
 from benchmarks._measure import extra_mib, heading, kernel_ms, save, table
+from benchmarks._shapes import SHAPES
 from benchmarks.implementations import normal
 from liger_jax import fused_linear_cross_entropy
 
-SHAPES = {
-    "Llama-3-8B": (8192, 4096, 128256),
-    "Qwen2-0.5B": (4096, 896, 151936),
-    "100m example": (32768, 768, 32000),
-    "small": (2048, 2048, 32000),
-}
+MEASURED = {name: SHAPES[name] for name in ("llama-3-8b-head", "qwen2-0.5b-head", "small")}
+MEASURED["100m-example-head"] = (32768, 768, 32000)
 TOKEN_CHUNKS = (256, 512, 1024, 2048, 4096)
 VOCAB_SLICES = (1024, 2048, 4096, 8192)
 
 
 def rows():
-    for name, (n, d, v) in SHAPES.items():
+    for name, (n, d, v) in MEASURED.items():
         hidden, weight = normal(0, n, d), normal(1, v, d) * d**-0.5
         labels = jax.random.randint(jax.random.key(3), (n,), 0, v)
         product_ms = kernel_ms(lambda h, w: h @ w.T, hidden, weight)

@@ -1,6 +1,6 @@
 """The TPU compiler's final schedule of the fused loss's kernels, read without a TPU.
 
-    python -m benchmarks.tpu_schedule [--cases v6e:A v5p:B]
+    python -m benchmarks.tpu_schedule [--cases v6e:llama-3-8b-head v5p:gemma-2-2b-head]
 
 libtpu writes each kernel as bundles of instructions, one a cycle, and how many slots of each unit a bundle uses.
 Bundles × trip counts are cycles without stalls. What is left out: waiting for HBM, and guarded code with neither
@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 
-SHAPES = {"A": (8192, 4096, 128256), "B": (8192, 2304, 256000), "C": (4096, 896, 151936), "D": (16384, 8192, 128256)}
+from benchmarks._shapes import HEADS
+
 # Of tpu7x's compiler, which by default copies 16-bit arrays that a loop reads, the weight too, into tiles of 16 rows.
 SMALL_TILES = "xla_tpu_control_large_2nd_minor_layout_for_x16"
 FINAL_SCHEDULE = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_.*"  # of some 70 passes
@@ -154,7 +155,7 @@ def compile_program(generation: str, shape: str, what: str) -> None:
 
     from liger_jax import fused_linear_cross_entropy
 
-    n, d, v = SHAPES[shape]
+    n, d, v = HEADS[shape]
     loss = lambda h, w, y: fused_linear_cross_entropy(h, w, y, mode="lean", implementation="mosaic_tpu")
     arguments = (((n, d), jnp.bfloat16), ((v, d), jnp.bfloat16), ((n,), jnp.int32))
     function = jax.value_and_grad(loss, (0, 1))
@@ -181,12 +182,13 @@ def dumped(generation: str, shape: str, what: str, directory: str | None) -> int
 
 
 def rows(generation: str, shape: str):
-    from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, plan
+    from liger_jax.ops.loss_plan import Problem, make_plan
+    from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 
-    n, d, v = SHAPES[shape]
+    n, d, v = HEADS[shape]
     core = CORES[generation]
-    entries = plan.plan(plan.Problem(n, d, v, 2, 2, "tpu", "mosaic_tpu"), "lean").chunk_size
-    label = [generation, f"{shape} {SHAPES[shape]}"]
+    entries = make_plan(Problem(n, d, v, 2, 2, "tpu", "mosaic_tpu", mode="lean")).chunk_size
+    label = [generation, f"{shape} {HEADS[shape]}"]
     with tempfile.TemporaryDirectory() as directory:
         temporary = dumped(generation, shape, "loss", directory)
         if temporary is None:
@@ -236,7 +238,7 @@ def rows(generation: str, shape: str):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    cases = [f"{generation}:{shape}" for shape in SHAPES for generation in CORES]
+    cases = [f"{generation}:{shape}" for shape in HEADS for generation in CORES]
     parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
     parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -28,7 +28,8 @@ import numpy as np
 from benchmarks import _hugging_face, _measure
 from benchmarks._hugging_face import Step
 from benchmarks.model_step import LEARNING_RATE, SIZES, WEIGHT_DECAY, family_of, training_step
-from liger_jax.models import KernelOptions, config_json
+from liger_jax.models import KernelOptions
+from liger_jax.models.hugging_face import config_json
 
 # Of dense bfloat16 products, by the vendor's data sheets.
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
@@ -185,7 +186,8 @@ def report(rows: list[Row], options: argparse.Namespace, command: str) -> None:
     heading = _measure.heading(command, device).rstrip() + "; " + _measure.versions(*PACKAGES)
     text = f"{heading}\n\n{options.steps} steps in a turn.\n\n{_measure.table(HEADER, list(map(table_line, rows)))}"
     failed = [row for row in rows if row.failure is not None]
-    text += "\n" * bool(failed) + "".join(f"- {r.model}, {r.batch} × {r.seq}, {r.name}: {r.failure}\n" for r in failed)
+    failures = [f"- {r.model}, {r.batch} × {r.seq}, {r.name}: {r.failure}\n" for r in failed]
+    text += "".join(["\n" if failures else "", *failures])
     _measure.save(options.name, text, options.folder or _measure.RESULTS)
     if done := [row for row in rows if row.failure is None]:
         draw(done, (options.folder or PICTURES) / f"{options.name}.png", heading.split(", `")[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 REPOSITORY = Path(__file__).parents[1]
-COPIED = ("CONTRIBUTING.md", "CHANGELOG.md", "models/*/README.md", "benchmarks/results/*.md", "examples/*.py")
+COPIED = ("CONTRIBUTING.md", "CHANGELOG.md", "models/*/README.md", "benchmarks/results/*.md", "examples/**/*.py")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCED = re.compile(r"^(`{3,}).*?^\1$", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"^::: (?P<name>[\w.]+)$", re.MULTILINE)

@@ -15,21 +15,22 @@ from pathlib import Path
 if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from examples.command import UserError, needed_packages, run, user_errors
+from examples._lib.command import UserError, needed_packages, run, user_errors
 
 with needed_packages(__name__):
     import jax
+    import jax.numpy as jnp
     import numpy as np
     import optax
     from flax import nnx
     from tokenizers import Tokenizer
     from tqdm import tqdm
 
-    from examples import text
-    from examples.checkpoints import Checkpoints
-    from examples.configuration import Training, add_flags, from_flags
-    from examples.train_step import loss_and_accuracy
-    from liger_jax.models import AutoModelForCausalLM, checkpoint
+    from examples._lib import text
+    from examples._lib.checkpoints import Checkpoints
+    from examples._lib.configuration import Training, add_flags, from_flags
+    from liger_jax.models import AutoModelForCausalLM
+    from liger_jax.models.hugging_face import checkpoint
     from liger_jax.training import make_step
 
 TOKENIZER = "tokenizer.json"
@@ -69,6 +70,24 @@ def main(argv: list[str] | None = None) -> None:
     checkpoints.save(len(log["loss"]), state, log)
     nnx.merge(graph, state[0]).save_pretrained(out / "model", tokenizer_from=folder)
     print(f"{len(log['loss'])} steps; loss {log['loss'][0]:.3f} → {log['loss'][-1]:.3f}; model in {out / 'model'}")
+
+
+def loss_and_accuracy(
+    model: nnx.Module, tokens: jax.Array, normalizer: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The mean loss and the share of tokens that the model predicts, which costs nothing more.
+
+    Args:
+        model: a causal language model.
+        tokens: (B, T) token ids.
+        normalizer: the denominator of both means; `None` for the batch's own number of scored tokens.
+
+    Returns:
+        Two float32 scalars, which add up over micro-batches.
+    """
+    out = model(tokens, labels=tokens, loss_normalizer=normalizer, return_metrics=True)
+    share = 1.0 if normalizer is None else out.metrics.num_tokens / normalizer
+    return out.loss, jnp.asarray(share * out.metrics.accuracy)
 
 
 def _arguments(argv):

@@ -22,7 +22,7 @@ from pathlib import Path
 if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from examples.command import UserError, needed_packages, run, user_errors, writable_folder
+from examples._lib.command import UserError, needed_packages, run, user_errors, writable_folder
 
 with needed_packages(__name__):
     import jax
@@ -32,9 +32,9 @@ with needed_packages(__name__):
     from flax import nnx
     from tqdm import tqdm
 
-    from examples import memory, report, text
-    from examples.checkpoints import Checkpoints
-    from examples.configuration import Training, add_flags, from_flags, with_loss
+    from examples._lib import memory, report, text
+    from examples._lib.checkpoints import Checkpoints
+    from examples._lib.configuration import Training, add_flags, from_flags, with_loss
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
     from liger_jax.training import language_model_loss, make_step
 

@@ -15,6 +15,8 @@ from liger_jax.ops import cross_entropy as cross_entropy
 from liger_jax.ops import dyt as dyt
 from liger_jax.ops import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops import fused_linear_cross_entropy as fused_linear_cross_entropy
+from liger_jax.ops import fused_linear_distillation as fused_linear_distillation
+from liger_jax.ops import fused_linear_topk_distillation as fused_linear_topk_distillation
 from liger_jax.ops import gated_mlp as gated_mlp
 from liger_jax.ops import geglu as geglu
 from liger_jax.ops import group_norm as group_norm

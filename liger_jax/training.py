@@ -9,8 +9,7 @@ import optax
 from flax import nnx
 
 from liger_jax.losses import shifted_labels
-from liger_jax.losses._language_model import IGNORE
-from liger_jax.ops._loss import as_labels
+from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 
 Batch = jax.Array | Mapping[str, jax.Array]
 _POSITIONS = (jax.tree_util.DictKey("positions"),)
@@ -71,7 +70,7 @@ def scored_tokens(batch: Batch) -> jax.Array:
         targets = shifted_labels(named["labels"], named.get("segment_ids"))
     targets = as_labels(targets)
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    scored = targets != IGNORE
+    scored = targets != IGNORE_INDEX
     return jnp.where(jnp.any(scored & (weights != 0)), jnp.sum(weights, where=scored), 1.0)
 
 

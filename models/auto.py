@@ -3,9 +3,9 @@
 import os
 from typing import Any
 
-from liger_jax.models import checkpoint
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM

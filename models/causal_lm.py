@@ -1,31 +1,28 @@
 """The call that all causal language models share: labels, what is scored, and whether logits come to exist."""
 
 import dataclasses
-import json
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Integer, Num
 
-from liger_jax import ops
 from liger_jax.losses import shifted_labels
-from liger_jax.losses._language_model import IGNORE
-from liger_jax.models import arguments, checkpoint, config_in_files, config_json, plain, saving, weights
-from liger_jax.models.cache import KVCache, empty_cache
-from liger_jax.models.common import CausalLMOutput, KernelOptions
-from liger_jax.models.decoder import Decoder
-from liger_jax.models.generation import generate
-from liger_jax.models.head import head_logits
-from liger_jax.models.remat import Remat, loss_budget_bytes
-from liger_jax.models.sharding import on_batch_shards, sum_over_batch_shards, with_auto_axes
-from liger_jax.ops import LossMetrics, _dispatch
-from liger_jax.ops._loss import as_labels
+from liger_jax.models.core import arguments
+from liger_jax.models.core.cache import KVCache, empty_cache
+from liger_jax.models.core.decoder import Decoder
+from liger_jax.models.core.generation import generate
+from liger_jax.models.core.head import head_logits
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.lm_loss import LanguageModelLoss
+from liger_jax.models.core.output import CausalLMOutput
+from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.sharding import on_batch_shards, with_auto_axes
+from liger_jax.models.hugging_face import checkpoint, pretrained
+from liger_jax.ops.labels import as_labels
 
 Model = TypeVar("Model", bound="CausalLM")
 
@@ -105,7 +102,7 @@ class CausalLM(nnx.Module):
             param_dtype: of the parameters; `None` for what config.json says, or float32.
             mesh: where the parameters go; `None` for the default device.
             partition_specs: how each is split over the mesh: a function of its name, such as
-                "model.layers.layers.mlp.up_proj.kernel", and its shape, that returns a `PartitionSpec`; or a pytree
+                "model.layers.mlp.up_proj.kernel", and its shape, that returns a `PartitionSpec`; or a pytree
                 of them, as `nnx.state(model)` has its parameters; `None` for whole ones on every device.
             kernels: as the constructor takes them.
             remat: likewise.
@@ -124,26 +121,17 @@ class CausalLM(nnx.Module):
                 or no floats. All of these are listed. Or `partition_specs` do not fit the parameters.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
-        folder = checkpoint.find(path_or_id)
-        config, stored_dtype, kept = cls._described(folder)
-        config_in_files.check(config, weights.shapes(folder), folder)
-        param_dtype = jnp.dtype(stored_dtype if param_dtype is None else param_dtype)
-        make = lambda: cls(
-            config,
-            kernels=kernels,
-            dtype=param_dtype if dtype is None else dtype,
+        return pretrained.read(
+            cls,
+            path_or_id,
+            dtype=dtype,
             param_dtype=param_dtype,
+            mesh=mesh,
+            partition_specs=partition_specs,
+            kernels=kernels,
             remat=remat,
             scan_layers=scan_layers,
-            rngs=nnx.Rngs(0),
         )
-        # A tied head may be there once more, and old checkpoints hold what the rotary embedding computes.
-        ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
-        graph, state = nnx.split(nnx.eval_shape(make))
-        shardings = weights.shardings_of(mesh, partition_specs, state)
-        model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored)
-        model.kept = kept
-        return model
 
     def save_pretrained(
         self,
@@ -173,40 +161,7 @@ class CausalLM(nnx.Module):
             ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`), or `tokenizer_from`
                 is no folder with a tokenizer's files.
         """
-        if max_shard_bytes < 1:
-            raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
-        flat = nnx.to_flat_state(nnx.state(self, nnx.Param))
-        if added := [".".join(map(str, path)) for path, parameter in flat if type(parameter) is not nnx.Param]:
-            raise ValueError(
-                f"save_pretrained: {added} are parameters that Hugging Face's model does not have. Add adapters to the "
-                "weights that they change, or save the state with orbax."
-            )
-        values = json.loads(self.kept.config)
-        values |= config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
-        values |= config_fields or {}
-        generation = self.kept.generation
-        small_files = {
-            checkpoint.CONFIG: (json.dumps(values, indent=2) + "\n").encode(),
-            checkpoint.GENERATION: None if generation is None else generation.encode(),
-        }
-        if tokenizer_from is not None:
-            small_files |= checkpoint.tokenizer_files(pathlib.Path(tokenizer_from))
-
-        def meaning(folder):
-            config, dtype, kept = self._described(folder)
-            return config, dtype, dataclasses.replace(kept, generation=None).stops
-
-        shards = weights.shards(nnx.state(self, nnx.Param), max_shard_bytes)
-        saving.write(pathlib.Path(path), shards, small_files, meaning)
-
-    @classmethod
-    def _described(cls, folder: pathlib.Path) -> tuple[Any, str, checkpoint.Kept]:
-        """What a folder's JSON files say: the config, the dtype of the weights, and what is to be kept."""
-        values, path = checkpoint.read_config(folder), folder / checkpoint.CONFIG
-        config: Any = config_json.read(values, cls.config_type, cls.config_fixed, path)
-        dtype = config_json.dtype_of(values, path)
-        own = config_json.write(config, cls.config_fixed, cls.__name__, dtype)
-        return config, dtype, checkpoint.kept_of(folder, values, own)
+        pretrained.write(self, path, max_shard_bytes, config_fields, tokenizer_from)
 
     @property
     def head(self) -> Float[Array, "V D"]:
@@ -321,7 +276,7 @@ class CausalLM(nnx.Module):
         metrics = None
         if return_metrics:
             labels = jnp.zeros(hidden.shape[:-1], jnp.int32)
-            _, metrics = self._loss(hidden, head, logits, labels, None, "mean", True)
+            _, metrics = self._loss(hidden, head, logits, labels, None, reduction="mean", return_metrics=True)
             # Nothing is scored.
             metrics = dataclasses.replace(metrics, accuracy=jnp.zeros(()), num_tokens=jnp.zeros(()))
         return CausalLMOutput(logits=logits, metrics=metrics)
@@ -331,89 +286,18 @@ class CausalLM(nnx.Module):
         with_logits = return_logits or not self.kernels.fused_linear_cross_entropy
         logits = self._logits(hidden, head) if with_logits else None
         reduction = "mean" if loss_normalizer is None else "sum"
-        loss, metrics = self._loss(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
+        loss, metrics = self._loss(
+            hidden, head, logits, targets, loss_weights, reduction=reduction, return_metrics=return_metrics
+        )
         if loss_normalizer is not None:
             loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
         return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)
+
+    @property
+    def _loss(self) -> LanguageModelLoss:
+        return LanguageModelLoss(self.config, self.kernels, self.model.stack.remat, self.head.dtype)
 
     def _logits(self, hidden, head):
         logits = on_batch_shards(head_logits, self.kernels.batch_axes, (hidden,), (head,))
         softcap = self.config.final_logit_softcapping
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-
-    def _loss(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
-        """(loss, metrics or None) from the logits where there are any, else from hidden states and head."""
-        if self.kernels.batch_axes:
-            return self._sharded_loss(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
-        return self._local_loss(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
-
-    def _sharded_loss(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
-        """`_loss` of a batch that is sharded: each device sums its tokens, and "mean" is the global mean."""
-
-        def local(hidden, logits, targets, weights, head):
-            loss, own = self._local_loss(hidden, logits, targets, weights, head, "sum", return_metrics)
-            return loss, own and (own.predicted_tokens, own.max_logit, own.log_normalizer)
-
-        # Where there are logits, the head would be gathered once more for nothing.
-        per_token = (hidden, None) if logits is None else (None, logits)
-        head = head if logits is None else None
-        loss, per_token = sum_over_batch_shards(
-            local, self.kernels.batch_axes, (*per_token, targets, loss_weights), (head,)
-        )
-        weights = jnp.ones(targets.shape) if loss_weights is None else loss_weights.astype(jnp.float32)
-        counts = (targets != IGNORE) & (weights != 0)
-        num_tokens = jnp.sum(weights, where=counts)
-        if reduction == "mean":
-            loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
-        if not return_metrics:
-            return loss, None
-        predicted, max_logit, log_normalizer = per_token
-        right = jnp.sum((predicted == targets) & counts) / jnp.maximum(jnp.sum(counts), 1)
-        return loss, LossMetrics(
-            accuracy=right,
-            predicted_tokens=predicted,
-            max_logit=max_logit,
-            log_normalizer=log_normalizer,
-            z_loss=jnp.zeros(()),
-            num_tokens=jax.lax.stop_gradient(num_tokens),
-        )
-
-    def _loss_budget_bytes(self, hidden, targets, head):
-        """What the fused loss may use of this device's memory."""
-        kernels = self.kernels
-        if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
-            return kernels.memory_budget_bytes
-        return loss_budget_bytes(
-            self.model.layers.remat,
-            self.config,
-            targets.size,
-            hidden.dtype,
-            weight_dtype=head.dtype,
-            is_copied=not kernels.batch_axes and self.head.dtype != hidden.dtype,
-            is_widened=self.head.dtype != head.dtype,
-            implementation=kernels.implementation,
-            device=_dispatch.device_of(hidden, head),
-        )
-
-    def _local_loss(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics):
-        """(loss, metrics or None) of tokens that are all on this device."""
-        kernels = self.kernels
-        options = dict(
-            token_weights=loss_weights,
-            ignore_index=IGNORE,
-            reduction=reduction,
-            return_metrics=return_metrics,
-            implementation=kernels.implementation,
-        )
-        if logits is None:
-            softcap = self.config.final_logit_softcapping
-            budget = self._loss_budget_bytes(hidden, targets, head)
-            result = ops.fused_linear_cross_entropy(
-                hidden, head, targets, logit_softcap=softcap, mode=kernels.mode, memory_budget_bytes=budget, **options
-            )
-        elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
-            result = ops.cross_entropy(logits, targets, **options)
-        else:
-            loss, metrics = plain.cross_entropy(logits, targets, loss_weights, IGNORE, reduction)
-            return loss, metrics if return_metrics else None
-        return result if return_metrics else (result, None)

@@ -50,9 +50,10 @@ def at(ref: Any, row: Any, column: Any, piece: tuple[slice, slice]) -> Any:
 
 def load(ref: Any, index: tuple[Any, ...], layout: Any, *, optimized: bool = True) -> Any:
     """Memory to registers; not `optimized` from device memory. JAX 0.10 has an argument for the index, 0.12 none."""
+    plgpu_load: Any = plgpu.load
     if jax.__version_info__ < (0, 11):
-        return plgpu.load(ref, index, layout=layout, optimized=optimized)
-    return plgpu.load(ref.at[index], layout=layout, optimized=optimized)
+        return plgpu_load(ref, index, layout=layout, optimized=optimized)
+    return plgpu_load(ref.at[index], layout=layout, optimized=optimized)
 
 
 def store(ref: Any, index: tuple[Any, ...], x: Any) -> None:

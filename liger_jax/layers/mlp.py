@@ -12,7 +12,6 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
 from liger_jax import ops
-from liger_jax.ops._dispatch import Implementation
 
 
 class _GatedMLP(nnx.Module):
@@ -31,7 +30,7 @@ class _GatedMLP(nnx.Module):
         linear: Callable[[int, int], nnx.Module],
         fused: bool = True,
         recomputed: bool = False,
-        implementation: Implementation = None,
+        implementation: str | tuple[str, ...] | None = None,
     ):
         self.gate_proj = linear(width, inner_width)
         self.up_proj = linear(width, inner_width)
@@ -136,7 +135,7 @@ class GeGLUMLP(_GatedMLP):
         approximate: bool = True,
         fused: bool = True,
         recomputed: bool = False,
-        implementation: Implementation = None,
+        implementation: str | tuple[str, ...] | None = None,
     ):
         super().__init__(
             width, inner_width, linear=linear, fused=fused, recomputed=recomputed, implementation=implementation

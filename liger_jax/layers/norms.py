@@ -11,7 +11,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from liger_jax import ops
-from liger_jax.ops._dispatch import Implementation
 
 
 class RMSNorm(nnx.Module):
@@ -38,7 +37,7 @@ class RMSNorm(nnx.Module):
         offset: float = 0.0,
         casting_mode: str = "llama",
         param_dtype: Any = jnp.float32,
-        implementation: Implementation = None,
+        implementation: str | tuple[str, ...] | None = None,
     ):
         self.scale = nnx.Param(jnp.full(num_features, 1.0 - offset, param_dtype))
         self.eps, self.offset, self.casting_mode, self.implementation = eps, offset, casting_mode, implementation
@@ -70,7 +69,7 @@ class LayerNorm(nnx.Module):
         eps: float = 1e-6,
         use_bias: bool = True,
         param_dtype: Any = jnp.float32,
-        implementation: Implementation = None,
+        implementation: str | tuple[str, ...] | None = None,
     ):
         self.scale = nnx.Param(jnp.ones(num_features, param_dtype))
         self.bias = nnx.Param(jnp.zeros(num_features, param_dtype)) if use_bias else None

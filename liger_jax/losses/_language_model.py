@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int, Integer
 from liger_jax.ops import LossMetrics, _checks, fused_linear_cross_entropy
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._loss import as_arrays
-
-IGNORE = -100  # Hugging Face's label of a position that is not scored
+from liger_jax.ops.labels import IGNORE_INDEX
 
 
 def causal_lm_loss(
@@ -57,7 +56,7 @@ def causal_lm_loss(
                 f"causal_lm_loss: {name} has shape {x.shape}; it must be {hidden.shape[:-1]}, one for each position."
             )
     targets = shifted_labels(labels, segment_ids)
-    return fused_linear_cross_entropy(hidden, head, targets, ignore_index=IGNORE, **options)
+    return fused_linear_cross_entropy(hidden, head, targets, ignore_index=IGNORE_INDEX, **options)
 
 
 def shifted_labels(
@@ -77,8 +76,8 @@ def shifted_labels(
         [[6, -100, 8, -100]]
     """
     labels, segment_ids = as_arrays(labels, segment_ids)
-    shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE)], axis=1)
+    shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE_INDEX)], axis=1)
     if segment_ids is None:
         return shifted
     goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)))
-    return jnp.where(goes_on, shifted, IGNORE)
+    return jnp.where(goes_on, shifted, IGNORE_INDEX)

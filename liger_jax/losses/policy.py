@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks
 from liger_jax.losses._policy_formulas import CLIPPING_TYPES, Objective, k3
 from liger_jax.losses.policy_batch import checked_policy_weights
@@ -15,7 +15,7 @@ from liger_jax.ops._checks import check_choice, check_shape
 IMPORTANCE_LEVELS = ("token", "sequence")
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class PolicyOutput:
     """What `policy_loss` gives; train on `loss`. No gradient flows through the others.
 

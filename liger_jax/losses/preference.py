@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks, _dpo_formulas
 from liger_jax.ops._checks import check_choice, check_shape
 
@@ -20,7 +20,7 @@ _READERS = {
 }
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class DPOOutput:
     """What a loss of preference pairs gives for each pair; train on `losses.mean()`.
 
@@ -245,5 +245,14 @@ def _pairs(
     if tokens[0] is not None:
         per_pair = jnp.maximum(jnp.mean(tokens[0]), 1e-6) if sft_tokens_per_pair is None else sft_tokens_per_pair
         sft = -chosen / per_pair
-    margin, reference_margin = chosen - rejected, jnp.broadcast_to(references[0] - references[1], chosen.shape)
-    return _dpo_formulas.Pairs(*ratios, *scores, margin, reference_margin, *means, sft)
+    return _dpo_formulas.Pairs(
+        chosen=ratios[0],
+        rejected=ratios[1],
+        chosen_score=scores[0],
+        rejected_score=scores[1],
+        policy_margin=chosen - rejected,
+        reference_margin=jnp.broadcast_to(references[0] - references[1], chosen.shape),
+        chosen_mean=means[0],
+        rejected_mean=means[1],
+        sft=sft,
+    )

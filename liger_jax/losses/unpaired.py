@@ -1,17 +1,17 @@
 """Losses of single responses that are good or bad, against a reference policy: KTO."""
 
-import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks
 from liger_jax.ops._checks import check_choice, check_shape
 
 KTO_TYPES = ("kto", "apo_zero_unpaired")
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class KTOOutput:
     """What KTO gives for each response; train on `losses.mean()`.
 

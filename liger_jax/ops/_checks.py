@@ -80,3 +80,28 @@ def check_rows(op: str, x: jax.Array, **columns: jax.Array | None) -> None:
         raise ValueError(f"{op}: x has shape {x.shape}, whose last axis must have elements to normalise; leave x out.")
     for name, column in columns.items():
         check_shape(op, name, column, x.shape[-1:], "one entry for each element of x's last axis")
+
+
+def check_linear_choices(op: str, weight_layout: str, mode: str, chunk_size: int | None) -> None:
+    """Raises a ValueError unless a linear loss has this layout of the weight, this mode, and chunks of this size."""
+    check_choice(op, "weight_layout", weight_layout, ("vd", "dv"))
+    check_choice(op, "mode", mode, ("auto", "fast", "lean"))
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"{op}: chunk_size={chunk_size!r} must be a Python int of at least 1; None chooses one.")
+
+
+def current_precision(precision: Any) -> Any:
+    """The precision of an op's products, fixed now: the backward is traced after a user's context manager is left.
+
+    Args:
+        precision: as `jax.lax.dot_general` takes it; None for `jax.default_matmul_precision`.
+
+    Returns:
+        A precision, a preset, or None where nothing is set.
+    """
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # run time
+    try:
+        return jax.lax.Precision(precision) if isinstance(precision, str) else precision
+    except ValueError:
+        return jax.lax.DotAlgorithmPreset[precision]

@@ -10,20 +10,21 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks
+from liger_jax.ops.labels import as_labels
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Coefficients, Statistics
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@chex.dataclass(frozen=True)
+@tree_dataclass
 class LossMetrics:
     """What a loss knows besides its value; no gradient flows through it. `...` is the labels' shape.
 
@@ -44,15 +45,16 @@ class LossMetrics:
     num_tokens: jax.Array
 
 
-def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None) -> None:
-    """Raises a TypeError or ValueError unless logits can be scaled and capped by these."""
-    _checks.check_number(op, logit_scale=logit_scale)
+def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None, prefix: str = "") -> None:
+    """Raises a TypeError or ValueError unless logits can be scaled and capped by these; names begin with `prefix`."""
+    scale, softcap = f"{prefix}logit_scale", f"{prefix}logit_softcap"
+    _checks.check_number(op, **{scale: logit_scale})
     if not math.isfinite(logit_scale):
-        raise ValueError(f"{op}: logit_scale={logit_scale} must be finite; 1.0 leaves the logits as they are.")
+        raise ValueError(f"{op}: {scale}={logit_scale} must be finite; 1.0 leaves the logits as they are.")
     if logit_softcap is not None:
-        _checks.check_number(op, logit_softcap=logit_softcap)
+        _checks.check_number(op, **{softcap: logit_softcap})
         if not 0.0 < logit_softcap < math.inf:
-            raise ValueError(f"{op}: logit_softcap={logit_softcap} must be finite and > 0; pass None to cap nothing.")
+            raise ValueError(f"{op}: {softcap}={logit_softcap} must be finite and > 0; pass None to cap nothing.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +83,18 @@ class LossOptions:
         check_logit_options(op, self.logit_scale, self.logit_softcap)
 
     def sum(self, per_token: jax.Array) -> jax.Array:
-        """Over all tokens, those of other devices too."""
+        """The sum over all tokens, those of other devices too."""
         own = jnp.sum(per_token)
         return jax.lax.psum(own, self.token_axes) if self.token_axes else own
 
     def logit_options(self, metrics: bool) -> LogitOptions:
-        """What the kernels have to know of it."""
+        """The part of the options that the kernels need."""
         softcap = None if self.logit_softcap is None else float(self.logit_softcap)
         return LogitOptions(float(self.logit_scale), softcap, logit_sum=self.label_smoothing > 0, metrics=metrics)
 
 
-class Rows(NamedTuple):
-    """The tokens' side of the loss, each (N,)."""
+class TokenTerms(NamedTuple):
+    """What labels and weights bring into the loss; each is (N,) or ()."""
 
     labels: jax.Array  # int32; NO_LABEL where a token does not count, IMPOSSIBLE_LABEL where out of range
     counts: jax.Array  # bool
@@ -101,16 +103,8 @@ class Rows(NamedTuple):
     num_tokens: jax.Array  # ()
 
 
-def as_labels(labels: Any) -> jax.Array:
-    """Labels as signed integers of 32 bits or more: others may hold neither V nor -100, and are compared with both."""
-    labels = jnp.asarray(labels)
-    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) or labels.dtype in (jnp.int8, jnp.int16):
-        return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
-    return labels
-
-
 def as_arrays(labels: Any, *others: Any) -> Iterator[jax.Array]:
-    """What a caller says of tokens and classes, as JAX's arrays; None passes."""
+    """The labels and the other arguments as JAX's arrays; None stays None."""
     return iter([as_labels(labels), *map(_checks.as_array, others)])
 
 
@@ -162,15 +156,15 @@ def check_label_range(
         )
 
 
-def token_rows(
+def token_terms(
     labels: jax.Array,
     where: jax.Array | None,
     token_weights: jax.Array | None,
     class_weights: jax.Array | None,
     options: LossOptions,
     vocab_size: int,
-) -> Rows:
-    """Coefficients such that a row's loss is target·(lse − z_y) + smoothing·Σ_v c_v·(lse − z_v) + squared·lse².
+) -> TokenTerms:
+    """Coefficients by which a token's loss is target·(lse − z_y) + smoothing·Σ_v c_v·(lse − z_v) + squared·lse².
 
     All arrays are flat, (N,); class_weights (V,) float32.
     """
@@ -199,32 +193,32 @@ def token_rows(
         squared=options.z_loss * (poisoned / z_norm) if options.z_loss else None,
     )
     kernel_labels = jnp.where(counts, jnp.where(in_range, labels, IMPOSSIBLE_LABEL), NO_LABEL).astype(jnp.int32)
-    return Rows(kernel_labels, counts, coefficients, c_sum, jax.lax.stop_gradient(options.sum(t)))
+    return TokenTerms(kernel_labels, counts, coefficients, c_sum, jax.lax.stop_gradient(options.sum(t)))
 
 
 def _denominator(total: jax.Array, any_counts: jax.Array) -> jax.Array:
-    """Nothing counts: 1, so that the loss is 0. Something counts and weighs nothing: NaN."""
+    """The total as a denominator: 1 if no token counts, for a loss of 0; NaN if tokens count and weigh nothing."""
     return jnp.where(any_counts, jnp.where(total == 0, jnp.nan, total), 1.0)
 
 
 def reduced(losses: jax.Array, options: LossOptions, shape: tuple[int, ...]) -> jax.Array:
-    """The row losses in the labels' shape, or their sum: a mean's denominator is in the coefficients already."""
+    """The tokens' losses in the labels' shape, or their sum. The coefficients hold a mean's denominator already."""
     return losses.reshape(shape) if options.reduction == "none" else options.sum(losses)
 
 
-def metrics(statistics: Statistics, rows: Rows, options: LossOptions, shape: tuple[int, ...]) -> LossMetrics:
+def metrics(statistics: Statistics, terms: TokenTerms, options: LossOptions, shape: tuple[int, ...]) -> LossMetrics:
     """The metrics of (N,) statistics, in the labels' shape."""
-    statistics, rows = jax.lax.stop_gradient((statistics, rows))
-    masked = lambda x, other: jnp.where(rows.counts, x, other).reshape(shape)
-    right = (statistics.predicted_token == rows.labels) & rows.counts
-    correct, num_counting = (options.sum(x.astype(jnp.float32)) for x in (right, rows.counts))
-    squared = rows.coefficients.squared
-    z_losses = jnp.zeros(rows.counts.shape) if squared is None else squared * jnp.square(statistics.log_normalizer)
+    statistics, terms = jax.lax.stop_gradient((statistics, terms))
+    masked = lambda x, other: jnp.where(terms.counts, x, other).reshape(shape)
+    right = (statistics.predicted_token == terms.labels) & terms.counts
+    correct, num_counting = (options.sum(x.astype(jnp.float32)) for x in (right, terms.counts))
+    squared = terms.coefficients.squared
+    z_losses = jnp.zeros(terms.counts.shape) if squared is None else squared * jnp.square(statistics.log_normalizer)
     return LossMetrics(
         accuracy=correct / jnp.maximum(num_counting, 1.0),
         predicted_tokens=masked(statistics.predicted_token, -1),
         max_logit=masked(statistics.max_logit, 0.0),
         log_normalizer=masked(statistics.log_normalizer, 0.0),
-        z_loss=reduced(jnp.where(rows.counts, z_losses, 0.0), options, shape),
-        num_tokens=rows.num_tokens,
+        z_loss=reduced(jnp.where(terms.counts, z_losses, 0.0), options, shape),
+        num_tokens=terms.num_tokens,
     )

@@ -1,44 +1,41 @@
-"""Which kernels run a normalisation: one forward, and one backward, which keeps sums over rows as well."""
+"""Which implementations run a normalisation: one its forward, and one its backward, which also makes sums over rows."""
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
 
 import jax
 
-from liger_jax.ops import _dispatch
+from liger_jax.ops._kernels import Choice, Implementation, Kernels
 
-_FEW_ROWS = 2048  # of these Hopper's teams have five each,
-_LEAST_OF_FEW = 5120  # and below this width Triton is faster
+_FEW_ROWS = 2048  # up to so many, each of Hopper's teams has five rows at most,
+_LEAST_WIDTH_OF_FEW = 5120  # and Triton is faster below this width
 
 
 def choose(
-    op: str,
-    kernels: Mapping[str, Any],
-    defaults: Mapping[str, tuple[str, ...]],
-    implementation: _dispatch.Implementation,
-    *arrays: jax.Array | None,
-    wide: tuple[int, int],
-) -> tuple[str, str]:
-    """Chooses the kernels of `op` for its forward and its backward.
+    kernels: Kernels, implementation: Implementation, *arrays: jax.Array | None, hopper_widths: tuple[int, int]
+) -> tuple[Choice, Choice]:
+    """Chooses the implementations of a norm's forward and of its backward.
 
     Args:
-        op: as `_dispatch.choose` takes it, and so the three that follow.
-        kernels: the op's kernels by name.
-        defaults: for a platform, the names to try.
+        kernels: the norm's implementations.
         implementation: the user's choice.
         *arrays: rows (N, D) first.
-        wide: for each direction, the least D from which Hopper's copy engine is tried first, on many rows of 16 bits.
+        hopper_widths: for each direction, the least D from which Hopper's copy engine is tried first, for many rows of
+            16 bits.
 
     Returns:
-        Two names for `_dispatch.bind`.
+        Two choices.
     """
-    choose = lambda defaults: _dispatch.choose(op, kernels, defaults, implementation, *arrays)
     if implementation is not None:
-        named = choose(defaults)
+        named = kernels.choose(implementation, *arrays)
         return named, named
     x = arrays[0]
     n, d = x.shape
-    is_wide = lambda least: d >= (least if n > _FEW_ROWS else max(least, _LEAST_OF_FEW)) and x.dtype.itemsize == 2
-    hopper = {**defaults, "gpu": ("mosaic_gpu", *defaults["gpu"])}
-    forward, backward = (choose(hopper if is_wide(least) else defaults) for least in wide)
+    hopper_first = {**kernels.defaults, "gpu": ("mosaic_gpu", *kernels.defaults["gpu"])}
+
+    def choose_from(least_width: int) -> Choice:
+        least_width = least_width if n > _FEW_ROWS else max(least_width, _LEAST_WIDTH_OF_FEW)
+        is_wide = d >= least_width and x.dtype.itemsize == 2
+        return (dataclasses.replace(kernels, defaults=hopper_first) if is_wide else kernels).choose(None, *arrays)
+
+    forward, backward = map(choose_from, hopper_widths)
     return forward, backward

@@ -15,7 +15,7 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO
 _NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 
-def sharded_rows(
+def sharded_token_terms(
     labels: jax.Array,
     where: jax.Array | None,
     token_weights: jax.Array | None,
@@ -23,8 +23,8 @@ def sharded_rows(
     options: _loss.LossOptions,
     shard_size: int,
     axis: str,
-) -> tuple[_loss.Rows, jax.Array]:
-    """`token_rows` for the whole vocabulary, and the labels (N,) as they count from this shard's first entry."""
+) -> tuple[_loss.TokenTerms, jax.Array]:
+    """`token_terms` for the whole vocabulary, and labels (N,) that count from this shard's first entry."""
     vocab_size = shard_size * jax.lax.axis_size(axis)
     start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
     if class_weights is not None:
@@ -33,11 +33,11 @@ def sharded_rows(
             full_like(class_weights, (vocab_size,), 0, jnp.float32), class_weights, (start,)
         )
         class_weights = jax.lax.psum(own_part, axis)
-    rows = _loss.token_rows(labels, where, token_weights, class_weights, options, vocab_size)
-    own = rows.labels - start
-    is_own = (rows.labels >= 0) & (own >= 0) & (own < shard_size)
+    terms = _loss.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
+    own = terms.labels - start
+    is_own = (terms.labels >= 0) & (own >= 0) & (own < shard_size)
     # Another shard's label matches no column here, nor the padding behind the last of them.
-    return rows, jnp.where(is_own, own, jnp.where(rows.labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
+    return terms, jnp.where(is_own, own, jnp.where(terms.labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
 
 
 def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistics:

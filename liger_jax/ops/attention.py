@@ -1,6 +1,5 @@
 """Causal self-attention by the best kernel that is there."""
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,45 +9,33 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._device import device_of, is_hopper
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
 _OP = "causal_attention"
-_KERNELS = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": triton, "splash": splash}
+_MODULES = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": triton, "splash": splash}
 # Forward and backward on an H100, ours take 1.04 and 1.13 of cuDNN's time for one segment at widths 64 and 128, and as
 # long for a window (benchmarks/results/attention.md). Packed rows and softcaps cuDNN does not take.
-_DEFAULTS = {"gpu": ("cudnn", "mosaic_gpu"), "tpu": ("splash",)}
+_KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("cudnn", "mosaic_gpu"), "tpu": ("splash",)})
 ATTENDED = "attended"  # `checkpoint_name` of what a backward would have to attend again for
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What is compiled, for kernels whose backward is ours to call."""
-
-    choice: str
-    window: int | None
-    softcap: float | None
-    scale: float | None
-
-    def run(self, function: str, *arrays: Any) -> Any:
-        kernel = _dispatch.bind(_OP, _KERNELS, self.choice, function)
-        return kernel(*arrays, window=self.window, softcap=self.softcap, scale=self.scale)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(q, k, v, segments, forward, backward):
+    return forward.run(*forward.guarded(q, k, v, segments))[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, segments, options):
-    return options.run("forward", q, k, v, segments)[0]
-
-
-def _forward_rule(q, k, v, segments, options):
-    out, log_sums = checkpoint_name(options.run("forward", q, k, v, segments), ATTENDED)
+def _forward_rule(q, k, v, segments, forward, backward):
+    out, log_sums = checkpoint_name(forward.run(*forward.guarded(q, k, v, segments)), ATTENDED)
     return out, (q, k, v, segments, out, log_sums)
 
 
-def _backward_rule(options, residuals, dout):
-    return *options.run("backward", *residuals, dout), None
+def _backward_rule(forward, backward, residuals, dout):
+    return *backward.run(*backward.guarded(*residuals, dout)), None
 
 
 _attend.defvjp(_forward_rule, _backward_rule)
@@ -63,7 +50,7 @@ def causal_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "B T Q H"]:
     """softmax(softcap·tanh(scale·q·kᵀ/softcap), over what a position may see)·v, with Q a multiple of K.
 
@@ -117,19 +104,17 @@ def causal_attention(
         return _on_mesh(q, k, v, ids, **options, implementation=implementation)
     if not q.size:
         return q
-    device = _dispatch.device_of(q, k, v, ids)
-    choice = _dispatch.choose(
-        _OP, _KERNELS, _DEFAULTS, implementation, q, k, v, ids,
-        device=device, **options, is_hopper=_dispatch.is_hopper(device.device_kind),
-    )  # fmt: skip
+    device = device_of(q, k, v, ids)
+    case = options | {"is_hopper": is_hopper(device.device_kind)}
+    choice = _KERNELS.choose(implementation, q, k, v, ids, device=device, **case)
     if segments is None and ids is not None:
         segments = Segments.of(ids)
     q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
     segments = Segments(*fields) if fields else None
-    if choice.startswith(("mosaic_gpu", "triton")):
-        return _attend(q, k, v, segments, _Options(choice, **options))
-    out = _dispatch.bind(_OP, _KERNELS, choice, "attend")(q, k, v, segments, **options)
-    return checkpoint_name(out, ATTENDED) if choice == "xla" else out  # the others keep what they need themselves
+    if choice.name.startswith(("mosaic_gpu", "triton")):
+        return _attend(q, k, v, segments, choice.kernel("forward", **options), choice.kernel("backward", **options))
+    out = choice.kernel("attend", **options).run(q, k, v, segments)
+    return checkpoint_name(out, ATTENDED) if choice.name == "xla" else out  # the others keep what they need themselves
 
 
 def _on_mesh(q, k, v, segment_ids, **options: Any):

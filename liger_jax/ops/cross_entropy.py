@@ -9,41 +9,33 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh
+from liger_jax.ops import _checks, _explicit, _loss, _mesh
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
-from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu}
-_DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
+_KERNELS = Kernels(
+    "cross_entropy",
+    {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu},
+    defaults={"gpu": ("triton",), "tpu": ("mosaic_tpu",)},
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What the kernels are compiled for."""
-
-    op: str
-    logit: LogitOptions
-    choice: str
-
-    def run(self, function: str, *arrays):
-        return _dispatch.bind(self.op, _KERNELS, self.choice, function)(*arrays, options=self.logit)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _statistics(logits, labels, class_weights, forward, backward) -> Statistics:
+    return forward.run(*forward.guarded(logits, labels, class_weights))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _statistics(logits, labels, class_weights, options) -> Statistics:
-    return options.run("statistics", logits, labels, class_weights)
-
-
-def _forward_rule(logits, labels, class_weights, options):
-    statistics = options.run("statistics", logits, labels, class_weights)
+def _forward_rule(logits, labels, class_weights, forward, backward):
+    statistics = forward.run(*forward.guarded(logits, labels, class_weights))
     return statistics, (logits, labels, class_weights, statistics.log_normalizer)
 
 
-def _backward_rule(options, residuals, cotangents):
+def _backward_rule(forward, backward, residuals, cotangents):
     logits, labels, class_weights, lse = residuals
-    return options.run("gradient", logits, labels, lse, Cotangents(*cotangents[:3]), class_weights), None, None
+    arrays = logits, labels, lse, Cotangents(*cotangents[:3]), class_weights
+    return backward.run(*backward.guarded(*arrays)), None, None
 
 
 _statistics.defvjp(_forward_rule, _backward_rule)
@@ -63,7 +55,7 @@ def cross_entropy(
     logit_softcap: float | None = None,
     reduction: str = "mean",
     return_metrics: bool = False,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Any:
     """Cross-entropy of the softmax of `logits` with integer labels, in float32 whatever comes in.
 
@@ -134,13 +126,14 @@ def reduced_cross_entropy(
     class_weights: jax.Array | None,
     loss_options: _loss.LossOptions,
     return_metrics: bool = False,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Any:
     """`cross_entropy` after its checks; a label that is out of range is NaN, concrete or not."""
     if _explicit.row_spec(logits) is not None:
         tokens, axes = _explicit.token_spec(loss_options.op, logits)
         own_options = dataclasses.replace(loss_options, token_axes=axes)
-        local = lambda *arrays: reduced_cross_entropy(*arrays, own_options, return_metrics, implementation)
+        options = dict(loss_options=own_options, return_metrics=return_metrics, implementation=implementation)
+        local = lambda *arrays: reduced_cross_entropy(*arrays, **options)
         arrays = logits, labels, where, token_weights, class_weights
         specs = _explicit.spec_of(logits), tokens, tokens, tokens, P()
         kind = loss_options.reduction, return_metrics
@@ -149,12 +142,13 @@ def reduced_cross_entropy(
     flat = lambda x: None if x is None else x.reshape(-1)
     z = logits.reshape(-1, vocab_size)
     class_weights = _loss.constant_class_weights(loss_options.op, class_weights)
-    choice = _dispatch.choose(loss_options.op, _KERNELS, _DEFAULTS, implementation, z, class_weights)
-    rows = _loss.token_rows(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
-    options = _Options(loss_options.op, loss_options.logit_options(return_metrics), choice)
-    z, kernel_labels, class_weights = _mesh.align_varying(z, rows.labels, class_weights)
-    statistics = _statistics(z, kernel_labels, class_weights, options)
-    losses = formulas.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
+    choice = dataclasses.replace(_KERNELS, op=loss_options.op).choose(implementation, z, class_weights)
+    terms = _loss.token_terms(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
+    z, kernel_labels, class_weights = _mesh.align_varying(z, terms.labels, class_weights)
+    options = loss_options.logit_options(return_metrics)
+    kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
+    statistics = _statistics(z, kernel_labels, class_weights, *kernels)
+    losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
     # Not a product with 0: a row that does not count may hold anything.
-    loss = _loss.reduced(jnp.where(rows.counts, losses, 0.0), loss_options, labels.shape)
-    return (loss, _loss.metrics(statistics, rows, loss_options, labels.shape)) if return_metrics else loss
+    loss = _loss.reduced(jnp.where(terms.counts, losses, 0.0), loss_options, labels.shape)
+    return (loss, _loss.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss

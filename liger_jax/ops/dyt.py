@@ -7,28 +7,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import dyt as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "dyt"
-_KERNELS = backends(formulas, "xla", "triton", "mosaic_tpu")
-_DEFAULTS: dict[str, tuple[str, ...]] = {}  # until something is measured
+# No defaults: XLA runs it everywhere until something is measured.
+_KERNELS = Kernels(_OP, backends(formulas, "xla", "triton", "mosaic_tpu"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _dyt(x, alpha, scale, bias, choice) -> Any:
-    return _dispatch.bind(_OP, _KERNELS, choice, "forward")(x, alpha, scale, bias)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _dyt(x, alpha, scale, bias, forward, backward) -> Any:
+    return forward.run(*forward.guarded(x, alpha, scale, bias))
 
 
-def _forward_rule(x, alpha, scale, bias, choice):
+def _forward_rule(x, alpha, scale, bias, forward, backward):
     # tanh is cheaper to make again than to read.
-    return _dispatch.bind(_OP, _KERNELS, choice, "forward")(x, alpha, scale, bias), (x, alpha, scale, bias)
+    return forward.run(*forward.guarded(x, alpha, scale, bias)), (x, alpha, scale, bias)
 
 
-def _backward_rule(choice, residuals, dy):
-    return _dispatch.bind(_OP, _KERNELS, choice, "backward")(dy, *residuals)
+def _backward_rule(forward, backward, residuals, dy):
+    return backward.run(*backward.guarded(dy, *residuals))
 
 
 _dyt.defvjp(_forward_rule, _backward_rule)
@@ -40,7 +41,7 @@ def dyt(
     scale: Float[ArrayLike, " D"] | None = None,
     bias: Float[ArrayLike, " D"] | None = None,
     *,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch D"]:
     """Dynamic tanh, which stands in a norm's place without its statistics: y = tanh(alpha · x) · scale + bias.
 
@@ -77,5 +78,6 @@ def dyt(
         op = functools.partial(dyt, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (alpha, scale, bias))
     rows = x.reshape(-1, x.shape[-1])
-    choice = _dispatch.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, alpha, scale, bias)
-    return jnp.reshape(_dyt(*_mesh.align_varying(rows, alpha, scale, bias), choice), x.shape)
+    choice = _KERNELS.choose(implementation, rows, alpha, scale, bias)
+    kernels = choice.kernel("forward"), choice.kernel("backward")
+    return jnp.reshape(_dyt(*_mesh.align_varying(rows, alpha, scale, bias), *kernels), x.shape)

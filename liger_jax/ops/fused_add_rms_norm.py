@@ -1,6 +1,5 @@
 """A residual's addition and root-mean-square layer normalisation in one pass."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,47 +7,32 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
+from liger_jax.ops import _checks, _explicit, _mesh, _rows
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.ops.rms_norm import CASTING_MODES
 from liger_jax.pallas_kernels.norms import fused_add_rms_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "fused_add_rms_norm"
-_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
-_DEFAULTS = {"gpu": ("triton",)}
-_WIDE = (9216, 2048)  # forward and backward; measured, benchmarks/results/row_tiles.md
+_KERNELS = Kernels(_OP, backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu"), defaults={"gpu": ("triton",)})
+_HOPPER_WIDTHS = (9216, 2048)  # forward and backward; measured, benchmarks/results/row_tiles.md
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What the kernels are compiled for, and which ones they are."""
-
-    eps: float
-    offset: float
-    casting_mode: str
-    adds: bool  # whether there is a residual
-    forward: str
-    backward: str
-
-    def run(self, function: str, *arrays: Any, **options: str):
-        kernel = _dispatch.bind(_OP, _KERNELS, getattr(self, function), function)
-        return kernel(*arrays, eps=self.eps, offset=self.offset, **options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _fused(x, residual, scale, forward, backward, adds) -> Any:
+    y, new_residual, _ = forward.run(*forward.guarded(x, residual, scale))
+    return y, new_residual
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _fused(x, residual, scale, options) -> Any:
-    return _forward_rule(x, residual, scale, options)[0]
-
-
-def _forward_rule(x, residual, scale, options):
-    y, new_residual, sums = options.run("forward", x, residual, scale, casting_mode=options.casting_mode)
+def _forward_rule(x, residual, scale, forward, backward, adds):
+    y, new_residual, sums = forward.run(*forward.guarded(x, residual, scale))
     return (y, new_residual), (new_residual, scale, sums)
 
 
-def _backward_rule(options, residuals, cotangents):
-    dx, dresidual, dscale = options.run("backward", *cotangents, *residuals)
-    return dx, dresidual if options.adds else None, dscale
+def _backward_rule(forward, backward, adds, residuals, cotangents):
+    dx, dresidual, dscale = backward.run(*backward.guarded(*cotangents, *residuals))
+    return dx, dresidual if adds else None, dscale
 
 
 _fused.defvjp(_forward_rule, _backward_rule)
@@ -62,7 +46,7 @@ def fused_add_rms_norm(
     eps: float = 1e-6,
     offset: float = 0.0,
     casting_mode: str = "llama",
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
     """Adds to the residual stream and normalises it: s = x + residual, y = s / sqrt(mean(s²) + eps) · (offset + scale).
 
@@ -111,10 +95,10 @@ def fused_add_rms_norm(
         return _explicit.on_rows(_OP, op, spec, (x, residual), (scale,), results=2)
     rows, added = (a if a is None else a.reshape(-1, x.shape[-1]) for a in (x, residual))
     # The backward reads the sum and both cotangents whether or not something was added.
-    kernels = _rows.choose(
-        _OP, _KERNELS, _DEFAULTS, implementation, rows, rows if added is None else added, scale, wide=_WIDE
-    )
-    options = _Options(float(eps), float(offset), casting_mode, added is not None, *kernels)
-    outputs: Any = _fused(*_mesh.align_varying(rows, added, scale), options)
+    arrays = rows, rows if added is None else added, scale
+    forward, backward = _rows.choose(_KERNELS, implementation, *arrays, hopper_widths=_HOPPER_WIDTHS)
+    options = {"eps": float(eps), "offset": float(offset)}
+    kernels = forward.kernel("forward", **options, casting_mode=casting_mode), backward.kernel("backward", **options)
+    outputs: Any = _fused(*_mesh.align_varying(rows, added, scale), *kernels, added is not None)
     y, new_residual = outputs
     return jnp.reshape(y, x.shape), jnp.reshape(new_residual, x.shape)

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Integer
 
 from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._linear_plan import KERNELS, OP, Decision, check_choices, decide, why_not_fast
-from liger_jax.pallas_kernels.cross_entropy import formulas as rows_xla
+from liger_jax.ops.loss_plan import KERNELS, OP, Problem, choose_mode, kernel_options, problem_of, why_not_fast
+from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
@@ -20,21 +20,21 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, L
 _TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
 
 
-def _run(decision: Decision, function: str, inputs: Inputs, *arrays, needs: Needs | None = None):
-    """Calls a function of the chosen kernels; `needs` only for those that make gradients."""
+def _run(problem: Problem, options: LinearOptions, function: str, inputs: Inputs, *arrays, needs: Needs | None = None):
+    """Calls a function of the chosen kernels. Those that make gradients take `needs`, the others do not."""
     static = {} if needs is None else {"needs": needs}
-    kernel = _dispatch.bind(OP, KERNELS, decision.choice, function)
-    # XLA's scan over chunks is partitioned no better than a Pallas call.
+    kernel = _dispatch.bind(OP, KERNELS, problem.implementation, function)
+    # XLA cannot partition a scan over chunks, nor a Pallas call.
     inputs = _mesh.opaque(inputs, OP, _TWICE)
-    return kernel(inputs, *arrays, options=decision.linear_options(needs), **static)
+    return kernel(inputs, *arrays, options=kernel_options(problem, options, needs), **static)
 
 
 def _needs(hidden, weight, bias) -> Needs:
     return Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
 
 
-# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So what depends on which
-# inputs are differentiated may change a residual's shape, and never the tree.
+# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So which gradients are
+# asked for must not change the tree. It is kept in shapes: one element for yes, and none for no.
 def _as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
     return tuple(jnp.zeros((int(need),)) for need in needs)
 
@@ -44,7 +44,7 @@ def _from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
 
 
 def _instantiated(cotangent):
-    """As an array: JAX hands over symbolic zeros where nothing depends on an output."""
+    """The cotangent as an array: JAX hands over a symbolic zero where nothing depends on an output."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
@@ -57,72 +57,78 @@ def _values(*primals):
 # --- lean: statistics, whose gradient recomputes the logits -----------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _statistics_vjp(hidden, weight, bias, class_weights, labels, decision) -> Statistics:
-    return _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _statistics_vjp(hidden, weight, bias, class_weights, labels, problem, options) -> Statistics:
+    return _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
 
 
-def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, decision):
+def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, problem, options):
     needs = _as_shapes(_needs(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
-    statistics = _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    statistics = _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
     return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
 
 
-def _statistics_backward_rule(decision, residuals, cotangents):
+def _statistics_backward_rule(problem, options, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, lse = residuals
     g = Cotangents(*(_instantiated(x) for x in cotangents[:3]))
     inputs = Inputs(hidden, weight, labels, bias, class_weights)
-    grads = _run(decision, "gradients", inputs, lse, g, needs=_from_shapes(needs))
+    grads = _run(problem, options, "gradients", inputs, lse, g, needs=_from_shapes(needs))
     return *grads, None, None
 
 
 _statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
 # Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-_statistics = jax.jit(_statistics_vjp, static_argnums=5, inline=True)
+_statistics = jax.jit(_statistics_vjp, static_argnums=(5, 6), inline=True)
 
 
 # --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def _summed_loss_vjp(
-    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, decision
+    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, problem, options
 ) -> tuple[jax.Array, Statistics]:
-    statistics = _run(decision, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
-    statistics = rows_xla.where(labels != rows_xla.NO_LABEL, statistics)
-    return jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum)), statistics
+    statistics = _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    statistics = formulas.where(labels != formulas.NO_LABEL, statistics)
+    return jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum)), statistics
 
 
-def _summed_loss_forward_rule(hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, decision):
+def _summed_loss_forward_rule(
+    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, problem, options
+):
     needs = _needs(hidden, weight, bias)
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
     )
     inputs = Inputs(hidden, weight, labels, bias, class_weights)
     if any(needs):
-        statistics, grads = _run(decision, "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs)
+        statistics, grads = _run(
+            problem, options, "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs
+        )
     else:  # only the token weights are differentiated
-        statistics = rows_xla.where(labels != rows_xla.NO_LABEL, _run(decision, "statistics", inputs))
+        statistics = formulas.where(labels != formulas.NO_LABEL, _run(problem, options, "statistics", inputs))
         grads = config.Gradients(None, None, None)
     grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
-    loss = jnp.sum(rows_xla.row_losses(statistics, coefficients, class_weight_sum))
+    loss = jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum))
     return (loss, statistics), (grads, statistics, coefficients, class_weight_sum)
 
 
-def _summed_loss_backward_rule(decision, residuals, cotangents):
+def _summed_loss_backward_rule(problem, options, residuals, cotangents):
     # A residual that is a constant of the trace comes as a literal.
     grads, statistics, coefficients, class_weight_sum = jax.tree.map(jnp.asarray, residuals)
     g = _instantiated(cotangents[0])
     scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
-    # The loss is linear in its coefficients.
-    by_coefficients = lambda c: jnp.sum(rows_xla.row_losses(statistics, c, class_weight_sum))
-    coefficients_grad = jax.tree.map(lambda x: g * x, jax.grad(by_coefficients)(coefficients))
+
+    def loss_of(coefficients):  # linear in them
+        return jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum))
+
+    coefficients_grad = jax.tree.map(lambda x: g * x, jax.grad(loss_of)(coefficients))
     return *scaled, coefficients_grad, None, None, None
 
 
 _summed_loss_vjp.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
-_summed_loss = jax.jit(_summed_loss_vjp, static_argnums=7, inline=True)
+_summed_loss = jax.jit(_summed_loss_vjp, static_argnums=(7, 8), inline=True)
 
 
 # --- checks and choices -----------------------------------------------------------------------------------------------
@@ -227,7 +233,7 @@ def fused_linear_cross_entropy(
         blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
     """
     hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
-    check_choices(OP, weight_layout, mode, chunk_size)
+    _checks.check_linear_choices(OP, weight_layout, mode, chunk_size)
     _check_sizes(hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
@@ -281,13 +287,15 @@ def _local(
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, where, token_weights = labels.reshape(-1), flat(where), flat(token_weights)
     class_weights = _loss.constant_class_weights(OP, class_weights)
-    decision = decide(
+    linear_options = LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0)
+    problem = problem_of(
+        OP,
         hidden,
         weight,
         bias,
         class_weights,
-        options=LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0),
-        fast_is_impossible=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
+        options=linear_options,
+        not_fast_because=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
         implementation=implementation,
         device_memory_bytes=_dispatch.memory_of_device(hidden, weight),
         **limits,
@@ -296,27 +304,24 @@ def _local(
         raise ValueError(f"{OP}: {reason}")
 
     if vocab_axis is None:
-        rows = _loss.token_rows(labels, where, token_weights, class_weights, options, vocab_size)
-        kernel_labels = rows.labels
+        terms = _loss.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
+        kernel_labels = terms.labels
     else:
-        rows, kernel_labels = _vocab_shards.sharded_rows(
+        terms, kernel_labels = _vocab_shards.sharded_token_terms(
             labels, where, token_weights, class_weights, options, vocab_size, vocab_axis
         )
-    if decision.options.mode == "fast":
-        loss, statistics = _fast_loss(hidden, weight, bias, class_weights, kernel_labels, rows, decision)
+    if choose_mode(problem) == "fast":
+        h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
+            hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients
+        )
+        coefficients = formulas.Coefficients(*coefficients)
+        loss, statistics = _summed_loss(h, w, b, coefficients, c, c_sum, y, problem, linear_options)
         loss = options.sum(loss)  # of other devices, too
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
-        statistics = rows_xla.where(rows.counts, _statistics(h, w, b, c, y, decision))
+        statistics = formulas.where(terms.counts, _statistics(h, w, b, c, y, problem, linear_options))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
-        losses = rows_xla.row_losses(statistics, rows.coefficients, rows.class_weight_sum)
+        losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
         loss = _loss.reduced(losses, options, tokens_shape)
-    return (loss, _loss.metrics(statistics, rows, options, tokens_shape)) if return_metrics else loss
-
-
-def _fast_loss(hidden, weight, bias, class_weights, labels, rows, decision):
-    h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
-        hidden, weight, bias, class_weights, rows.class_weight_sum, labels, *rows.coefficients
-    )
-    return _summed_loss(h, w, b, rows_xla.Coefficients(*coefficients), c, c_sum, y, decision)
+    return (loss, _loss.metrics(statistics, terms, options, tokens_shape)) if return_metrics else loss

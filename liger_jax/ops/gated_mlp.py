@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,33 +11,42 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, glu
+from liger_jax.ops import _checks, _explicit, _mesh, glu
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Choice, Implementation, Kernel, Kernels
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu, triton, xla
 from liger_jax.pallas_kernels.glu import formulas as glu_formulas
 
 _OP = "gated_mlp"
 _OPS = {"silu": glu.swiglu, "gelu_tanh": glu.geglu, "gelu": functools.partial(glu.geglu, approximate=False)}
-_KERNELS = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
-KEPT = "kept_of_gated_mlp"  # `checkpoint_name` of up, which on Hopper is no plain product
+_MODULES = {"xla": xla, "triton": triton, "mosaic_gpu": mosaic_gpu}
+# `checkpoint_name` of x · up_kernel, for remat policies that keep products: on Hopper it comes out of our kernel, and
+# such a policy does not see a product.
+UP_PROJECTION = "up_projection"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What is compiled: the activation, a kernel for each direction, whether gate and up are made again, precision."""
+    """What is compiled.
 
+    Attributes:
+        forward: the kernel of up and the gated product.
+        backward: the kernel of the gradients of gate and up, and of the gated product.
+        activation: as `gated_mlp` takes it.
+        recomputed: as `gated_mlp` takes it.
+        precision: of the products.
+        backward_is_xla: whether the compiler makes what `backward` does.
+    """
+
+    forward: Kernel
+    backward: Kernel
     activation: str
-    forward: str
-    backward: str
     recomputed: bool
     precision: Any
-
-    def run(self, choice: str, function: str, *arrays: jax.Array, **static: Any) -> Any:
-        kernel = _dispatch.bind(_OP, _KERNELS, choice, function)
-        return kernel(*arrays, activation=self.activation, precision=self.precision, **static)
+    backward_is_xla: bool
 
     def times(self, x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
-        """x (..., D) by that axis of a kernel."""
+        """The product of x (..., D) and that axis of a kernel."""
         return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (axis,)), ((), ())), precision=self.precision)
 
     def kernel_gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
@@ -47,16 +55,16 @@ class _Options:
         return jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), precision=self.precision)
 
     def after(self, done: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The arrays, for work that starts when what is done has let go of what it reads.
+        """The arrays, for work that must not start before `done` is made and the memory that it was made from is free.
 
-        Only on one device: between devices, a gradient's sum would be waited for.
+        XLA's backward has no such order: on several devices, a gradient's sum over devices would be waited for.
         """
-        return arrays if self.backward == "xla" else jax.lax.optimization_barrier((arrays, done))[0]
+        return arrays if self.backward_is_xla else jax.lax.optimization_barrier((arrays, done))[0]
 
 
 def _forward(x, gate_kernel, up_kernel, down_kernel, options):
     gate = options.times(x, gate_kernel)
-    up, h = options.run(options.forward, "up_and_product", x, up_kernel, gate)
+    up, h = options.forward.run(*options.forward.guarded(x, up_kernel, gate))
     return options.times(h, down_kernel), gate, up
 
 
@@ -70,24 +78,24 @@ def _forward_rule(*primals_and_options):
     # As in the fused loss, a residual's shape tells which gradients are wanted.
     needs = [jnp.zeros(int(primal.perturbed)) for primal in primals]
     x, *kernels = (primal.value for primal in primals)
-    y, gate, up = _forward(x, *kernels, options)
+    y, gate, up = _forward(x, *kernels, options=options)
     if options.recomputed:
         return y, (needs, x, None, None, *kernels)
     kept = x if primals[1].perturbed or primals[2].perturbed else jnp.zeros(0, x.dtype)
-    return y, (needs, kept, gate, checkpoint_name(up, KEPT), *kernels)
+    return y, (needs, kept, gate, checkpoint_name(up, UP_PROJECTION), *kernels)
 
 
 def _backward_rule(options, residuals, dy):
     shapes, x, gate, up, *kernels = residuals
     needs = [shape.size == 1 for shape in shapes]
     if options.recomputed:
-        return _gradients_in_halves(needs, x, *kernels, dy, options)
-    return _gradients(needs, x, gate, up, *kernels, dy, options)
+        return _gradients_in_halves(needs, x, *kernels, dy=dy, options=options)
+    return _gradients(needs, x, gate, up, *kernels, dy=dy, options=options)
 
 
 def _gradients_in_halves(needs, x, gate_kernel, up_kernel, down_kernel, dy, options):
     """Makes gate and up again, and what follows from them, for one half of F after the other: half the memory."""
-    middle = 0 if options.backward == "xla" else _middle(x, gate_kernel)
+    middle = 0 if options.backward_is_xla else _middle(x, gate_kernel)
     halves = []
     for half in (slice(middle), slice(middle, None)) if middle else (slice(None),):
         # The compiler takes gate and up for the forward's without the barrier, and both halves at a time.
@@ -111,8 +119,7 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
         h = glu_formulas.product(gate, up, activation=options.activation)
         return None, None, None, options.kernel_gradient(h, dy)
     # The order lets the gated product's array go first, then x. Where down_kernel is frozen, XLA alone leaves h out.
-    arrays, in_place = (dy, down_kernel, gate, up), options.recomputed
-    dgate, dup, h = options.run(options.backward, "gradients_and_product", *arrays, in_place=in_place)
+    dgate, dup, h = options.backward.run(*options.backward.guarded(dy, down_kernel, gate, up))
     if by_down:
         ddown_kernel = options.kernel_gradient(h, dy)
         dgate, dup = options.after(ddown_kernel, dgate, dup)
@@ -146,7 +153,7 @@ def gated_mlp(
     activation: str = "silu",
     recomputed: bool = False,
     precision: jax.lax.PrecisionLike = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch D"]:
     """The gated feed-forward without biases: y = (act(x · gate_kernel) · (x · up_kernel)) · down_kernel.
 
@@ -167,7 +174,7 @@ def gated_mlp(
         recomputed: whether the backward makes gate and up again rather than keep them: large ones in two halves of F,
             if a Pallas kernel makes their gradients, for half the memory. A `jax.checkpoint` around the op then has no
             product to make again. Where its policy is to keep products, this is False; up, no plain product on Hopper,
-            is kept by its `checkpoint_name`, "kept_of_gated_mlp".
+            is kept by its `checkpoint_name`, "up_projection".
         precision: of the products; None for `jax.default_matmul_precision`.
         implementation: of what lies between the products: None for the platform's default, or "xla", "triton",
             "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
@@ -194,20 +201,36 @@ def gated_mlp(
         gated = _OPS[activation](dot(x, gate_kernel), dot(x, up_kernel), implementation=implementation)
         return dot(gated, down_kernel)
     forward, backward = _choose(x, up_kernel, activation, recomputed, implementation)
-    options = _Options(activation, forward, backward, recomputed, _dispatch.current_precision(precision))
+    precision = _checks.current_precision(precision)
+    static = {"activation": activation, "precision": precision}
+    options = _Options(
+        forward.kernel("up_and_product", **static),
+        backward.kernel("gradients_and_product", **static, in_place=recomputed),
+        activation,
+        recomputed,
+        precision,
+        backward_is_xla=backward.name == "xla",
+    )
     return _gated_mlp(*_mesh.align_varying(*arrays), options)
 
 
-def _choose(x, up_kernel, activation, recomputed, implementation) -> Iterator[str]:
-    """A kernel for the forward, and one for the backward."""
-    before = glu.DEFAULTS["swiglu" if activation == "silu" else "geglu"].get("gpu", ())
+def _choose(x, up_kernel, activation, recomputed, implementation) -> tuple[Choice, Choice]:
+    """The implementations of the forward and of the backward."""
+    glu_kernels = glu.KERNELS["swiglu" if activation == "silu" else "geglu"]
+    forward, backward = list(glu_kernels.defaults.get("gpu", ())), ["triton"]
     is_large = config.is_large(math.prod(x.shape[:-1]), up_kernel.shape[1])
-    up_on_hopper = is_large and x.shape[-1] <= config.DEEPEST_UP
-    # Hopper's kernel writes beside gate and up, Triton's pass over them: in halves 2.5·F a token, whole 5·F, and 3·F.
-    gradients_on_hopper = _middle(x, up_kernel) > 0 if recomputed else is_large
-    hopper = ("mosaic_gpu",)
-    for names in (*(hopper * up_on_hopper), *before), (*(hopper * gradients_on_hopper), "triton"):
-        yield _dispatch.choose(_OP, _KERNELS, {"gpu": names}, implementation, x, up_kernel, activation=activation)
+    if is_large and x.shape[-1] <= config.DEEPEST_UP:
+        forward.insert(0, "mosaic_gpu")
+    # Hopper's kernel writes beside gate and up, Triton's pass over them. So a token takes 2.5·F numbers in halves and
+    # 5·F as a whole on Hopper, and 3·F in Triton.
+    if _middle(x, up_kernel) > 0 if recomputed else is_large:
+        backward.insert(0, "mosaic_gpu")
+
+    def choose(names: list[str]) -> Choice:
+        kernels = Kernels(_OP, _MODULES, defaults={"gpu": tuple(names)})
+        return kernels.choose(implementation, x, up_kernel, activation=activation)
+
+    return choose(forward), choose(backward)
 
 
 def _checked(activation, x, gate_kernel, up_kernel, down_kernel) -> tuple[Any, ...]:

@@ -2,46 +2,37 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.glu import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
 # can only lose.
-_KERNELS = {"xla": xla, "triton": triton}
+_MODULES = {"xla": xla, "triton": triton}
 # Forward and backward at 16384 × 8192 in bf16 on an H200: swiglu 502 µs in XLA and 494 in Triton, geglu 512 and 499
 # (benchmarks/results/glu.md). Inside a model XLA makes swiglu anew in the pass that makes its gradients.
-DEFAULTS: dict[str, dict[str, tuple[str, ...]]] = {"swiglu": {}, "geglu": {"gpu": ("triton",)}}
+KERNELS = {
+    "swiglu": Kernels("swiglu", _MODULES),
+    "geglu": Kernels("geglu", _MODULES, defaults={"gpu": ("triton",)}),
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What the kernel is compiled for."""
-
-    op: str
-    activation: str
-    choice: str
-
-    def run(self, function: str, *arrays: jax.Array | None) -> Any:
-        return _dispatch.bind(self.op, _KERNELS, self.choice, function)(*arrays, activation=self.activation)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _gated(gate, up, forward, backward):
+    return forward.run(*forward.guarded(gate, up))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gated(gate, up, options):
-    return options.run("forward", gate, up)
+def _forward_rule(gate, up, forward, backward):
+    return forward.run(*forward.guarded(gate, up)), (gate, up)
 
 
-def _forward_rule(gate, up, options):
-    return options.run("forward", gate, up), (gate, up)
-
-
-def _backward_rule(options, residuals, dy):
-    return options.run("backward", dy, *residuals)
+def _backward_rule(forward, backward, residuals, dy):
+    return backward.run(*backward.guarded(dy, *residuals))
 
 
 _gated.defvjp(_forward_rule, _backward_rule)
@@ -51,7 +42,7 @@ def swiglu(
     gate: Float[ArrayLike, "*batch gates"],
     up: Float[ArrayLike, "*batch F"] | None = None,
     *,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch F"]:
     """The gated linear unit of LLaMA's feed-forward layer: y = silu(gate) · up, with silu(x) = x·σ(x).
 
@@ -91,7 +82,7 @@ def geglu(
     up: Float[ArrayLike, "*batch F"] | None = None,
     *,
     approximate: bool = True,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch F"]:
     """The gated linear unit of Gemma's feed-forward layer: y = gelu(gate) · up.
 
@@ -133,9 +124,7 @@ def geglu(
     return _glu("geglu", gate, up, "gelu_tanh" if approximate else "gelu", implementation)
 
 
-def _glu(
-    op: str, gate: ArrayLike, up: ArrayLike | None, activation: str, implementation: _dispatch.Implementation
-) -> jax.Array:
+def _glu(op: str, gate: ArrayLike, up: ArrayLike | None, activation: str, implementation: Implementation) -> jax.Array:
     gate, up = _checks.floating(op, gate=gate, up=up)
     _checks.check_shape(op, "up", up, gate.shape, "gate and up are multiplied element by element")
     if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
@@ -147,7 +136,10 @@ def _glu(
     if (spec := _explicit.row_spec(gate) if up is None else _explicit.spec_of_explicit(gate)) is not None:
         local = functools.partial(_glu, op, activation=activation, implementation=implementation)
         return _explicit.on_rows(op, local, spec, (gate, up))
-    defaults = {} if up is None else DEFAULTS[op]  # one array of both: not measured
-    choice = _dispatch.choose(op, _KERNELS, defaults, implementation, gate, up, activation=activation)
+    kernels = KERNELS[op]
+    if up is None:  # not measured for one array of both: XLA
+        kernels = dataclasses.replace(kernels, defaults={})
+    choice = kernels.choose(implementation, gate, up, activation=activation)
     gate, up = _mesh.align_varying(gate, up)
-    return _gated(gate, up, _Options(op, activation, choice))
+    forward, backward = (choice.kernel(direction, activation=activation) for direction in ("forward", "backward"))
+    return _gated(gate, up, forward, backward)

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _mesh
+from liger_jax.ops import _checks, _mesh
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import group_norm as xla
 
 _OP = "group_norm"
 # No kernel: a group need not fit registers, and XLA reads x no more often than the formula does.
-_KERNELS = {"xla": xla}
+_KERNELS = Kernels(_OP, {"xla": xla})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -40,7 +41,7 @@ def group_norm(
     num_groups: int,
     eps: float = 1e-6,
     channel_axis: int = 1,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "B *axes"]:
     """Normalises each example's channels in groups: y = (x − mean) / sqrt(var + eps) · scale + bias.
 
@@ -88,7 +89,7 @@ def group_norm(
             f"{_OP}: num_groups={num_groups} does not divide the {channels} channels on x's axis {channel_axis}; "
             "pass a divisor, or another channel_axis."
         )
-    _dispatch.choose(_OP, _KERNELS, {}, implementation, x, scale, bias)
+    _KERNELS.choose(implementation, x, scale, bias)
     axis = channel_axis % x.ndim
     groups = (num_groups, channels // num_groups)
     columns = (None if column is None else column.reshape(groups) for column in (scale, bias))

@@ -1,6 +1,5 @@
 """Layer normalisation."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,43 +7,32 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
+from liger_jax.ops import _checks, _explicit, _mesh, _rows
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import layer_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
 
 _OP = "layer_norm"
-_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
-_DEFAULTS = {"gpu": ("triton",)}
-# Forward, backward; measured, benchmarks/results/row_tiles.md. Triton is faster forward at 8,192 with float32 scales.
-_WIDE, _WIDE_OF_FLOAT32 = (8192, 2304), (9216, 2304)
+_KERNELS = Kernels(_OP, backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu"), defaults={"gpu": ("triton",)})
+# Forward and backward; measured, benchmarks/results/row_tiles.md. At 8,192 columns with float32 scales Triton's forward
+# is faster.
+_HOPPER_WIDTHS, _HOPPER_WIDTHS_WITH_FLOAT32_SCALE = (8192, 2304), (9216, 2304)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What the kernels are compiled for, and which ones they are."""
-
-    eps: float
-    forward: str
-    backward: str
-
-    def run(self, function: str, *arrays: Any):
-        return _dispatch.bind(_OP, _KERNELS, getattr(self, function), function)(*arrays, eps=self.eps)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _layer_norm(x, scale, bias, forward, backward) -> Any:
+    return forward.run(*forward.guarded(x, scale, bias))[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _layer_norm(x, scale, bias, options) -> Any:
-    return _forward_rule(x, scale, bias, options)[0]
-
-
-def _forward_rule(x, scale, bias, options):
-    # x̂ is cheaper to make again than to read. Of the bias, only its dtype is needed.
-    y, sums = options.run("forward", x, scale, bias)
+def _forward_rule(x, scale, bias, forward, backward):
+    # x̂ is cheaper to make again than to read. The bias is kept for its dtype.
+    y, sums = forward.run(*forward.guarded(x, scale, bias))
     return y, (x, scale, bias, sums)
 
 
-def _backward_rule(options, residuals, dy):
-    return options.run("backward", dy, *residuals)
+def _backward_rule(forward, backward, residuals, dy):
+    return backward.run(*backward.guarded(dy, *residuals))
 
 
 _layer_norm.defvjp(_forward_rule, _backward_rule)
@@ -56,7 +44,7 @@ def layer_norm(
     bias: Float[ArrayLike, " D"] | None = None,
     *,
     eps: float = 1e-6,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch D"]:
     """Normalises the last axis by its mean and variance: y = (x − mean(x)) / sqrt(var(x) + eps) · scale + bias.
 
@@ -93,7 +81,9 @@ def layer_norm(
         op = functools.partial(layer_norm, eps=eps, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (scale, bias))
     rows = x.reshape(-1, x.shape[-1])
-    wide = _WIDE if scale is None or scale.dtype.itemsize < 4 else _WIDE_OF_FLOAT32
-    kernels = _rows.choose(_OP, _KERNELS, _DEFAULTS, implementation, rows, scale, bias, wide=wide)
-    y = _layer_norm(*_mesh.align_varying(rows, scale, bias), _Options(float(eps), *kernels))
+    is_float32 = scale is not None and scale.dtype.itemsize >= 4
+    widths = _HOPPER_WIDTHS_WITH_FLOAT32_SCALE if is_float32 else _HOPPER_WIDTHS
+    forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, bias, hopper_widths=widths)
+    kernels = forward.kernel("forward", eps=float(eps)), backward.kernel("backward", eps=float(eps))
+    y = _layer_norm(*_mesh.align_varying(rows, scale, bias), *kernels)
     return jnp.reshape(y, x.shape)

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import poly_norm as xla
 
 _OP = "poly_norm"
 # No kernel yet: XLA, with nothing kept but the inputs.
-_KERNELS = {"xla": xla}
+_KERNELS = Kernels(_OP, {"xla": xla})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -37,7 +38,7 @@ def poly_norm(
     bias: Float[ArrayLike, ""] | None = None,
     *,
     eps: float = 1e-6,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch D"]:
     """A polynomial activation of normalised powers: y = w₀·norm(x³) + w₁·norm(x²) + w₂·norm(x) + bias.
 
@@ -74,5 +75,5 @@ def poly_norm(
     if (spec := _explicit.row_spec(x)) is not None:
         op = functools.partial(poly_norm, eps=eps, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (weight, bias))
-    _dispatch.choose(_OP, _KERNELS, {}, implementation, x, weight, bias)
+    _KERNELS.choose(implementation, x, weight, bias)
     return _poly_norm(*_mesh.align_varying(x, weight, bias), float(eps))

@@ -1,36 +1,35 @@
 """Squared rectifier."""
 
-import functools
-
 import jax
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch
+from liger_jax.ops import _checks
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.relu_squared import xla
 
 # No kernel: XLA fuses an elementwise op of one array into its neighbours, and a kernel's own pass over memory can only
 # lose.
-_KERNELS = {"xla": xla}
+_KERNELS = Kernels("relu_squared", {"xla": xla})
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _relu_squared(x, choice):
-    return _dispatch.bind("relu_squared", _KERNELS, choice, "forward")(x)
+@jax.custom_vjp
+def _relu_squared(x):
+    return xla.forward(x)
 
 
-def _forward_rule(x, choice):
-    return _dispatch.bind("relu_squared", _KERNELS, choice, "forward")(x), x
+def _forward_rule(x):
+    return xla.forward(x), x
 
 
-def _backward_rule(choice, x, dy):
-    return (_dispatch.bind("relu_squared", _KERNELS, choice, "backward")(dy, x),)
+def _backward_rule(x, dy):
+    return (xla.backward(dy, x),)
 
 
 _relu_squared.defvjp(_forward_rule, _backward_rule)
 
 
-def relu_squared(x: Float[ArrayLike, "..."], *, implementation: _dispatch.Implementation = None) -> Float[Array, "..."]:
+def relu_squared(x: Float[ArrayLike, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
     """The squared rectifier of Primer's and Nemotron's feed-forward layers: y = max(x, 0)².
 
     Value and gradient are computed in float32 and rounded once. Only `x` is kept for the backward pass. There is no
@@ -56,4 +55,5 @@ def relu_squared(x: Float[ArrayLike, "..."], *, implementation: _dispatch.Implem
         So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021 (arXiv:2109.08668).
     """
     (x,) = _checks.floating("relu_squared", x=x)
-    return _relu_squared(x, _dispatch.choose("relu_squared", _KERNELS, {}, implementation, x))
+    _KERNELS.choose(implementation, x)
+    return _relu_squared(x)

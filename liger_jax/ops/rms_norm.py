@@ -1,6 +1,5 @@
 """Root-mean-square layer normalisation."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,45 +7,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh, _rows
+from liger_jax.ops import _checks, _explicit, _mesh, _rows
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import rms_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
 
-_KERNELS = backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu")
-_DEFAULTS = {"gpu": ("triton",), "tpu": ("mosaic_tpu",)}
-_WIDE = (9216, 2560)  # forward and backward; measured, benchmarks/results/row_tiles.md
+_KERNELS = Kernels(
+    "rms_norm",
+    backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu"),
+    defaults={"gpu": ("triton",), "tpu": ("mosaic_tpu",)},
+)
+_HOPPER_WIDTHS = (9216, 2560)  # forward and backward; measured, benchmarks/results/row_tiles.md
 CASTING_MODES = ("llama", "gemma", "none")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What the kernels are compiled for, and which ones they are."""
-
-    eps: float
-    offset: float
-    casting_mode: str
-    forward: str
-    backward: str
-
-    def run(self, function: str, *arrays: Any, **options: str):
-        kernel = _dispatch.bind("rms_norm", _KERNELS, getattr(self, function), function)
-        return kernel(*arrays, eps=self.eps, offset=self.offset, **options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rms_norm(x, scale, forward, backward) -> Any:
+    return forward.run(*forward.guarded(x, scale))[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rms_norm(x, scale, options) -> Any:
-    return _forward_rule(x, scale, options)[0]
-
-
-def _forward_rule(x, scale, options):
+def _forward_rule(x, scale, forward, backward):
     # x̂ is cheaper to make again than to read.
-    y, sums = options.run("forward", x, scale, casting_mode=options.casting_mode)
+    y, sums = forward.run(*forward.guarded(x, scale))
     return y, (x, scale, sums)
 
 
-def _backward_rule(options, residuals, dy):
-    return options.run("backward", dy, *residuals)
+def _backward_rule(forward, backward, residuals, dy):
+    return backward.run(*backward.guarded(dy, *residuals))
 
 
 _rms_norm.defvjp(_forward_rule, _backward_rule)
@@ -59,7 +47,7 @@ def rms_norm(
     eps: float = 1e-6,
     offset: float = 0.0,
     casting_mode: str = "llama",
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch D"]:
     """Normalises the last axis by its root mean square: y = x / sqrt(mean(x²) + eps) · (offset + scale).
 
@@ -101,6 +89,7 @@ def rms_norm(
         op = functools.partial(rms_norm, **options)
         return _explicit.on_rows("rms_norm", op, spec, (x,), (scale,))
     rows = x.reshape(-1, x.shape[-1])
-    kernels = _rows.choose("rms_norm", _KERNELS, _DEFAULTS, implementation, rows, scale, wide=_WIDE)
-    options = _Options(float(eps), float(offset), casting_mode, *kernels)
-    return jnp.reshape(_rms_norm(*_mesh.align_varying(rows, scale), options), x.shape)
+    forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, hopper_widths=_HOPPER_WIDTHS)
+    options = {"eps": float(eps), "offset": float(offset)}
+    kernels = forward.kernel("forward", **options, casting_mode=casting_mode), backward.kernel("backward", **options)
+    return jnp.reshape(_rms_norm(*_mesh.align_varying(rows, scale), *kernels), x.shape)

@@ -1,6 +1,5 @@
 """Rotary position embedding."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -8,45 +7,35 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _mesh
+from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.rope import triton, xla
 
 # No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
 # can only lose.
-_KERNELS = {"xla": xla, "triton": triton}
+_MODULES = {"xla": xla, "triton": triton}
 # Forward and backward at 8 × 2048 × 32/8 × 64 in bf16 on an H200: 96 µs in XLA and 90 in Triton, × 128 172 and 176
 # (benchmarks/results/rope.md). Inside a model XLA reads q and k out of the projections' common result. Of three tables
 # (28/4 × 128) 174 and 153.
-_DEFAULTS: dict[str, dict[str, tuple[str, ...]]] = {"apply_rope": {}, "apply_mrope": {"gpu": ("triton",)}}
+_KERNELS = {
+    "apply_rope": Kernels("apply_rope", _MODULES),
+    "apply_mrope": Kernels("apply_mrope", _MODULES, defaults={"gpu": ("triton",)}),
+}
 _LAYOUTS = ("half", "interleaved")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What the kernel is compiled for."""
-
-    op: str
-    layout: str
-    sections: tuple[int, ...] | None  # of each head's pairs, if the tables are three
-    choice: str
-
-    def run(self, *arrays: jax.Array, inverse: bool):
-        rotate = _dispatch.bind(self.op, _KERNELS, self.choice, "rotate")
-        return rotate(*arrays, inverse=inverse, layout=self.layout, sections=self.sections)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _rotate(q, k, cos, sin, forward, backward):
+    return forward.run(*forward.guarded(q, k, cos, sin))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _rotate(q, k, cos, sin, options):
-    return options.run(q, k, cos, sin, inverse=False)
+def _forward_rule(q, k, cos, sin, forward, backward):
+    return forward.run(*forward.guarded(q, k, cos, sin)), (cos, sin)
 
 
-def _forward_rule(q, k, cos, sin, options):
-    return options.run(q, k, cos, sin, inverse=False), (cos, sin)
-
-
-def _backward_rule(options, residuals, cotangents):
-    return *options.run(*cotangents, *residuals, inverse=True), None, None
+def _backward_rule(forward, backward, residuals, cotangents):
+    return *backward.run(*backward.guarded(*cotangents, *residuals)), None, None
 
 
 _rotate.defvjp(_forward_rule, _backward_rule)
@@ -59,7 +48,7 @@ def apply_rope(
     sin: Float[ArrayLike, "_ T R"],
     *,
     layout: str = "half",
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
     """Rotates queries and keys by their positions: (x₁, x₂)·cos + (−x₂, x₁)·sin.
 
@@ -107,7 +96,7 @@ def apply_mrope(
     *,
     sections: Sequence[int],
     layout: str = "half",
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
     """Rotates queries and keys by three positions each, of time, height and width: Qwen2-VL's multimodal RoPE.
 
@@ -173,8 +162,9 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
         local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=implementation)
         specs = spec, of_keys, of_table, of_table
         return _explicit.on_parts(op, local, (q, k, cos, sin), specs, specs[:2])
-    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS[op], implementation, q, k, cos, sin, layout=layout)
-    return _rotate(*_mesh.align_varying(q, k, cos, sin), _Options(op, layout, sections, choice))
+    choice = _KERNELS[op].choose(implementation, q, k, cos, sin, layout=layout)
+    kernels = (choice.kernel("rotate", inverse=inverse, layout=layout, sections=sections) for inverse in (False, True))
+    return _rotate(*_mesh.align_varying(q, k, cos, sin), *kernels)
 
 
 def _check_shapes(op: str, q: jax.Array, k: jax.Array, table_shape: tuple[int, ...]) -> None:

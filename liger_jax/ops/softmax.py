@@ -1,50 +1,39 @@
 """Softmax and sparsemax."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _dispatch, _explicit
+from liger_jax.ops import _checks, _explicit
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.softmax import triton, xla
 
-_KERNELS = {"xla": xla, "triton": triton}
-_DEFAULTS: dict[str, tuple[str, ...]] = {}  # the Triton kernels are not measured
+_MODULES = {"xla": xla, "triton": triton}  # Triton is not measured, and so it is nowhere the default
+_KERNELS = {op: Kernels(op, _MODULES) for op in ("softmax", "sparsemax")}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What the kernel is compiled for."""
-
-    kind: str
-    choice: str
-
-    def run(self, function: str, *arrays: jax.Array):
-        return _dispatch.bind(self.kind, _KERNELS, self.choice, function)(*arrays, kind=self.kind)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _probabilities(x, forward, backward):
+    return forward.run(*forward.guarded(x))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _probabilities(x, options):
-    return options.run("forward", x)
-
-
-def _forward_rule(x, options):
-    y = options.run("forward", x)
+def _forward_rule(x, forward, backward):
+    y = forward.run(*forward.guarded(x))
     return y, y
 
 
-def _backward_rule(options, y, dy):
-    return (options.run("backward", dy, y),)
+def _backward_rule(forward, backward, y, dy):
+    return (backward.run(*backward.guarded(dy, y)),)
 
 
 _probabilities.defvjp(_forward_rule, _backward_rule)
 
 
 def softmax(
-    x: Float[ArrayLike, "..."], *, axis: int = -1, implementation: _dispatch.Implementation = None
+    x: Float[ArrayLike, "..."], *, axis: int = -1, implementation: Implementation = None
 ) -> Float[Array, "..."]:
     """Makes probabilities of scores: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
 
@@ -76,7 +65,7 @@ def softmax(
 
 
 def sparsemax(
-    x: Float[ArrayLike, "..."], *, axis: int = -1, implementation: _dispatch.Implementation = None
+    x: Float[ArrayLike, "..."], *, axis: int = -1, implementation: Implementation = None
 ) -> Float[Array, "..."]:
     """Makes probabilities of scores, most of them 0: y_i = max(x_i − τ, 0), with τ such that Σ_j y_j = 1 along an axis.
 
@@ -110,7 +99,7 @@ def sparsemax(
     return _along_axis("sparsemax", x, axis, implementation)
 
 
-def _along_axis(op: str, x: ArrayLike, axis: int, implementation: _dispatch.Implementation) -> jax.Array:
+def _along_axis(op: str, x: ArrayLike, axis: int, implementation: Implementation) -> jax.Array:
     (x,) = _checks.floating(op, x=x)
     if not -x.ndim <= axis < x.ndim:
         cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
@@ -119,5 +108,6 @@ def _along_axis(op: str, x: ArrayLike, axis: int, implementation: _dispatch.Impl
     if (spec := _explicit.row_spec(rows)) is not None:
         local = functools.partial(_along_axis, op, axis=-1, implementation=implementation)
         return jnp.moveaxis(_explicit.on_rows(op, local, spec, (rows,)), -1, axis)
-    choice = _dispatch.choose(op, _KERNELS, _DEFAULTS, implementation, rows, kind=op)
-    return jnp.moveaxis(_probabilities(rows, _Options(op, choice)), -1, axis)
+    choice = _KERNELS[op].choose(implementation, rows, kind=op)
+    kernels = choice.kernel("forward", kind=op), choice.kernel("backward", kind=op)
+    return jnp.moveaxis(_probabilities(rows, *kernels), -1, axis)

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from liger_jax.models import auto, checkpoint, config_json
+from liger_jax.models import auto
+from liger_jax.models.hugging_face import checkpoint, config_json
 
 # What config.json says, as far as the planner's numbers follow from it.
 _LLAMA_2 = dict(model_type="llama", max_position_embeddings=4096)

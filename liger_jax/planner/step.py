@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions
-from liger_jax.models.remat import Remat, loss_budget_bytes
+from liger_jax.models.core.remat import Remat, loss_budget_bytes
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target

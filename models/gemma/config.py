@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from liger_jax.models.llama import LlamaConfig
+from liger_jax.models.core.config import LlamaConfig
 from liger_jax.ops import RopeScaling
 
 

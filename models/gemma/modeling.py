@@ -7,8 +7,8 @@ in Gemma 2 softcaps of scores and logits, in Gemma 3 norms of queries and keys a
 from flax import nnx
 from jaxtyping import Array, Float
 
-from liger_jax.models.blocks import Blocks
 from liger_jax.models.causal_lm import CausalLM
+from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.gemma.config import Gemma2Config, Gemma3TextConfig, GemmaConfig
 from liger_jax.models.gemma.params import GEMMA, GEMMA2, GEMMA3
 from liger_jax.models.llama.modeling import LlamaLayer

@@ -3,9 +3,9 @@
 from flax import nnx
 from jaxtyping import Array, Float
 
-from liger_jax.models.blocks import Blocks
 from liger_jax.models.causal_lm import CausalLM
-from liger_jax.models.llama.config import LlamaConfig
+from liger_jax.models.core.blocks import Blocks
+from liger_jax.models.core.config import LlamaConfig
 from liger_jax.models.llama.params import FIXED
 
 

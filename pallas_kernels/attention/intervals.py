@@ -169,7 +169,7 @@ class Tile:
     @classmethod
     def read(cls, table_ref: Any, entry: Any, head: Any) -> "Tile":
         """The tile of a head at an entry of the flat table."""
-        return cls(*[table_ref[entry * COLUMNS + i] for i in range(COLUMNS)], head)
+        return cls(*[table_ref[entry * COLUMNS + i] for i in range(COLUMNS)], head=head)
 
     @property
     def num_masked(self) -> Any:

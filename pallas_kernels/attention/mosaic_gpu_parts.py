@@ -97,7 +97,7 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What a warpgroup's 64 rows see of a tile's columns; ids of columns are compared so seldom that no ring has them."""
+    """What a warpgroup's 64 rows see of a tile's columns. Ids are compared so seldom that no ring has them."""
 
     tile: Tile
     columns: int

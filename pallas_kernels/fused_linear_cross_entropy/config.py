@@ -11,7 +11,7 @@ from liger_jax.pallas_kernels._hopper_product import ROWS, Tiles
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
-Typed = jax.Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
+Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 
 
 class Inputs(NamedTuple):
@@ -42,17 +42,17 @@ class Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LinearOptions:
-    """Static options.
+    """What the kernels are compiled for.
 
-    `mode` is "fast" or "lean"; until there is a plan it may be "auto". `chunk_size` counts tokens in mode "fast", and
-    vocabulary entries in mode "lean".
+    Mode and chunk size are the plan's (liger_jax/ops/loss_plan.py). Before there is a plan, `unsupported` gets the
+    caller's mode, which may be "auto".
     """
 
     logit: LogitOptions
     weight_layout: str  # "vd" or "dv"
     precision: jax.lax.PrecisionLike
-    mode: str
-    chunk_size: int
+    mode: str  # "fast" or "lean"
+    chunk_size: int  # tokens in a chunk ("fast"), vocabulary entries in a slice ("lean")
 
     @property
     def vocab_dim(self) -> int:
@@ -130,20 +130,15 @@ def mosaic_gpu_rounds(tiles: Tiles, rows: int, columns: int) -> float:
     return cost * cdiv(cdiv(rows, ROWS) * cdiv(columns, tiles.columns), NUM_CORES) * tiles.columns
 
 
-def mosaic_gpu_vocab_slice(n: int, d: int, itemsize: int) -> int:
-    """How many vocabulary entries a slice of the lean mode has: up to 72 MiB of du, and few cores idle in its products.
+def mosaic_gpu_entry_cost(n: int, d: int, size: int) -> float:
+    """What a vocabulary entry costs the gradients of the lean mode, in slices of so many entries.
 
-    The size with the least cost an entry is taken. The cost is the columns that a core goes through times the depth of
-    the product, which is D for du and N for dW.
+    For each of du and dW that is the columns that a core goes through times the product's depth, which is D for du and
+    N for dW.
     """
-
-    def cost_per_entry(size: int) -> float:
-        du = mosaic_gpu_rounds(mosaic_gpu_tiles(d, n, size), n, size) * d
-        dw = mosaic_gpu_rounds(mosaic_gpu_tiles(n, size, d), size, d) * n
-        return (du + dw) / size
-
-    most = max(4096, 72 * 2**20 // (itemsize * max(n, 1)) // 256 * 256)
-    return min(range(4096, min(most, 16384) + 1, 256), key=lambda size: (cost_per_entry(size), size))
+    du = mosaic_gpu_rounds(mosaic_gpu_tiles(d, n, size), n, size) * d
+    dw = mosaic_gpu_rounds(mosaic_gpu_tiles(n, size, d), size, d) * n
+    return (du + dw) / size
 
 
 def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:

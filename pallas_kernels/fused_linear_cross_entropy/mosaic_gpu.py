@@ -146,7 +146,8 @@ def gradients_in_forward(
         if needs.weight and in_bytes:
             is_last = jnp.asarray(start + size == padded, jnp.int32)
             which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)  # else 0
-            dweight = kernels.add_to_sum(*dweight, du, part.hidden, which[None], options)
+            high, low = dweight
+            dweight = kernels.add_to_sum(high, low, du, part.hidden, which[None], options)
         elif needs.weight and one_chunk:
             dweight = formulas.weight_gradient(du, part.hidden, options, dtypes.weight)
         elif needs.weight and _hopper.can_add_in_place(inputs.hidden):

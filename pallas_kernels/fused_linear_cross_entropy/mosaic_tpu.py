@@ -208,7 +208,7 @@ def _logit_gradients_kernel(hidden_ref, weight_ref, rows_ref, *refs, d, options,
                 columns,
                 labels,
                 lse,
-                Cotangents(*g) if len(g) == 3 else Cotangents(*g, None),
+                Cotangents(g[0], g[1], g[2] if len(g) == 3 else None),
                 class_weights,
                 options.logit,
             )

@@ -26,7 +26,7 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
         if array is not None and array.dtype not in (jnp.float32, jnp.bfloat16):
             what = "x" if array is x else "an array"
             return f"the TPU kernel takes float32 and bfloat16, and {what} is {array.dtype}; use 'xla'."
-    if tiles_mosaic_tpu.n_block_size(*x.shape, 4 * x.dtype.itemsize, num_totals=2) == 0:
+    if tiles_mosaic_tpu.n_block_size(*x.shape, itemsizes=4 * x.dtype.itemsize, num_totals=2) == 0:
         return f"16 rows of {x.shape[-1]} elements exceed VMEM; use 'xla'."
     return None
 

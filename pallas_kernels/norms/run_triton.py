@@ -100,8 +100,8 @@ def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int, d: int, tile
         return write(step, row_pieces, all_sums(step, row_pieces, known_sums), totals)
 
     def step_with_next_loaded(i, carry):
-        following = load(i + 1)
-        return following, compute(i, *carry[0], carry[1])
+        following, ((row_pieces, known_sums), totals) = load(i + 1), carry
+        return following, compute(i, row_pieces, known_sums, totals)
 
     kept_vectors = [load_vectors(*piece) for piece in pieces] if tiles.keeps_vectors else []
     totals = [[jnp.zeros((1, tiles.d_block_size), jnp.float32) for _ in refs.totals] for _ in pieces]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.checkpoints import Checkpoints
-from examples.command import UserError
+from examples._lib.checkpoints import Checkpoints
+from examples._lib.command import UserError
 
 STATE, LOG = [jnp.arange(6.0), jnp.ones((), jnp.int32)], {"losses": [3.0]}
 

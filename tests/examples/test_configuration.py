@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from examples import train_llama
-from examples.command import UserError
-from examples.configuration import Training, add_flags, from_flags
+from examples._lib.command import UserError
+from examples._lib.configuration import Training, add_flags, from_flags
 from liger_jax.models import KernelOptions
 
 DEFAULT = Training(batch=8, length=512, steps=10, learning_rate=1e-3)
@@ -41,7 +41,7 @@ def test_flags_choose_the_kernels_of_every_layer(flags, kernels):
     assert training.kernels == kernels
     size = train_llama.SIZES["tiny"]
     model = nnx.eval_shape(lambda: train_llama.make_model(size.model, 64, training))
-    layer = model.model.layers.layers
+    layer = model.model.layers
     parts = model, model.model.norm, layer.input_layernorm, layer.self_attn, layer.mlp
     assert all(part.kernels == kernels for part in parts)
 

@@ -12,7 +12,7 @@ from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from examples import finetune_qwen2
-from examples.command import UserError
+from examples._lib.command import UserError
 from liger_jax.models import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 WORDS = ["one", "two", "three", "four", "five"]

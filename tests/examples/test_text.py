@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from examples import text
-from examples.command import UserError
+from examples._lib import text
+from examples._lib.command import UserError
 
 
 @pytest.fixture

@@ -12,15 +12,13 @@ import warnings
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from examples import memory, report, text, train_llama
-from examples.command import UserError, run
-from examples.configuration import with_loss
-from examples.train_step import nnx_train_step
-from liger_jax.training import make_step
+from examples import train_llama
+from examples._lib import memory, report, text
+from examples._lib.command import UserError, run
+from examples._lib.configuration import with_loss
 
 
 @pytest.fixture(scope="module")
@@ -150,20 +148,6 @@ def test_without_kernels_and_in_micro_batches_it_trains_alike(train, tmp_path):
     assert "fused_linear_cross_entropy=False" in train("--steps=4", "--kernels=off", "--micro-batches=2", out="off").out
     ours, others = (losses_of(tmp_path / out / "checkpoints") for out in ("run", "off"))
     np.testing.assert_allclose(ours, others, rtol=1e-4)
-
-
-def test_both_train_steps_give_the_same_numbers(rng):
-    size = train_llama.SIZES["tiny"]
-    make_model = lambda: train_llama.make_model(size.model, 64, size.training)
-    optimizer = optax.adamw(1e-2)
-    model = make_model()
-    nnx_optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-    graph, params = nnx.split(make_model())
-    state, step = (params, optimizer.init(params)), jax.jit(make_step(graph, optimizer), donate_argnums=0)
-    for _ in range(2):
-        tokens = rng.integers(0, 64, (2, 16)).astype(np.int32)
-        state, loss = step(state, tokens)
-        np.testing.assert_allclose(nnx_train_step(model, nnx_optimizer, jax.numpy.asarray(tokens)), loss, rtol=1e-5)
 
 
 def small_memory(batches, monkeypatch):

@@ -46,7 +46,9 @@ def test_values_and_gradients_are_those_of_the_definition(divergence, reduction,
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_temperature_divides_both_logits_and_nothing_multiplies_it_back(divergence, logits):
-    assert_matches(lambda *a: divergence(*a, temperature=2.5), lambda *a: oracle(divergence, *a, 2.5).mean(), logits)
+    assert_matches(
+        lambda *a: divergence(*a, temperature=2.5), lambda *a: oracle(divergence, *a, temperature=2.5).mean(), logits
+    )
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.9])

@@ -73,7 +73,7 @@ def test_wpo_weighs_by_alignment_without_gradient(rng, where):
     log_probs, squares = np.log(p[..., 3]), np.log((p**2).sum(-1))
     expected = np.exp(((log_probs - squares) * where).sum(1) / where.sum(1))
     arrays = [jnp.asarray(x, jnp.float32) for x in (log_probs, squares)]
-    f = jax.jit(lambda *arrays: wpo_weights(*arrays, jnp.asarray(where)))
+    f = jax.jit(lambda *arrays: wpo_weights(*arrays, where=jnp.asarray(where)))
     close(f(*arrays), expected)
     assert not any(g.any() for g in jax.grad(lambda x: f(*x).sum())(arrays))
 

@@ -186,7 +186,7 @@ def test_kto(loss_type, tokens, rng, torch):
     def ours(x):
         sequences = [losses.sequence_log_probs(y, jnp.asarray(mask)) for y in (x, jnp.asarray(reference))]
         options = dict(beta=0.3, desirable_weight=1.3, undesirable_weight=0.8, loss_type=loss_type)
-        return losses.kto_loss(*sequences, jnp.asarray(desirable), kl=kl, **options).losses.mean()
+        return losses.kto_loss(*sequences, desirable=jnp.asarray(desirable), kl=kl, **options).losses.mean()
 
     def theirs(x):
         self = trainer(

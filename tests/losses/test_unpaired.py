@@ -32,8 +32,9 @@ def ours(log_probs, reference, **options):
 @pytest.mark.parametrize("kl", [[0.5, 3.5, 1.0], [-4.0, 1.0, 0.0]])
 def test_kto_compares_with_the_mean_of_other_log_ratios_clamped_at_0(kl, arrays):
     z = max(0, np.mean(kl))
-    assert_matches(lambda *a: ours(*a, kl=jnp.asarray(kl)), lambda *a: oracle(*a, z), arrays)
-    output = kto_loss(*(jnp.asarray(x, jnp.float32) for x in arrays), jnp.asarray(DESIRABLE), kl=jnp.asarray(kl))
+    assert_matches(lambda *a: ours(*a, kl=jnp.asarray(kl)), lambda *a: oracle(*a, z=z), arrays)
+    log_probs, reference = (jnp.asarray(x, jnp.float32) for x in arrays)
+    output = kto_loss(log_probs, reference, jnp.asarray(DESIRABLE), kl=jnp.asarray(kl))
     close(output.kl, z)
 
 
@@ -45,7 +46,7 @@ def test_a_number_is_a_baseline_and_parts_of_a_batch_share_it(arrays):
     part = lambda rows: (
         kto_loss(
             *(x[rows] for x in arrays),
-            jnp.asarray(DESIRABLE)[rows],
+            desirable=jnp.asarray(DESIRABLE)[rows],
             kl=mean,
             beta=BETA,
             desirable_weight=1.3,
@@ -56,7 +57,7 @@ def test_a_number_is_a_baseline_and_parts_of_a_batch_share_it(arrays):
 
 
 def test_the_unpaired_apo_has_no_baseline(arrays):
-    assert_matches(lambda *a: ours(*a, loss_type="apo_zero_unpaired"), lambda *a: oracle(*a, 0.0), arrays)
+    assert_matches(lambda *a: ours(*a, loss_type="apo_zero_unpaired"), lambda *a: oracle(*a, z=0.0), arrays)
 
 
 def test_baseline_and_rewards_have_no_gradient(arrays):

@@ -8,7 +8,7 @@ def llama_loss(config, params, tokens):
     """Mean of −log p(token | those before); `params` as `nnx.to_pure_dict` of a scanned model's state."""
     model = params["model"]
     x = model["embed_tokens"][tokens]
-    layers = model["layers"]["layers"]
+    layers = model["layers"]
     for i in range(config.num_hidden_layers):
         x = _layer(config, jax.tree.map(lambda leaf, i=i: leaf[i], layers), x)
     x = _norm(x, model["norm"]["scale"], config)

@@ -19,7 +19,7 @@ from liger_jax.models import (
     LlamaConfig,
     Qwen2ForCausalLM,
 )
-from liger_jax.models.remat import loss_budget_bytes
+from liger_jax.models.core.remat import loss_budget_bytes
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 from liger_jax.planner.planning import make_run
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens

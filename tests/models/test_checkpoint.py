@@ -27,10 +27,8 @@ from liger_jax.models import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    config_json,
-    saving,
-    weights,
 )
+from liger_jax.models.hugging_face import config_json, saving, weights
 from liger_jax.models.llama.params import FIXED
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 from tests.models._llama import CONFIG, make_model, random_tokens
@@ -160,12 +158,31 @@ def test_each_parameter_is_read_to_its_shards(kind, scan, tmp_path):
     options = dict(mesh=MESH, partition_specs=specs_by(kind, model), scan_layers=scan)
     found = LlamaForCausalLM.from_pretrained(tmp_path, **options)
     assert_equal_models(found, model)
-    layers = found.model.layers.layers
+    layers = found.model.layers
     kernel = (layers if scan else layers[1]).mlp.up_proj.kernel[...]
     split = P() if kind == "none" else split_last(kernel.shape)
     assert kernel.sharding.is_equivalent_to(NamedSharding(MESH, split), kernel.ndim)
     if kind == "rule":
         assert found.lm_head[...].sharding.is_equivalent_to(NamedSharding(MESH, P(None, ("data", "fsdp"))), 2)
+
+
+@pytest.mark.parametrize(
+    "scan, name",
+    [
+        (True, "model.layers.mlp.up_proj.kernel"),  # all layers of the scan
+        (True, "model.last_layers.2.mlp.up_proj.kernel"),  # the one that its pattern of two leaves over
+        (False, "model.layers.2.mlp.up_proj.kernel"),
+    ],
+)
+def test_a_parameter_s_name_says_layers_once(scan, name, tmp_path):
+    kinds = ("sliding_attention", "full_attention", "sliding_attention")
+    sizes = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG)}
+    config = Qwen2Config(**sizes | dict(num_hidden_layers=3, layer_types=kinds))
+    Qwen2ForCausalLM(config, scan_layers=scan, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    names = []
+    specs = lambda name, shape: names.append(name) or P()
+    Qwen2ForCausalLM.from_pretrained(tmp_path, mesh=MESH, partition_specs=specs, scan_layers=scan)
+    assert name in names and not [name for name in names if name.count("layers") > 1], names
 
 
 def test_of_a_sharded_parameter_parts_are_read_and_each_once(tmp_path, monkeypatch):

@@ -18,9 +18,8 @@ from liger_jax.models import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
-    checkpoint,
-    config_json,
 )
+from liger_jax.models.hugging_face import checkpoint, config_json
 from liger_jax.ops import LinearRope
 
 FAMILIES = {

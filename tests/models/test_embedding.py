@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.models.embedding import embed, embed_tied
+from liger_jax.models.core.embedding import embed, embed_tied
 
 V, D = 37, 8
 

@@ -23,8 +23,8 @@ from liger_jax.models import (
     MistralForCausalLM,
     generate,
 )
-from liger_jax.models.cache import cached_attention
-from liger_jax.models.generation import draw
+from liger_jax.models.core.cache import cached_attention
+from liger_jax.models.core.generation import draw
 from liger_jax.models.llama.modeling import LlamaLayer
 from tests.models import _hugging_face as hugging_face
 from tests.models._llama import CONFIG, make_model, random_tokens
@@ -251,7 +251,7 @@ def test_loss_and_positions_are_as_without_a_cache(rng):
 @pytest.mark.parametrize("options", [dict(window=5, softcap=2.0, scale=0.3), {}], ids=["window", "plain"])
 def test_attention_with_a_cache_is_causal_attention(options, monkeypatch, rng):
     """More queries than one chunk has attend to a cache with room left."""
-    monkeypatch.setattr("liger_jax.models.cache.CHUNK", 8)
+    monkeypatch.setattr("liger_jax.models.core.cache.CHUNK", 8)
     q, k, v = normal(rng, (2, 21, 4, 8), (2, 21, 2, 8), (2, 21, 2, 8))
     order = jnp.broadcast_to(jnp.arange(21), (2, 21))
     longer = lambda x: jnp.pad(x, ((0, 0), (0, 4), (0, 0), (0, 0)), constant_values=9.0)

@@ -35,8 +35,8 @@ def assert_equal_trees(ours, others, tolerance=2e-5):
 def unstacked(state, length):
     """The state of an unrolled model from the scanned one's."""
     pure = nnx.to_pure_dict(state)
-    layers = pure["model"]["layers"].pop("layers")
-    pure["model"]["layers"]["layers"] = {i: jax.tree.map(lambda x, i=i: x[i], layers) for i in range(length)}
+    layers = pure["model"]["layers"]
+    pure["model"]["layers"] = {i: jax.tree.map(lambda x, i=i: x[i], layers) for i in range(length)}
     return pure
 
 
@@ -117,10 +117,10 @@ def test_a_layer_keeps_gate_and_up_but_not_their_product(glu):
     config = dataclasses.replace(CONFIG, num_hidden_layers=1, intermediate_size=72)
     kernels = KernelOptions(glu=glu)
     model = nnx.eval_shape(lambda: make_model(config, kernels=kernels, scan_layers=False))
-    graph, params = nnx.split(model.model.layers)
+    graph, params = nnx.split(model.model)
     x = jax.ShapeDtypeStruct((2, 10, config.hidden_size), jnp.float32)
     table = jnp.ones((1, 10, config.head_dim))
-    layer = lambda x, params: nnx.merge(graph, params)(x, {"full_attention": (table, table, None, None)})
+    layer = lambda x, params: nnx.merge(graph, params).run_layers(x, {"full_attention": (table, table, None, None)})
     kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(layer, *args)[1], x, params))
     assert sum(array.shape == (2, 10, 72) for array in kept) == 2
 

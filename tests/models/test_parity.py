@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from liger_jax.models import AutoModelForCausalLM, Gemma3ForCausalLM
-from liger_jax.models.weights import tensors_of
+from liger_jax.models.hugging_face.weights import tensors_of
 from tests.models import _hugging_face as hugging_face
 from tests.ops._oracle import first
 

@@ -19,7 +19,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from liger_jax.models import LlamaForCausalLM, checkpoint, generate, saving
+from liger_jax.models import LlamaForCausalLM, generate
+from liger_jax.models.hugging_face import checkpoint, saving
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first
 

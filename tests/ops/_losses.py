@@ -57,7 +57,7 @@ class Op:
 
     def __call__(self, inputs, labels, **options):
         if self.name == "cross_entropy":
-            return cross_entropy(*inputs, labels, **options)
+            return cross_entropy(*inputs, labels=labels, **options)
         hidden, weight, bias = inputs
         return fused_linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 

@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from liger_jax.ops._dispatch import is_hopper
+from liger_jax.ops._device import is_hopper
 from tests.ops import _oracle
 
 

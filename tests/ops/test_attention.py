@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import Segments, ops
-from liger_jax.ops._dispatch import is_hopper
+from liger_jax.ops._device import is_hopper
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels.attention import (
     cudnn,
@@ -199,7 +199,7 @@ def test_hopper_says_what_it_cannot_attend():
     assert "take bfloat16 and float16, and the queries are float32" in reason(q(jnp.float32, 64))
     assert "head widths up to" in reason(q(jnp.bfloat16, 512))
     assert "takes positive scales, and scale is -1.0" in reason(q(jnp.bfloat16, 64), -1.0)
-    assert mosaic_gpu.unsupported(*[q(jnp.bfloat16, 80)] * 3, None, scale=None) is None
+    assert mosaic_gpu.unsupported(*[q(jnp.bfloat16, 80)] * 3, segments=None, scale=None) is None
 
 
 def test_intervals_are_the_first_and_the_last_position_with_an_id(rng):

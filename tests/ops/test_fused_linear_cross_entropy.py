@@ -353,7 +353,8 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mesh, rng
         )
         specs = (same, split, split, same, same, split)
         mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=same, check_vma=check_vma)
-        loss, metrics = mapped(*inputs, labels, t, c)
+        hidden, weight, bias = inputs
+        loss, metrics = mapped(hidden, weight, bias, labels, t, c)
         return jnp.sum(loss * cotangent), metrics
 
     (expected, expected_metrics), expected_grads = value_and_grad(whole, (0, 1), has_aux=True)(inputs, t)

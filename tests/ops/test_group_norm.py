@@ -49,8 +49,8 @@ def test_every_layout_and_number_of_groups_matches_float64(num_groups, channel_a
     shape = [4, 5, 7, 2]
     shape[channel_axis] = 6
     options = {"eps": 1e-6, "num_groups": num_groups, "channel_axis": channel_axis}
-    functions = (functools.partial(f, **options) for f in (group_norm, reference.group_norm))
-    _oracle.check_float32(*functions, normal(rng, tuple(shape), (6,), (6,)), rng)
+    ours, oracle = (functools.partial(f, **options) for f in (group_norm, reference.group_norm))
+    _oracle.check_float32(ours, oracle, normal(rng, tuple(shape), (6,), (6,)), rng)
 
 
 @pytest.mark.parametrize(

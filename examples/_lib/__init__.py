@@ -1,0 +1,1 @@
+"""What the programs of the examples share: flags, text, checkpoints, pictures and how errors end them."""

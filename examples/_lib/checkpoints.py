@@ -1,0 +1,111 @@
+"""Checkpoints of a training run with orbax: the state, and beside it the log that a curve is drawn from."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from examples._lib.command import UserError, writable_folder
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of each step it takes
+
+import orbax.checkpoint as ocp  # noqa: E402  (after its logger is quiet)
+
+_CURE = "Pass --fresh to start over, or another --out."
+
+
+class Checkpoints:
+    """The newest checkpoint of one run. Nothing is written, and nothing thrown away, before the first `save`.
+
+    Args:
+        folder: where checkpoints are kept.
+        settings: what the run is made of; a folder holds runs of one setting only.
+        fresh: start over, whatever is there.
+
+    Raises:
+        UserError: nothing can be written to the folder.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], *, fresh: bool):
+        writable_folder(folder)
+        self._folder, self._fresh, self._opened = folder, fresh, None
+        self._settings = json.loads(json.dumps(settings))
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the newest checkpoint, or `None` where there is none of this run."""
+        return None if self._fresh else self._manager.latest_step()
+
+    def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
+        """Reads the newest checkpoint, and prints which step it is of.
+
+        Args:
+            like: a state of the same structure, shapes, dtypes and places.
+
+        Returns:
+            State and log, or `None` where there is no checkpoint yet.
+
+        Raises:
+            UserError: the folder holds a run with other settings, or a checkpoint that cannot be read.
+        """
+        step = self.latest_step
+        if step is None:
+            return None
+        self._check_settings()
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in jax.tree.leaves(like)]
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), log=ocp.args.JsonRestore())
+        try:
+            read = self._manager.restore(step, args=args)
+            state, log = jax.tree.unflatten(jax.tree.structure(like), read["state"]), read["log"]
+        except Exception as error:  # whatever orbax makes of a damaged file
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"The checkpoint {self._folder / str(step)} cannot be read ({reason}). {_CURE}") from error
+        print(f"resumed at step {step}")
+        return state, log
+
+    def save(self, step: int, state: Any, log: dict[str, Any]) -> None:
+        """Writes a checkpoint, then drops the one before it; a step that is there already is left alone.
+
+        Args:
+            step: number of steps done.
+            state: any pytree of arrays.
+            log: anything that JSON holds.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        if step == self.latest_step:
+            return
+        # Leaves in order: orbax need not know the module and optimizer types.
+        args = ocp.args.Composite(state=ocp.args.StandardSave(jax.tree.leaves(state)), log=ocp.args.JsonSave(log))
+        try:
+            if self._fresh:
+                shutil.rmtree(self._folder)
+                self._folder.mkdir()
+                self._fresh = False
+            if self.latest_step is None:
+                (self._folder / "settings.json").write_text(json.dumps(self._settings))
+            self._manager.save(step, args=args)
+        except OSError as error:
+            raise UserError(f"The checkpoint of step {step} cannot be written to {self._folder}: {error}.") from error
+
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._opened is None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+            self._opened = ocp.CheckpointManager(self._folder.resolve(), options=options)
+        return self._opened
+
+    def _check_settings(self) -> None:
+        path, new = self._folder / "settings.json", self._settings
+        try:
+            old = json.loads(path.read_text())
+            names = dict.fromkeys([*new, *old])
+            changed = [f"{n}={old.get(n)!r} became {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}, which tells what the run there is made of, cannot be read. {_CURE}") from error
+        if changed:
+            raise UserError(f"{self._folder} holds another run: {', '.join(changed)}. {_CURE}")

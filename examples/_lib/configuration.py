@@ -1,0 +1,148 @@
+"""How a model is trained, from the command line down to its ops: one dataclass, one flag for each field."""
+
+import argparse
+import dataclasses
+import math
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from examples._lib.command import UserError
+from liger_jax.models import KernelOptions
+from liger_jax.models.core.remat import Remat
+
+REMATS = get_args(Remat)
+DTYPES = ("float32", "bfloat16")
+SWITCHES = ("rope", "rms_norm", "glu")
+LOSSES = {  # by the options of KernelOptions
+    "fused": dict(fused_linear_cross_entropy=True, cross_entropy=False),
+    "logits": dict(fused_linear_cross_entropy=False, cross_entropy=False),
+    "kernel_on_logits": dict(fused_linear_cross_entropy=False, cross_entropy=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training run, whatever the model.
+
+    Attributes:
+        batch: sequences in a step.
+        length: tokens in a sequence.
+        steps: training steps.
+        learning_rate: the peak.
+        micro_batches: equal parts of a step's batch, whose gradients are accumulated.
+        remat: what layers keep for the backward.
+        dtype: of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
+        param_dtype: of parameters, gradients and the optimizer's state.
+        kernels: which ops of the model run as kernels, and whether there are logits.
+    """
+
+    batch: int
+    length: int
+    steps: int
+    learning_rate: float
+    micro_batches: int = 1
+    remat: str = "full"
+    dtype: str | None = None
+    param_dtype: str = "float32"
+    kernels: KernelOptions = KernelOptions()
+
+    def model_options(self) -> dict[str, Any]:
+        """What the model's constructor takes of it.
+
+        Returns:
+            Arguments by name.
+        """
+        dtype = self.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        precision = dict(dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(self.param_dtype))
+        return dict(kernels=self.kernels, remat=self.remat, **precision)
+
+
+def with_loss(kernels: KernelOptions, loss: str) -> KernelOptions:
+    """The same kernels with another loss.
+
+    Args:
+        kernels: the others.
+        loss: one of `LOSSES`.
+
+    Returns:
+        The options.
+
+    Example:
+        >>> with_loss(KernelOptions(), "logits").fused_linear_cross_entropy
+        False
+    """
+    return dataclasses.replace(kernels, **LOSSES[loss])
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Gives a parser the flags of `Training`; one that is not passed changes nothing.
+
+    Args:
+        parser: of the program.
+    """
+    for name, help in dict(
+        batch="sequences in a step", length="tokens in a sequence", steps="training steps",
+        micro_batches="equal parts of a step's batch, whose gradients are accumulated",
+    ).items():  # fmt: skip
+        parser.add_argument(_flag(name), type=int, help=help)
+    parser.add_argument("--learning-rate", type=float, help="the peak")
+    parser.add_argument("--remat", choices=REMATS, help="what layers keep for the backward")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the computation")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="of parameters, gradients and optimizer state")
+    parser.add_argument("--kernels", choices=("on", "off"), help="all kernels; the flags below are exceptions")
+    parser.add_argument("--loss", choices=LOSSES, help="without logits, or on logits in plain jnp or by the kernel")
+    for name in SWITCHES:
+        parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=f"the kernel {name}")
+    parser.add_argument("--mode", choices=("auto", "fast", "lean"), help="how the fused loss trades time for memory")
+    parser.add_argument("--implementation", help="of the kernels, such as xla, triton or mosaic_tpu")
+
+
+def from_flags(args: argparse.Namespace, default: Training) -> Training:
+    """The training that the flags ask for.
+
+    Args:
+        args: of a parser that `add_flags` prepared.
+        default: what holds where a flag is not passed.
+
+    Returns:
+        The training.
+
+    Raises:
+        UserError: a number is out of its range, or the batch is not made of so many micro-batches.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> add_flags(parser)
+        >>> args = parser.parse_args(["--no-rms-norm", "--loss", "logits", "--batch", "4"])
+        >>> training = from_flags(args, Training(batch=8, length=512, steps=10, learning_rate=1e-3))
+        >>> training.batch, training.kernels.rms_norm, training.kernels.rope
+        (4, False, True)
+    """
+    passed = {name: value for name, value in vars(args).items() if value is not None}
+    kernels = {"on": KernelOptions(), "off": KernelOptions.off()}.get(args.kernels, default.kernels)
+    of_kernels = {name: passed[name] for name in (*SWITCHES, "mode", "implementation") if name in passed}
+    kernels = dataclasses.replace(kernels, **of_kernels, **LOSSES.get(args.loss, {}))
+    fields = {field.name for field in dataclasses.fields(Training)} - {"kernels"}
+    training = dataclasses.replace(
+        default, kernels=kernels, **{name: value for name, value in passed.items() if name in fields}
+    )
+    _check(training)
+    return training
+
+
+def _check(training: Training) -> None:
+    for name, least in dict(batch=1, length=2, steps=1, micro_batches=1).items():
+        value = getattr(training, name)
+        if value < least:
+            reason = ": a token is predicted from those before it" if name == "length" else ""
+            raise UserError(f"{_flag(name)}={value} must be at least {least}{reason}.")
+    if training.batch % training.micro_batches:
+        raise UserError(f"--micro-batches={training.micro_batches} must divide --batch={training.batch}.")
+    if not 0 < training.learning_rate < math.inf:
+        raise UserError(f"--learning-rate={training.learning_rate} must be a finite number above 0.")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,58 @@
+"""The pictures that a training run leaves behind."""
+
+import logging
+from pathlib import Path
+
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it announces its first look at the fonts
+
+from matplotlib.figure import Figure  # noqa: E402  (after its logger is quiet)
+
+from examples._lib.memory import BATCHES, Memory  # noqa: E402
+
+MEMORY_CAPTION = (
+    "Without fusion the loss grows with the logits: batch × length × vocabulary. With it, the step's total grows with\n"
+    "activations only. The loss's own part is the step minus the same step with a plain sum of hidden states for a\n"
+    "loss; it is 0 where the loss fits into the memory that the layers' backward takes anyway."
+)
+
+
+def loss_curve(losses: list[float], held_out: dict[str, float], path: Path) -> None:
+    """Draws the training loss, with held-out losses as lines across.
+
+    Args:
+        losses: one a step.
+        held_out: held-out losses by their names.
+        path: of the PNG.
+    """
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8, label="training")
+    for i, (name, value) in enumerate(held_out.items()):
+        axes.axhline(value, linestyle="--", color=f"C{i + 1}", label=f"held out, {name}: {value:.2f}")
+    axes.set(xlabel="step", ylabel="nats per token", title="Loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def memory_picture(rows: list[Memory], title: str, path: Path) -> None:
+    """Draws the step's memory and the loss's own part of it against the batch size.
+
+    Args:
+        rows: what `measure` returns.
+        title: the model and the sequence's length, in words.
+        path: of the PNG.
+    """
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    parts = (("total", "the step's total"), ("own", "the loss's own part"))
+    for axes, (part, heading) in zip(figure.subplots(1, 2), parts, strict=True):
+        for loss, label in (("logits", "loss on logits"), ("fused", "fused loss")):
+            mebibytes = [getattr(row, part)[loss] / 2**20 for row in rows]
+            axes.plot(BATCHES, mebibytes, "o-", label=label)
+        axes.set(title=heading, xlabel="batch", ylabel="MiB", xticks=BATCHES)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"Memory of a training step: {title}", fontsize=11)
+    figure.supxlabel(MEMORY_CAPTION, fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,181 @@
+"""Text to train on: one's own files, or the source and documentation that come with Python.
+
+`load` gives token ids to train on and token ids to hold out, from a byte-level BPE vocabulary trained on the text.
+"""
+
+import dataclasses
+import glob
+import hashlib
+import importlib.util
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from examples._lib.command import UserError
+
+PIECE = 8192  # characters; the text is cut into pieces of these, and one in twenty is never trained on
+HELD_OUT_EVERY = 20
+# Tests and character tables are more than half of the standard library, and little like other text.
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "encodings", "lib2to3"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Token ids of a corpus.
+
+    Attributes:
+        train: (tokens,) int32.
+        held_out: (tokens,) int32, from other pieces of the text.
+        vocab_size: number of entries in the vocabulary.
+        source: what the text is, in words.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    vocab_size: int
+    source: str
+
+    def batch(self, step: int, batch: int, length: int) -> np.ndarray:
+        """Cuts random windows out of the training text: the same for the same step, whatever ran before.
+
+        Args:
+            step: the training step.
+            batch: number of windows.
+            length: tokens in each.
+
+        Returns:
+            (batch, length) int32.
+        """
+        starts = np.random.default_rng(step).integers(0, len(self.train) - length + 1, batch)
+        return self.train[starts[:, None] + np.arange(length)]
+
+    def held_out_batches(self, batch: int, length: int, most: int) -> np.ndarray:
+        """Cuts the held-out text into windows side by side.
+
+        Args:
+            batch: windows in a batch.
+            length: tokens in a window.
+            most: no more batches than these.
+
+        Returns:
+            (batches, batch, length) int32.
+
+        Raises:
+            UserError: the held-out text does not fill one batch.
+        """
+        count = min(most, len(self.held_out) // (batch * length))
+        if count == 0:
+            raise UserError(
+                f"The text holds out {len(self.held_out)} tokens, and one batch takes {batch}·{length}. "
+                "Pass more text with --data, or a smaller --batch or --length."
+            )
+        return self.held_out[: count * batch * length].reshape(count, batch, length)
+
+
+def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
+    """Reads the text, trains the vocabulary on the training pieces and encodes; or takes it from the cache.
+
+    Args:
+        pattern: a file or a glob of UTF-8 text files; `None` for the text that comes with Python.
+        vocab_size: entries of the BPE vocabulary; a short text gives fewer.
+        cache: folder for vocabularies and token ids.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        UserError: as `read`, or the text is shorter than one held-out piece needs.
+    """
+    if pattern is None:
+        documents = [path.read_text(encoding="utf-8", errors="replace") for path in _python_files()]
+    else:
+        documents = read(pattern)
+    pieces = [text[i : i + PIECE] for text in documents for i in range(0, len(text), PIECE)]
+    if len(pieces) < HELD_OUT_EVERY:
+        raise UserError(f"The text has {sum(map(len, pieces))} characters; {HELD_OUT_EVERY * PIECE} are the least.")
+    fingerprint = hashlib.sha256(f"{vocab_size} {PIECE}\0{chr(0).join(documents)}".encode(errors="replace")).hexdigest()
+    folder = cache / f"tokens-{fingerprint[:12]}"
+    if not (folder / "tokens.npz").exists():
+        _tokenize(pieces, vocab_size, folder)
+    tokens = np.load(folder / "tokens.npz")
+    what = "the source and documentation that come with Python" if pattern is None else pattern
+    source = f"{what}: {len(documents)} files, {len(tokens['train']) + len(tokens['held_out']):,} tokens"
+    return Text(tokens["train"], tokens["held_out"], int(tokens["vocab_size"]), source)
+
+
+def read(pattern: str) -> list[str]:
+    """Reads text files.
+
+    Args:
+        pattern: a file, or a glob; its folders are passed over.
+
+    Returns:
+        The files' texts, in the order of their paths.
+
+    Raises:
+        UserError: nothing matches, or a file is no UTF-8 text or cannot be read.
+    """
+    paths = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if path.is_file()]
+    if not paths:
+        raise UserError(f"No file matches {pattern!r}. Pass --data a file or a quoted glob.")
+    return [_read_text(path) for path in paths]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.object[error.start]:#04x} at {error.start} is no UTF-8"
+    else:
+        if (at := text.find("\0")) < 0:
+            return text
+        reason = f"character {at} is a null, which is in no text"
+    raise UserError(f"{path} is no text file: {reason}. Let --data match text files only.")
+
+
+def unigram_loss(text: Text, batches: np.ndarray) -> float:
+    """Scores held-out batches with the tokens' frequencies in the training text: what no context can reach.
+
+    Args:
+        text: the corpus whose training part is counted, one added to each count.
+        batches: (batches, batch, length); the first token of a window is not scored, as in the model.
+
+    Returns:
+        Mean negative log-probability in nats.
+    """
+    counts = np.bincount(text.train, minlength=text.vocab_size) + 1.0
+    return float(-np.log(counts / counts.sum())[batches[..., 1:]].mean())
+
+
+def _python_files() -> Iterator[Path]:
+    library = Path(sysconfig.get_path("stdlib"))
+    yield Path(importlib.util.find_spec("pydoc_data.topics").origin)  # the language reference, as help() shows it
+    for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).parts):
+        folders = path.relative_to(library).parts[:-1]
+        if not SKIPPED_FOLDERS.intersection(folders) and "pydoc_data" not in folders:
+            yield path
+
+
+def _tokenize(pieces: list[str], vocab_size: int, folder: Path) -> None:
+    train = [piece for i, piece in enumerate(pieces) if (i + 1) % HELD_OUT_EVERY]
+    held_out = pieces[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(train, trainer)
+
+    def encode(texts):
+        return np.concatenate([np.asarray(e.ids, np.int32) for e in tokenizer.encode_batch_fast(texts)])
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    unfinished = folder / "unfinished.npz"  # renamed when whole: an interrupted run leaves no broken cache
+    np.savez(unfinished, train=encode(train), held_out=encode(held_out), vocab_size=tokenizer.get_vocab_size())
+    unfinished.rename(folder / "tokens.npz")

@@ -1,0 +1,214 @@
+"""An op's implementations, and the choice between them: the one loop behind every `implementation=`.
+
+    Kernels ── choose(implementation, *inputs) ──► Choice ── kernel("forward", eps=eps) ──► Kernel
+
+An op has one `Kernels`: its modules by name. A module's `unsupported(...)` says why it cannot run a case, or returns
+None; the same sentence serves the error, the warning and the tests. A `Kernel` is a function of the module that was
+chosen, with its static options. The op's differentiation rules take it as a static argument, and call it so:
+
+    y = kernel.run(*kernel.guarded(x, scale))
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice
+
+from liger_jax.ops._device import device_of, is_before_ampere, is_hopper
+from liger_jax.ops._mesh import needs_shard_map, opaque
+from liger_jax.pallas_kernels import _hopper
+
+Implementation = str | tuple[str, ...] | None
+
+_PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "cudnn": "gpu", "mosaic_tpu": "tpu", "splash": "tpu"}
+_PARTITIONED = ("xla", "cudnn")  # the compiler splits these over a mesh; they have no interpreter
+_DIFFERENTIABLE = (*_PARTITIONED, "splash")  # splash is JAX's own, and says itself that it is not partitioned
+_SECOND_DERIVATIVES = "pass implementation='xla', which is plain JAX"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A function of the chosen module, for arrays. Kernels of the same function and options are equal.
+
+    Attributes:
+        op: the op's public name, for messages.
+        is_guarded: whether the compiler can neither partition nor differentiate it.
+        run: the function. Where the kernel is guarded, its arrays are to be `guarded`.
+    """
+
+    op: str
+    is_guarded: bool
+    run: Callable[..., Any]
+
+    def guarded(self, *arrays: Any) -> tuple[Any, ...]:
+        """The arrays, or trees of them, for `run`: it is an error to partition or to differentiate what it makes."""
+        return opaque(arrays, self.op, _SECOND_DERIVATIVES) if self.is_guarded else arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation that runs a case.
+
+    Attributes:
+        op: the op's public name, for messages.
+        name: the implementation's, with ":interpret" if the Pallas interpreter runs it.
+        module: what has its functions.
+    """
+
+    op: str
+    name: str
+    module: Any
+
+    def kernel(self, function: str, **options: Any) -> Kernel:
+        """The module's function of this name, with its static options, which must be hashable."""
+        name, _, interpret = self.name.partition(":")
+        label = f"{self.op}_{function}"
+        run = _with_options(getattr(self.module, function), tuple(options.items()), name, bool(interpret), label)
+        return Kernel(self.op, name not in _DIFFERENTIABLE, run)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernels:
+    """The implementations of an op.
+
+    Attributes:
+        op: the op's public name, for messages.
+        modules: by name, what has the functions: a module, or another value. Each has
+            `unsupported(*inputs, **case) -> str | None`.
+        defaults: for a platform, the names to try in order when `implementation` is None; "xla" follows.
+    """
+
+    op: str
+    modules: Mapping[str, Any]
+    defaults: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def choose(
+        self,
+        implementation: Implementation,
+        *inputs: jax.Array | jax.ShapeDtypeStruct | None,
+        device: AbstractDevice | None = None,
+        **case: Any,
+    ) -> Choice:
+        """Chooses the implementation that runs the op on `inputs`.
+
+        Args:
+            implementation: None, one name, or several names to try in order. ":interpret" behind a Pallas kernel's
+                name runs it in the Pallas interpreter, on any platform.
+            *inputs: the op's array arguments, or their types.
+            device: the device to choose for; None for `device_of(*inputs)`.
+            **case: the static options, as `unsupported` takes them.
+
+        Returns:
+            The choice, which is hashable.
+
+        Raises:
+            ValueError: a name is unknown, or no named kernel can run this case; the message says why for each.
+            TypeError: `implementation` is neither a string, a tuple of strings nor None.
+        """
+        device = device or device_of(*inputs)
+        candidates = self._candidates(implementation, device.platform)
+        if any(x is not None and x.size == 0 for x in inputs):
+            return Choice(self.op, "xla", self.modules["xla"])  # nothing to compute, and Pallas has no empty grids
+        reasons = []
+        for name in candidates:
+            reason = self._why_not(name, device, inputs, case)
+            if reason is None:
+                return Choice(self.op, name, self.modules[name.partition(":")[0]])
+            reasons.append(f"{name!r}: {reason}")
+            if implementation is not None and name != candidates[-1]:
+                warnings.warn(f"{self.op}: stepping down from {reasons[-1]}", stacklevel=3)
+        raise ValueError(f"{self.op} cannot run here with implementation={implementation!r}. " + " ".join(reasons))
+
+    def _candidates(self, implementation: Implementation, platform: str) -> tuple[str, ...]:
+        """The names to try in order. Each of them is known."""
+        if implementation is None:
+            candidates = (*self.defaults.get(platform, ()), "xla")
+        elif isinstance(implementation, str):
+            candidates = (implementation,)
+        elif isinstance(implementation, tuple) and implementation and all(isinstance(n, str) for n in implementation):
+            candidates = implementation
+        else:
+            raise TypeError(
+                f"{self.op}: implementation must be None, a name or a tuple of names, got {implementation!r}; "
+                f"this op has {_names(self.modules)}."
+            )
+        # A model hands one tuple to all of its ops, so a tuple may name kernels that only other ops have.
+        known = _names(("xla", *_PLATFORM_OF) if isinstance(implementation, tuple) else self.modules)
+        for name in candidates:
+            if name not in known:
+                raise ValueError(
+                    f"{self.op}: implementation={name!r} is unknown; this op has {_names(self.modules)}. Pass one of "
+                    "these, or None for the default of the platform."
+                )
+        return candidates
+
+    def _why_not(self, name: str, device: AbstractDevice, inputs: tuple[Any, ...], case: dict[str, Any]) -> str | None:
+        """The reason why an implementation cannot run a case, or None."""
+        name, _, interpret = name.partition(":")
+        if name not in self.modules:
+            return f"this op has {_names(self.modules)} only."
+        reason = _no_interpreter(name) if interpret else _wrong_device(name, device)
+        if name not in _PARTITIONED:
+            reason = reason or needs_shard_map(*(x for x in inputs if isinstance(x, jax.Array)))
+        return reason or self.modules[name].unsupported(*inputs, **case)
+
+
+@functools.cache
+def _with_options(
+    function: Callable[..., Any], options: tuple[tuple[str, Any], ...], name: str, interpret: bool, label: str
+) -> Callable[..., Any]:
+    """The function of arrays alone, for the implementation of this name. A profile shows the label."""
+    if name in _PARTITIONED:
+        return functools.partial(function, **dict(options))
+    if name != "mosaic_gpu":
+        return functools.partial(function, **dict(options), interpret=interpret)
+    function = functools.partial(function, **dict(options))
+    if interpret:  # it is traced each time, for tests that change what it is traced for
+        return jax.custom_batching.sequential_vmap(functools.partial(_interpreted, function))
+    vars(function)["__name__"] = label
+    # These kernels have no batching rule. To lower one takes half a second and more: under jit, all layers of a model
+    # share one.
+    return jax.jit(jax.custom_batching.sequential_vmap(function))
+
+
+def _interpreted(function: Callable[..., Any], *arrays: Any) -> Any:
+    with _hopper.interpreter(True):
+        return function(*arrays)
+
+
+def _names(modules: Iterable[str]) -> tuple[str, ...]:
+    """All names that a user may give."""
+    modules = tuple(modules)
+    return modules + tuple(f"{name}:interpret" for name in modules if name not in _PARTITIONED)
+
+
+def _no_interpreter(name: str) -> str | None:
+    """The reason why this version of JAX cannot interpret an implementation's kernels, or None."""
+    if name == "mosaic_gpu" and jax.__version_info__ < (0, 12):
+        return f"JAX interprets Mosaic GPU kernels since 0.12, and this is {jax.__version__}; use a newer JAX."
+    return None
+
+
+def _wrong_device(name: str, device: AbstractDevice) -> str | None:
+    """The reason why an implementation cannot be compiled for `device`, or None."""
+    wanted = _PLATFORM_OF.get(name, device.platform)
+    if device.platform != wanted:
+        return (
+            f"it is compiled for {wanted} only, and this computation is for {device.platform}; "
+            f"use 'xla', or '{name}:interpret' to debug."
+        )
+    if name in ("triton", "cudnn") and is_before_ampere(device.device_kind):
+        library = "Pallas-Triton" if name == "triton" else "cuDNN attention"
+        return (
+            f"{library} needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; use 'xla'."
+        )
+    if name == "mosaic_gpu" and not is_hopper(device.device_kind):
+        return (
+            f"its instructions are Hopper's (compute capability 9.0), and this is a {device.device_kind}; "
+            "use 'triton' or 'xla'."
+        )
+    return None

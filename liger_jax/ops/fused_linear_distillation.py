@@ -1,0 +1,159 @@
+"""Distillation of a language model from another one, without the logits of either."""
+
+import jax
+from jaxtyping import Array, Bool, Float, Integer, Num
+
+from liger_jax.ops import _checks, _dispatch, _loss
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._distillation import Static, as_denominator, check_head, check_tokens, head_options, loss
+from liger_jax.pallas_kernels.fused_linear_distillation.config import DivergenceOptions, Head
+
+OP = "fused_linear_distillation"
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+
+
+def fused_linear_distillation(
+    student_hidden: Float[ArrayLike, "*tokens D"],
+    student_weight: Float[ArrayLike, "_ _"],
+    teacher_hidden: Float[ArrayLike, "*tokens E"],
+    teacher_weight: Float[ArrayLike, "_ _"],
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    where: Bool[ArrayLike, "*tokens"] | None = None,
+    labels: Integer[ArrayLike, "*tokens"] | None = None,
+    hard_weight: float = 0.0,
+    ignore_index: int | None = -100,
+    student_bias: Float[ArrayLike, " V"] | None = None,
+    student_weight_layout: str = "vd",
+    student_logit_scale: float = 1.0,
+    student_logit_softcap: float | None = None,
+    teacher_bias: Float[ArrayLike, " V"] | None = None,
+    teacher_weight_layout: str = "vd",
+    teacher_logit_scale: float = 1.0,
+    teacher_logit_softcap: float | None = None,
+    reduction: str = "mean",
+    denominator: Num[ArrayLike, ""] | float | int | None = None,
+    vocab_axis: str | None = None,
+    mode: str = "auto",
+    chunk_size: int | None = None,
+    memory_budget_bytes: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "*reduced"]:
+    """The divergence of a student's next-token distribution from its teacher's, with no logits of all tokens.
+
+    With p = softmax(z_student / temperature) and q = softmax(z_teacher / temperature), where each z is
+    logit_scale · softcap(hidden · weightᵀ + bias), a token's loss is
+
+        (1 − hard_weight) · D(p, q) + hard_weight · cross_entropy(z_student, label)
+
+    | divergence | D |
+    |---|---|
+    | "forward_kl" | KL(q ‖ p) |
+    | "reverse_kl" | KL(p ‖ q) |
+    | "jsd" | beta · KL(q ‖ m) + (1 − beta) · KL(p ‖ m), m = (1 − beta) · p + beta · q |
+    | "tvd" | ½ Σ_v |p_v − q_v| |
+
+    There is no factor of temperature². The cross-entropy has temperature 1. The teacher has no gradient; models may
+    differ in width and dtype, and share the vocabulary.
+
+    Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens: three products of the student and
+    one of the teacher. It needs a scalar loss. Mode "lean" makes the logits once more in the backward, in slices of the
+    vocabulary, and writes the weight's gradient once: four products and two. "auto" is fast where the device's memory
+    or `memory_budget_bytes` allows it. The weight's gradient is summed in float32.
+
+    Args:
+        student_hidden: (..., D), any float dtype.
+        student_weight: (V, D), or (D, V) with `student_weight_layout="dv"`, any float dtype.
+        teacher_hidden: (..., E), any float dtype.
+        teacher_weight: (V, E), or (E, V) with `teacher_weight_layout="dv"`, any float dtype.
+        divergence: see the table.
+        beta: the teacher's part of the mixture, in (0, 1), a Python number; only "jsd" reads it.
+        temperature: > 0, a Python number.
+        where: (...) bool, which tokens count; None for all.
+        labels: (...), integers in [0, V), or `ignore_index` where a token does not count. Any other label makes its
+            token's loss and gradient NaN under jit, if there is a `hard_weight`.
+        hard_weight: in [0, 1], a Python number; above 0 it needs labels.
+        ignore_index: the label of tokens that do not count; None for no such label.
+        student_bias: (V,) float, or None.
+        student_weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
+        student_logit_scale: a finite Python number.
+        student_logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
+        teacher_bias: (V,) float, or None.
+        teacher_weight_layout: "vd" or "dv".
+        teacher_logit_scale: a finite Python number.
+        teacher_logit_softcap: s > 0, a finite Python number, or None.
+        reduction: "mean" over the tokens that count, "sum", or "none".
+        denominator: what replaces the number of tokens in a mean, so that micro-batches add up to one batch.
+        vocab_axis: inside `jax.shard_map`, the mesh axis over which both heads are shards of the vocabulary, while
+            hidden states, labels and `where` are the same on all; needs mode "lean".
+        mode: "auto", "fast" or "lean".
+        chunk_size: tokens in a chunk; None to choose.
+        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
+        precision: of the products; None for `jax.default_matmul_precision`.
+        implementation: None or "xla".
+
+    Returns:
+        The loss, float32: () for "mean" and "sum", (...) for "none". The mean of no token is 0.
+
+    Raises:
+        TypeError: a dtype is wrong, or an option is no Python number.
+        ValueError: a shape does not fit, the vocabularies differ in size, an option is out of range, or the budget is
+            too small; and, when compiled for several devices outside of `jax.shard_map`, that the compiler would gather
+            the tokens.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> student, teacher = jnp.eye(2, 4), jnp.eye(2, 8)
+        >>> heads = jnp.zeros((16, 4)), jnp.zeros((16, 8)).at[0].set(1.0)
+        >>> print(fused_linear_distillation(student, heads[0], teacher, heads[1]).round(4))
+        0.0461
+
+    References:
+        Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
+        Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
+    """
+    student = Head(
+        *_checks.floating(OP, student_hidden=student_hidden, student_weight=student_weight, student_bias=student_bias)
+    )
+    teacher = Head(
+        *_checks.floating(OP, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
+    )
+    _checks.check_choice(OP, "divergence", divergence, DIVERGENCES)
+    _checks.check_number(OP, beta=beta)
+    if not 0.0 < beta < 1.0:
+        raise ValueError(
+            f"{OP}: beta={beta} must be in (0, 1); the limits 0 and 1 are divergence='forward_kl' and 'reverse_kl'."
+        )
+    of_student = student_logit_scale, student_logit_softcap, student_weight_layout
+    of_teacher = teacher_logit_scale, teacher_logit_softcap, teacher_weight_layout
+    static = Static(OP, ignore_index, reduction, mode, chunk_size, memory_budget_bytes, implementation)
+    options = DivergenceOptions(
+        student=head_options(OP, "student_", *of_student, temperature),
+        teacher=head_options(OP, "teacher_", *of_teacher, temperature),
+        hard=head_options(OP, "student_", *of_student).logit,
+        hard_weight=float(hard_weight),
+        divergence=divergence,
+        beta=float(beta),
+        precision=_dispatch.current_precision(precision),
+        vocab_axis=vocab_axis,
+        tokens=0,
+        entries=0,
+    )
+    vocab_size = check_head(OP, "student_", student, student_weight_layout)
+    teacher_vocab_size = check_head(OP, "teacher_", teacher, teacher_weight_layout)
+    if vocab_size != teacher_vocab_size:
+        raise ValueError(
+            f"{OP}: the student's vocabulary has {vocab_size} entries and the teacher's {teacher_vocab_size}: "
+            "distributions over different vocabularies have no divergence. Cut the padding off the larger head."
+        )
+    tokens = student.hidden.shape[:-1]
+    wanted = (*tokens, *teacher.hidden.shape[-1:])
+    _checks.check_shape(OP, "teacher_hidden", teacher.hidden, wanted, "its tokens are those of student_hidden")
+    labels, where = check_tokens(OP, labels, where, hard_weight, tokens, vocab_size)
+    if hard_weight and vocab_axis is None:
+        _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    denominator = as_denominator(OP, denominator, reduction)
+    return loss(student, jax.lax.stop_gradient(teacher), labels, where, denominator, options, static)

@@ -1,0 +1,126 @@
+"""Distillation from a teacher whose largest log-probabilities are stored, without the student's logits."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer, Num
+
+from liger_jax.ops import _checks, _dispatch, _loss
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._distillation import Static, as_denominator, check_head, check_tokens, head_options, loss
+from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, TopKOptions
+from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
+
+OP = "fused_linear_topk_distillation"
+TAILS = ("ignore", "bucket")
+
+
+def fused_linear_topk_distillation(
+    hidden: Float[ArrayLike, "*tokens D"],
+    weight: Float[ArrayLike, "_ _"],
+    token_ids: Integer[ArrayLike, "*tokens K"],
+    log_probs: Float[ArrayLike, "*tokens K"],
+    *,
+    tail: str = "ignore",
+    temperature: float = 1.0,
+    where: Bool[ArrayLike, "*tokens"] | None = None,
+    labels: Integer[ArrayLike, "*tokens"] | None = None,
+    hard_weight: float = 0.0,
+    ignore_index: int | None = -100,
+    bias: Float[ArrayLike, " V"] | None = None,
+    weight_layout: str = "vd",
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    reduction: str = "mean",
+    denominator: Num[ArrayLike, ""] | float | int | None = None,
+    vocab_axis: str | None = None,
+    mode: str = "auto",
+    chunk_size: int | None = None,
+    memory_budget_bytes: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: _dispatch.Implementation = None,
+) -> Float[Array, "*reduced"]:
+    """The KL divergence of a student from a teacher of whom K log-probabilities a token are stored.
+
+    With q the teacher's stored probabilities, and p = softmax(z / temperature) of the student's
+    z = logit_scale · softcap(hidden · weightᵀ + bias), a token's loss is
+
+        (1 − hard_weight) · D + hard_weight · cross_entropy(z, label),    D = Σ_k q_k (log q_k − log p_k) + tail
+
+    tail="ignore" adds nothing. tail="bucket" adds q_r (log q_r − log p_r), where q_r and p_r are the probabilities of
+    all tokens that are not stored: the divergence of distributions over K + 1 events. There is no factor of
+    temperature², and the cross-entropy has temperature 1. What is stored has no gradient.
+
+    The modes are those of `fused_linear_distillation`: three products or four, and no product for the teacher.
+
+    Args:
+        hidden: (..., D), any float dtype.
+        weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
+        token_ids: (..., K), integers in [0, V), of which no two of a token may be the same; elsewhere the token's loss
+            and gradient are NaN.
+        log_probs: (..., K), the teacher's log-probabilities of these at the same temperature, any float dtype. −inf
+            says that a place is not used, whatever its id.
+        tail: "ignore" or "bucket".
+        temperature: > 0, a Python number.
+        where: (...) bool, which tokens count; None for all.
+        labels: (...), integers in [0, V), or `ignore_index` where a token does not count. Any other label makes its
+            token's loss and gradient NaN under jit, if there is a `hard_weight`.
+        hard_weight: in [0, 1], a Python number; above 0 it needs labels.
+        ignore_index: the label of tokens that do not count; None for no such label.
+        bias: (V,) float, or None.
+        weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
+        logit_scale: a finite Python number.
+        logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
+        reduction: "mean" over the tokens that count, "sum", or "none".
+        denominator: what replaces the number of tokens in a mean, so that micro-batches add up to one batch.
+        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
+            while all else is the same on all; needs mode "lean".
+        mode: "auto", "fast" or "lean".
+        chunk_size: tokens in a chunk; None to choose.
+        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
+        precision: of the products; None for `jax.default_matmul_precision`.
+        implementation: None or "xla".
+
+    Returns:
+        The loss, float32: () for "mean" and "sum", (...) for "none". The mean of no token is 0.
+
+    Raises:
+        TypeError: a dtype is wrong, or an option is no Python number.
+        ValueError: a shape does not fit, an option is out of range, or the budget is too small; and, when compiled for
+            several devices outside of `jax.shard_map`, that the compiler would gather the tokens.
+
+    Example:
+        >>> hidden, weight = jnp.eye(1, 4), jnp.zeros((4, 4))
+        >>> token_ids, log_probs = jnp.array([[2, 0]]), jnp.log(jnp.array([[0.5, 0.25]]))
+        >>> print(fused_linear_topk_distillation(hidden, weight, token_ids, log_probs, tail="bucket").round(4))
+        0.1733
+
+    References:
+        Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
+    """
+    student = Head(*_checks.floating(OP, hidden=hidden, weight=weight, bias=bias))
+    (log_probs,) = _checks.floating(OP, log_probs=log_probs)
+    token_ids = _loss.as_labels(token_ids)
+    if not jnp.issubdtype(token_ids.dtype, jnp.integer):
+        raise TypeError(f"{OP}: token_ids have dtype {token_ids.dtype}, but must be integers.")
+    _checks.check_choice(OP, "tail", tail, TAILS)
+    static = Static(OP, ignore_index, reduction, mode, chunk_size, memory_budget_bytes, implementation)
+    options = TopKOptions(
+        student=head_options(OP, "", logit_scale, logit_softcap, weight_layout, temperature),
+        hard=head_options(OP, "", logit_scale, logit_softcap, weight_layout).logit,
+        hard_weight=float(hard_weight),
+        has_bucket=tail == "bucket",
+        precision=_dispatch.current_precision(precision),
+        vocab_axis=vocab_axis,
+        tokens=0,
+        entries=0,
+    )
+    vocab_size = check_head(OP, "", student, weight_layout)
+    tokens = student.hidden.shape[:-1]
+    wanted = (*tokens, *token_ids.shape[-1:])
+    for name, x in dict(token_ids=token_ids, log_probs=log_probs).items():
+        _checks.check_shape(OP, name, x, wanted, "K entries for each token of hidden")
+    labels, where = check_tokens(OP, labels, where, hard_weight, tokens, vocab_size)
+    if hard_weight and vocab_axis is None:
+        _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    teacher = TopK(token_ids.astype(jnp.int32), jax.lax.stop_gradient(log_probs.astype(jnp.float32)))
+    return loss(student, teacher, labels, where, as_denominator(OP, denominator, reduction), options, static)

@@ -1,0 +1,98 @@
+"""The plan of `fused_linear_cross_entropy` beforehand: its mode, chunk and memory for a shape and a device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.ops import _checks, _dispatch
+from liger_jax.ops._loss import check_logit_options
+from liger_jax.ops.loss_plan import OP, Plan, make_plan, problem_of_sizes
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
+
+
+def plan_fused_linear_cross_entropy(
+    n: int,
+    d: int,
+    v: int,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    weight_dtype: jax.typing.DTypeLike | None = None,
+    weight_layout: str = "vd",
+    reduction: str = "mean",
+    differentiated: tuple[str, ...] = ("hidden", "weight"),
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    mode: str = "auto",
+    chunk_size: int | None = None,
+    memory_budget_bytes: int | None = None,
+    implementation: _dispatch.Implementation = None,
+    device: Any = None,
+    device_memory_bytes: int | None = None,
+) -> Plan:
+    """How `fused_linear_cross_entropy` would compute a loss of this shape, and the memory that it would need.
+
+    Nothing is compiled or allocated. The op makes the same plan from the same arguments; `mode`, `chunk_size`,
+    `memory_budget_bytes` and `implementation` given to the op override it.
+
+    Args:
+        n: tokens.
+        d: width of the hidden states.
+        v: entries of the vocabulary.
+        dtype: of the hidden states.
+        weight_dtype: of the weight; None for `dtype`.
+        weight_layout: "vd" or "dv".
+        reduction: "mean", "sum" or "none".
+        differentiated: which of "hidden" and "weight" get gradients.
+        logit_scale: as the op takes it.
+        logit_softcap: as the op takes it.
+        mode: "auto", "fast" or "lean".
+        chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
+        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
+        implementation: as the op takes it.
+        device: a `jax.Device`, or a `jax.sharding.AbstractDevice` that need not be there; None for the default one.
+        device_memory_bytes: its memory, of which "auto" takes an eighth at most where there is no budget, or what
+            "lean" needs if that is more; None for no bound.
+
+    Returns:
+        A plan: `implementation`, `mode`, `chunk_size` and `extra_bytes`, the predicted bytes beside inputs and
+        gradients.
+
+    Raises:
+        TypeError: `logit_scale` or `logit_softcap` is no Python number.
+        ValueError: a size, a number or a name is out of range, the budget is too small, or an implementation cannot
+            run this.
+
+    Example:
+        >>> from jax.sharding import AbstractDevice
+        >>> h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+        >>> plan = plan_fused_linear_cross_entropy(8192, 4096, 128256, device=h200)
+        >>> plan.implementation, plan.mode, plan.chunk_size, plan.extra_bytes // 2**20
+        ('mosaic_gpu', 'fast', 8192, 2082)
+    """
+    for name, size in dict(n=n, d=d, v=v).items():
+        if size < 1:
+            raise ValueError(f"plan_{OP}: {name}={size} must be at least 1.")
+    for name in differentiated:
+        _checks.check_choice(f"plan_{OP}", "differentiated", name, ("hidden", "weight"))
+    _checks.check_linear_choices(f"plan_{OP}", weight_layout, mode, chunk_size)
+    check_logit_options(f"plan_{OP}", logit_scale, logit_softcap)
+    problem = problem_of_sizes(
+        n,
+        d,
+        v,
+        dtype=dtype,
+        weight_dtype=weight_dtype or dtype,
+        weight_layout=weight_layout,
+        reduction=reduction,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        mode=mode,
+        chunk_size=chunk_size,
+        memory_budget_bytes=memory_budget_bytes,
+        device_memory_bytes=device_memory_bytes,
+        implementation=implementation,
+        device=device,
+        gradients=Needs("hidden" in differentiated, "weight" in differentiated, bias=False),
+    )
+    return make_plan(problem)

@@ -1,0 +1,1 @@
+"""What the models of all families are made of."""

@@ -1,0 +1,193 @@
+"""The blocks from which the families' layers are put together: norm, gated feed-forward, attention."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from liger_jax import ops
+from liger_jax.layers import GeGLUMLP, SwiGLUMLP
+from liger_jax.models.core import plain
+from liger_jax.models.core.attention import Attention
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.sharding import on_batch_shards
+
+
+class RMSNorm(nnx.Module):
+    """x/√(mean(x²) + eps)·(offset + scale) over the last axis.
+
+    Args:
+        width: the axis' size.
+        eps: added to the mean square.
+        offset: added to the scale, which starts at 1 − offset.
+        casting_mode: where `ops.rms_norm` rounds, "llama" or "gemma".
+        kernels: whether and how that op, and its fusion with a sum before it, run.
+        param_dtype: dtype of the scale.
+    """
+
+    def __init__(
+        self, width: int, *, eps: float, offset: float, casting_mode: str, kernels: KernelOptions, param_dtype: Any
+    ):
+        self.scale = nnx.Param(jnp.full(width, 1.0 - offset, param_dtype))
+        self.eps, self.offset, self.casting_mode, self.kernels = eps, offset, casting_mode, kernels
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return self._run(ops.rms_norm if self.kernels.rms_norm else plain.rms_norm, x)
+
+    def fork(self, x: Float[Array, "*rows D"]) -> Any:
+        """Normalises the residual stream and hands it on; where kernels run, one pass makes the gradient by both.
+
+        Args:
+            x: the stream.
+
+        Returns:
+            The normalised stream, and the stream.
+        """
+        return self._fused(x, None)
+
+    def add(self, x: Float[Array, "*rows D"], residual: Float[Array, "*rows D"]) -> Any:
+        """Adds to the residual stream and normalises it, in one pass.
+
+        Args:
+            x: what a sublayer made.
+            residual: the stream that it is added to.
+
+        Returns:
+            The normalised sum, and the sum.
+        """
+        return self._fused(x, residual)
+
+    def _fused(self, x: Array, residual: Array | None) -> Any:
+        fused = ops.fused_add_rms_norm if self.kernels.rms_norm else plain.fused_add_rms_norm
+        return self._run(fused, x, residual)
+
+    def _run(self, norm: Callable[..., Any], *rows: Array | None) -> Any:
+        options: dict[str, Any] = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
+        if self.kernels.rms_norm:
+            options["implementation"] = self.kernels.implementation
+        norm = functools.partial(norm, **options)
+        return on_batch_shards(norm, self.kernels.batch_axes, rows, (self.scale[...],))
+
+
+def _may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
+    """Whether a feed-forward is one op: where gate and up are made again or layers unrolled, and on one device.
+
+    Kept ones come out of a scan's stack, and a kernel reads a copy: 3 % of a LLaMA's step. On a mesh, products stay
+    with the compiler: in a shard_map, a step on 8 H200 would take 6 % more memory. What pays is measured on an H200.
+    """
+    kept = remat == "none" and not scan
+    return kernels.glu and not kernels.batch_axes and (kept or remat in ("full", "offload"))
+
+
+class _SwiGLU(SwiGLUMLP):
+    kernels: KernelOptions
+
+    def gated(self, gate, up):
+        gated = super().gated if self.kernels.glu else plain.swiglu
+        return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
+
+
+class _GeGLU(GeGLUMLP):
+    kernels: KernelOptions
+
+    def gated(self, gate, up):
+        gated = super().gated if self.kernels.glu else plain.geglu
+        return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
+
+
+_MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate
+
+
+class Blocks:
+    """Makes the blocks of one layer as a config asks for them.
+
+    Args:
+        config: the architecture, a `LlamaConfig` or one that derives from it.
+        kernels: which ops run as kernels.
+        dtype: of the computation.
+        param_dtype: of the parameters.
+        rngs: source of the projections' keys; `None` where only norms are made.
+        remat: what the layer keeps for the backward.
+        scan: whether layers are scanned.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        kernels: KernelOptions,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs | None = None,
+        remat: Remat = "none",
+        scan: bool = True,
+    ):
+        self.config, self.kernels, self.dtype, self.param_dtype = config, kernels, dtype, param_dtype
+        self.rngs, self.remat, self.scan = rngs, remat, scan
+
+    def linear(self, in_width: int, out_width: int, *, use_bias: bool = False) -> nnx.Linear:
+        """A projection.
+
+        Args:
+            in_width: of what comes.
+            out_width: of what goes.
+            use_bias: whether it adds a bias.
+
+        Returns:
+            A layer whose kernel is (in_width, out_width).
+        """
+        return nnx.Linear(
+            in_width,
+            out_width,
+            use_bias=use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=nnx.initializers.normal(self.config.initializer_range),
+            rngs=self.rngs,
+        )
+
+    def norm(self, width: int | None = None) -> RMSNorm:
+        """A norm.
+
+        Args:
+            width: of the axis; `None` for D.
+
+        Returns:
+            A layer with a scale.
+        """
+        return RMSNorm(
+            self.config.hidden_size if width is None else width,
+            eps=self.config.rms_norm_eps,
+            offset=self.config.norm_offset,
+            casting_mode=self.config.norm_casting_mode,
+            kernels=self.kernels,
+            param_dtype=self.param_dtype,
+        )
+
+    def attention(self) -> Attention:
+        """Self-attention.
+
+        Returns:
+            A layer from hidden states to what is added to them.
+        """
+        return Attention(self.config, self.kernels, linear=self.linear, norm=self.norm)
+
+    def mlp(self) -> SwiGLUMLP | GeGLUMLP:
+        """The gated feed-forward.
+
+        Returns:
+            A layer from hidden states to what is added to them.
+        """
+        layer = _MLPS[self.config.gate](
+            self.config.hidden_size,
+            self.config.intermediate_size,
+            linear=self.linear,
+            fused=_may_fuse(self.kernels, self.remat, self.scan),
+            recomputed=self.remat != "none",
+            implementation=self.kernels.implementation,
+        )
+        layer.kernels = self.kernels
+        return layer

@@ -1,0 +1,197 @@
+"""Keys and values of the tokens that a model has seen, so that the next one costs one position's work.
+
+A slot is a place for one token in every row of the batch; padding takes slots too. Whether a query sees a slot is
+decided by the tokens' order in their row, in which padding does not count: a row may be padded on either side.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from liger_jax._tree import tree_dataclass
+from liger_jax.pallas_kernels.attention.xla import CHUNK, MASKED_SCORE
+
+
+@tree_dataclass
+class KVCache:
+    """The keys and values of B rows with S slots each; `CausalLM.init_cache` makes an empty one.
+
+    Attributes:
+        keys: (L, B, S, K, H), after the rotary embedding.
+        values: (L, B, S, K, H).
+        positions: (B, S) int32, the place of a slot's token among its row's tokens; −1 where there is no token.
+        length: int32 scalar, the number of slots that are written.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    positions: jax.Array
+    length: jax.Array
+
+
+def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
+    """A cache with nothing in it.
+
+    Args:
+        config: the architecture, a `LlamaConfig` or one that derives from it.
+        batch: B, at least 1.
+        length: S, from 1 to `config.longest_sequence`.
+        dtype: of keys and values.
+
+    Returns:
+        Zeros, and no tokens.
+
+    Raises:
+        ValueError: `batch` or `length` is out of its range.
+    """
+    if batch < 1:
+        raise ValueError(f"init_cache: batch={batch} must be at least 1.")
+    if not 1 <= length <= config.longest_sequence:
+        raise ValueError(
+            f"init_cache: length={length} must lie in [1, {config.longest_sequence}], up to what the model takes "
+            "(max_position_embeddings and rope_scaling). Take fewer tokens, or raise the config's field."
+        )
+    shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
+    return KVCache(
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
+        positions=jnp.full((batch, length), -1, jnp.int32),
+        length=jnp.zeros((), jnp.int32),
+    )
+
+
+def with_tokens(
+    cache: KVCache, shape: tuple[int, int], attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
+) -> tuple[KVCache, Int[Array, "B T"]]:
+    """Gives the next T slots to tokens, whose keys and values the layers then write.
+
+    Args:
+        cache: with room for T more.
+        shape: (B, T).
+        attention_mask: 0 or False where a token is padding.
+
+    Returns:
+        The cache, still of its old `length`, and the tokens' positions, −1 for padding.
+
+    Raises:
+        ValueError: the cache is too short, or of another batch.
+    """
+    batch, slots = cache.positions.shape
+    if batch != shape[0]:
+        raise ValueError(f"cache is of a batch of {batch}, and input_ids of {shape[0]}; make one with init_cache.")
+    if not isinstance(cache.length, Tracer) and (written := int(cache.length)) + shape[1] > slots:
+        raise ValueError(
+            f"cache has {slots} slots, of which {written} are written, and input_ids has {shape[1]} positions more. "
+            f"Make it longer: init_cache(batch, {written + shape[1]})."
+        )
+    real = jnp.ones(shape, bool) if attention_mask is None else attention_mask.astype(bool)
+    before = jnp.max(cache.positions, axis=1, keepdims=True)
+    positions = jnp.where(real, before + jnp.cumsum(real, axis=1, dtype=jnp.int32), -1)
+    written = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.length, axis=1)
+    return dataclasses.replace(cache, positions=written), positions
+
+
+class LayerCache:
+    """One layer's part of a cache during one call. Attention writes to it and reads from it.
+
+    Args:
+        cache: the model's cache. Its `positions` count the call's tokens already; its `length` does not.
+        layer: the layer's number.
+    """
+
+    def __init__(self, cache: KVCache, layer: Int[Array, ""]):
+        self.cache, self.layer = cache, layer
+
+    def attend(
+        self,
+        q: Float[Array, "B T Q H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        *,
+        window: int | None,
+        softcap: float | None,
+        scale: float | None,
+    ) -> Float[Array, "B T Q H"]:
+        """Writes T keys and values, and attends to all that are there.
+
+        Args:
+            q: queries, after the rotary embedding.
+            k: keys, after the rotary embedding.
+            v: values.
+            window: how many positions a query sees, as in `cached_attention`.
+            softcap: bound of the scores, as in `cached_attention`.
+            scale: factor of the scores, as in `cached_attention`.
+
+        Returns:
+            An array like `q`.
+        """
+        cache = self.cache
+        start = (self.layer, 0, cache.length, 0, 0)
+        keys, values = (
+            jax.lax.dynamic_update_slice(all_layers, new[None].astype(all_layers.dtype), start)
+            for all_layers, new in ((cache.keys, k), (cache.values, v))
+        )
+        self.cache = dataclasses.replace(cache, keys=keys, values=values)
+        keys, values = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
+        own = jax.lax.dynamic_slice_in_dim(cache.positions, cache.length, q.shape[1], axis=1)
+        return cached_attention(q, keys, values, own, cache.positions, window=window, softcap=softcap, scale=scale)
+
+
+def cached_attention(
+    q: Float[Array, "B T Q H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T Q H"]:
+    """softmax(softcap·tanh(scale·q·kᵀ/softcap))·v over the keys that a query sees, with the softmax in float32.
+
+    Args:
+        q: queries, any float dtype.
+        k: keys, any float dtype; Q is a multiple of K.
+        v: values, any float dtype.
+        query_positions: each query's place among its row's tokens.
+        key_positions: each key's place among its row's tokens; −1 for a key that nobody sees.
+        window: a position sees itself and window − 1 before it; `None` for all before it.
+        softcap: bound of the scores; `None` for none.
+        scale: factor of the scores; `None` for 1/√H.
+
+    Returns:
+        An array like `q`. A query that sees no key gets finite numbers without meaning.
+
+    Example:
+        >>> q, k = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 1, 8))
+        >>> cached_attention(q, k, k, jnp.array([[2]]), jnp.array([[0, 1, 2, -1]])).shape
+        (1, 1, 2, 8)
+    """
+    (batch, length, _, width), kv_heads, dtype = q.shape, k.shape[2], q.dtype
+    scale = width**-0.5 if scale is None else scale
+    k, v = k.astype(dtype), v.astype(dtype)
+
+    def attend(query, position):
+        """One position's queries (B, K, Q/K, H)."""
+        scores = scale * jnp.einsum("bkgh,bskh->bkgs", query, k, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        distance = position[:, None] - key_positions
+        visible = (distance >= 0) & (key_positions >= 0)
+        if window is not None:
+            visible &= distance < window
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
+        return jnp.einsum("bkgs,bskh->bkgh", weights.astype(dtype), v)
+
+    queries = q.reshape(batch, length, kv_heads, -1, width).swapaxes(0, 1)
+    inputs = (queries, query_positions.T)
+    if length <= CHUNK:
+        out = jax.vmap(attend)(*inputs)
+    else:
+        out = jax.lax.map(lambda x: attend(*x), inputs, batch_size=CHUNK)
+    return out.swapaxes(0, 1).reshape(q.shape)

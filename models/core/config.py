@@ -1,0 +1,156 @@
+"""The architecture of a LLaMA."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from liger_jax.models.core import config_fields
+from liger_jax.ops import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The architecture, in Hugging Face's field names.
+
+    Args:
+        vocab_size: V.
+        hidden_size: D.
+        intermediate_size: F.
+        num_hidden_layers: L.
+        num_attention_heads: Q.
+        num_key_value_heads: K, a divisor of Q; `None` for Q.
+        head_dim: H, even; `None` for D/Q.
+        max_position_embeddings: the longest sequence that the model takes, but for what `rope_scaling` adds.
+        rms_norm_eps: added to the mean square in every norm.
+        rope_theta: the rotary embedding's base.
+        rope_scaling: how it reaches contexts longer than in training: a `LinearRope`, `DynamicRope`, `Llama3Rope` or
+            `YarnRope`, or `None`.
+        tie_word_embeddings: the head is the embedding.
+        initializer_range: standard deviation of the initial weights.
+
+    Raises:
+        ValueError: fields of another type or out of their range, all of them; or fields that do not fit together. A
+            size is an int from 1 to 2³¹ − 1, and there are 10,000 layers at most; other numbers are finite and
+            positive, and a base is more than 1.
+
+    Example:
+        >>> LlamaConfig(hidden_size=64, num_attention_heads=4).head_dim
+        16
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    # What other families have otherwise, as constants or as fields of their configs.
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+    norm_offset: ClassVar[float] = 0.0
+    norm_casting_mode: ClassVar[str] = "llama"
+    gate: ClassVar[str] = "silu"
+    embedding_scale: ClassVar[float | None] = None
+    attention_scale: ClassVar[float | None] = None  # 1/√H
+    attn_logit_softcapping: ClassVar[float | None] = None
+    final_logit_softcapping: ClassVar[float | None] = None
+    sliding_window: ClassVar[int | None] = None
+    layer_types: ClassVar[tuple[str, ...] | None] = None  # of each layer; never None in an instance
+
+    @property
+    def longest_sequence(self) -> int:
+        """How many positions the model takes: `max_position_embeddings`, or as many as its `rope_scaling` reaches.
+
+        A scaling reaches its factor times the length in training, which is `max_position_embeddings` where the scaling
+        does not say it.
+        """
+        scaling, most = self.rope_scaling, self.max_position_embeddings
+        if scaling is None:
+            return most
+        in_training = getattr(scaling, "original_max_position_embeddings", most)
+        return max(most, int(scaling.factor * in_training))
+
+    def type_of_layer(self, i: int) -> str:
+        """The type of a layer of which no `layer_types` says it.
+
+        Args:
+            i: the layer's number.
+
+        Returns:
+            The type, "full_attention" or "sliding_attention".
+        """
+        return "full_attention"
+
+    def window_of(self, layer_type: str) -> int | None:
+        """How many positions a layer sees, its own included.
+
+        Args:
+            layer_type: the layer's.
+
+        Returns:
+            A number, or `None` for all before it.
+        """
+        return self.sliding_window if layer_type == "sliding_attention" else None
+
+    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
+        """The rotary embedding of a layer.
+
+        Args:
+            layer_type: the layer's.
+
+        Returns:
+            Its base and its scaling.
+        """
+        return self.rope_theta, self.rope_scaling
+
+    def __post_init__(self):
+        wrong = config_fields.problems(type(self), vars(self))
+        if not wrong:
+            self._set(**config_fields.normal(type(self), vars(self)))
+            self._set(layer_types=tuple(self.layer_types or map(self.type_of_layer, range(self.num_hidden_layers))))
+            wrong = list(self._misfits())
+        if wrong:
+            raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
+        self._set(
+            num_key_value_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+        )
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _misfits(self) -> Iterator[str]:
+        """How fields do not fit together."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if heads % kv_heads:
+            yield (
+                f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}, since query heads share key "
+                "heads evenly"
+            )
+        head_dim = self.head_dim or self.hidden_size // heads
+        if self.head_dim is None and self.hidden_size % heads:
+            yield f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}. Otherwise pass head_dim"
+        elif head_dim % 2:
+            yield f"head_dim={head_dim} must be even: RoPE rotates halves of a head"
+        scaling, most = self.rope_scaling, config_fields.MOST
+        if scaling is not None:
+            in_training = getattr(scaling, "original_max_position_embeddings", self.max_position_embeddings)
+            if scaling.factor * in_training > most:
+                yield f"rope_scaling={scaling} reaches more than the {most} positions that int32 counts"
+        types, num_layers = self.layer_types or (), self.num_hidden_layers
+        if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+            yield (
+                f"layer_types={config_fields.short(types)} must be a 'full_attention' or 'sliding_attention' for each "
+                f"of num_hidden_layers={num_layers}. Pass None for the family's own"
+            )
+        if "sliding_attention" in types and self.sliding_window is None:
+            yield "sliding_window=None must be positive, since layers slide"

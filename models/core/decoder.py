@@ -1,0 +1,143 @@
+"""From token ids to hidden states in every family: the embedding, the stack of layers, the last norm."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+from liger_jax.models.core.blocks import Blocks
+from liger_jax.models.core.cache import KVCache, with_tokens
+from liger_jax.models.core.embedding import embed, embed_tied
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.layer_stack import LayerStack
+from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.sharding import on_batch_shards
+from liger_jax.ops import Segments, rope_table
+
+
+def attention_segments(
+    segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
+) -> Int[Array, "B T"] | None:
+    """Makes padding a segment of its own, so that every token sees one at least: itself.
+
+    Args:
+        segment_ids: ids ≥ 0 of packed segments.
+        attention_mask: 0 or False where a token is padding.
+
+    Returns:
+        The segments' ids, −1 for padding; `None` where all tokens are of one segment.
+
+    Example:
+        >>> attention_segments(None, jnp.array([[1, 1, 0]])).tolist()
+        [[0, 0, -1]]
+    """
+    if attention_mask is None:
+        return segment_ids
+    return jnp.where(attention_mask.astype(bool), 0 if segment_ids is None else segment_ids, -1)
+
+
+class Decoder(nnx.Module):
+    """Token ids to normalised hidden states.
+
+    Args:
+        config: the architecture, a `LlamaConfig` or one that derives from it.
+        layer: the family's layer, made from its `Blocks`.
+        kernels: which ops run as kernels.
+        dtype: dtype of the computation.
+        param_dtype: dtype of the parameters.
+        remat: what a layer keeps for the backward, as in `LayerStack`.
+        scan_layers: whether `LayerStack` scans.
+        rngs: source of all keys.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer: Callable[[Blocks], nnx.Module],
+        *,
+        kernels: KernelOptions,
+        dtype: Any,
+        param_dtype: Any,
+        remat: Remat,
+        scan_layers: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.dtype, self.batch_axes = config, dtype, kernels.batch_axes
+        normal = nnx.initializers.normal(config.initializer_range)
+        self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
+        make_layer = lambda rngs: layer(Blocks(config, kernels, dtype, param_dtype, rngs, remat, scan_layers))
+        self.stack = LayerStack(tuple(config.layer_types), scan_layers, remat, kernels)
+        self.layers, self.last_layers = self.stack.make(make_layer, rngs)
+        self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
+
+    def embed(self, input_ids: Integer[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
+        """The tokens' rows of the embedding, and the embedding as the weight of a tied head.
+
+        On one device the two gradients are summed in float32 and rounded once. Where the batch is split over several
+        devices, each sums its own, and the devices' sums meet in the parameter's dtype as all gradients do.
+        """
+        table = self.embed_tokens[...]
+        if not self.batch_axes:
+            return embed_tied(table, input_ids, self.dtype)
+        look_up = lambda ids, table: embed(table, ids, self.dtype)
+        return on_batch_shards(look_up, self.batch_axes, (input_ids,), (table,)), table
+
+    def run_layers(
+        self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]], cache: KVCache | None = None
+    ) -> Any:
+        """The stack's call on this decoder's layers.
+
+        Args:
+            x: hidden states.
+            inputs: for each kind of layer, its arguments behind the hidden states.
+            cache: the key-value cache; `None` for no cache.
+
+        Returns:
+            Hidden states; with a cache these and the cache.
+        """
+        return self.stack(self.layers, self.last_layers, x, inputs, cache)
+
+    def __call__(
+        self,
+        input_ids: Integer[Array, "B T"],
+        *,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Hidden states (B, T, D); with a cache these and the cache with the T tokens in it.
+
+        `inputs_embeds` are the rows that `embed` returns, for a caller that has them already.
+        """
+        config, length = self.config, input_ids.shape[1]
+        if length > config.longest_sequence:
+            raise ValueError(
+                f"input_ids has {length} positions, and {config.longest_sequence} are the most that this model takes "
+                f"(max_position_embeddings={config.max_position_embeddings}, rope_scaling={config.rope_scaling}). "
+                "Shorten the sequence, or raise the config's field."
+            )
+        if cache is not None:
+            cache, order = with_tokens(cache, input_ids.shape, attention_mask)
+            positions = jnp.maximum(order, 0) if positions is None else positions
+        positions = jnp.arange(length)[None] if positions is None else positions
+        ids = attention_segments(segment_ids, attention_mask)
+        segments = None if ids is None else Segments.of(ids)
+        inputs = {}
+        for kind in dict.fromkeys(config.layer_types):
+            theta, scaling = config.rope_of(kind)
+            cos, sin = rope_table(positions, config.head_dim, theta=theta, scaling=scaling)
+            inputs[kind] = (cos, sin, segments, config.window_of(kind))
+        x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
+        if config.embedding_scale is not None:
+            x = x * jnp.asarray(config.embedding_scale, self.dtype)  # rounded as it was in training
+        if cache is None:
+            return self.norm(self.run_layers(x, inputs))
+        x, cache = self.run_layers(x, inputs, cache)
+        # Under jit a cache that is too short shows itself as NaN.
+        x = jnp.where(cache.length + length <= cache.positions.shape[1], x, jnp.nan)
+        return self.norm(x), dataclasses.replace(cache, length=cache.length + length)

@@ -1,0 +1,136 @@
+"""The loss of a language model from hidden states or from logits, on one device or on a batch that is sharded."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from liger_jax import ops
+from liger_jax.models.core import plain
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.remat import Remat, loss_budget_bytes
+from liger_jax.models.core.sharding import sum_over_batch_shards
+from liger_jax.ops import LossMetrics
+from liger_jax.ops._device import device_of
+from liger_jax.ops.labels import IGNORE_INDEX
+
+Result = tuple[Float[Array, ""], LossMetrics | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelLoss:
+    """Σ w·ce over the positions that are scored, or its mean.
+
+    Attributes:
+        config: the architecture.
+        kernels: which of the losses runs, and how.
+        remat: what the model's layers keep for the backward, for the fused loss's share of memory.
+        table_dtype: dtype of the parameter that the head is. A tied bfloat16 head reaches the loss as float32.
+    """
+
+    config: Any
+    kernels: KernelOptions
+    remat: Remat
+    table_dtype: Any
+
+    def __call__(
+        self,
+        hidden: Float[Array, "B T D"],
+        head: Float[Array, "V D"],
+        logits: Float[Array, "B T V"] | None,
+        targets: Int[Array, "B T"],
+        loss_weights: Float[Array, "B T"] | None,
+        *,
+        reduction: str,
+        return_metrics: bool,
+    ) -> Result:
+        """The loss from the logits where there are any, else from hidden states and head.
+
+        Args:
+            hidden: hidden states after the last norm.
+            head: the head's weight.
+            logits: float32, or `None` for the fused loss.
+            targets: the label of each position, -100 where it is not scored.
+            loss_weights: w; `None` for ones.
+            reduction: "mean" or "sum", over all devices.
+            return_metrics: whether metrics are wanted.
+
+        Returns:
+            The float32 loss, and the metrics or `None`.
+        """
+        if self.kernels.batch_axes:
+            return self._sharded(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
+        return self._local(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
+
+    def _sharded(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
+        """The loss of a batch that is sharded: each device sums its tokens, and "mean" is the global mean."""
+
+        def local(hidden, logits, targets, weights, head):
+            loss, own = self._local(hidden, logits, targets, weights, head, "sum", return_metrics)
+            return loss, own and (own.predicted_tokens, own.max_logit, own.log_normalizer)
+
+        # Where there are logits, the head would be gathered once more for nothing.
+        per_token = (hidden, None) if logits is None else (None, logits)
+        head = head if logits is None else None
+        loss, per_token = sum_over_batch_shards(
+            local, self.kernels.batch_axes, (*per_token, targets, loss_weights), (head,)
+        )
+        weights = jnp.ones(targets.shape) if loss_weights is None else loss_weights.astype(jnp.float32)
+        counts = (targets != IGNORE_INDEX) & (weights != 0)
+        num_tokens = jnp.sum(weights, where=counts)
+        if reduction == "mean":
+            loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
+        if not return_metrics:
+            return loss, None
+        predicted, max_logit, log_normalizer = per_token
+        accuracy = jnp.sum((predicted == targets) & counts) / jnp.maximum(jnp.sum(counts), 1)
+        return loss, LossMetrics(
+            accuracy=accuracy,
+            predicted_tokens=predicted,
+            max_logit=max_logit,
+            log_normalizer=log_normalizer,
+            z_loss=jnp.zeros(()),
+            num_tokens=jax.lax.stop_gradient(num_tokens),
+        )
+
+    def _local(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics):
+        """The loss of tokens that are all on this device."""
+        kernels = self.kernels
+        options = dict(
+            token_weights=loss_weights,
+            ignore_index=IGNORE_INDEX,
+            reduction=reduction,
+            return_metrics=return_metrics,
+            implementation=kernels.implementation,
+        )
+        if logits is None:
+            softcap = self.config.final_logit_softcapping
+            budget = self._budget_bytes(hidden, targets, head)
+            result = ops.fused_linear_cross_entropy(
+                hidden, head, targets, logit_softcap=softcap, mode=kernels.mode, memory_budget_bytes=budget, **options
+            )
+        elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
+            result = ops.cross_entropy(logits, targets, **options)
+        else:
+            loss, metrics = plain.cross_entropy(logits, targets, loss_weights, IGNORE_INDEX, reduction)
+            return loss, metrics if return_metrics else None
+        return result if return_metrics else (result, None)
+
+    def _budget_bytes(self, hidden, targets, head):
+        """What the fused loss may use of this device's memory."""
+        kernels = self.kernels
+        if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
+            return kernels.memory_budget_bytes
+        return loss_budget_bytes(
+            self.remat,
+            self.config,
+            targets.size,
+            hidden.dtype,
+            weight_dtype=head.dtype,
+            is_copied=not kernels.batch_axes and self.table_dtype != hidden.dtype,
+            is_widened=self.table_dtype != head.dtype,
+            implementation=kernels.implementation,
+            device=device_of(hidden, head),
+        )

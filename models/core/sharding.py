@@ -1,0 +1,164 @@
+"""A model on a mesh: each op on its device's part of the batch, each parameter gathered where it is used."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+
+def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's call that, on a mesh with Explicit axes, runs with these as Auto ones.
+
+    Inside, the specs are those of `on_batch_shards` and `gathered`, and the compiler propagates them; outside, every
+    result and every gradient has a type that says how it lies: as its parameter does, or split along the batch.
+
+    Args:
+        call: a method that takes arrays by name and returns a tree of numbers and of arrays with a leading batch axis.
+
+    Returns:
+        The method.
+    """
+
+    @functools.wraps(call)
+    def on_mesh(model: Any, input_ids: jax.Array, **arguments: Any) -> Any:
+        axes = model.kernels.batch_axes
+        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            if AxisType.Explicit in jax.typeof(input_ids).sharding.mesh.axis_types:
+                raise ValueError(
+                    "input_ids lie on a mesh with Explicit axes, which is not the one in context. Call the model under "
+                    "jax.set_mesh(mesh), with KernelOptions(batch_axes=…) for the axes that split the batch."
+                )
+            return call(model, input_ids, **arguments)
+        _check_batch(jax.typeof(input_ids).sharding.spec, axes, arguments)
+        graph, state = nnx.split(model)
+        arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
+        others = {name: x for name, x in arguments.items() if name not in arrays}
+        structure: Any = None
+
+        def run(state, input_ids, arrays):
+            nonlocal structure
+            leaves, tree = jax.tree.flatten(call(nnx.merge(graph, state), input_ids, **arrays, **others))
+            is_number = [x.ndim == 0 for x in leaves]
+            structure = tree, is_number
+            return [
+                [x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)
+            ]
+
+        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=[P(), P(axes)])
+        numbers, of_batch = on_auto_axes(state, input_ids, arrays)
+        tree, is_number = structure
+        rest = {True: iter(numbers), False: iter(of_batch)}
+        return jax.tree.unflatten(tree, [next(rest[number]) for number in is_number])
+
+    return on_mesh
+
+
+def _check_batch(spec: P, axes: tuple[str, ...] | None, arguments: dict[str, Any]) -> None:
+    """Raises a ValueError unless input_ids lie on an Explicit mesh as the model's options say."""
+    split = spec[0] if len(spec) else None
+    if axes is None or ((split,) if isinstance(split, str) else split) != axes or any(spec[1:]):
+        raise ValueError(
+            f"input_ids lie on a mesh with Explicit axes as {spec}, and kernels.batch_axes={axes}. Pass "
+            "KernelOptions(batch_axes=…) with the axes that split the batch, and split nothing else of input_ids."
+        )
+    if arguments.get("cache") is not None:
+        raise ValueError("cache is given on a mesh with Explicit axes, which it cannot lie on. Make the axes Auto.")
+
+
+def on_batch_shards(
+    function: Callable[..., Any],
+    batch_axes: tuple[str, ...] | None,
+    batch: tuple[Any, ...],
+    shared: tuple[Any, ...] = (),
+) -> Any:
+    """`function(*batch, *shared)` on every device's part of the batch; without axes, a plain call.
+
+    Inside, every op knows how much it computes: no kernel is partitioned by the compiler, which would gather its
+    inputs.
+
+    Args:
+        function: returns arrays whose leading axis is the batch's.
+        batch_axes: the axes, of the mesh in context, over which the batch is sharded.
+        batch: arrays with a leading batch axis; `None` entries pass.
+        shared: arrays that every device has whole, inside; `None` entries pass. A matrix comes in split along its
+            first axis over the last of `batch_axes`, where that divides it, and so does its gradient go out.
+
+    Returns:
+        What `function` returns, sharded like the batch.
+    """
+    if not batch_axes:
+        return function(*batch, *shared)
+    return _sharded(function, batch_axes, batch, shared, P(batch_axes))
+
+
+def sum_over_batch_shards(
+    function: Callable[..., tuple[jax.Array, Any]],
+    batch_axes: tuple[str, ...],
+    batch: tuple[Any, ...],
+    shared: tuple[Any, ...],
+) -> tuple[jax.Array, Any]:
+    """As `on_batch_shards`, for a function that returns a sum over its tokens and something else per token.
+
+    Args:
+        function: returns (sum, arrays whose leading axis is the batch's).
+        batch_axes: as there.
+        batch: as there.
+        shared: as there.
+
+    Returns:
+        (the sum over all tokens, the arrays).
+    """
+
+    def local(*arrays):
+        total, others = function(*arrays)
+        return jax.lax.psum(total, batch_axes), others
+
+    return _sharded(local, batch_axes, batch, shared, (P(), P(batch_axes)))
+
+
+def _sharded(function, batch_axes, batch, shared, out_specs):
+    last, mesh = batch_axes[-1], jax.sharding.get_abstract_mesh()
+    if missing := [axis for axis in batch_axes if axis not in mesh.axis_names]:
+        raise ValueError(
+            f"KernelOptions(batch_axes={batch_axes}): the mesh in context has the axes {mesh.axis_names}, and lacks "
+            f"{missing}. Call the model under jax.set_mesh(mesh)."
+        )
+    size = mesh.shape[last]
+    is_cut = [x is not None and x.ndim == 2 and x.shape[0] % size == 0 for x in shared]
+
+    def local(*arrays):
+        own, others = arrays[: len(batch)], arrays[len(batch) :]
+        whole = lambda x: jax.lax.all_gather(x, last, tiled=True)
+        return function(*own, *(whole(x) if cut else x for x, cut in zip(others, is_cut, strict=True)))
+
+    specs = (*(P(batch_axes) for _ in batch), *(P(last) if cut else P() for cut in is_cut))
+    # Without check_vma: JAX's own attention kernels do not tell how they vary, and where that is checked, Hopper's
+    # kernels of the loss cannot write in place.
+    return jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)(*batch, *shared)
+
+
+def gathered(parameters: Any, batch_axes: tuple[str, ...] | None, dtype: Any) -> Any:
+    """A layer's parameters, whole on every device: FSDP gathers them just before their use.
+
+    Matrices take the computation's dtype first, in which they are half as much to send.
+
+    Args:
+        parameters: a tree of arrays.
+        batch_axes: `None` where there is no mesh; the parameters are returned as they are.
+        dtype: of the computation.
+
+    Returns:
+        The tree.
+    """
+    if not batch_axes:
+        return parameters
+
+    def gather(x):
+        x = x.astype(dtype) if x.ndim > 1 else x
+        return jax.lax.with_sharding_constraint(x, P())
+
+    return jax.tree.map(gather, parameters)

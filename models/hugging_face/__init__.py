@@ -1,0 +1,1 @@
+"""Hugging Face's checkpoints and config.json, read and written."""

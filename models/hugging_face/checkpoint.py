@@ -1,0 +1,211 @@
+"""The folder of a Hugging Face checkpoint: where it is, its JSON files, and which of its files hold the weights."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from liger_jax.models.core.config_fields import short
+from liger_jax.models.hugging_face import config_json
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Within a checkpoint, what a save is made of: "new" is what is to come, "earlier" what made room for it.
+SAVING = ".saving"
+# Fields of config.json that `config_json.write` says under other names, and one that names other files than ours.
+_OTHERWISE_SAID = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a checkpoint's JSON files hold that the model does not compute with, and that a save writes again.
+
+    It is text, since what a module holds is hashed with its graph.
+
+    Attributes:
+        config: a JSON object, the fields of config.json.
+        generation: all of generation_config.json, or `None` where there is none.
+    """
+
+    config: str = "{}"
+    generation: str | None = None
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The tokens that end a text: generation_config.json says them, else config.json."""
+        for text in (self.generation or "{}", self.config):
+            stops = json.loads(text).get("eos_token_id")
+            if stops is not None:
+                return tuple(stops) if isinstance(stops, list) else (stops,)
+        return ()
+
+
+def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
+    """The folder itself, or the one that `huggingface_hub` has downloaded for an id such as "org/name".
+
+    A download takes the model's files and its tokenizer's.
+
+    Raises:
+        FileNotFoundError: no folder has that name, and it is no id, or the hub has no such model.
+        ImportError: it may be an id, and huggingface_hub is not installed.
+    """
+    name = os.fspath(path_or_id)
+    if os.path.isdir(name):  # for pathlib, "" would be the current folder
+        return pathlib.Path(name)
+    if os.path.exists(name):
+        raise FileNotFoundError(f"from_pretrained: {name!r} is a file. Pass the folder that holds its {CONFIG}.")
+    if not _may_be_id(name):
+        raise FileNotFoundError(f"from_pretrained: no such folder: {name!r}. (An id has the form 'org/name'.)")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError as error:
+        raise ImportError(
+            f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
+            "pip install huggingface_hub."
+        ) from error
+    try:  # some repositories hold the weights a second time, under another name or in a folder
+        return pathlib.Path(
+            snapshot_download(name, allow_patterns=[CONFIG, GENERATION, "model*.safetensors", INDEX, *TOKENIZER])
+        )
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"from_pretrained: no such folder: {name!r}, and huggingface_hub did not get a model of that id: {error}"
+        ) from error
+
+
+def _may_be_id(name: str) -> bool:
+    """Whether the hub may have a model of this name; what lies in a folder that is here is a path that is mistyped."""
+    organisation, slash, model = name.rpartition("/")
+    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None
+    return is_id and not (slash and os.path.isdir(organisation)) and not model.endswith((".json", ".safetensors"))
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+    """The `config_values` of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none; where a save was cut off, the message says how the folder is mended.
+        ValueError: as `config_values`.
+    """
+    path, saving = folder / CONFIG, folder / SAVING
+    if path.is_file():
+        return config_values(path)
+    if missing := files_that_complete(folder):
+        raise FileNotFoundError(
+            f"from_pretrained: {folder} has no {CONFIG}, since a save into it was cut off. Save the model again, or "
+            f"move the files of {missing} to {folder} to have the model whose weights are there."
+        )
+    if saving.is_dir():
+        raise FileNotFoundError(
+            f"from_pretrained: {folder} has no {CONFIG}, since the first save into it was cut off. Save the model "
+            "again."
+        )
+    raise FileNotFoundError(f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint.")
+
+
+def files_that_complete(folder: pathlib.Path) -> pathlib.Path | None:
+    """Where the small files of the weights in this folder are, if a save was cut off while `config.json` was away."""
+    new, earlier = folder / SAVING / "new", folder / SAVING / "earlier"
+    # Weights leave `new` by one rename, at which the folder becomes the new model's. Its config.json came there after.
+    if (new / CONFIG).is_file() and not any((new / name).is_file() for name in (WEIGHTS, INDEX)):
+        return new
+    return earlier if (earlier / CONFIG).is_file() else None
+
+
+def config_values(path: pathlib.Path) -> dict[str, Any]:
+    """A config.json, whatever its file's name; of a multimodal model what it says of the language part.
+
+    The ids of tokens are the whole model's, where it says any.
+
+    Raises:
+        ValueError: it is damaged (`config_json.load`, `config_json.language_part`).
+    """
+    values = config_json.load(path)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: values[name] for name in names if values.get(name) is not None}
+    return config_json.language_part(values, path) | ids
+
+
+def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str]) -> Kept:
+    """What a save of the model will write again.
+
+    Args:
+        folder: the checkpoint's.
+        values: of its config.json.
+        own: names of fields that a save makes from the model's own config.
+
+    Raises:
+        ValueError: generation_config.json holds no JSON object, or `eos_token_id` in a file is no token or list of
+            tokens.
+    """
+    left = {name: value for name, value in values.items() if name not in (*own, *_OTHERWISE_SAID)}
+    _check_stops(folder / CONFIG, left)
+    path, generation = folder / GENERATION, None
+    if path.is_file():
+        _check_stops(path, config_json.load(path))
+        generation = path.read_bytes().decode("utf8")  # its line ends, too
+    return Kept(json.dumps(left), generation)
+
+
+def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes | None]:
+    """A tokenizer's files, each by its name; `None` for those that this tokenizer does not have.
+
+    Raises:
+        ValueError: there are none, or no such folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"save_pretrained: tokenizer_from={str(folder)!r} is no folder. Pass that of a tokenizer.")
+    files = {name: folder / name for name in TOKENIZER}
+    contents = {name: path.read_bytes() if path.is_file() else None for name, path in files.items()}
+    if not any(contents.values()):
+        raise ValueError(
+            f"save_pretrained: tokenizer_from={str(folder)!r} holds no tokenizer: none of {', '.join(TOKENIZER)}."
+        )
+    return contents
+
+
+def _check_stops(path, values):
+    stops = values.get("eos_token_id")
+    stops_list = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if any(type(stop) is not int for stop in stops_list):
+        raise ValueError(f"{path}: eos_token_id must be a token's number or a list of them, and is {short(stops)}.")
+
+
+def weight_files(folder: pathlib.Path) -> list[str]:
+    """The names of the files that hold a folder's weights; none where there are no safetensors.
+
+    One file alone is what Hugging Face takes, too, where an index is left of others.
+
+    Raises:
+        ValueError: the index has no `weight_map`, or that names something else than a safetensors file of the folder.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    path = folder / INDEX
+    if not path.is_file():
+        return []
+    weight_map = config_json.load(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: weight_map must be an object of tensors and files, and is {short(weight_map)}.")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", name):
+            raise ValueError(
+                f"{path}: the file of {short(tensor)} is {short(name)}, and must be the name of a .safetensors file "
+                "in this folder, without a path."
+            )
+    return sorted(set(weight_map.values()))

@@ -1,0 +1,34 @@
+"""Whether config.json counts as many layers and tokens as the tensors beside it, before a model is made for them."""
+
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from liger_jax.models.core.config_fields import short
+
+EMBEDDING = "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
+def check(config: Any, shapes: Mapping[str, tuple[int, ...]], folder: pathlib.Path) -> None:
+    """Refuses a config that is not of these tensors. Their other names and sizes are compared with the model's own.
+
+    Args:
+        config: a `LlamaConfig` or one that derives from it.
+        shapes: of the tensors, by their names in a language model.
+        folder: the checkpoint, for messages.
+
+    Raises:
+        ValueError: the number of layers or the vocabulary differ; both are named.
+    """
+    wrong, count = [], config.num_hidden_layers
+    layers = sorted({int(match[1]) for match in map(_LAYER.match, shapes) if match})
+    if layers != list(range(count)):
+        wrong.append(f"num_hidden_layers={count}, and the tensors are of {len(layers)} layers: {short(layers)}")
+    if EMBEDDING in shapes and shapes[EMBEDDING][:1] != (config.vocab_size,):
+        wrong.append(f"vocab_size={config.vocab_size}, and {EMBEDDING} has the shape {shapes[EMBEDDING]}")
+    if wrong:
+        raise ValueError(
+            f"from_pretrained: config.json of {folder} says {'; '.join(wrong)}. Does it belong to these weights?"
+        )

@@ -1,0 +1,84 @@
+"""A model from a Hugging Face checkpoint, and a checkpoint from a model: what `from_pretrained` and its pair do."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
+
+
+def read(
+    model_class: Any,
+    path_or_id: str | os.PathLike[str],
+    *,
+    dtype: Any,
+    param_dtype: Any,
+    mesh: Any,
+    partition_specs: Any,
+    **options: Any,
+) -> Any:
+    """`CausalLM.from_pretrained` of a class; `options` are its constructor's."""
+    folder = checkpoint.find(path_or_id)
+    config, stored_dtype, kept = _described(model_class, folder)
+    config_in_files.check(config, weights.shapes(folder), folder)
+    param_dtype = jnp.dtype(stored_dtype if param_dtype is None else param_dtype)
+    dtype = param_dtype if dtype is None else dtype
+    make = lambda: model_class(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0), **options)
+    # A tied head may be there once more, and old checkpoints hold what the rotary embedding computes.
+    ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
+    graph, state = nnx.split(nnx.eval_shape(make))
+    shardings = weights.shardings_of(mesh, partition_specs, state)
+    model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored)
+    model.kept = kept
+    return model
+
+
+def write(
+    model: Any,
+    path: str | os.PathLike[str],
+    max_shard_bytes: int,
+    config_fields: Mapping[str, Any] | None,
+    tokenizer_from: str | os.PathLike[str] | None,
+) -> None:
+    """`CausalLM.save_pretrained` of a model."""
+    if max_shard_bytes < 1:
+        raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    if added := [".".join(map(str, path)) for path, parameter in flat if type(parameter) is not nnx.Param]:
+        raise ValueError(
+            f"save_pretrained: {added} are parameters that Hugging Face's model does not have. Add adapters to the "
+            "weights that they change, or save the state with orbax."
+        )
+    model_class = type(model)
+    values = json.loads(model.kept.config)
+    values |= config_json.write(model.config, model.config_fixed, model_class.__name__, str(model.head.dtype))
+    values |= config_fields or {}
+    generation = model.kept.generation
+    small_files = {
+        checkpoint.CONFIG: (json.dumps(values, indent=2) + "\n").encode(),
+        checkpoint.GENERATION: None if generation is None else generation.encode(),
+    }
+    if tokenizer_from is not None:
+        small_files |= checkpoint.tokenizer_files(pathlib.Path(tokenizer_from))
+
+    def meaning(folder):
+        config, dtype, kept = _described(model_class, folder)
+        return config, dtype, dataclasses.replace(kept, generation=None).stops
+
+    shards = weights.shards(nnx.state(model, nnx.Param), max_shard_bytes)
+    saving.write(pathlib.Path(path), shards, small_files, meaning)
+
+
+def _described(model_class: Any, folder: pathlib.Path) -> tuple[Any, str, checkpoint.Kept]:
+    """What a folder's JSON files say: the config, the dtype of the weights, and what is to be kept."""
+    values, path = checkpoint.read_config(folder), folder / checkpoint.CONFIG
+    config: Any = config_json.read(values, model_class.config_type, model_class.config_fixed, path)
+    dtype = config_json.dtype_of(values, path)
+    own = config_json.write(config, model_class.config_fixed, model_class.__name__, dtype)
+    return config, dtype, checkpoint.kept_of(folder, values, own)

@@ -1,0 +1,185 @@
+"""How a checkpoint is written, so that a kill at any moment loses neither the earlier model nor the new one.
+
+The new files are made in the folder `.saving`. One rename then turns the folder from the earlier model to the new one:
+of model.safetensors, or of the index, whose shards have got names that no earlier index holds. What is of no use
+any more goes last.
+
+config.json cannot change in the same rename. Where it says something else than before, or another small file changes,
+it is away while they do: whoever reads then finds no model, and never one model's weights with another's config. The
+files that complete the weights lie in `.saving` (`checkpoint.files_that_complete`), and the next save puts them back.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from liger_jax.models.hugging_face.checkpoint import CONFIG, INDEX, SAVING, WEIGHTS, files_that_complete, weight_files
+from liger_jax.models.hugging_face.weights import open_weights
+
+_SHARD = re.compile(r"model.*-\d+-of-\d+\.safetensors")
+
+
+def write(
+    folder: pathlib.Path,
+    shards: Iterable[Mapping[str, np.ndarray]],
+    small_files: Mapping[str, bytes | None],
+    meaning: Callable[[pathlib.Path], Any],
+) -> None:
+    """Writes a checkpoint in the place of the one that the folder may hold.
+
+    Each shard is written before the next is made. Until the end the disk holds both models.
+
+    Args:
+        folder: made if there is none.
+        shards: of the tensors; one becomes model.safetensors, more become files and an index.
+        small_files: by their names: config.json, and others that the model brings. `None` for one that it lacks, and
+            that must not stay from the model before.
+        meaning: of the config.json in a folder: where this stays as it is, the model computes the same. It raises a
+            ValueError or FileNotFoundError where that file is damaged or absent.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _mend(folder)
+    new, earlier = folder / SAVING / "new", folder / SAVING / "earlier"
+    new.mkdir(parents=True)
+    earlier.mkdir()
+    try:
+        flip = _write_weights(folder, shards)
+        changed = [
+            name for name, content in small_files.items() if name != CONFIG and content != _content(folder / name)
+        ]
+        for name in (*changed, CONFIG):  # config.json last, see files_that_complete
+            if (content := small_files[name]) is not None:
+                _write(new / name, content)
+        if changed or not _say_the_same(meaning, folder, new):
+            for name in (CONFIG, *changed):
+                if (folder / name).exists():
+                    _move(folder / name, earlier)
+        _move(new / flip, folder)
+        _move_all(new, folder)
+    finally:
+        _mend(folder)
+
+
+def _write_weights(folder: pathlib.Path, shards: Iterable[Mapping[str, np.ndarray]]) -> str:
+    """Writes all but the file whose rename makes the folder the new model's: returns its name, under `new`."""
+    saving, in_shard, total = folder / SAVING, {}, 0
+    for i, shard in enumerate(shards):
+        save_file(dict(shard), saving / str(i), metadata={"format": "pt"})
+        _sync(saving / str(i))
+        in_shard |= dict.fromkeys(shard, i)
+        total += sum(x.nbytes for x in shard.values())
+    count = max(in_shard.values()) + 1
+    if count == 1:
+        _move(saving / "0", saving / "new", WEIGHTS)
+        return WEIGHTS
+    if (folder / WEIGHTS).exists():
+        _make_a_shard(folder)
+    names = _free_names(folder, count)
+    for i, name in enumerate(names):
+        _move(saving / str(i), folder, name)
+    _write_index(saving / "new" / INDEX, {tensor: names[i] for tensor, i in sorted(in_shard.items())}, total)
+    return INDEX
+
+
+def _make_a_shard(folder: pathlib.Path) -> None:
+    """One file becomes the only shard of an index, so that another index can take its place by one rename."""
+    try:
+        with open_weights(folder / WEIGHTS) as file:
+            names = list(file.keys())
+    except ValueError:  # nobody can read it
+        (folder / WEIGHTS).unlink()
+        return
+    (shard,) = _free_names(folder, 1)
+    _write_index(folder / SAVING / INDEX, dict.fromkeys(names, shard), (folder / WEIGHTS).stat().st_size)
+    _move(folder / SAVING / INDEX, folder)  # model.safetensors still counts more
+    _move(folder / WEIGHTS, folder, shard)
+
+
+def _free_names(folder: pathlib.Path, count: int) -> list[str]:
+    """Names that neither a file nor the index has: Hugging Face's own, or those with a number of ours."""
+    taken = {path.name for path in folder.iterdir()} | (_weight_files(folder) or set())
+    stems = itertools.chain(["model"], (f"model-{n}" for n in itertools.count(2)))
+    choices = ([f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] for stem in stems)
+    return next(names for names in choices if not taken & set(names))
+
+
+def _write_index(path: pathlib.Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    _write(path, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _mend(folder: pathlib.Path) -> None:
+    """Completes the model that a save which was cut off has left, and removes what belongs to none."""
+    if not (folder / CONFIG).exists() and (missing := files_that_complete(folder)):
+        _move_all(missing, folder)
+    if (folder / SAVING).exists():
+        shutil.rmtree(folder / SAVING)
+    used = _weight_files(folder)
+    if used is None:  # a damaged index: what it named is not known
+        return
+    used |= {INDEX} if WEIGHTS not in used else set()
+    for path in folder.iterdir():
+        if (path.name == INDEX or _SHARD.fullmatch(path.name)) and path.name not in used:
+            path.unlink()
+
+
+def _weight_files(folder: pathlib.Path) -> set[str] | None:
+    try:
+        return set(weight_files(folder))
+    except ValueError:
+        return None
+
+
+def _say_the_same(meaning: Callable[[pathlib.Path], Any], folder: pathlib.Path, other: pathlib.Path) -> bool:
+    try:
+        return meaning(folder) == meaning(other)
+    except (ValueError, FileNotFoundError):
+        return False
+
+
+def _content(path: pathlib.Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _sync(path)
+    _sync(path.parent)
+
+
+def _move_all(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """config.json last: until then the folder is no model."""
+    for path in sorted(source.iterdir(), key=lambda path: path.name == CONFIG):
+        _move(path, folder)
+
+
+def _move(path: pathlib.Path, folder: pathlib.Path, name: str | None = None) -> None:
+    """By a rename that is on the disk before any that follows."""
+    path.replace(folder / (name or path.name))
+    _sync(folder)
+    _sync(path.parent)
+
+
+def _sync(path: pathlib.Path) -> None:
+    """Waits until a file's content, or a folder's names, are on the disk."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():  # Windows opens no folders, and has nothing to wait for
+            return
+        raise
+    try:
+        os.fsync(file)
+    except OSError:
+        if not path.is_dir():  # some network file systems sync no folders
+            raise
+    finally:
+        os.close(file)

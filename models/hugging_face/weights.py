@@ -1,0 +1,242 @@
+"""The weights of a Hugging Face checkpoint: which tensors a parameter is, and how they come from their files and go.
+
+A parameter's name in a checkpoint follows from its place in the model, since modules bear Hugging Face's names. A
+linear layer's kernel is the transposed weight, and layers that are stacked for a scan are one tensor each.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import SafetensorError, safe_open
+
+from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, weight_files
+
+_LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal checkpoint
+_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
+_LAYERS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers; a checkpoint calls all of them layers
+_FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """What a parameter is in a checkpoint.
+
+    Attributes:
+        names: of its tensors: one, or one for each of the stacked layers.
+        transposed: whether the tensors are (out, in) where the parameter is (in, out).
+        stacked: whether the parameter has an axis of layers in front.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool
+    stacked: bool
+
+    def shape(self, parameter: Any) -> tuple[int, ...]:
+        """The shape of each tensor."""
+        shape = parameter.shape[1:] if self.stacked else parameter.shape
+        return shape[::-1] if self.transposed else shape
+
+
+def tensors_of(path: tuple[Any, ...], parameter: Any) -> Tensors:
+    """The tensors of the parameter at this path of a model's state."""
+    *modules, leaf = map(str, path)
+    transposed = leaf == "kernel"
+    if leaf not in _LEAVES:
+        modules.append(leaf)
+    leaf = _LEAVES.get(leaf, "weight")
+    holder = next((name for name in _LAYERS if name in modules), None)
+    if holder is None:
+        return Tensors((".".join([*modules, leaf]),), transposed, stacked=False)
+    at = modules.index(holder)
+    stack, layer = [*modules[:at], "layers"], modules[at + 1 :]
+    stacked = not (layer and layer[0].isdigit())
+    numbers = range(parameter.shape[0]) if stacked else [layer.pop(0)]
+    names = tuple(".".join([*stack, str(number), *layer, leaf]) for number in numbers)
+    return Tensors(names, transposed, stacked)
+
+
+def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
+    """By a tensor's name in a language model, its shape in the files."""
+    with contextlib.ExitStack() as stack:
+        places = _places(folder, stack)
+        return {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in places.items()}
+
+
+def read(
+    folder: pathlib.Path, graphdef: Any, state: Any, *, shardings: Any = None, ignored: tuple[str, ...] = ()
+) -> Any:
+    """The model whose abstract state this is, each parameter read by itself.
+
+    Args:
+        folder: holds the safetensors.
+        graphdef: of the model.
+        state: of the model, of `jax.ShapeDtypeStruct`: the dtypes that the parameters get.
+        shardings: a list of one for each of them; `None` for the default device.
+        ignored: names that a checkpoint may hold beside the model's.
+
+    Raises:
+        ValueError: a list of all names that are missing or left over and all shapes and dtypes that do not fit; or a
+            file is damaged, or the index names what is no file of the folder's.
+        FileNotFoundError: there are no safetensors.
+    """
+    flat, tree = jax.tree_util.tree_flatten_with_path(state)
+    wanted = [(tensors_of(_keys(path), parameter), parameter) for path, parameter in flat]
+    with contextlib.ExitStack() as stack:
+        places = _places(folder, stack)
+
+        def slice_of(name):
+            file, name_there = places[name]
+            return file.get_slice(name_there)
+
+        _check(folder, places, wanted, ignored, slice_of)
+        parameters = [
+            _parameter(tensors, parameter, sharding, slice_of)
+            for (tensors, parameter), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)
+        ]
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
+
+
+def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[NamedSharding] | None:
+    """One for each parameter of a state, by what `from_pretrained` is given.
+
+    Raises:
+        ValueError: specs without a mesh, or not one for each parameter.
+    """
+    if mesh is None:
+        if partition_specs is not None:
+            raise ValueError("from_pretrained: partition_specs need a mesh: pass mesh=jax.make_mesh(…).")
+        return None
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    if partition_specs is None:
+        specs = [PartitionSpec()] * len(flat)
+    elif callable(partition_specs):
+        specs = [partition_specs(".".join(map(str, _keys(path))), parameter.shape) for path, parameter in flat]
+    else:
+        specs = jax.tree.leaves(partition_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    if len(specs) != len(flat) or not all(isinstance(spec, PartitionSpec) for spec in specs):
+        raise ValueError(
+            f"from_pretrained: partition_specs must give a PartitionSpec for each of the model's {len(flat)} "
+            f"parameters, and gave {specs}."
+        )
+    return [NamedSharding(mesh, spec) for spec in specs]
+
+
+def open_weights(path: pathlib.Path) -> Any:
+    """A safetensors file, to be used in a `with`.
+
+    Raises:
+        ValueError: it is truncated, or no safetensors file.
+    """
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file: {error}.") from error
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Names and numbers on the way to a leaf; the variable's own value has none."""
+    parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
+    return tuple(part for part in parts if part not in (None, "value"))
+
+
+def _places(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, tuple[Any, str]]:
+    """By a tensor's name in a language model, its open file and its name there.
+
+    A multimodal checkpoint names its language part, "language_model.model.…" or "model.language_model.…", and all that
+    the name does not stand in is of other parts, but for the head.
+    """
+    files = _open_files(folder, stack)
+    if not any(_LANGUAGE_PART in name for name in files):
+        return {name: (file, name) for name, file in files.items()}
+    own = {name: name.replace(_LANGUAGE_PART, "", 1) for name in files if _LANGUAGE_PART in name or name == _HEAD}
+    return {own_name: (files[name], name) for name, own_name in own.items()}
+
+
+def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """The file of each tensor."""
+    names = weight_files(folder)
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise FileNotFoundError(f"from_pretrained: {folder} lacks {absent}, which its {INDEX} names.")
+    files = {}
+    for name in names:
+        file = stack.enter_context(open_weights(folder / name))
+        files.update(dict.fromkeys(file.keys(), file))
+    if files:
+        return files
+    pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    hint = f" Its {pickled} are pickles, which can run code when read: convert them to safetensors." if pickled else ""
+    raise FileNotFoundError(f"from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}.{hint}")
+
+
+def _check(folder, places, wanted, ignored, slice_of) -> None:
+    """Raises a ValueError that lists every name, every shape and every dtype that does not fit."""
+    names = {name for tensors, _ in wanted for name in tensors.names}
+    missing, left = sorted(names - set(places)), sorted(set(places) - names)
+    left = [name for name in left if not name.endswith(ignored)] if ignored else left
+    wrong, no_floats = [], []
+    for tensors, parameter in wanted:
+        expected = tensors.shape(parameter)
+        for name in tensors.names:
+            if name not in places:
+                continue
+            there = slice_of(name)
+            shape, dtype = tuple(there.get_shape()), there.get_dtype()
+            wrong += [f"{name} {shape}, expected {expected}"] if shape != expected else []
+            no_floats += [f"{name} {dtype}, expected one of {_FLOATS}"] if dtype not in _FLOATS else []
+    if missing or left or wrong or no_floats:
+        raise ValueError(
+            f"from_pretrained: {folder} does not fit the model. Missing: {missing or 'none'}; left over: "
+            f"{left or 'none'}; shapes: {'; '.join(wrong) or 'all fit'}; dtypes: {'; '.join(no_floats) or 'all fit'}. "
+            "Does config.json belong to these weights?"
+        )
+
+
+def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -> jax.Array:
+    """In its place and dtype; on the host are the parts of this machine's devices, and each tensor's for a moment."""
+
+    def part(index):
+        ranges = [range(*axis.indices(size)) for axis, size in zip(index, parameter.shape, strict=True)]
+        whole = np.empty([len(axis) for axis in ranges], parameter.dtype)
+        of_tensor = [slice(axis.start, axis.stop) for axis in (ranges[1:] if tensors.stacked else ranges)]
+        stored = tuple(of_tensor[::-1] if tensors.transposed else of_tensor)
+        for i, layer in enumerate(ranges[0] if tensors.stacked else [0]):
+            tensor = slice_of(tensors.names[layer])[stored]
+            whole[i if tensors.stacked else ...] = tensor.T if tensors.transposed else tensor
+        return whole
+
+    if sharding is None:
+        return jax.device_put(part([slice(None)] * len(parameter.shape)))
+    parts: dict[str, np.ndarray] = {}
+
+    def part_once(index):
+        """JAX asks for each device, and several may hold the same part."""
+        if str(index) not in parts:
+            parts[str(index)] = part(index)
+        return parts[str(index)]
+
+    return jax.make_array_from_callback(parameter.shape, sharding, part_once)
+
+
+def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+    """The tensors of a state, in groups of at most so many bytes unless one tensor has more.
+
+    The parameters are fetched one after the other.
+    """
+    shard, size = {}, 0
+    for path, parameter in jax.tree_util.tree_flatten_with_path(state)[0]:
+        tensors, whole = tensors_of(_keys(path), parameter), np.asarray(parameter)
+        for i, name in enumerate(tensors.names):
+            part = whole[i] if tensors.stacked else whole
+            tensor = np.ascontiguousarray(part.T if tensors.transposed else part)
+            if shard and size + tensor.nbytes > max_shard_bytes:
+                yield shard
+                shard, size = {}, 0
+            shard[name], size = tensor, size + tensor.nbytes
+    yield shard

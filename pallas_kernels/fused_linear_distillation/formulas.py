@@ -1,0 +1,154 @@
+"""The formulas of a divergence and of its gradient by the student's logits. All arithmetic is float32.
+
+With p the student's distribution and q the teacher's, each divergence is D = Σ_v t_v, and its derivative by p_v is a_v,
+up to what is the same for all v. Since p = softmax(z), the gradient is
+
+    ∂D/∂z_v = p_v · a_v − p_v · A,    A = Σ_v p_v · a_v.
+
+So two sums over a row are enough: those of t and of p · a.
+
+| divergence | t | p · a |
+|---|---|---|
+| forward KL, KL(q ‖ p) | q (log q − log p) | −q |
+| reverse KL, KL(p ‖ q) | p (log p − log q) | p (log p − log q) |
+| JSD, m = (1 − β) p + β q | β q (log q − log m) + (1 − β) p (log p − log m) | (1 − β) p (log p − log m) |
+| TVD | ½ |p − q| | ½ p · sign(p − q) |
+
+Where p and q agree to the last bit, the gradient is exactly 0.
+
+References:
+    Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
+    Wen et al., f-Divergence Minimization for Sequence-Level Knowledge Distillation, arXiv:2307.15190.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels.cross_entropy.formulas import slope, transform
+from liger_jax.pallas_kernels.fused_linear_distillation.config import DivergenceOptions, Options
+
+
+class Statistics(NamedTuple):
+    """What a token's rows of logits are reduced to; each field is (N,) float32."""
+
+    student_normalizer: jax.Array  # log Σ_v exp(z_v)
+    teacher_normalizer: jax.Array
+    hard_normalizer: jax.Array  # that of the cross-entropy's logits; the student's where they are the same
+    slope_sum: jax.Array  # A
+
+
+def terms(log_p: jax.Array, log_q: jax.Array, options: DivergenceOptions) -> tuple[jax.Array, jax.Array]:
+    """t and p · a of the table; a probability of 0 times an infinite logarithm is 0."""
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    d = jnp.where((p == 0) & (q == 0), 0.0, log_q - log_p)
+    if options.divergence == "forward_kl":
+        return jnp.where(q > 0, q * d, 0.0), -q
+    if options.divergence == "reverse_kl":
+        t = jnp.where(p > 0, p * -d, 0.0)
+        return t, t
+    if options.divergence == "tvd":
+        return 0.5 * jnp.abs(p - q), 0.5 * p * jnp.sign(p - q)
+    # With d = log q − log p: m = p · (1 + β (e^d − 1)) = q · (1 + (1 − β) (e^−d − 1)). The one whose exponential is at
+    # most 1 is taken.
+    beta = options.beta
+    share = jnp.where(d > 0, 1.0 - beta, beta)
+    rest = -jnp.log1p(share * jnp.expm1(-jnp.abs(d)))
+    of_student = (1.0 - beta) * jnp.where(p > 0, p * jnp.where(d > 0, rest - d, rest), 0.0)
+    of_teacher = beta * jnp.where(q > 0, q * jnp.where(d > 0, rest, rest + d), 0.0)
+    return of_student + of_teacher, of_student
+
+
+def reduced(
+    raw: jax.Array, teacher_raw: jax.Array, labels: jax.Array, options: DivergenceOptions
+) -> tuple[jax.Array, Statistics]:
+    """Each token's loss (N,), and its statistics, from raw logits (N, V).
+
+    Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
+    """
+    axis = options.vocab_axis
+    z, teacher_z = transform(raw, options.student.logit), transform(teacher_raw, options.teacher.logit)
+    lse, teacher_lse = log_normalizer(z, axis), log_normalizer(teacher_z, axis)
+    t, weighted = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options)
+    slope_sum = over_shards(jnp.sum(weighted, axis=1), axis)
+    if options.divergence == "forward_kl":
+        slope_sum = jnp.full_like(slope_sum, -1.0)  # −Σ q, without its rounding
+    loss, hard_lse = with_cross_entropy(jnp.sum(t, axis=1), raw, lse, labels, options)
+    return loss, Statistics(lse, teacher_lse, hard_lse, slope_sum)
+
+
+def logit_gradient(
+    raw: jax.Array,
+    teacher_raw: jax.Array,
+    labels: jax.Array,
+    statistics: Statistics,
+    scale: jax.Array,
+    start: jax.Array | int,
+    options: DivergenceOptions,
+) -> jax.Array:
+    """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on."""
+    log_p = transform(raw, options.student.logit) - statistics.student_normalizer[:, None]
+    log_q = transform(teacher_raw, options.teacher.logit) - statistics.teacher_normalizer[:, None]
+    _, weighted = terms(log_p, log_q, options)
+    dz = weighted - jnp.exp(log_p) * statistics.slope_sum[:, None]
+    return raw_gradient(dz, raw, labels, statistics.hard_normalizer, scale, start, options)
+
+
+# --- what the divergences share with the top-k loss -------------------------------------------------------------------
+
+
+def over_shards(x: jax.Array, vocab_axis: str | None) -> jax.Array:
+    """The sum over all shards of the vocabulary."""
+    return x if vocab_axis is None else jax.lax.psum(x, vocab_axis)
+
+
+def log_normalizer(z: jax.Array, vocab_axis: str | None) -> jax.Array:
+    """log Σ_v exp(z_v) of rows (N, V), over all shards of the vocabulary."""
+    lse = jax.nn.logsumexp(z, axis=1)
+    if vocab_axis is None:
+        return lse
+    maximum = jax.lax.pmax(lse, vocab_axis)
+    shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    return shift + jnp.log(jax.lax.psum(jnp.exp(lse - shift), vocab_axis))
+
+
+def in_one_shard(x: jax.Array, vocab_axis: str | None) -> jax.Array:
+    """x in one shard of the vocabulary and 0 in the others, where all hold the same x and sums go over shards."""
+    return x if vocab_axis is None else jnp.where(jax.lax.axis_index(vocab_axis) == 0, x, 0.0)
+
+
+def with_cross_entropy(
+    divergence: jax.Array, raw: jax.Array, lse: jax.Array, labels: jax.Array, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """(1 − w) · divergence + w · cross-entropy (N,), and the normaliser of the latter; `lse` is the divergence's."""
+    w, axis = options.hard_weight, options.vocab_axis
+    if not w:
+        return divergence, lse
+    z = transform(raw, options.hard)
+    hard_lse = lse if options.hard == options.student.logit else log_normalizer(z, axis)
+    target = jnp.sum(jnp.where(is_label(labels, 0, z.shape[1]), z, 0.0), axis=1)
+    return (1.0 - w) * divergence + w * (in_one_shard(hard_lse, axis) - target), hard_lse
+
+
+def raw_gradient(
+    dz: jax.Array,
+    raw: jax.Array,
+    labels: jax.Array,
+    hard_normalizer: jax.Array,
+    scale: jax.Array,
+    start: jax.Array | int,
+    options: Options,
+) -> jax.Array:
+    """The gradient of Σ scale · loss by raw logits (N, v), from that of the divergence by the student's logits."""
+    du = dz * slope(raw, options.student.logit)
+    if options.hard_weight:
+        p = jnp.exp(transform(raw, options.hard) - hard_normalizer[:, None])
+        hard = jnp.where(is_label(labels, start, raw.shape[1]), p - 1.0, p) * slope(raw, options.hard)
+        du = (1.0 - options.hard_weight) * du + options.hard_weight * hard
+    return jnp.where(scale[:, None] == 0, 0.0, scale[:, None] * du)
+
+
+def is_label(labels: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+    """(N, size): whether a column, counted from `start`, is the row's label."""
+    return start + jnp.arange(size, dtype=jnp.int32)[None, :] == labels[:, None]

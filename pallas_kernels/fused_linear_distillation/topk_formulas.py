@@ -1,0 +1,103 @@
+"""The formulas of the KL divergence from a teacher whose K largest log-probabilities are stored.
+
+With K the set of stored tokens, q the teacher's probabilities, p the student's, Q = Σ_{k ∈ K} q_k:
+
+    D = Σ_{k ∈ K} q_k (log q_k − log p_k)  [+ q_r (log q_r − log p_r)],
+
+where the bucket r holds all other tokens: q_r = 1 − Q and p_r = Σ_{v ∉ K} p_v. The gradient by the student's logits is
+
+    ∂D/∂z_v = (Q + q_r) p_v − q_v           for v in K,
+    ∂D/∂z_v = (Q + q_r − q_r / p_r) p_v     for all others,
+
+with q_r = 0 where the tail is ignored. log p_r is a log-sum-exp of its own: 1 − Σ p_k would lose a small tail.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels.cross_entropy.formulas import transform
+from liger_jax.pallas_kernels.fused_linear_distillation.config import TopKOptions
+from liger_jax.pallas_kernels.fused_linear_distillation.formulas import (
+    in_one_shard,
+    log_normalizer,
+    over_shards,
+    raw_gradient,
+    with_cross_entropy,
+)
+
+NO_TOKEN = -1  # the id of a place that is not used
+
+
+class TopK(NamedTuple):
+    """What is stored of the teacher."""
+
+    token_ids: jax.Array  # (N, K) int32, counted from the shard's first entry; those of other shards are out of range
+    log_probs: jax.Array  # (N, K) float32; −inf where a place is not used
+
+
+class Statistics(NamedTuple):
+    """What a token's row of logits is reduced to, float32."""
+
+    normalizer: jax.Array  # (N,)
+    hard_normalizer: jax.Array  # (N,)
+    others: jax.Array  # (N,), the factor of p_v for tokens that are not stored
+    stored: jax.Array  # (N, K), ∂D/∂z_v for those that are
+
+
+def reduced(raw: jax.Array, teacher: TopK, labels: jax.Array, options: TopKOptions) -> tuple[jax.Array, Statistics]:
+    """Each token's loss (N,), and its statistics, from raw logits (N, V).
+
+    Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
+    """
+    axis = options.vocab_axis
+    z = transform(raw, options.student.logit)
+    lse = log_normalizer(z, axis)
+    columns = _columns(teacher, 0, z.shape[1])
+    own = columns < z.shape[1]
+    z_k = jnp.take_along_axis(z, jnp.where(own, columns, 0), axis=1)
+    log_p = over_shards(jnp.where(own, z_k, 0.0), axis) - lse[:, None]
+    log_q = teacher.log_probs
+    q, used = jnp.exp(log_q), log_q > -jnp.inf
+    divergence = jnp.sum(jnp.where(used, q * (log_q - log_p), 0.0), axis=1)
+    total = others = jnp.sum(q, axis=1)
+    if options.has_bucket:
+        rest = jnp.maximum(1.0 - total, 0.0)
+        without = z.at[_rows(columns), columns].set(-jnp.inf, mode="drop")
+        log_rest = log_normalizer(without, axis) - lse
+        log_term = jnp.log(jnp.where(rest > 0, rest, 1.0)) - log_rest
+        divergence += jnp.where(rest > 0, rest * log_term, 0.0)
+        total = total + rest
+        others = total - jnp.where(rest > 0, rest * jnp.exp(-log_rest), 0.0)
+    stored = total[:, None] * jnp.exp(log_p) - q
+    loss, hard_lse = with_cross_entropy(in_one_shard(divergence, axis), raw, lse, labels, options)
+    return loss, Statistics(lse, hard_lse, others, stored)
+
+
+def logit_gradient(
+    raw: jax.Array,
+    teacher: TopK,
+    labels: jax.Array,
+    statistics: Statistics,
+    scale: jax.Array,
+    start: jax.Array | int,
+    options: TopKOptions,
+) -> jax.Array:
+    """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on."""
+    z = transform(raw, options.student.logit)
+    dz = statistics.others[:, None] * jnp.exp(z - statistics.normalizer[:, None])
+    columns = _columns(teacher, start, raw.shape[1])
+    dz = dz.at[_rows(columns), columns].set(statistics.stored, mode="drop")
+    return raw_gradient(dz, raw, labels, statistics.hard_normalizer, scale, start, options)
+
+
+def _columns(teacher: TopK, start: jax.Array | int, size: int) -> jax.Array:
+    """(N, K): the stored tokens' columns from `start` on; `size` where a token is in none of them, or not used."""
+    columns = teacher.token_ids - start
+    here = (columns >= 0) & (columns < size) & (teacher.log_probs > -jnp.inf)
+    return jnp.where(here, columns, size)
+
+
+def _rows(columns: jax.Array) -> jax.Array:
+    return jnp.arange(columns.shape[0])[:, None]

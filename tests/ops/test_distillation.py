@@ -1,0 +1,376 @@
+"""The fused distillation losses: exact in every mode, without a buffer of all logits, for every head."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax import fused_linear_distillation, fused_linear_topk_distillation
+from liger_jax.pallas_kernels.fused_linear_distillation import reference
+from tests.ops._oracle import TOLERANCE, check_float32, check_half, largest_error, normal
+
+N, D, E, V, K = 37, 24, 40, 101, 7
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+MODES = ("fast", "lean")
+TEMPERATURE, BETA = 1.7, 0.3
+
+
+def heads(rng, n=N, v=V, dtype=jnp.float32, size=1.0):
+    """Hidden states, weight and bias of the student, then of the teacher; random normal."""
+    student = normal(rng, (n, D), (v, D), (v,), dtype=dtype)
+    teacher = normal(rng, (n, E), (v, E), (v,), dtype=dtype)
+    return [size * x for x in student], [size * x for x in teacher]
+
+
+def scored(rng, n=N, v=V):
+    labels = rng.integers(0, v, n).astype(np.int32)
+    labels[[3, n // 2]] = -100
+    where = rng.random(n) > 0.2
+    return labels, where, where & (labels != -100)
+
+
+def reduced(losses, counts, reduction):
+    losses = jnp.where(counts, losses, 0.0)
+    if reduction == "none":
+        return losses
+    return jnp.sum(losses) / (float(np.sum(counts)) if reduction == "mean" else 1.0)
+
+
+def distillation_cases(rng, kind, hard_weight, reduction, mode, dtype=jnp.float32):
+    """The op, its oracle, and what both are differentiated by."""
+    student, teacher = heads(rng, dtype=dtype)
+    labels, where, counts = scored(rng)
+
+    def op(hidden, weight, bias):
+        return fused_linear_distillation(
+            hidden, weight, teacher[0], teacher[1].T,
+            divergence=kind, beta=BETA, temperature=TEMPERATURE, labels=labels, where=where, hard_weight=hard_weight,
+            student_bias=bias, student_logit_softcap=5.0, student_logit_scale=1.3,
+            teacher_bias=teacher[2], teacher_weight_layout="dv", teacher_logit_scale=0.5,
+            reduction=reduction, mode=mode, chunk_size=10,
+        )  # fmt: skip
+
+    def oracle(hidden, weight, bias):
+        cast = lambda x: jnp.asarray(x).astype(hidden.dtype)
+        raw = functools.partial(reference.logits, hidden, weight, bias, scale=1.3, softcap=5.0)
+        theirs = reference.logits(*map(cast, teacher), scale=0.5, temperature=TEMPERATURE)
+        losses = (1 - hard_weight) * reference.divergence(raw(temperature=TEMPERATURE), theirs, kind=kind, beta=BETA)
+        losses += hard_weight * reference.cross_entropy(raw(), jnp.maximum(labels, 0))
+        return reduced(losses, counts, reduction)
+
+    return op, oracle, student
+
+
+def stored(rng, n=N, v=V, k=K):
+    """The K largest of a random teacher's log-probabilities; one place is not used."""
+    every = jax.nn.log_softmax(jnp.asarray(3.0 * rng.standard_normal((n, v)), jnp.float32))
+    token_ids = jnp.argsort(-every, axis=1)[:, :k]
+    return token_ids, jnp.take_along_axis(every, token_ids, axis=1).at[4, 3].set(-jnp.inf)
+
+
+def topk_cases(rng, tail, hard_weight, reduction, mode):
+    student, _ = heads(rng)
+    token_ids, log_probs = stored(rng)
+    labels, where, counts = scored(rng)
+
+    def op(hidden, weight, bias):
+        return fused_linear_topk_distillation(
+            hidden, weight.T, token_ids, log_probs, tail=tail, temperature=TEMPERATURE, labels=labels, where=where,
+            hard_weight=hard_weight, bias=bias, weight_layout="dv", logit_softcap=5.0, logit_scale=1.3,
+            reduction=reduction, mode=mode, chunk_size=10,
+        )  # fmt: skip
+
+    def oracle(hidden, weight, bias):
+        raw = functools.partial(reference.logits, hidden, weight, bias, scale=1.3, softcap=5.0)
+        theirs = token_ids, jnp.asarray(log_probs).astype(hidden.dtype)
+        losses = (1 - hard_weight) * reference.topk_divergence(raw(temperature=TEMPERATURE), *theirs, tail=tail)
+        losses += hard_weight * reference.cross_entropy(raw(), jnp.maximum(labels, 0))
+        return reduced(losses, counts, reduction)
+
+    return op, oracle, student
+
+
+REDUCTIONS = [("fast", "mean"), ("lean", "none"), pytest.param("lean", "mean", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("mode, reduction", REDUCTIONS)
+@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_every_divergence_and_its_gradients_equal_the_oracle(kind, hard_weight, mode, reduction, rng):
+    check_float32(*distillation_cases(rng, kind, hard_weight, reduction, mode), rng)
+
+
+@pytest.mark.parametrize("mode, reduction", REDUCTIONS)
+@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
+@pytest.mark.parametrize("tail", ["ignore", "bucket"])
+def test_stored_teachers_and_their_gradients_equal_the_oracle(tail, hard_weight, mode, reduction, rng):
+    check_float32(*topk_cases(rng, tail, hard_weight, reduction, mode), rng)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_half_precision_is_no_worse_than_plain_jax(kind, mode, rng):
+    op, oracle, student = distillation_cases(rng, kind, 0.3, "mean", mode, dtype=jnp.bfloat16)
+
+    def plain(hidden, weight, bias):  # all in bfloat16 but the loss
+        with jax.numpy_rank_promotion("allow"):
+            return oracle(hidden, weight, bias).astype(jnp.float32)
+
+    check_half(op, plain, oracle, student, rng)
+
+
+# --- extremes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_where_both_agree_to_the_last_bit_loss_and_gradient_are_zero(kind, mode, rng):
+    (hidden, weight, _), _ = heads(rng)
+    loss = lambda h, w: fused_linear_distillation(h, w, hidden, weight, divergence=kind, temperature=2.0, mode=mode)
+    value, grads = jax.value_and_grad(loss, (0, 1))(hidden, weight)
+    assert abs(float(value)) < 1e-6
+    assert not np.any(grads[0]) and not np.any(grads[1])
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_opposite_certainties_are_finite(kind, rng):
+    """Logits of ±80: the probabilities of one are e^−160 where those of the other are 1."""
+    signs = rng.choice([-80.0, 80.0], (V, 1))
+    one, weight = jnp.ones((5, 1)), jnp.asarray(signs, jnp.float32)
+    loss = lambda h: fused_linear_distillation(h, weight, -one, weight, divergence=kind, reduction="sum")
+    value, grad = jax.value_and_grad(loss)(one)
+    with jax.enable_x64(True):
+        wide = jnp.asarray(signs)
+        logits = lambda h: h @ wide.T
+        one = jnp.ones((5, 1), jnp.float64)
+        oracle = lambda h: jnp.sum(reference.divergence(logits(h), logits(-one), kind=kind, beta=0.5))
+        expected, expected_grad = jax.value_and_grad(oracle)(one)
+    assert largest_error(value, expected) < 1e-5
+    # The gradient cancels: it is a sum of terms of 80 times up to 320.
+    assert np.max(np.abs(np.asarray(grad) - np.asarray(expected_grad))) < TOLERANCE * 80 * 320
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_probability_of_zero_is_no_nan(kind):
+    """Minus infinity as a bias forbids a token to the teacher, or to both."""
+    hidden, weight = jnp.ones((2, 1)), jnp.zeros((4, 1))
+    forbids = jnp.array([0.0, -jnp.inf, 0.0, 0.0])
+    allowed = forbids if kind == "reverse_kl" else jnp.zeros(4)  # KL(p ‖ q) is infinite if only q is 0
+    loss = lambda w: fused_linear_distillation(
+        hidden, w, hidden, weight, divergence=kind, student_bias=allowed, teacher_bias=forbids
+    )
+    value, grad = jax.value_and_grad(loss)(weight)
+    assert np.isfinite(value) and np.all(np.isfinite(grad))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_that_do_not_count_have_no_part(mode, rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
+    labels, where, counts = scored(rng)
+    bad = jnp.where(counts[:, None], jnp.float32(0.0), jnp.nan)
+    loss = functools.partial(fused_linear_distillation, divergence="jsd", hard_weight=0.5, mode=mode)
+
+    def total(hidden, weight):
+        return loss(hidden, weight, teacher + bad[:, :1], teacher_weight, labels=labels, where=where)
+
+    value, grads = jax.value_and_grad(total, (0, 1))(hidden + bad, weight)
+    only = lambda h, w: loss(h, w, teacher[counts], teacher_weight, labels=labels[counts])
+    expected, expected_grads = jax.value_and_grad(only, (0, 1))(hidden[counts], weight)
+    assert largest_error(value, expected) < 1e-6
+    assert not np.any(grads[0][~counts])
+    assert largest_error(grads[0][counts], expected_grads[0]) < 1e-5
+    assert largest_error(grads[1], expected_grads[1]) < 1e-5
+
+
+def test_no_token_that_counts_is_a_loss_of_zero(rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
+    loss = lambda h: fused_linear_distillation(h, weight, teacher, teacher_weight, where=np.zeros(N, bool))
+    value, grad = jax.value_and_grad(loss)(hidden)
+    assert value == 0 and not np.any(grad)
+
+
+def test_a_label_outside_the_vocabulary_is_nan_under_jit(rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
+    losses = jax.jit(
+        lambda labels: fused_linear_distillation(
+            hidden, weight, teacher, teacher_weight, labels=labels, hard_weight=0.5, reduction="none"
+        )
+    )(jnp.zeros(N, jnp.int32).at[3].set(V))
+    assert np.array_equal(np.isnan(losses), np.arange(N) == 3)
+
+
+@pytest.mark.parametrize("wrong", [V, -1, "twice"])
+def test_stored_tokens_that_cannot_be_are_nan(wrong, rng):
+    (hidden, weight, _), _ = heads(rng)
+    token_ids, log_probs = stored(rng)
+    token_ids = token_ids.at[6, 0].set(token_ids[6, 1] if wrong == "twice" else wrong)
+    losses = fused_linear_topk_distillation(hidden, weight, token_ids, log_probs, reduction="none")
+    assert np.array_equal(np.isnan(losses), np.arange(N) == 6)
+
+
+def test_a_bucket_that_holds_next_to_nothing_is_exact(rng):
+    """Both leave e^−30 to what is not stored: 1 − Σ p would be 0 in float32."""
+    z = jnp.full((1, V), -30.0).at[0, :K].set(jnp.asarray(rng.standard_normal(K), jnp.float32))
+    log_probs = jax.nn.log_softmax(z[0, :K])[None]
+    loss = lambda h: fused_linear_topk_distillation(
+        h, jnp.eye(V), jnp.arange(K)[None], log_probs, tail="bucket", reduction="sum"
+    )
+    value, grad = jax.value_and_grad(loss)(z)
+    assert abs(float(value)) < 1e-5 and np.all(np.isfinite(grad)) and np.max(np.abs(grad)) < 1e-5
+
+
+# --- work and memory --------------------------------------------------------------------------------------------------
+
+
+def products(f, *arrays):
+    """How many matrix products a program holds, a loop's body counted once."""
+    return jax.jit(f).lower(*arrays).as_text().count("stablehlo.dot_general")
+
+
+@pytest.mark.parametrize("mode, of_logits", [("fast", 2), ("lean", 4)])
+def test_gradients_cost_the_products_that_the_docstring_says(mode, of_logits, rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
+    loss = lambda h, w: fused_linear_distillation(
+        h, w, teacher, teacher_weight, mode=mode, chunk_size=N, divergence="jsd"
+    )
+    count = lambda argnums: products(jax.grad(loss, argnums), hidden, weight)
+    assert products(loss, hidden, weight) == 2
+    assert count(0) == 3  # a frozen head has no backward of its own
+    assert count(1) == of_logits + 1
+    assert count((0, 1)) == of_logits + 2
+    token_ids, log_probs = stored(rng)
+    topk = lambda h, w: fused_linear_topk_distillation(h, w, token_ids, log_probs, mode=mode, chunk_size=N)
+    assert products(jax.grad(topk, (0, 1)), hidden, weight) == of_logits // 2 + 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_buffer_of_all_logits_exists(mode):
+    n, v = 2048, 8192
+    types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, D), (v, D), (n, E), (v, E))]
+    loss = lambda h, w, t, u: fused_linear_distillation(h, w, t, u, divergence="jsd", mode=mode, chunk_size=64)
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*types).compile()
+    assert f"{n},{v}]" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < (2 + 2) * n * v / 3  # of both models' logits in bfloat16
+
+
+def test_micro_batches_add_up_to_the_whole(rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng, n=36)
+    labels, where, counts = scored(rng, n=36)
+    options = dict(divergence="jsd", hard_weight=0.4)
+
+    def part(weight, rows, **more):
+        return fused_linear_distillation(
+            hidden[rows],
+            weight,
+            teacher[rows],
+            teacher_weight,
+            labels=labels[rows],
+            where=where[rows],
+            **options,
+            **more,
+        )
+
+    whole, grad = jax.value_and_grad(part)(weight, slice(None))
+    parts = [jax.value_and_grad(part)(weight, slice(i, i + 12), denominator=int(np.sum(counts))) for i in (0, 12, 24)]
+    assert largest_error(sum(value for value, _ in parts), whole) < 1e-6
+    assert largest_error(sum(grad for _, grad in parts), grad) < 1e-5
+
+
+def test_the_teacher_has_no_gradient(rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
+    grads = jax.grad(lambda t, w: fused_linear_distillation(hidden, weight, t, w), (0, 1))(teacher, teacher_weight)
+    assert not np.any(grads[0]) and not np.any(grads[1])
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", ["jsd", "forward_kl", "topk"])
+def test_a_split_vocabulary_equals_the_whole_one(kind, check_vma, rng):
+    n, v = 24, 64
+    student, teacher = heads(rng, n, v)
+    labels, where, _ = scored(rng, n, v)
+    token_ids, log_probs = stored(rng, n, v)
+    mesh = jax.make_mesh((4,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    split, same = jax.P("shard"), jax.P()
+
+    def loss(student, teacher_weight, **options):
+        options |= dict(labels=labels, where=where, hard_weight=0.3, temperature=1.3, mode="lean")
+        hidden, weight, bias = student
+        if kind == "topk":
+            return fused_linear_topk_distillation(
+                hidden, weight, token_ids, log_probs, tail="bucket", bias=bias, **options
+            )
+        return fused_linear_distillation(
+            hidden, weight, teacher[0], teacher_weight, divergence=kind, student_bias=bias, **options
+        )
+
+    sharded = jax.shard_map(
+        lambda *arrays: loss(*arrays, vocab_axis="shard"),
+        mesh=mesh,
+        in_specs=([same, split, split], split),
+        out_specs=same,
+        check_vma=check_vma,
+    )
+    expected, expected_grads = jax.jit(jax.value_and_grad(loss))(student, teacher[1])
+    value, grads = jax.jit(jax.value_and_grad(sharded))(student, teacher[1])
+    assert largest_error(value, expected) < 1e-5
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert largest_error(grad, expected_grad) < 2e-5
+
+
+@pytest.mark.parametrize("op", ["distillation", "topk"])
+def test_vmap_is_each_element_by_itself(op, rng):
+    student, teacher = heads(rng, n=12)
+    token_ids, log_probs = stored(rng, n=12)
+
+    def loss(hidden):
+        if op == "topk":
+            return fused_linear_topk_distillation(hidden, student[1], token_ids, log_probs, mode="lean")
+        return fused_linear_distillation(hidden, student[1], teacher[0], teacher[1], divergence="jsd")
+
+    batch = jnp.stack([student[0], -student[0]])
+    found = jax.vmap(jax.value_and_grad(loss))(batch)
+    expected = [jax.value_and_grad(loss)(hidden) for hidden in batch]
+    for i, (value, grad) in enumerate(expected):
+        assert largest_error(found[0][i], value) < 1e-5
+        assert largest_error(found[1][i], grad) < 1e-5
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (dict(divergence="kl"), "divergence='kl' is unknown"),
+        (
+            dict(divergence="jsd", beta=0.0),
+            "beta=0.0 must be in (0, 1); the limits 0 and 1 are divergence='forward_kl'",
+        ),
+        (dict(temperature=0.0), "temperature=0.0 must be finite and > 0"),
+        (dict(hard_weight=0.5), "weighs the cross-entropy of labels, and none are given"),
+        (dict(hard_weight=1.5, labels=np.zeros(N, int)), "hard_weight=1.5 must be in [0, 1]"),
+        (dict(mode="fast", reduction="none"), "makes gradients in the forward, and here the cotangent of each token"),
+        (dict(denominator=3.0, reduction="sum"), "denominator is given with reduction='sum'"),
+        (dict(memory_budget_bytes=10), "memory_budget_bytes=10 is too small: mode='lean' needs"),
+        (dict(chunk_size=0), "chunk_size=0 must be a Python int of at least 1"),
+        (dict(student_logit_softcap=-1.0), "student_logit_softcap=-1.0 must be finite and > 0"),
+        (dict(teacher_weight_layout="dv"), "teacher_weight has shape (101, 40), but with teacher_weight_layout='dv'"),
+        (dict(labels=np.full(N, V), hard_weight=0.5), "labels hold 101, but must lie in [0, 101)"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options, text, rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        fused_linear_distillation(hidden, weight, teacher, teacher_weight, **options)
+
+
+def test_vocabularies_of_different_sizes_are_refused(rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
+    with pytest.raises(ValueError, match="the student's vocabulary has 100 entries and the teacher's 101"):
+        fused_linear_distillation(hidden, weight[:-1], teacher, teacher_weight)

@@ -1,0 +1,186 @@
+"""The plan of the fused loss: what it chooses, and that the op follows it."""
+
+import dataclasses
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
+from liger_jax.ops.loss_plan import Problem, choose_mode, make_plan
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
+
+H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+A100 = AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")
+V6E = AbstractDevice("TPU v6 lite", 1, "tpu")
+LLAMA = (8192, 4096, 128256)
+GIB = 2**30
+
+
+def test_hopper_gets_its_own_kernels_and_others_xla():
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=H200).implementation == "mosaic_gpu"
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=A100).implementation == "xla"
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=V6E).implementation == "xla"
+    assert plan_fused_linear_cross_entropy(*LLAMA, dtype=jnp.float32, device=H200).implementation == "xla"
+    assert plan_fused_linear_cross_entropy(8192, 4096, 50257, device=H200).implementation == "xla"
+
+
+def test_fast_where_it_fits_and_lean_where_it_does_not():
+    plan = lambda gib: plan_fused_linear_cross_entropy(*LLAMA, device=H200, memory_budget_bytes=int(gib * GIB))
+    assert (plan(4).mode, plan(4).chunk_size) == ("fast", 8192)
+    assert plan(1.5).mode == "fast" and plan(1.5).chunk_size < 8192
+    assert plan(0.5).mode == "lean"
+    for gib in (4, 1.5, 0.5, 0.2):
+        assert plan(gib).extra_bytes <= gib * GIB
+
+
+def test_a_small_device_takes_no_more_than_its_share():
+    plan = plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=16 * GIB)
+    assert plan.mode == "lean"
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=80 * GIB).mode == "fast"
+    some = plan_fused_linear_cross_entropy(8192, 2048, 128256, device=A100, device_memory_bytes=12 * GIB)
+    assert some.mode == "fast" and some.extra_bytes <= 12 * GIB // 8
+    assert some.chunk_size < plan_fused_linear_cross_entropy(8192, 2048, 128256, device=A100).chunk_size
+
+
+def test_a_share_is_a_wish_and_a_budget_is_not():
+    lean = plan_fused_linear_cross_entropy(*LLAMA, device=A100, mode="lean")
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=A100, device_memory_bytes=1) == lean
+    with pytest.raises(ValueError, match="memory_budget_bytes=1 is too small"):
+        plan_fused_linear_cross_entropy(*LLAMA, device=A100, memory_budget_bytes=1)
+
+
+def test_a_soft_budget_gives_way_and_a_hard_one_does_not():
+    problem = Problem(*LLAMA, itemsize=2, weight_itemsize=2, platform="gpu")
+    within = lambda **budgets: make_plan(dataclasses.replace(problem, **budgets))
+    lean = within(mode="lean")
+    assert within(soft_budget_bytes=1) == lean
+    assert within(soft_budget_bytes=2 * lean.extra_bytes) == within(hard_budget_bytes=2 * lean.extra_bytes)
+    assert within(soft_budget_bytes=1, hard_budget_bytes=2**40) == within()
+    with pytest.raises(ValueError, match="memory_budget_bytes=1 is too small"):
+        within(soft_budget_bytes=2**40, hard_budget_bytes=1)
+
+
+@pytest.mark.parametrize(
+    "kernels, mode", [("xla", "fast"), ("mosaic_gpu", "fast"), ("mosaic_gpu", "auto"), ("triton", "lean")]
+)
+def test_an_error_names_the_bytes_that_suffice(kernels, mode):
+    problem = Problem(130, 4096, 128256, 2, 4, "gpu", kernels, mode, hard_budget_bytes=2**20)
+    with pytest.raises(ValueError, match="is too small") as error:
+        make_plan(problem)
+    (needed,) = re.findall(r"needs (\d+) bytes", str(error.value))
+    assert make_plan(dataclasses.replace(problem, hard_budget_bytes=int(needed))).extra_bytes <= int(needed)
+
+
+@pytest.mark.parametrize("kernels", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("soft_gib", [1, 3])
+def test_the_mode_does_not_depend_on_which_gradients_are_asked_for(kernels, soft_gib):
+    """The op has to take one of two functions before JAX says what is differentiated."""
+    problem = Problem(*LLAMA, 2, 4, "gpu", kernels, soft_budget_bytes=soft_gib * GIB)
+    asked = [Needs(hidden, weight, bias=False) for hidden in (True, False) for weight in (True, False)]
+    assert {make_plan(problem, needs).mode for needs in asked} == {choose_mode(problem)}
+
+
+@pytest.mark.parametrize("wrt", [(), (0,), (1,), (0, 1)], ids=str)
+def test_a_budget_that_holds_all_gradients_holds_fewer(wrt):
+    """A float32 weight's copy lies in its gradient's place, which is not there where the head is frozen."""
+    n, d, v = 1, 896, 32000
+    budget = plan_fused_linear_cross_entropy(n, d, v, weight_dtype=jnp.float32, device=H200).extra_bytes
+    loss = lambda h, w, y: fused_linear_cross_entropy(h, w, y, memory_budget_bytes=budget)
+    function = jax.grad(loss, wrt) if wrt else loss
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=H200)):
+        jax.eval_shape(
+            function,
+            jax.ShapeDtypeStruct((n, d), jnp.bfloat16),
+            jax.ShapeDtypeStruct((v, d), jnp.float32),
+            jax.ShapeDtypeStruct((n,), jnp.int32),
+        )
+
+
+def test_cotangents_unknown_in_the_forward_mean_lean():
+    assert plan_fused_linear_cross_entropy(*LLAMA, reduction="none", device=H200).mode == "lean"
+    with pytest.raises(ValueError, match="the cotangent of each token's loss is unknown"):
+        plan_fused_linear_cross_entropy(*LLAMA, reduction="none", mode="fast", device=H200)
+
+
+def test_a_frozen_head_needs_no_accumulator():
+    both = plan_fused_linear_cross_entropy(65536, 4096, 128256, device=H200)
+    frozen = plan_fused_linear_cross_entropy(65536, 4096, 128256, differentiated=("hidden",), device=H200)
+    assert frozen.extra_bytes < both.extra_bytes - 2 * 128256 * 4096
+
+
+def test_memory_is_flat_in_tokens():
+    extra = [plan_fused_linear_cross_entropy(n, 4096, 128256, device=H200).extra_bytes for n in (16384, 65536, 2**20)]
+    assert max(extra) < 1.1 * min(extra)
+
+
+@pytest.mark.parametrize("budget", [None, 2 * GIB, 3 * GIB // 2])
+def test_chunks_leave_few_of_hoppers_cores_idle(budget):
+    """dX of a chunk takes whole rounds of its 128 × 256 tiles over 132 cores."""
+    plan = plan_fused_linear_cross_entropy(*LLAMA, mode="fast", device=H200, memory_budget_bytes=budget)
+    whole, rest = divmod(8192, plan.chunk_size)
+    tiles = lambda tokens: -(-tokens // 128) * 4096 // 256
+    rounds = sum(-(-tiles(tokens) // 132) for tokens in [plan.chunk_size] * whole + [rest])
+    assert tiles(8192) / 132 / rounds > 0.9
+
+
+@pytest.mark.parametrize("n", [1, 100, 8191, 8193, 100_000])
+def test_chunks_are_even(n):
+    plan = plan_fused_linear_cross_entropy(n, 4096, 128256, device=A100)
+    chunks = -(-n // plan.chunk_size)
+    assert chunks * plan.chunk_size - n < 128 * chunks
+
+
+@pytest.mark.parametrize("v", [5000, 128256, 1_000_003])
+def test_a_slice_is_the_largest_of_equal_parts_that_fits(v):
+    plan = lambda **options: plan_fused_linear_cross_entropy(4096, 1024, v, mode="lean", device=A100, **options)
+    largest, least = plan(), plan(chunk_size=512)
+    for part in range(1, 8):
+        budget = (part * largest.extra_bytes + (8 - part) * least.extra_bytes) // 8
+        found = plan(memory_budget_bytes=budget)
+        parts = -(-v // found.chunk_size)
+        next_larger = -(-v // (parts - 1)) + 127
+        assert found.extra_bytes <= budget < plan(chunk_size=next_larger // 128 * 128).extra_bytes
+
+
+@pytest.mark.parametrize("device", [H200, A100, V6E], ids=str)
+def test_a_plan_for_billions_takes_a_moment(device):
+    start = time.process_time()
+    for n, d, v in ((8192, 64, 10**9), (10**9, 4096, 512), (10**9, 10**6, 10**9)):
+        plan_fused_linear_cross_entropy(n, d, v, device=device, device_memory_bytes=16 * GIB)
+    assert time.process_time() - start < 1
+
+
+def test_wrong_arguments_are_refused(unchecked_types):
+    with pytest.raises(ValueError, match="n=0 must be at least 1"):
+        plan_fused_linear_cross_entropy(0, 4096, 128256)
+    with pytest.raises(ValueError, match="logit_softcap=inf must be finite and > 0; pass None to cap nothing"):
+        plan_fused_linear_cross_entropy(*LLAMA, logit_softcap=float("inf"))
+    with pytest.raises(ValueError, match="logit_scale=nan must be finite"):
+        plan_fused_linear_cross_entropy(*LLAMA, logit_scale=float("nan"))
+    with pytest.raises(ValueError, match="differentiated='bias' is unknown"):
+        plan_fused_linear_cross_entropy(*LLAMA, differentiated=("bias",))
+    with pytest.raises(ValueError, match="memory_budget_bytes=1000 is too small"):
+        plan_fused_linear_cross_entropy(*LLAMA, memory_budget_bytes=1000)
+    with pytest.raises(ValueError, match="D=4100 is no multiple"):
+        plan_fused_linear_cross_entropy(8192, 4100, 128256, implementation="mosaic_gpu", device=H200)
+    with pytest.raises(ValueError, match="pad the vocabulary"):
+        plan_fused_linear_cross_entropy(8192, 4096, 50257, implementation="mosaic_gpu", device=H200)
+    with pytest.raises(ValueError, match=r"its instructions are Hopper's"):
+        plan_fused_linear_cross_entropy(*LLAMA, implementation="mosaic_gpu", device=A100)
+    with pytest.raises(ValueError, match="where logits cannot be recovered"):
+        plan_fused_linear_cross_entropy(
+            *LLAMA, mode="fast", logit_softcap=50.0, implementation="mosaic_gpu", device=H200
+        )
+
+
+def test_the_op_follows_the_plan(platform):
+    """As many chunks as planned: the products of one chunk in a loop's body."""
+    n, d, v = 1000, 64, 512
+    plan = plan_fused_linear_cross_entropy(n, d, v, dtype=jnp.float32, mode="fast", implementation="xla")
+    loss = lambda h, w: fused_linear_cross_entropy(h, w, jnp.zeros(n, jnp.int32), mode="fast", implementation="xla")
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(jnp.zeros((n, d)), jnp.zeros((v, d))).as_text()
+    assert f"{plan.chunk_size}x{v}xf32" in text

@@ -1,0 +1,93 @@
+"""Packing loses no token, mixes no documents, and leaves few places empty."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from liger_jax.losses import shifted_labels
+from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from liger_jax.packing import pack, share_of_padding
+
+
+def random_documents(rng, count, longest):
+    return [rng.integers(1, 90, size) for size in rng.integers(0, longest + 1, count)]
+
+
+def segments_of(batch, name="input_ids"):
+    """The segments of all rows, as tuples."""
+    for row, ids in zip(batch[name], batch["segment_ids"], strict=True):
+        for segment in range(1, ids.max() + 1):
+            yield tuple(row[ids == segment].tolist())
+
+
+@pytest.mark.parametrize("length, longest", [(1, 3), (16, 16), (16, 50), (64, 5)])
+def test_every_token_of_every_document_is_packed_once(rng, length, longest):
+    documents = random_documents(rng, 200, longest)
+    wanted = [tuple(d[i : i + length].tolist()) for d in documents for i in range(0, len(d), length)]
+    assert sorted(segments_of(pack(documents, length))) == sorted(wanted)
+
+
+def test_positions_restart_and_segments_are_whole(rng):
+    batch = pack(random_documents(rng, 100, 40), 64)
+    for positions in segments_of(batch, "positions"):
+        assert positions == tuple(range(len(positions)))
+    for ids in batch["segment_ids"]:
+        used = ids[ids > 0]
+        assert np.all(np.diff(used) >= 0), "a segment's places lie side by side"
+        assert np.all(ids[len(used) :] == 0), "empty places stand at the end"
+
+
+def test_each_document_takes_the_first_row_with_room():
+    batch = pack([[1] * 5, [2] * 6, [3] * 3, [4] * 2, [5] * 8], 8)
+    assert batch["input_ids"].tolist() == [[1] * 5 + [3] * 3, [2] * 6 + [4] * 2, [5] * 8]
+
+
+def test_real_lengths_leave_little_padding(rng):
+    lengths = rng.lognormal(5.5, 1.0, 3000).astype(int).clip(1, 2048)
+    documents = [np.ones(n, np.int32) for n in lengths]
+    batch = pack(documents, 2048)
+    np.testing.assert_allclose(share_of_padding(batch), 1 - sum(lengths) / batch["input_ids"].size)
+    assert share_of_padding(batch) < 0.03
+
+
+def test_a_packed_batch_has_the_loss_of_its_documents(rng):
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config, rngs=nnx.Rngs(0))
+    documents = [d for d in random_documents(rng, 9, 12) if len(d) > 1]
+    batch = jax.tree.map(jnp.asarray, pack(documents, 16, pad_id=95))
+    alone = [jnp.asarray(d[None]) for d in documents]
+    sums = [float(model(d, labels=d, loss_normalizer=1.0).loss) for d in alone]
+    with jax.default_matmul_precision("highest"):
+        packed = float(model(**batch, loss_normalizer=1.0).loss)
+    np.testing.assert_allclose(packed, sum(sums), rtol=2e-5)
+
+
+def test_labels_go_where_their_tokens_go_and_empty_places_are_not_scored(rng):
+    documents = random_documents(rng, 50, 30)
+    labels = [np.where(d % 2 == 0, d, -100) for d in documents]
+    batch = pack(documents, 20, labels=labels)
+    even = (batch["segment_ids"] > 0) & (batch["input_ids"] % 2 == 0)
+    assert np.array_equal(batch["labels"], np.where(even, batch["input_ids"], -100))
+    scored = np.asarray(shifted_labels(batch["labels"], batch["segment_ids"]))
+    assert np.all(scored[batch["segment_ids"] == 0] == -100)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, text",
+    [
+        (dict(documents=[[1]], length=0), ValueError, "length=0 must be a Python int of at least 1"),
+        (dict(documents=[], length=4), ValueError, "0 documents have no token"),
+        (dict(documents=[[], []], length=4), ValueError, "2 documents have no token"),
+        (dict(documents=[[[1]]], length=4), ValueError, r"documents\[0\] has shape \(1, 1\)"),
+        (dict(documents=[[1], [0.5]], length=4), TypeError, r"documents\[1\] holds float64; token ids are integers"),
+        (dict(documents=[[1]], length=4, labels=[]), ValueError, "0 labels and 1 documents"),
+        (dict(documents=[[1]], length=4, labels=[[1, 2]]), ValueError, r"labels\[0\] has 2 entries and documents"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        pack(**arguments)
