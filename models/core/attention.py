@@ -97,9 +97,13 @@ class Attention(nnx.Module):
         if self.q_norm is None:  # else the projections are kept, for the norms' gradients, and these made of them
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
-        if cache is None:
+
+        def attend_to_own(q, k, v):
             attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
-            out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segments))
+            return on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segments))
+
+        if cache is None:
+            out = attend_to_own(q, k, v)
         else:
-            out = cache.attend(q, k, v, **options)
+            out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
         return self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]))
