@@ -136,7 +136,8 @@ def _forward_kernel(*refs, scores, group, **how):
         jnp.zeros((rows,), jnp.float32),
     )
     accumulator, maximum, total = program.tile.over_columns(step, start)
-    program.store_rows(out_ref, accumulator * (1.0 / total)[:, None])
+    weight = jnp.where(total > 0.0, 1.0 / total, 0.0)  # a row that sees nothing gets zeros
+    program.store_rows(out_ref, accumulator * weight[:, None])
     lse_ref[program.tile.batch, program.tile.head, program.own] = maximum + jnp.log(total) * LOG2_E
 
 
