@@ -8,7 +8,8 @@ Rounding: scores, softmax, sums and accumulators are float32; weights and scores
 their products.
 Why this backend: Pallas's Mosaic GPU has no Ampere kernels before JAX 0.11.2. Pallas-Triton is deprecated; when it
 goes, a Mosaic GPU kernel for Ampere (`plgpu.mma`) takes this one's place. Hopper has its own, in mosaic_gpu.py.
-These kernels were compiled ahead of time for an A100, an L4 and an H200. They were never timed on an Ampere GPU.
+These kernels were compiled ahead of time for an A100, an L4 and an H200 (benchmarks/results/attention_triton.md). They
+were never timed on an Ampere GPU.
 """
 
 import functools
