@@ -1,4 +1,4 @@
-"""The model class that a checkpoint's config.json names."""
+"""Choosing the model class by a checkpoint's config.json."""
 
 import os
 from typing import Any
@@ -23,21 +23,21 @@ FAMILIES = {
 
 
 class AutoModelForCausalLM:
-    """Loads whichever family a checkpoint is of."""
+    """Loads a checkpoint of any family."""
 
     @staticmethod
     def from_pretrained(path_or_id: str | os.PathLike[str], **options: Any) -> CausalLM:
-        """The `from_pretrained` of the class that `model_type` in config.json stands for.
+        """Reads a model with the class that `model_type` in config.json names.
 
         Args:
-            path_or_id: a folder or an id.
-            **options: as `CausalLM.from_pretrained` takes them.
+            path_or_id: a folder, or an id such as "org/name".
+            **options: options of `CausalLM.from_pretrained`.
 
         Returns:
             A model of that class.
 
         Raises:
-            ValueError: `model_type` is of no family here; see `CausalLM.from_pretrained` for the rest.
+            ValueError: no family here has this `model_type`, or `CausalLM.from_pretrained` refuses the checkpoint.
         """
         folder = checkpoint.find(path_or_id)
         model_type = checkpoint.read_config(folder).get("model_type")

@@ -1,4 +1,4 @@
-"""The call that all causal language models share: labels, what is scored, and whether logits come to exist."""
+"""The causal language model of every family: its call, its checkpoints and its generation."""
 
 import dataclasses
 import os
@@ -22,6 +22,7 @@ from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, with_auto_axes
 from liger_jax.models.hugging_face import checkpoint, pretrained
+from liger_jax.ops import TokenLogProbs
 from liger_jax.ops.labels import as_labels
 
 Model = TypeVar("Model", bound="CausalLM")
@@ -30,8 +31,8 @@ Model = TypeVar("Model", bound="CausalLM")
 class CausalLM(nnx.Module):
     """A decoder with a language-model head and its loss: base of the families' `…ForCausalLM`.
 
-    A family says what its `layer` is, and by `config_type` and `config_fixed` how its config stands in a checkpoint
-    (`config_json.read`).
+    A family sets three class attributes: `layer`, its layer's class, `config_type`, its config's class, and
+    `config_fixed`, the fields of config.json that have one value only (`config_json.read`).
 
     Args:
         config: the architecture.
@@ -63,7 +64,7 @@ class CausalLM(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config, self.kernels = config, kernels
-        self.kept = checkpoint.Kept()  # of the checkpoint that the model is read from
+        self.kept = checkpoint.Kept()  # from_pretrained sets it
         self.model = Decoder(
             config,
             self.layer,
@@ -91,34 +92,33 @@ class CausalLM(nnx.Module):
         remat: Remat = "none",
         scan_layers: bool = True,
     ) -> Model:
-        """A model with the weights of a Hugging Face checkpoint: config.json and safetensors, one file or many.
+        """Reads a model from a Hugging Face checkpoint: config.json and safetensors, one file or many.
 
-        Each parameter is read by itself, to its place: a host holds one of them beside the model, and on a mesh of
-        several hosts only the parts of its own devices.
+        Parameters are read one after another, each to its own devices. Beside the model, a host holds one parameter at
+        a time; on a mesh of several hosts, it holds only the parts for its own devices.
 
         Args:
             path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads.
-            dtype: of the computation; `None` for the parameters'.
-            param_dtype: of the parameters; `None` for what config.json says, or float32.
-            mesh: where the parameters go; `None` for the default device.
-            partition_specs: how each is split over the mesh: a function of its name, such as
-                "model.layers.mlp.up_proj.kernel", and its shape, that returns a `PartitionSpec`; or a pytree
-                of them, as `nnx.state(model)` has its parameters; `None` for whole ones on every device.
-            kernels: as the constructor takes them.
-            remat: likewise.
-            scan_layers: likewise.
+            dtype: dtype of the computation; `None` for the parameters' dtype.
+            param_dtype: dtype of the parameters; `None` for the one in config.json, or float32 if it has none.
+            mesh: the devices that get the parameters; `None` for the default device.
+            partition_specs: how parameters are split over the mesh. A function gets a parameter's name, such as
+                "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
+                `PartitionSpec` has the structure of `nnx.state(model)`. `None` puts whole parameters on every device.
+            kernels: which ops run as kernels.
+            remat: what each layer keeps for the backward, as in the constructor.
+            scan_layers: stack the layers' parameters and scan over them.
 
         Returns:
-            The model. What config.json holds beside the architecture, and generation_config.json, it keeps for
-            `generate` and `save_pretrained`.
+            The model. It keeps the other fields of config.json, and generation_config.json, for `generate` and
+            `save_pretrained`.
 
         Raises:
-            FileNotFoundError: no such folder, or no config.json or safetensors in it. Pickled weights are not read.
-                Where a save was cut off, the message says how the folder is mended.
-            ValueError: config.json, generation_config.json, the index or a safetensors file is damaged; the index names
-                what is no safetensors file of the folder; config.json has fields that the model does not support, or
-                another number of layers or tokens than the tensors; or tensors are missing, left over, of another shape
-                or no floats. All of these are listed. Or `partition_specs` do not fit the parameters.
+            FileNotFoundError: the folder does not exist, or has no config.json or no safetensors. Pickled weights are
+                not read. If a save into the folder was interrupted, the message says how to repair it.
+            ValueError: a file is damaged; config.json has values that the model does not support, or disagrees with the
+                tensors on the number of layers or tokens; tensors are missing, unexpected, of a wrong shape or not
+                floats (the message lists all of them); or `partition_specs` do not fit the parameters.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
         return pretrained.read(
@@ -143,40 +143,40 @@ class CausalLM(nnx.Module):
     ) -> None:
         """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
 
-        A model that is read from a checkpoint gets that one's other fields of config.json and its
-        generation_config.json again. The earlier model in a folder is replaced at the end, by one rename: a save that
-        is killed leaves one of the two. Where config.json changes what is computed, or another small file changes, it
-        may leave a folder without config.json; `from_pretrained` then says how that is mended, and so does the next
-        save.
+        If the model came from a checkpoint, that checkpoint's other fields of config.json and its
+        generation_config.json are written again. An earlier model in the folder is replaced at the end, by one rename:
+        a save that is killed leaves the earlier model or the new one. One case needs a repair: if config.json changes
+        what is computed, or another small file changes, a killed save may leave a folder without config.json.
+        `from_pretrained` then says how to repair it, and the next save repairs it too.
 
         Args:
-            path: a folder, made if there is none, to which no other process writes at the time. Safetensors and
-                generation_config.json of an earlier model in it are deleted; the disk holds both models for a while.
-            max_shard_bytes: the most that one file holds, unless a single tensor has more.
-            config_fields: more of config.json that others read, such as `{"eos_token_id": 2}`.
+            path: a folder, made if it does not exist. No other process may write to it meanwhile. An earlier model's
+                safetensors and generation_config.json in it are deleted; until then the disk holds both models.
+            max_shard_bytes: the most bytes in one file, unless a single tensor has more.
+            config_fields: more fields for config.json, such as `{"eos_token_id": 2}`.
             tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
-                chat_template.jinja, which replace those in `path`; `None` leaves the latter alone.
+                chat_template.jinja, which replace those in `path`. `None` leaves those in `path` as they are.
 
         Raises:
             ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`), or `tokenizer_from`
-                is no folder with a tokenizer's files.
+                is not a folder with a tokenizer's files.
         """
         pretrained.write(self, path, max_shard_bytes, config_fields, tokenizer_from)
 
     @property
     def head(self) -> Float[Array, "V D"]:
-        """The head's weight: the embedding's where the two are tied."""
+        """The head's weight; if it is tied, the embedding."""
         return self.model.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head[...]
 
     generate = generate
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> KVCache:
-        """An empty key-value cache; `model(input_ids, cache=cache)` returns it with the tokens in it.
+        """Makes an empty key-value cache; `model(input_ids, cache=cache)` returns it with the tokens added.
 
         Args:
             batch: B, at least 1.
-            length: S, how many tokens it takes in all, from 1 to the config's `longest_sequence`.
-            dtype: of keys and values; `None` for the computation's.
+            length: S, the number of tokens that it has room for, from 1 to the config's `longest_sequence`.
+            dtype: dtype of keys and values; `None` for the computation's dtype.
 
         Returns:
             The cache, 2·L·B·S·K·H numbers.
@@ -203,10 +203,9 @@ class CausalLM(nnx.Module):
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> CausalLMOutput:
-        """Runs the model; with labels it computes the loss, and then logits only if asked for.
+        """Runs the model. With labels it computes the loss, and returns logits only if asked to.
 
-        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. Nothing depends on training or
-        evaluation:
+        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. Training and evaluation do the same:
 
         | labels | return_logits | logits | loss |
         |---|---|---|---|
@@ -217,33 +216,117 @@ class CausalLM(nnx.Module):
 
         Args:
             input_ids: token ids in [0, V).
-            labels: token ids, unshifted as Hugging Face's: position t is scored against labels[:, t + 1]. -100 is
-                not scored, nor is the last position of a sequence or of a segment.
+            labels: token ids, not shifted, as in Hugging Face: position t is scored against labels[:, t + 1]. Where
+                the label is -100 nothing is scored, nor at the last position of a sequence or of a segment.
             shift_labels: labels that are shifted already: position t is scored against shift_labels[:, t].
-            loss_weights: weight of each scoring position t (not of the label's own position).
-            loss_normalizer: denominator of the mean, so that the losses of micro-batches add up to one batch's.
+            loss_weights: weight of each position t that is scored (not of the label's own position).
+            loss_normalizer: denominator of the mean. With the whole batch's, the losses of micro-batches add up.
             logits_to_keep: score and return only the last k positions (0: all), or these positions. The hidden
                 states are cut before the head; each kept position keeps its label.
             return_logits: see the table.
-            return_metrics: also return accuracy, argmax tokens, largest logit and log-normaliser per position.
-            positions: rotary positions; 0, 1, 2, … if none.
+            return_metrics: also return accuracy and, for each position, argmax token, largest logit and log-normaliser.
+            positions: rotary positions; `None` for 0, 1, 2, …
             segment_ids: attention and loss stay within equal ids of a packed sequence.
-            attention_mask: 0 where a token is padding, of any id, which no other token sees. What is scored is the
-                labels'.
-            cache: of `init_cache`, or an earlier call's: what these tokens follow and see. Windows, and `positions` if
-                none, then count the tokens of a row and not its padding, on whichever side that is.
+            attention_mask: 0 where a token is padding; no other token sees it, and its id may be any. Labels decide
+                what is scored, not this mask.
+            cache: an `init_cache`, or an earlier call's cache. These tokens follow the tokens in it and see them.
+                Windows and default positions then count tokens only, whichever side a sequence is padded on.
 
         Returns:
             A `CausalLMOutput`; logits are float32.
 
         Raises:
-            ValueError: a shape, an exclusive pair, an argument that would be ignored, or a loss that needs more than
-                `KernelOptions.memory_budget_bytes`.
-            TypeError: integers are expected and something else comes.
+            ValueError: a shape is wrong, two arguments exclude each other, an argument would be ignored, or the loss
+                needs more than `KernelOptions.memory_budget_bytes`.
+            TypeError: ids or labels are not integers.
         """
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
+        arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
+        targets = _targets(labels, shift_labels, segment_ids)
+        hidden, head, cache = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask, cache)
+        hidden, targets, loss_weights = arguments.keep(logits_to_keep, hidden, targets, loss_weights)
+        if targets is None:
+            out = self._predict(hidden, head, return_logits is not False, return_metrics)
+        else:
+            out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
+        return out if cache is None else dataclasses.replace(out, cache=cache)
+
+    @with_auto_axes
+    def hidden_states(
+        self,
+        input_ids: Integer[Array, "B T"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The hidden states after the last norm: what the head makes logits of, for losses of one's own.
+
+        Args:
+            input_ids: as the call takes them, and so are the others.
+            positions: rotary positions.
+            segment_ids: ids of packed segments.
+            attention_mask: 0 where a token is padding.
+
+        Returns:
+            (B, T, D) in the computation's dtype. With `head` they make the call's logits.
+
+        Raises:
+            ValueError: a shape does not fit.
+            TypeError: `input_ids` are no integers.
+        """
+        arguments.check_call(input_ids, None, None, None, None)
+        return self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)[0]
+
+    @with_auto_axes
+    def log_probs(
+        self,
+        input_ids: Integer[Array, "B T"],
+        *,
+        labels: Integer[Array, "B T"] | None = None,
+        shift_labels: Integer[Array, "B T"] | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        logits_to_keep: int | Int[Array, "kept"] = 0,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+    ) -> TokenLogProbs:
+        """The log-probability of each label, and perhaps each position's entropy, without logits in memory.
+
+        It is what preference and policy losses are made of (`fused_linear_log_probs`). Position t has that of
+        labels[:, t + 1], as in the call; a position that is not scored has 0.
+
+        Args:
+            input_ids: as the call takes them.
+            labels: token ids, unshifted; -100 is not scored, nor is the last position of a sequence or a segment.
+            shift_labels: labels that are shifted already.
+            temperature: by which logits are divided, a Python number > 0.
+            entropy: whether entropies are wanted, too.
+            logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
+            positions: as the call takes them.
+            segment_ids: likewise.
+            attention_mask: likewise.
+
+        Returns:
+            `TokenLogProbs` of (B, kept) arrays; `log_probs` and `entropy` are differentiable.
+
+        Raises:
+            ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
+            TypeError: integers or a Python number are expected and something else comes.
+        """
+        arguments.check_call(input_ids, labels, shift_labels, None, None)
+        arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
+        targets = _targets(labels, shift_labels, segment_ids)
+        if targets is None:
+            raise ValueError("log_probs needs the labels whose probabilities are wanted. Pass labels=input_ids.")
+        hidden, head, _ = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)
+        hidden, targets = arguments.keep(logits_to_keep, hidden, targets)
+        return self._loss.log_probs(hidden, head, targets, temperature=temperature, entropy=entropy)
+
+    def _hidden_and_head(self, input_ids, positions, segment_ids, attention_mask, cache=None):
+        """Hidden states (B, T, D), the head (V, D), and the cache with these tokens, or None."""
         input_ids, shape = as_labels(input_ids), input_ids.shape
-        arguments.check_shapes(shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
         arguments.check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
         if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids is given with a cache, whose rows hold one sequence each. Unpack the rows.")
@@ -251,24 +334,16 @@ class CausalLM(nnx.Module):
             raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
         if attention_mask is not None:  # an id outside the vocabulary is NaN, and 0 · NaN reaches other tokens
             input_ids = jnp.where(attention_mask != 0, input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1))
-        targets = None if shift_labels is None else as_labels(shift_labels)
-        if labels is not None:
-            targets = shifted_labels(labels, segment_ids)
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
         head = self.head
         if cache is not None:
             hidden, cache = self.model(input_ids, **per_token, cache=cache)
         elif self.config.tie_word_embeddings:
-            rows, head = self.model.embed(input_ids)
-            hidden = self.model(input_ids, inputs_embeds=rows, **per_token)
+            inputs_embeds, head = self.model.embed(input_ids)
+            hidden = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token)
         else:
             hidden = self.model(input_ids, **per_token)
-        hidden, targets, loss_weights = arguments.keep(logits_to_keep, hidden, targets, loss_weights)
-        if targets is None:
-            out = self._predict(hidden, head, return_logits is not False, return_metrics)
-        else:
-            out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
-        return out if cache is None else dataclasses.replace(out, cache=cache)
+        return hidden, head, cache
 
     def _predict(self, hidden, head, return_logits, return_metrics):
         """The result without labels."""
@@ -285,10 +360,8 @@ class CausalLM(nnx.Module):
         """The result with labels."""
         with_logits = return_logits or not self.kernels.fused_linear_cross_entropy
         logits = self._logits(hidden, head) if with_logits else None
-        reduction = "mean" if loss_normalizer is None else "sum"
-        loss, metrics = self._loss(
-            hidden, head, logits, targets, loss_weights, reduction=reduction, return_metrics=return_metrics
-        )
+        options = dict(reduction="mean" if loss_normalizer is None else "sum", return_metrics=return_metrics)
+        loss, metrics = self._loss(hidden, head, logits, targets, loss_weights, **options)
         if loss_normalizer is not None:
             loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
         return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)
@@ -299,5 +372,13 @@ class CausalLM(nnx.Module):
 
     def _logits(self, hidden, head):
         logits = on_batch_shards(head_logits, self.kernels.batch_axes, (hidden,), (head,))
-        softcap = self.config.final_logit_softcapping
-        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        softcap, scale = self.config.final_logit_softcapping, self.config.logit_scale
+        logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        return logits if scale == 1.0 else scale * logits
+
+
+def _targets(labels, shift_labels, segment_ids):
+    """The label of each position, or None."""
+    if labels is not None:
+        return shifted_labels(labels, segment_ids)
+    return None if shift_labels is None else as_labels(shift_labels)

@@ -10,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions
-from liger_jax.models.core.remat import Remat, loss_budget_bytes
+from liger_jax.models.core.remat import Remat
 from liger_jax.ops import plan_fused_linear_cross_entropy
+from liger_jax.ops.loss_plan import budget_beside_layers
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.sharding import AXES, shardings
@@ -34,9 +35,9 @@ class Run:
         target: the devices.
         mesh: sizes of "data" and "fsdp".
         optimizer: "adamw" or "sgd", the latter without momentum.
-        state_dtype: of the optimizer's moments.
-        param_dtype: of parameters and gradients.
-        dtype: of the computation.
+        state_dtype: dtype of the optimizer's moments.
+        param_dtype: dtype of parameters and gradients.
+        dtype: dtype of the computation.
         remat: as the models take it.
         loss: "fused" or "logits".
         micro_batches: into how many equal parts a step cuts the batch.
@@ -101,19 +102,26 @@ class Run:
         Returns:
             What `plan_fused_linear_cross_entropy` returns.
         """
-        config, options = self.model.config, dict(weight_dtype=self.head_dtype, device=self.target.description)
-        kinds = dict(
-            is_copied=self.target.count == 1 and self.param_dtype != self.dtype,
-            is_widened=self.head_dtype != self.param_dtype,
-        )
-        budget = loss_budget_bytes(self.remat, config, self.tokens, self.dtype, **kinds, **options)
-        return plan_fused_linear_cross_entropy(
-            self.tokens,
-            config.hidden_size,
-            config.vocab_size,
+        config: Any = self.model.config
+        sizes = (self.tokens, config.hidden_size, config.vocab_size)
+        options: dict[str, Any] = dict(
             dtype=self.dtype,
-            reduction="sum",
+            weight_dtype=self.head_dtype,
+            logit_scale=config.logit_scale,
             logit_softcap=config.final_logit_softcapping,
+            device=self.target.description,
+        )
+        budget = budget_beside_layers(
+            *sizes,
+            f=config.intermediate_size,
+            layers_are_recomputed=self.remat != "none",
+            head_is_copied=self.target.count == 1 and self.param_dtype != self.dtype,
+            head_is_widened=self.head_dtype != self.param_dtype,
+            **options,
+        )
+        return plan_fused_linear_cross_entropy(
+            *sizes,
+            reduction="sum",
             memory_budget_bytes=budget,
             device_memory_bytes=self.target.memory_bytes,
             **options,
@@ -136,7 +144,7 @@ def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
 
     Args:
         name: "adamw" or "sgd".
-        state_dtype: of the moments.
+        state_dtype: dtype of the moments.
 
     Returns:
         The transformation.
@@ -158,7 +166,7 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
     Args:
         run: what is trained, and how.
-        mesh: its devices.
+        mesh: the devices' mesh.
 
     Returns:
         A jitted `step(state, tokens) -> (state, loss)` with `state = (params, opt_state)`, donated, to be traced with

@@ -1,4 +1,4 @@
-"""What a call of a causal language model may ask for: checks, and the cut to the positions that are kept."""
+"""The arguments of a model's call: their checks, and the cut to the positions that are kept."""
 
 import operator
 from typing import Any
@@ -12,15 +12,15 @@ def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -
     """Cuts the T axis of hidden states and of per-token arrays down to the kept positions.
 
     Args:
-        logits_to_keep: the last so many positions, 0 for all; or a one-dimensional integer array of positions.
+        logits_to_keep: k for the last k positions, 0 for all; or a one-dimensional integer array of positions.
         hidden: (B, T, D).
         *per_token: (B, T) each; `None` entries pass.
 
     Returns:
-        The arrays, in that order. Under jit a position outside of the sequence makes its hidden states NaN.
+        The arrays, in the order given. Under jit a position outside the sequence gets NaN as its hidden state.
 
     Raises:
-        ValueError: a position, or their number, is outside of the sequence.
+        ValueError: a position is outside the sequence, or k is more than its length.
         TypeError: `logits_to_keep` is neither an int nor an array.
     """
     length = hidden.shape[1]
@@ -49,18 +49,18 @@ def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -
 
 
 def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any, loss_normalizer: Any) -> None:
-    """Refuses arguments of a call that exclude each other, would be ignored, or are of a wrong kind.
+    """Raises an error if arguments of `CausalLM.__call__` exclude each other, would be ignored, or have a wrong type.
 
     Args:
-        input_ids: as `CausalLM.__call__` takes it.
-        labels: likewise.
-        shift_labels: likewise.
-        loss_weights: likewise.
-        loss_normalizer: likewise.
+        input_ids: token ids.
+        labels: labels that are not shifted.
+        shift_labels: labels that are shifted.
+        loss_weights: weights of positions, for which there must be labels.
+        loss_normalizer: a scalar, for which there must be labels.
 
     Raises:
-        ValueError: an exclusive pair, an argument without labels, or a shape.
-        TypeError: integers are expected and something else comes.
+        ValueError: two arguments exclude each other, one needs labels, or a shape is wrong.
+        TypeError: ids or labels are not integers.
     """
     if input_ids.ndim != 2:
         raise ValueError(f"input_ids has shape {input_ids.shape}; it must be (batch, length). Add the missing axis.")
@@ -80,14 +80,14 @@ def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any
 
 
 def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
-    """Refuses arrays that are not of the tokens' shape.
+    """Raises an error unless arrays have the tokens' shape.
 
     Args:
         shape: (B, T).
-        **arrays: by argument name; `None` entries pass.
+        **arrays: arrays by their arguments' names; `None` entries pass.
 
     Raises:
-        ValueError: the first that is of another shape.
+        ValueError: an array has another shape.
     """
     for name, array in arrays.items():
         if array is not None and array.shape != shape:

@@ -1,4 +1,4 @@
-"""The blocks from which the families' layers are put together: norm, gated feed-forward, attention."""
+"""The blocks that a family's layer is made of: norm, gated feed-forward, attention."""
 
 import functools
 from collections.abc import Callable
@@ -21,11 +21,11 @@ class RMSNorm(nnx.Module):
     """x/√(mean(x²) + eps)·(offset + scale) over the last axis.
 
     Args:
-        width: the axis' size.
+        width: D.
         eps: added to the mean square.
         offset: added to the scale, which starts at 1 − offset.
         casting_mode: where `ops.rms_norm` rounds, "llama" or "gemma".
-        kernels: whether and how that op, and its fusion with a sum before it, run.
+        kernels: whether the norm, and its fusion with the sum before it, run as kernels.
         param_dtype: dtype of the scale.
     """
 
@@ -39,10 +39,10 @@ class RMSNorm(nnx.Module):
         return self._run(ops.rms_norm if self.kernels.rms_norm else plain.rms_norm, x)
 
     def fork(self, x: Float[Array, "*rows D"]) -> Any:
-        """Normalises the residual stream and hands it on; where kernels run, one pass makes the gradient by both.
+        """Normalises the residual stream and returns the stream too, so that one kernel sums the gradients of both.
 
         Args:
-            x: the stream.
+            x: the residual stream.
 
         Returns:
             The normalised stream, and the stream.
@@ -53,8 +53,8 @@ class RMSNorm(nnx.Module):
         """Adds to the residual stream and normalises it, in one pass.
 
         Args:
-            x: what a sublayer made.
-            residual: the stream that it is added to.
+            x: a sublayer's output.
+            residual: the residual stream.
 
         Returns:
             The normalised sum, and the sum.
@@ -65,22 +65,22 @@ class RMSNorm(nnx.Module):
         fused = ops.fused_add_rms_norm if self.kernels.rms_norm else plain.fused_add_rms_norm
         return self._run(fused, x, residual)
 
-    def _run(self, norm: Callable[..., Any], *rows: Array | None) -> Any:
+    def _run(self, norm: Callable[..., Any], *activations: Array | None) -> Any:
         options: dict[str, Any] = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
         if self.kernels.rms_norm:
             options["implementation"] = self.kernels.implementation
         norm = functools.partial(norm, **options)
-        return on_batch_shards(norm, self.kernels.batch_axes, rows, (self.scale[...],))
+        return on_batch_shards(norm, self.kernels.batch_axes, activations, (self.scale[...],))
 
 
 def _may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
-    """Whether a feed-forward is one op: where gate and up are made again or layers unrolled, and on one device.
+    """Whether the feed-forward is one op, `gated_mlp`: on one device, if gate and up are recomputed or kept unstacked.
 
-    Kept ones come out of a scan's stack, and a kernel reads a copy: 3 % of a LLaMA's step. On a mesh, products stay
-    with the compiler: in a shard_map, a step on 8 H200 would take 6 % more memory. What pays is measured on an H200.
+    A scan stacks the gate and up that it keeps, and the kernel would read a copy of them: 3 % of a LLaMA's step on an
+    H200. On a mesh the op would run in a shard_map, and a step on 8 H200 would take 6 % more memory.
     """
-    kept = remat == "none" and not scan
-    return kernels.glu and not kernels.batch_axes and (kept or remat in ("full", "offload"))
+    kept_unstacked = remat == "none" and not scan
+    return kernels.glu and not kernels.batch_axes and (kept_unstacked or remat in ("full", "offload"))
 
 
 class _SwiGLU(SwiGLUMLP):
@@ -103,14 +103,14 @@ _MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate
 
 
 class Blocks:
-    """Makes the blocks of one layer as a config asks for them.
+    """Makes the blocks of one layer from a config.
 
     Args:
         config: the architecture, a `LlamaConfig` or one that derives from it.
         kernels: which ops run as kernels.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-        rngs: source of the projections' keys; `None` where only norms are made.
+        dtype: dtype of the computation.
+        param_dtype: dtype of the parameters.
+        rngs: source of the projections' keys; `None` if only norms are made.
         remat: what the layer keeps for the backward.
         scan: whether layers are scanned.
     """
@@ -129,11 +129,11 @@ class Blocks:
         self.rngs, self.remat, self.scan = rngs, remat, scan
 
     def linear(self, in_width: int, out_width: int, *, use_bias: bool = False) -> nnx.Linear:
-        """A projection.
+        """Makes a projection.
 
         Args:
-            in_width: of what comes.
-            out_width: of what goes.
+            in_width: width of its input.
+            out_width: width of its output.
             use_bias: whether it adds a bias.
 
         Returns:
@@ -150,10 +150,10 @@ class Blocks:
         )
 
     def norm(self, width: int | None = None) -> RMSNorm:
-        """A norm.
+        """Makes a norm.
 
         Args:
-            width: of the axis; `None` for D.
+            width: the last axis' size; `None` for D.
 
         Returns:
             A layer with a scale.
@@ -168,18 +168,18 @@ class Blocks:
         )
 
     def attention(self) -> Attention:
-        """Self-attention.
+        """Makes the self-attention.
 
         Returns:
-            A layer from hidden states to what is added to them.
+            A layer from (B, T, D) to (B, T, D).
         """
         return Attention(self.config, self.kernels, linear=self.linear, norm=self.norm)
 
     def mlp(self) -> SwiGLUMLP | GeGLUMLP:
-        """The gated feed-forward.
+        """Makes the gated feed-forward.
 
         Returns:
-            A layer from hidden states to what is added to them.
+            A layer from (B, T, D) to (B, T, D).
         """
         layer = _MLPS[self.config.gate](
             self.config.hidden_size,

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that a model has seen, so that the next one costs one position's work.
+"""The key-value cache: with the keys and values of earlier tokens, the next token costs one position's work.
 
-A slot is a place for one token in every row of the batch; padding takes slots too. Whether a query sees a slot is
-decided by the tokens' order in their row, in which padding does not count: a row may be padded on either side.
+A slot holds one token of every row of the batch; padding takes slots too. A query sees a slot if the slot's token is
+not after its own in their row. Padding does not count in that order, so a row may be padded on either side.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class KVCache:
     Attributes:
         keys: (L, B, S, K, H), after the rotary embedding.
         values: (L, B, S, K, H).
-        positions: (B, S) int32, the place of a slot's token among its row's tokens; −1 where there is no token.
+        positions: (B, S) int32, the number of a slot's token among its row's tokens; −1 where there is no token.
         length: int32 scalar, the number of slots that are written.
     """
 
@@ -35,16 +35,16 @@ class KVCache:
 
 
 def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
-    """A cache with nothing in it.
+    """Makes a cache without tokens.
 
     Args:
         config: the architecture, a `LlamaConfig` or one that derives from it.
         batch: B, at least 1.
         length: S, from 1 to `config.longest_sequence`.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
 
     Returns:
-        Zeros, and no tokens.
+        A cache of zeros, whose positions are −1.
 
     Raises:
         ValueError: `batch` or `length` is out of its range.
@@ -68,22 +68,22 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
 def with_tokens(
     cache: KVCache, shape: tuple[int, int], attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
 ) -> tuple[KVCache, Int[Array, "B T"]]:
-    """Gives the next T slots to tokens, whose keys and values the layers then write.
+    """Gives the next T slots to tokens; the layers then write their keys and values.
 
     Args:
-        cache: with room for T more.
+        cache: a cache with T free slots.
         shape: (B, T).
         attention_mask: 0 or False where a token is padding.
 
     Returns:
-        The cache, still of its old `length`, and the tokens' positions, −1 for padding.
+        The cache with its old `length`, and the tokens' positions, −1 for padding.
 
     Raises:
-        ValueError: the cache is too short, or of another batch.
+        ValueError: the cache is too short, or has another number of rows.
     """
     batch, slots = cache.positions.shape
     if batch != shape[0]:
-        raise ValueError(f"cache is of a batch of {batch}, and input_ids of {shape[0]}; make one with init_cache.")
+        raise ValueError(f"cache has {batch} rows, and input_ids has {shape[0]}; make one with init_cache.")
     if not isinstance(cache.length, Tracer) and (written := int(cache.length)) + shape[1] > slots:
         raise ValueError(
             f"cache has {slots} slots, of which {written} are written, and input_ids has {shape[1]} positions more. "
@@ -100,7 +100,7 @@ class LayerCache:
     """One layer's part of a cache during one call. Attention writes to it and reads from it.
 
     Args:
-        cache: the model's cache. Its `positions` count the call's tokens already; its `length` does not.
+        cache: the model's cache. Its `positions` include the call's tokens; its `length` does not yet.
         layer: the layer's number.
     """
 
@@ -118,7 +118,7 @@ class LayerCache:
         softcap: float | None,
         scale: float | None,
     ) -> Float[Array, "B T Q H"]:
-        """Writes T keys and values, and attends to all that are there.
+        """Writes T keys and values, and attends to all keys in the cache.
 
         In an empty cache, only the T themselves are there: `attend_to_own` then attends to them, unless a row has
         padding between its tokens, which a window would count.
@@ -145,8 +145,8 @@ class LayerCache:
         own = jax.lax.dynamic_slice_in_dim(cache.positions, cache.length, q.shape[1], axis=1)
 
         def attend_to_all() -> Array:
-            of_layer = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
-            return cached_attention(q, *of_layer, own, cache.positions, window=window, softcap=softcap, scale=scale)
+            k, v = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
+            return cached_attention(q, k, v, own, cache.positions, window=window, softcap=softcap, scale=scale)
 
         if q.shape[1] == 1:
             return attend_to_all()
@@ -173,14 +173,14 @@ def cached_attention(
         q: queries, any float dtype.
         k: keys, any float dtype; Q is a multiple of K.
         v: values, any float dtype.
-        query_positions: each query's place among its row's tokens.
-        key_positions: each key's place among its row's tokens; −1 for a key that nobody sees.
+        query_positions: the number of each query's token in its row.
+        key_positions: the number of each key's token in its row; −1 for a key that no query sees.
         window: a position sees itself and window − 1 before it; `None` for all before it.
         softcap: bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
 
     Returns:
-        An array like `q`. A query that sees no key gets finite numbers without meaning.
+        An array like `q`. For a query that sees no key the numbers are finite and mean nothing.
 
     Example:
         >>> q, k = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 1, 8))

@@ -1,4 +1,4 @@
-"""The architecture of a LLaMA."""
+"""The config from which every family's config derives, and which is LLaMA's own."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,17 +20,19 @@ class LlamaConfig:
         num_attention_heads: Q.
         num_key_value_heads: K, a divisor of Q; `None` for Q.
         head_dim: H, even; `None` for D/Q.
-        max_position_embeddings: the longest sequence that the model takes, but for what `rope_scaling` adds.
+        max_position_embeddings: the longest sequence that the model takes; `rope_scaling` may extend it.
         rms_norm_eps: added to the mean square in every norm.
         rope_theta: the rotary embedding's base.
-        rope_scaling: how it reaches contexts longer than in training: a `LinearRope`, `DynamicRope`, `Llama3Rope` or
-            `YarnRope`, or `None`.
-        tie_word_embeddings: the head is the embedding.
+        rope_scaling: how the rotary embedding reaches longer contexts than in training: a `LinearRope`, `DynamicRope`,
+            `Llama3Rope` or `YarnRope`, or `None`.
+        tie_word_embeddings: whether the head is the embedding.
         initializer_range: standard deviation of the initial weights.
+        logit_scale: a factor of the logits, in every result and loss. Cohere's config.json calls it so, and Granite's
+            says its inverse, `logits_scaling`.
 
     Raises:
-        ValueError: fields of another type or out of their range, all of them; or fields that do not fit together. A
-            size is an int from 1 to 2³¹ − 1, and there are 10,000 layers at most; other numbers are finite and
+        ValueError: fields have a wrong type, are out of range or do not fit together; the message lists them all. A
+            size is an int from 1 to 2³¹ − 1, and there are at most 10,000 layers. Other numbers are finite and
             positive, and a base is more than 1.
 
     Example:
@@ -51,8 +53,9 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+    logit_scale: float = 1.0
 
-    # What other families have otherwise, as constants or as fields of their configs.
+    # LLaMA's values. Other families override them, by constants or by fields of their configs.
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
     norm_offset: ClassVar[float] = 0.0
@@ -63,14 +66,14 @@ class LlamaConfig:
     attn_logit_softcapping: ClassVar[float | None] = None
     final_logit_softcapping: ClassVar[float | None] = None
     sliding_window: ClassVar[int | None] = None
-    layer_types: ClassVar[tuple[str, ...] | None] = None  # of each layer; never None in an instance
+    layer_types: ClassVar[tuple[str, ...] | None] = None  # each layer's type; an instance always has them
 
     @property
     def longest_sequence(self) -> int:
-        """How many positions the model takes: `max_position_embeddings`, or as many as its `rope_scaling` reaches.
+        """The most positions that the model takes: `max_position_embeddings`, or more if its `rope_scaling` says so.
 
-        A scaling reaches its factor times the length in training, which is `max_position_embeddings` where the scaling
-        does not say it.
+        A scaling reaches factor · original_max_position_embeddings positions. Where it lacks the second number,
+        `max_position_embeddings` takes its place.
         """
         scaling, most = self.rope_scaling, self.max_position_embeddings
         if scaling is None:
@@ -79,7 +82,7 @@ class LlamaConfig:
         return max(most, int(scaling.factor * in_training))
 
     def type_of_layer(self, i: int) -> str:
-        """The type of a layer of which no `layer_types` says it.
+        """The type of a layer, if the config has no `layer_types`.
 
         Args:
             i: the layer's number.
@@ -90,10 +93,10 @@ class LlamaConfig:
         return "full_attention"
 
     def window_of(self, layer_type: str) -> int | None:
-        """How many positions a layer sees, its own included.
+        """How many positions a position sees in layers of a type, itself included.
 
         Args:
-            layer_type: the layer's.
+            layer_type: "full_attention" or "sliding_attention".
 
         Returns:
             A number, or `None` for all before it.
@@ -101,10 +104,10 @@ class LlamaConfig:
         return self.sliding_window if layer_type == "sliding_attention" else None
 
     def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
-        """The rotary embedding of a layer.
+        """The rotary embedding in layers of a type.
 
         Args:
-            layer_type: the layer's.
+            layer_type: "full_attention" or "sliding_attention".
 
         Returns:
             Its base and its scaling.
@@ -129,7 +132,7 @@ class LlamaConfig:
             object.__setattr__(self, name, value)
 
     def _misfits(self) -> Iterator[str]:
-        """How fields do not fit together."""
+        """A clause for each pair of fields that do not fit together."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         if heads % kv_heads:
             yield (

@@ -1,7 +1,7 @@
-"""What the fields of a config may hold: by their annotations, and by bounds that are the same in all families.
+"""Checks of a config's fields: by their annotations, and by bounds that are the same in all families.
 
-A config comes from Python or from a file that anyone may have written, so nothing is computed from a field, and
-nothing is as large as it says, before it is checked.
+A config may come from a file that anyone may have written. So no field is computed with, and no memory is reserved by
+it, before it is checked.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ _short.maxstring = _short.maxother = 60
 
 
 def short(value: Any) -> str:
-    """A value for a message, cut where it is long."""
+    """A value as text for a message; long values are cut."""
     return _short.repr(value)
 
 
 def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with values for the fields of a config.
+    """Finds wrong values for the fields of a config.
 
     Args:
         config_type: a dataclass whose annotations are made of int, float, bool, None, tuple[str, ...] and dataclasses.
-        values: by the field's name; fields may be absent, and names that are no field's are passed over.
+        values: values by the fields' names. Fields may be absent; other names are ignored.
 
     Returns:
-        A clause for each wrong value, with name, value, and what it must be.
+        A clause for each wrong value: its name, the value, and what it must be.
 
     Example:
         >>> Sizes = dataclasses.make_dataclass("Sizes", [("vocab_size", int), ("head_dim", int | None)])
@@ -53,14 +53,14 @@ def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
 
 
 def normal(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values with Python's own numbers, and floats where a field takes only these.
+    """Converts numbers to Python's int and float, and to float where a field does not take an int.
 
     Args:
-        config_type: as `problems` takes it.
-        values: without problems.
+        config_type: a dataclass, as in `problems`.
+        values: values in which `problems` finds nothing.
 
     Returns:
-        The numbers among them that change their type.
+        Those values whose type changes, by name.
     """
     hints, changed = typing.get_type_hints(config_type), {}
     for name, value in values.items():
@@ -88,7 +88,7 @@ def _problems_of(name: str, value: Any, kinds: tuple[Any, ...]) -> list[str]:
 
 
 def _law(name: str, value: Any, kinds: tuple[Any, ...]) -> tuple[bool, bool, str]:
-    """Whether a value is of the right type, whether it then is in range, and both in words."""
+    """Whether a value has the right type, whether it is in range, and the rule in words."""
     least = 0 if name in _FROM_ZERO else 1
     if bool in kinds:
         return isinstance(value, bool), True, "True or False"

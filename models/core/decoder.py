@@ -1,4 +1,4 @@
-"""From token ids to hidden states in every family: the embedding, the stack of layers, the last norm."""
+"""The decoder of every family, from token ids to hidden states: the embedding, the layers, the last norm."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ from liger_jax.ops import Segments, rope_table
 def attention_segments(
     segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
 ) -> Int[Array, "B T"] | None:
-    """Makes padding a segment of its own, so that every token sees one at least: itself.
+    """The segments of tokens, with padding as a segment of its own, so that every token sees at least itself.
 
     Args:
         segment_ids: ids ≥ 0 of packed segments.
         attention_mask: 0 or False where a token is padding.
 
     Returns:
-        The segments' ids, −1 for padding; `None` where all tokens are of one segment.
+        The segments' ids, −1 for padding; `None` if all tokens belong to one segment.
 
     Example:
         >>> attention_segments(None, jnp.array([[1, 1, 0]])).tolist()
@@ -40,16 +40,16 @@ def attention_segments(
 
 
 class Decoder(nnx.Module):
-    """Token ids to normalised hidden states.
+    """Turns token ids into normalised hidden states.
 
     Args:
         config: the architecture, a `LlamaConfig` or one that derives from it.
-        layer: the family's layer, made from its `Blocks`.
+        layer: the class of the family's layer, which takes `Blocks`.
         kernels: which ops run as kernels.
         dtype: dtype of the computation.
         param_dtype: dtype of the parameters.
         remat: what a layer keeps for the backward, as in `LayerStack`.
-        scan_layers: whether `LayerStack` scans.
+        scan_layers: whether the layers' parameters are stacked and scanned.
         rngs: source of all keys.
     """
 
@@ -74,10 +74,11 @@ class Decoder(nnx.Module):
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
 
     def embed(self, input_ids: Integer[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
-        """The tokens' rows of the embedding, and the embedding as the weight of a tied head.
+        """Looks up the tokens' embeddings, and returns the table too, as the weight of a tied head.
 
-        On one device the two gradients are summed in float32 and rounded once. Where the batch is split over several
-        devices, each sums its own, and the devices' sums meet in the parameter's dtype as all gradients do.
+        On one device the table's two gradients are summed in float32 and rounded once. If the batch is split over
+        several devices, each sums its own, and the devices' sums are added in the parameter's dtype, as for every
+        parameter.
         """
         table = self.embed_tokens[...]
         if not self.batch_axes:
@@ -88,11 +89,11 @@ class Decoder(nnx.Module):
     def run_layers(
         self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]], cache: KVCache | None = None
     ) -> Any:
-        """The stack's call on this decoder's layers.
+        """Runs all layers.
 
         Args:
             x: hidden states.
-            inputs: for each kind of layer, its arguments behind the hidden states.
+            inputs: for each kind of layer, its arguments after the hidden states.
             cache: the key-value cache; `None` for no cache.
 
         Returns:
@@ -110,9 +111,9 @@ class Decoder(nnx.Module):
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        """Hidden states (B, T, D); with a cache these and the cache with the T tokens in it.
+        """Returns hidden states (B, T, D); with a cache, also the cache with the T tokens added.
 
-        `inputs_embeds` are the rows that `embed` returns, for a caller that has them already.
+        `inputs_embeds` are the embeddings that `embed` returns, if the caller has them already.
         """
         config, length = self.config, input_ids.shape[1]
         if length > config.longest_sequence:
@@ -134,10 +135,10 @@ class Decoder(nnx.Module):
             inputs[kind] = (cos, sin, segments, config.window_of(kind))
         x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
-            x = x * jnp.asarray(config.embedding_scale, self.dtype)  # rounded as it was in training
+            x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training
         if cache is None:
             return self.norm(self.run_layers(x, inputs))
         x, cache = self.run_layers(x, inputs, cache)
-        # Under jit a cache that is too short shows itself as NaN.
+        # Under jit no error can be raised for a cache that is too short, so the result is NaN.
         x = jnp.where(cache.length + length <= cache.positions.shape[1], x, jnp.nan)
         return self.norm(x), dataclasses.replace(cache, length=cache.length + length)

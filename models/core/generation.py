@@ -1,4 +1,4 @@
-"""Text from a model: the prompt in one call, then a token at a time from the key-value cache, all in one program."""
+"""Text generation: the prompt in one call, then token after token with the key-value cache, all in one program."""
 
 import functools
 from collections.abc import Sequence
@@ -26,29 +26,30 @@ def generate(
     pad_token_id: int | None = None,
     key: Any = None,
 ) -> Int[Array, "B T_and_new"]:
-    """Continues each row of a batch: the likeliest token again and again, or random ones.
+    """Continues each row of a batch with the likeliest tokens, or with random ones.
 
     p(token) = softmax(logits/temperature), over the fewest likeliest tokens whose probabilities reach top_p together.
-    It compiles once for a model, a batch's shape, a number of new tokens and a way to choose them: the likeliest, drawn
-    from all, or drawn with top_p below 1. Values of temperature and top_p and ids of tokens may change without, but not
-    how many ids end a row.
+
+    It compiles once for a model, a batch's shape, a number of new tokens, a number of tokens that end a row, and a way
+    to choose: the likeliest, drawn from all, or drawn with top_p below 1. Another temperature, another top_p below 1 or
+    other ids need no compilation.
 
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.
-        input_ids: the prompts, ids in [0, V); rows of unequal lengths are padded on either side, with any id.
-        max_new_tokens: how many tokens a row gets at the most; with the prompt no more than the model takes.
+        input_ids: the prompts, ids in [0, V). Shorter rows are padded on either side, with any id.
+        max_new_tokens: the most tokens that a row gets; prompt and new tokens must fit the model's longest sequence.
         attention_mask: 0 where a token is padding; `None` for no padding.
-        temperature: 0 for the likeliest token, else positive: below 1 sharper, above 1 flatter than the model.
+        temperature: 0 takes the likeliest token; below 1 the distribution is sharper than the model's, above 1 flatter.
         top_p: in (0, 1]; 1 draws from all tokens.
-        eos_token_id: a row ends after this token, or after any of these; once all rows have ended, so does the work.
-            `None` for those of the checkpoint that the model is read from: generation_config.json says them, else
-            config.json. `()` for none.
-        pad_token_id: in [0, V), what follows in a row that has ended; `None` for the first token that ends a row.
-        key: of `jax.random`; needed where tokens are random.
+        eos_token_id: a row ends after this token, or after any of these. The work ends once all rows have ended. `None`
+            takes the tokens that the model's checkpoint names in generation_config.json, else in config.json; `()` is
+            for none.
+        pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first that ends a row.
+        key: a key of `jax.random`; needed for random tokens.
 
     Returns:
-        (B, T + max_new_tokens): the prompts as they came, padding too, and what follows them; −1 from where on logits
-        are NaN. Of input_ids' dtype, or int32 if that is narrower.
+        (B, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. From the first position
+        whose logits are NaN, tokens are −1. The dtype is that of input_ids, or int32 if that is narrower.
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.
@@ -64,7 +65,7 @@ def generate(
         >>> sampled = model.generate(prompts, max_new_tokens=5, temperature=0.7, top_p=0.9, key=jax.random.key(0))
     """
     input_ids = as_labels(input_ids)
-    if eos_token_id is None:  # a checkpoint may name tokens that its model lacks, which never come
+    if eos_token_id is None:  # a checkpoint may name tokens outside its model's vocabulary
         stops = tuple(stop for stop in model.kept.stops if 0 <= stop < model.config.vocab_size)
     else:
         stops = tuple(np.atleast_1d(eos_token_id).tolist())
@@ -84,7 +85,7 @@ def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens):
     """`choice` is None for the likeliest token, or (key, temperature, top_p or None); `ends` is (stops, pad)."""
     model, (stops, pad) = nnx.merge(graph, params), ends
     batch, length = input_ids.shape
-    # Padding goes to the left, so that every row's last token stands last.
+    # Padding is moved to the left, so that the last position has every row's last token.
     order = jnp.argsort(mask, axis=1, stable=True)
     mask = jnp.take_along_axis(mask, order, axis=1)
     prompts = jnp.take_along_axis(input_ids, order, axis=1)
@@ -121,10 +122,10 @@ def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens):
 def draw(
     key: Any, logits: Float[Array, "B V"], temperature: Float[Array, ""], top_p: Float[Array, ""] | None
 ) -> Int[Array, " B"]:
-    """Random tokens from softmax(logits/temperature), or from the fewest likeliest whose probabilities reach top_p.
+    """Draws tokens from softmax(logits/temperature), or from the fewest likeliest whose probabilities reach top_p.
 
     Args:
-        key: of `jax.random`.
+        key: a key of `jax.random`.
         logits: float32.
         temperature: positive.
         top_p: in (0, 1); `None` for all tokens.
@@ -141,7 +142,7 @@ def draw(
         return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
     ranked, tokens = jax.lax.top_k(scaled, scaled.shape[-1])
     probabilities = jax.nn.softmax(ranked, axis=-1)
-    likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all tokens before this one
+    likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # the probability of all likelier tokens
     rank = jax.random.categorical(key, jnp.where(likelier < top_p, ranked, -jnp.inf), axis=-1)
     return jnp.take_along_axis(tokens, rank[:, None], axis=-1)[:, 0]
 

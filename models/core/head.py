@@ -1,4 +1,4 @@
-"""The product with the head, for calls that ask for logits."""
+"""Logits: the product of hidden states with the head, for calls that ask for them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ from jaxtyping import Array, Float
 
 @jax.custom_vjp
 def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """hidden·weightᵀ as float32, from factors of hidden's dtype and a float32 accumulator.
+    """hidden·weightᵀ in float32: both factors have hidden's dtype, and the accumulator is float32.
 
-    The gradient's products take hidden's dtype too, as in the fused loss. JAX's own derivative would run them in
-    float32, since the result is wider than its factors.
+    The gradient's products take factors of hidden's dtype too, as in the fused loss. JAX's own derivative would compute
+    them in float32, since the logits are float32.
 
     Args:
         hidden: hidden states.

@@ -11,25 +11,26 @@ class KernelOptions:
     Args:
         rope: rotary embedding by `liger_jax.ops.apply_rope`.
         rms_norm: normalisation by `liger_jax.ops.rms_norm`, of the residual stream by `fused_add_rms_norm`.
-        glu: the feed-forward's gated unit by `liger_jax.ops.gated_mlp`, or `swiglu` or `geglu` where its products have
-            to be apart from it.
-        cross_entropy: the loss by `liger_jax.ops.cross_entropy`, on logits that are held in memory.
-        fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, which holds none.
+        glu: the feed-forward by `liger_jax.ops.gated_mlp`; or, if its products have to stay separate, its gate by
+            `swiglu` or `geglu`.
+        cross_entropy: the loss by `liger_jax.ops.cross_entropy`, on logits in memory.
+        fused_linear_cross_entropy: the loss by `liger_jax.ops.fused_linear_cross_entropy`, without logits in memory.
         mode: how `fused_linear_cross_entropy` trades time for memory: `"auto"`, `"fast"` or `"lean"`.
-        memory_budget_bytes: what `fused_linear_cross_entropy` may use beside inputs and gradients; `None` for no bound,
-            but with `mode="auto"` in a model that rematerialises its layers: then as much as one of them does, or what
-            `"lean"` needs if that is more. A call whose loss needs more than the budget is a ValueError.
+        memory_budget_bytes: the most that `fused_linear_cross_entropy` may use beside inputs and gradients; a call
+            whose loss needs more is a ValueError. `None` is no bound, with one exception: with `mode="auto"`, in a
+            model that rematerialises its layers, the loss gets as much as one layer needs, or as much as `"lean"`
+            needs if that is more.
         attention: the `implementation` of `liger_jax.ops.causal_attention`: `None` for the platform's default.
-        implementation: the other ops' `implementation`: `None` for the platform's default; a name, which every op that
-            is switched on must have ("xla" and "triton" are); or names in order, such as `("mosaic_tpu", "xla")`, where
-            an op warns of each name that it has no kernel for.
+        implementation: the `implementation` of all other ops. `None` takes the platform's default. A name such as "xla"
+            or "triton" is one that every op in use must have. Of several names, such as `("mosaic_tpu", "xla")`, an op
+            takes the first that it has, and warns of each that it lacks.
         batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
-            over which the batch is sharded. Ops then run on each device's part of it, and a layer's parameters,
+            over which the batch is sharded. Ops then run on each device's part of the batch, and a layer's parameters,
             however they are sharded, are gathered where they are used. `None` on one device.
 
     Raises:
         ValueError: both losses are asked for, or `mode` is unknown.
-        TypeError: `batch_axes` is no tuple of names.
+        TypeError: `batch_axes` is not a tuple of names.
 
     Example:
         >>> KernelOptions(fused_linear_cross_entropy=False, cross_entropy=True).cross_entropy
@@ -61,7 +62,7 @@ class KernelOptions:
 
     @classmethod
     def off(cls) -> "KernelOptions":
-        """Plain jnp everywhere: what the kernels are measured against.
+        """Options for plain jnp everywhere, the baseline of the kernels' measurements.
 
         Returns:
             Options with every kernel switched off.

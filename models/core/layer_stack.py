@@ -20,11 +20,11 @@ from liger_jax.models.core.sharding import gathered
 class LayerStack:
     """Makes and runs layers whose parameters have equal shapes: by a scan over stacked parameters, or by a Python loop.
 
-    Layers may be of several kinds, in a pattern that repeats. The scan goes over the pattern's repetitions, and the
+    Layers may be of several kinds, in a pattern that repeats. The scan runs over the pattern's repetitions, and the
     layers that are left over follow in a loop. Both ways start from the same random numbers. A scan compiles its body
     once; it holds the gradients of all layers until the optimizer runs.
 
-    The stack holds no parameters: the model holds its layers, so that their names are short.
+    The stack itself holds no parameters. The decoder holds the layers, so that a name says "layers" once.
 
     Args:
         kinds: the kind of each of the L layers.
@@ -55,8 +55,8 @@ class LayerStack:
             rngs: source of the layers' keys.
 
         Returns:
-            One layer with stacked parameters, and by their numbers the layers that follow the scan; without a scan a
-            list of all layers, and nothing.
+            With a scan: one layer with stacked parameters, and the layers after the scan by their numbers. Without:
+            the list of all layers, and an empty dict.
         """
         keys = jax.random.split(rngs.params(), len(self.kinds))
         if not self.scan:
@@ -79,7 +79,7 @@ class LayerStack:
             layers: as `make` returns them.
             last_layers: as `make` returns them.
             x: hidden states.
-            inputs: for each kind of layer, its arguments behind the hidden states.
+            inputs: for each kind of layer, its arguments after the hidden states.
             cache: the key-value cache; each layer reads and writes its own part of it. `None` for no cache.
 
         Returns:
@@ -101,11 +101,11 @@ class LayerStack:
     def _layer_call(
         self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool, place: int | None = None
     ) -> Callable[[Any, Any], Any]:
-        """A layer's call, which takes the layer's own state, or with a `place` the state of its group of layers."""
+        """One layer's call on (carry, state). With a `place`, the state is that of its whole group of layers."""
 
         def call(carry, state):
             x, memory = carry
-            if place is not None:  # inside of the checkpoint, so that the slice is not kept for the backward
+            if place is not None:  # inside the checkpoint, so that the slice is not kept for the backward
                 state = jax.tree.map(lambda leaf: leaf[place], state)
             layer, x = nnx.merge(graphdef, gathered(state, self.kernels.batch_axes, x.dtype)), checkpoint_name(x, INPUT)
             if memory is None:
@@ -123,7 +123,7 @@ class LayerStack:
         """The carry after the stacked layers."""
         pattern = self.kinds[: pattern_length(self.kinds)]
         graphdef, stacked = nnx.split(layers)
-        # The scan's loop itself keeps the recomputation apart from the forward, so no barriers are needed.
+        # The scan's loop already separates the recomputation from the forward, so no barriers are needed.
         calls = [self._layer_call(graphdef, inputs[kind], prevent_cse=False, place=i) for i, kind in enumerate(pattern)]
         groups = jax.tree.map(lambda leaf: leaf.reshape(-1, len(pattern), *leaf.shape[1:]), stacked)
 
@@ -136,7 +136,7 @@ class LayerStack:
 
 
 def pattern_length(kinds: Sequence[str]) -> int:
-    """The length of the shortest pattern whose repetitions, the last perhaps cut short, give these kinds.
+    """The length of the shortest pattern that gives these kinds when repeated; the last repetition may be incomplete.
 
     Args:
         kinds: the kind of each layer.

@@ -9,13 +9,13 @@ from liger_jax.ops import LossMetrics
 
 @tree_dataclass
 class CausalLMOutput:
-    """The result of a causal language model; `None` where a call does not ask for a part.
+    """The result of a causal language model; parts that a call does not ask for are `None`.
 
     Attributes:
         loss: float32 scalar.
         logits: (B, kept positions, V) float32.
-        metrics: of the kept positions; without labels no token is scored, so `num_tokens` and `accuracy` are 0.
-        cache: the call's, with its tokens.
+        metrics: metrics of the kept positions. Without labels no token is scored: `num_tokens` and `accuracy` are 0.
+        cache: the call's cache, with the call's tokens added.
     """
 
     loss: jax.Array | None = None

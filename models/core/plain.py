@@ -1,4 +1,4 @@
-"""The ops in plain jnp, with the ops' rounding. A model runs them where `KernelOptions` switches a kernel off."""
+"""The ops in plain jnp, with the ops' rounding. A model runs these if `KernelOptions` switches a kernel off."""
 
 from typing import Any
 

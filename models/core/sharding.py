@@ -1,4 +1,4 @@
-"""A model on a mesh: each op on its device's part of the batch, each parameter gathered where it is used."""
+"""A model on a mesh: ops run on their device's part of the batch, and parameters are gathered where they are used."""
 
 import functools
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 
 def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's call that, on a mesh with Explicit axes, runs with these as Auto ones.
+    """Makes a model's call run with Auto axes on a mesh whose axes are Explicit.
 
-    Inside, the specs are those of `on_batch_shards` and `gathered`, and the compiler propagates them; outside, every
-    result and every gradient has a type that says how it lies: as its parameter does, or split along the batch.
+    Inside the call, `on_batch_shards` and `gathered` give the specs and the compiler propagates them. Outside, the type
+    of every result and gradient says how it is sharded: like its parameter, or along the batch.
 
     Args:
-        call: a method that takes arrays by name and returns a tree of numbers and of arrays with a leading batch axis.
+        call: a method that takes arrays by name and returns a tree of scalars and of arrays with a leading batch axis.
 
     Returns:
-        The method.
+        The method for every mesh.
     """
 
     @functools.wraps(call)
@@ -75,20 +75,19 @@ def on_batch_shards(
     batch: tuple[Any, ...],
     shared: tuple[Any, ...] = (),
 ) -> Any:
-    """`function(*batch, *shared)` on every device's part of the batch; without axes, a plain call.
+    """Runs `function(*batch, *shared)` on every device's part of the batch; without axes, a plain call.
 
-    Inside, every op knows how much it computes: no kernel is partitioned by the compiler, which would gather its
-    inputs.
+    The shard_map keeps kernels from the compiler's partitioner, which would gather their inputs.
 
     Args:
         function: returns arrays whose leading axis is the batch's.
-        batch_axes: the axes, of the mesh in context, over which the batch is sharded.
+        batch_axes: the axes of the mesh in context over which the batch is sharded.
         batch: arrays with a leading batch axis; `None` entries pass.
-        shared: arrays that every device has whole, inside; `None` entries pass. A matrix comes in split along its
-            first axis over the last of `batch_axes`, where that divides it, and so does its gradient go out.
+        shared: arrays that are whole inside the function; `None` entries pass. A matrix enters split along its first
+            axis over the last of `batch_axes`, if that divides it, and its gradient leaves the same way.
 
     Returns:
-        What `function` returns, sharded like the batch.
+        The function's results, sharded like the batch.
     """
     if not batch_axes:
         return function(*batch, *shared)
@@ -101,13 +100,13 @@ def sum_over_batch_shards(
     batch: tuple[Any, ...],
     shared: tuple[Any, ...],
 ) -> tuple[jax.Array, Any]:
-    """As `on_batch_shards`, for a function that returns a sum over its tokens and something else per token.
+    """Does what `on_batch_shards` does for a function that returns a sum over its tokens and arrays per token.
 
     Args:
         function: returns (sum, arrays whose leading axis is the batch's).
-        batch_axes: as there.
-        batch: as there.
-        shared: as there.
+        batch_axes: the axes of the mesh in context over which the batch is sharded.
+        batch: arrays with a leading batch axis; `None` entries pass.
+        shared: arrays that are whole inside the function, as in `on_batch_shards`.
 
     Returns:
         (the sum over all tokens, the arrays).
@@ -136,23 +135,23 @@ def _sharded(function, batch_axes, batch, shared, out_specs):
         return function(*own, *(whole(x) if cut else x for x, cut in zip(others, is_cut, strict=True)))
 
     specs = (*(P(batch_axes) for _ in batch), *(P(last) if cut else P() for cut in is_cut))
-    # Without check_vma: JAX's own attention kernels do not tell how they vary, and where that is checked, Hopper's
-    # kernels of the loss cannot write in place.
+    # Without check_vma: JAX's own attention kernels do not declare the axes that they vary over, and Hopper's loss
+    # kernels cannot write in place under it.
     return jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)(*batch, *shared)
 
 
 def gathered(parameters: Any, batch_axes: tuple[str, ...] | None, dtype: Any) -> Any:
-    """A layer's parameters, whole on every device: FSDP gathers them just before their use.
+    """Gathers a layer's parameters on every device just before their use, as FSDP does.
 
-    Matrices take the computation's dtype first, in which they are half as much to send.
+    Matrices are converted to the computation's dtype first: in bfloat16 half as many bytes are sent.
 
     Args:
         parameters: a tree of arrays.
-        batch_axes: `None` where there is no mesh; the parameters are returned as they are.
-        dtype: of the computation.
+        batch_axes: `None` without a mesh; the parameters are then returned unchanged.
+        dtype: dtype of the computation.
 
     Returns:
-        The tree.
+        The tree of whole arrays.
     """
     if not batch_axes:
         return parameters

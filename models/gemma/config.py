@@ -42,13 +42,13 @@ class Gemma2Config(GemmaConfig):
 
     Args:
         query_pre_attn_scalar: attention scores are divided by its root.
-        sliding_window: how many positions a sliding layer sees, its own included.
-        layer_types: of each layer, "sliding_attention" or "full_attention"; `None` for the two in turn.
+        sliding_window: how many positions a position sees in a sliding layer, itself included.
+        layer_types: each layer's, "sliding_attention" or "full_attention"; `None` for the two in turn.
         attn_logit_softcapping: bound of the attention scores; `None` for none.
         final_logit_softcapping: bound of the logits; `None` for none.
 
     Raises:
-        ValueError: as `LlamaConfig`, or layer types that are not one of these to a layer.
+        ValueError: as `LlamaConfig`; or `layer_types` has another length than the layers, or another word.
 
     Example:
         >>> Gemma2Config(num_hidden_layers=3).layer_types
@@ -74,19 +74,19 @@ class Gemma2Config(GemmaConfig):
         return self.query_pre_attn_scalar**-0.5
 
     def type_of_layer(self, i: int) -> str:
-        """Every second, or nth, layer has full attention."""
+        """Full attention in every second layer, or in every nth of `sliding_window_pattern`."""
         return "sliding_attention" if (i + 1) % self.sliding_window_pattern else "full_attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemma3TextConfig(Gemma2Config):
-    """Gemma 3's language part: `Gemma2Config`'s fields with Hugging Face's defaults for Gemma 3, and these.
+    """The language part of Gemma 3: `Gemma2Config`'s fields with Hugging Face's defaults for Gemma 3, and these.
 
     `rope_theta` and `rope_scaling` are those of layers with full attention.
 
     Args:
-        sliding_window_pattern: n, where every nth layer has full attention and the others slide; what `layer_types`
-            says goes before.
+        sliding_window_pattern: n: every nth layer has full attention, and the others slide. `layer_types`, if given,
+            decides instead.
         rope_local_base_freq: the rotary embedding's base in sliding layers.
 
     Raises:
@@ -109,9 +109,9 @@ class Gemma3TextConfig(Gemma2Config):
 
     @property
     def longest_sequence(self) -> int:
-        """`max_position_embeddings`, which counts what `rope_scaling` adds."""
+        """`max_position_embeddings`: in Gemma 3 it includes what `rope_scaling` adds."""
         return self.max_position_embeddings
 
     def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
-        """Base and scaling of the rotary embedding in layers of this type."""
+        """The rotary embedding's base and scaling in layers of this type."""
         return (self.rope_local_base_freq, None) if layer_type == "sliding_attention" else super().rope_of(layer_type)

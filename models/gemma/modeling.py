@@ -1,7 +1,7 @@
 """Gemma 1, 2 and 3 with NNX, from the blocks that all families share.
 
-What the configs ask of these: embeddings times √D, norms that scale by 1 + w, GeGLU; from Gemma 2 on sliding windows;
-in Gemma 2 softcaps of scores and logits, in Gemma 3 norms of queries and keys and two bases of the rotary embedding.
+All have embeddings times √D, norms that scale by 1 + w, and GeGLU. Gemma 2 and 3 have sliding windows; Gemma 2 has
+softcaps of scores and logits; Gemma 3 has norms of queries and keys, and two bases of the rotary embedding.
 """
 
 from flax import nnx
@@ -31,7 +31,7 @@ class GemmaForCausalLM(CausalLM):
 
 
 class Gemma2Layer(nnx.Module):
-    """x + norm(attention(norm(x))), and of that the same with the feed-forward."""
+    """h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h)))."""
 
     def __init__(self, blocks: Blocks):
         self.input_layernorm = blocks.norm()

@@ -1,4 +1,4 @@
-"""What of Gemma's config.json is no field of its config: the model computes with these values alone."""
+"""Fields of Gemma's config.json that its configs do not have, and the only values that the models support."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face checkpoint: where it is, its JSON files, and which of its files hold the weights."""
+"""The folder of a Hugging Face checkpoint: how it is found, its JSON files, and the names of its weights' files."""
 
 import dataclasses
 import json
@@ -24,21 +24,22 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# Within a checkpoint, what a save is made of: "new" is what is to come, "earlier" what made room for it.
+# A folder inside a checkpoint's folder, during a save: "new" holds new files, "earlier" files that they replace.
 SAVING = ".saving"
-# Fields of config.json that `config_json.write` says under other names, and one that names other files than ours.
-_OTHERWISE_SAID = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights")
+# Fields of config.json that are not kept: `config_json.write` writes the first three under other names, and the last
+# names files that a save does not write.
+_NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a checkpoint's JSON files hold that the model does not compute with, and that a save writes again.
+    """The parts of a checkpoint's JSON files that the model does not compute with, for a later save.
 
-    It is text, since what a module holds is hashed with its graph.
+    They are text, because flax hashes what a module holds.
 
     Attributes:
-        config: a JSON object, the fields of config.json.
-        generation: all of generation_config.json, or `None` where there is none.
+        config: a JSON object with fields of config.json.
+        generation: the text of generation_config.json, or `None` if the checkpoint has none.
     """
 
     config: str = "{}"
@@ -46,7 +47,7 @@ class Kept:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The tokens that end a text: generation_config.json says them, else config.json."""
+        """The tokens that end a text, by generation_config.json or else by config.json."""
         for text in (self.generation or "{}", self.config):
             stops = json.loads(text).get("eos_token_id")
             if stops is not None:
@@ -55,13 +56,13 @@ class Kept:
 
 
 def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
-    """The folder itself, or the one that `huggingface_hub` has downloaded for an id such as "org/name".
+    """Finds a checkpoint's folder; for an id such as "org/name", `huggingface_hub` downloads it.
 
-    A download takes the model's files and its tokenizer's.
+    A download takes the files of the model and of its tokenizer.
 
     Raises:
-        FileNotFoundError: no folder has that name, and it is no id, or the hub has no such model.
-        ImportError: it may be an id, and huggingface_hub is not installed.
+        FileNotFoundError: no folder has that name, and it is not an id of a model on the hub.
+        ImportError: the name may be an id, and huggingface_hub is not installed.
     """
     name = os.fspath(path_or_id)
     if os.path.isdir(name):  # for pathlib, "" would be the current folder
@@ -89,18 +90,18 @@ def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _may_be_id(name: str) -> bool:
-    """Whether the hub may have a model of this name; what lies in a folder that is here is a path that is mistyped."""
+    """Whether a name may be an id. If its first part is a folder here, it is rather a path with a typing error."""
     organisation, slash, model = name.rpartition("/")
     is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None
     return is_id and not (slash and os.path.isdir(organisation)) and not model.endswith((".json", ".safetensors"))
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """The `config_values` of a checkpoint.
+    """Reads a checkpoint's config.json by `config_values`.
 
     Raises:
-        FileNotFoundError: there is none; where a save was cut off, the message says how the folder is mended.
-        ValueError: as `config_values`.
+        FileNotFoundError: there is none. If a save was interrupted, the message says how to repair the folder.
+        ValueError: the file is damaged.
     """
     path, saving = folder / CONFIG, folder / SAVING
     if path.is_file():
@@ -119,21 +120,22 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def files_that_complete(folder: pathlib.Path) -> pathlib.Path | None:
-    """Where the small files of the weights in this folder are, if a save was cut off while `config.json` was away."""
+    """The folder with the JSON files that belong to the weights, if a save was interrupted without config.json."""
     new, earlier = folder / SAVING / "new", folder / SAVING / "earlier"
-    # Weights leave `new` by one rename, at which the folder becomes the new model's. Its config.json came there after.
+    # One rename moves the weights out of `new`, and the folder then has the new model's weights. The config.json that
+    # was written into `new` before them belongs to the folder from then on.
     if (new / CONFIG).is_file() and not any((new / name).is_file() for name in (WEIGHTS, INDEX)):
         return new
     return earlier if (earlier / CONFIG).is_file() else None
 
 
 def config_values(path: pathlib.Path) -> dict[str, Any]:
-    """A config.json, whatever its file's name; of a multimodal model what it says of the language part.
+    """Reads a config.json under any file name; of a multimodal model, the fields of the language part.
 
-    The ids of tokens are the whole model's, where it says any.
+    Ids of special tokens come from the whole model's fields, if it has them.
 
     Raises:
-        ValueError: it is damaged (`config_json.load`, `config_json.language_part`).
+        ValueError: the file is damaged (`config_json.load`, `config_json.language_part`).
     """
     values = config_json.load(path)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -142,18 +144,18 @@ def config_values(path: pathlib.Path) -> dict[str, Any]:
 
 
 def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str]) -> Kept:
-    """What a save of the model will write again.
+    """The parts of a checkpoint's JSON files that a save of the model will write again.
 
     Args:
-        folder: the checkpoint's.
-        values: of its config.json.
-        own: names of fields that a save makes from the model's own config.
+        folder: the checkpoint's folder.
+        values: the fields of its config.json.
+        own: names of fields that a save writes from the model's own config.
 
     Raises:
-        ValueError: generation_config.json holds no JSON object, or `eos_token_id` in a file is no token or list of
-            tokens.
+        ValueError: generation_config.json does not hold a JSON object, or an `eos_token_id` is neither a token nor a
+            list of tokens.
     """
-    left = {name: value for name, value in values.items() if name not in (*own, *_OTHERWISE_SAID)}
+    left = {name: value for name, value in values.items() if name not in (*own, *_NOT_KEPT)}
     _check_stops(folder / CONFIG, left)
     path, generation = folder / GENERATION, None
     if path.is_file():
@@ -163,10 +165,10 @@ def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str])
 
 
 def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes | None]:
-    """A tokenizer's files, each by its name; `None` for those that this tokenizer does not have.
+    """Reads a tokenizer's files, by name; `None` for files that this tokenizer does not have.
 
     Raises:
-        ValueError: there are none, or no such folder.
+        ValueError: the folder does not exist, or has none of them.
     """
     if not folder.is_dir():
         raise ValueError(f"save_pretrained: tokenizer_from={str(folder)!r} is no folder. Pass that of a tokenizer.")
@@ -187,12 +189,13 @@ def _check_stops(path, values):
 
 
 def weight_files(folder: pathlib.Path) -> list[str]:
-    """The names of the files that hold a folder's weights; none where there are no safetensors.
+    """The names of the files with a folder's weights; an empty list if there are no safetensors.
 
-    One file alone is what Hugging Face takes, too, where an index is left of others.
+    If both model.safetensors and an index are there, the first counts, as in Hugging Face.
 
     Raises:
-        ValueError: the index has no `weight_map`, or that names something else than a safetensors file of the folder.
+        ValueError: the index has no `weight_map`, or its `weight_map` names something that is not a safetensors file of
+            the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]

@@ -1,4 +1,4 @@
-"""Whether config.json counts as many layers and tokens as the tensors beside it, before a model is made for them."""
+"""A check of config.json against the tensors' shapes, before a model is made: the number of layers and of tokens."""
 
 import pathlib
 import re
@@ -12,12 +12,14 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def check(config: Any, shapes: Mapping[str, tuple[int, ...]], folder: pathlib.Path) -> None:
-    """Refuses a config that is not of these tensors. Their other names and sizes are compared with the model's own.
+    """Raises an error if a config does not belong to these tensors.
+
+    `weights.read` compares all other names and shapes with the model's own.
 
     Args:
         config: a `LlamaConfig` or one that derives from it.
-        shapes: of the tensors, by their names in a language model.
-        folder: the checkpoint, for messages.
+        shapes: the tensors' shapes, by their names in a language model.
+        folder: the checkpoint's folder, for messages.
 
     Raises:
         ValueError: the number of layers or the vocabulary differ; both are named.

@@ -1,4 +1,4 @@
-"""What config.json says of an architecture, as transformers 4 and 5 write it, and back."""
+"""Reads an architecture from config.json, as transformers 4 and 5 write it, and writes it again."""
 
 import dataclasses
 import json
@@ -17,19 +17,19 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint, which anyone may have written.
+    """Reads a JSON file of a checkpoint, which anyone may have written.
 
-    Where a name stands twice the last one counts, as in transformers.
+    If a name occurs twice the last one counts, as in transformers.
 
     Args:
         path: the file.
 
     Returns:
-        Its names and values; all numbers are finite.
+        Names and values; all numbers are finite.
 
     Raises:
-        ValueError: the file holds no object, is no JSON, is nested too deep, or has a number beyond float64.
-        OSError: it cannot be read.
+        ValueError: the file is not JSON, does not hold an object, is nested too deep, or has a number beyond float64.
+        OSError: the file cannot be read.
     """
 
     def finite(kind):
@@ -53,17 +53,17 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 
 
 def language_part(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """What a config.json says of the language model, which is a part of its own in a multimodal one.
+    """The fields of the language model; a multimodal config.json has them in `text_config`.
 
     Args:
-        values: as `load` returns them.
-        path: of the file, for messages.
+        values: the fields of config.json, as `load` returns them.
+        path: the file, for messages.
 
     Returns:
         Names and values.
 
     Raises:
-        ValueError: `text_config` is no object, or `model_type` no string.
+        ValueError: `text_config` is not an object, or `model_type` is not a string.
     """
     part = {} if values.get("text_config") is None else values["text_config"]
     if not isinstance(part, dict):
@@ -81,14 +81,14 @@ def dtype_of(values: Mapping[str, Any], path: pathlib.Path) -> str:
     """The dtype of a checkpoint's parameters, which transformers 4 calls `torch_dtype`.
 
     Args:
-        values: config.json.
-        path: of the file, for messages.
+        values: the fields of config.json.
+        path: the file, for messages.
 
     Returns:
-        A name; "float32" where there is none.
+        A name; "float32" if the file has none.
 
     Raises:
-        ValueError: it is none of `DTYPES`.
+        ValueError: the dtype is none of `DTYPES`.
     """
     name = "dtype" if values.get("dtype") is not None else "torch_dtype"
     dtype = "float32" if values.get(name) is None else values[name]
@@ -103,19 +103,19 @@ def read(
     fixed: Mapping[str, tuple[Any, ...]],
     source: Any = "this config.json",
 ) -> Config:
-    """The config of a checkpoint.
+    """Makes a config from the fields of config.json.
 
     Args:
-        values: config.json. Fields that say nothing of the computation are passed over.
+        values: the fields. Those that do not affect the computation are ignored.
         config_type: a dataclass with Hugging Face's field names, `rope_theta` and `rope_scaling` among them.
-        fixed: by field, the values with which alone the model computes; absent fields mean the first.
-        source: where the values are from, for messages.
+        fixed: for fields that `config_type` lacks, the values that the model supports; an absent field means the first.
+        source: the file, for messages.
 
     Returns:
         A `config_type`.
 
     Raises:
-        ValueError: a list of all fields whose values the model does not support.
+        ValueError: the model does not support some values; the message lists them all.
     """
     rope, wrong = _ropes_of(values)
     wrong += [
@@ -126,6 +126,10 @@ def read(
     fields = {field.name for field in dataclasses.fields(config_type)}
     arguments = {name: value for name, value in values.items() if name in fields - _ROPE_FIELDS}
     arguments |= {name: value for name, value in rope.items() if name in fields}
+    if (divisor := values.get("logits_scaling")) is not None:  # Granite's
+        problems = config_fields.problems(config_type, {"logit_scale": divisor})
+        wrong += [problem.replace("logit_scale", "logits_scaling", 1) for problem in problems]
+        arguments["logit_scale"] = 1.0 if problems else 1.0 / divisor
     wrong += config_fields.problems(config_type, arguments)
     layer_types = values.get("layer_types") or None
     if not (layer_types is None or isinstance(layer_types, list) or "layer_types" in fields):
@@ -146,18 +150,20 @@ def read(
 
 
 def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, dtype: str) -> dict[str, Any]:
-    """What config.json says of this config; transformers 4 and 5 read it.
+    """Makes the fields of config.json from a config; transformers 4 and 5 read them.
 
     Args:
-        config: as `read` returns it.
-        fixed: as `read` takes it.
-        architecture: the model class, such as "LlamaForCausalLM".
-        dtype: of the parameters, such as "bfloat16".
+        config: a config, as `read` returns it.
+        fixed: the supported values of other fields, as `read` takes them; the first of each is written.
+        architecture: the name of the model's class, such as "LlamaForCausalLM".
+        dtype: dtype of the parameters, such as "bfloat16".
 
     Returns:
         Field names and values for `json.dump`.
     """
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if values["logit_scale"] == 1.0:  # which no other family's config.json has
+        del values["logit_scale"]
     scaling = values.pop("rope_scaling")
     if scaling is not None:
         kind = next(name for name, scaling_type in _ROPES.items() if isinstance(scaling, scaling_type))
@@ -169,10 +175,10 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
 
 
 def _ropes_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Arguments `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and what is wrong with them.
+    """The arguments `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and a list of problems with them.
 
-    transformers 5 has the first two in `rope_parameters`, and all three there by types of layers where these differ;
-    4 has fields of these names.
+    transformers 4 writes fields of these names. transformers 5 writes the first two in `rope_parameters`; if types of
+    layers differ, `rope_parameters` has an object for each type, from which the third follows too.
     """
     name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
     parameters = values.get(name) or {}
@@ -192,7 +198,7 @@ def _ropes_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _rope_of(values: Mapping[str, Any], name: str, parameters: Any) -> tuple[dict[str, Any], list[str]]:
-    """Arguments `rope_theta` and `rope_scaling`, and what is wrong with them; the type was once called `type`."""
+    """The arguments `rope_theta` and `rope_scaling`, and a list of problems; `rope_type` was once called `type`."""
     if not isinstance(parameters, dict):
         return {}, [f"{name}={config_fields.short(parameters)} must be an object, {{…}}, or null"]
     scaling = dict(parameters)

@@ -1,4 +1,4 @@
-"""A model from a Hugging Face checkpoint, and a checkpoint from a model: what `from_pretrained` and its pair do."""
+"""Reads a model from a Hugging Face checkpoint, and writes one: `from_pretrained` and `save_pretrained`."""
 
 import dataclasses
 import json
@@ -23,14 +23,14 @@ def read(
     partition_specs: Any,
     **options: Any,
 ) -> Any:
-    """`CausalLM.from_pretrained` of a class; `options` are its constructor's."""
+    """Does the work of `CausalLM.from_pretrained` for a model class; `options` go to its constructor."""
     folder = checkpoint.find(path_or_id)
     config, stored_dtype, kept = _described(model_class, folder)
     config_in_files.check(config, weights.shapes(folder), folder)
     param_dtype = jnp.dtype(stored_dtype if param_dtype is None else param_dtype)
     dtype = param_dtype if dtype is None else dtype
     make = lambda: model_class(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0), **options)
-    # A tied head may be there once more, and old checkpoints hold what the rotary embedding computes.
+    # A checkpoint may hold a tied head a second time, and old ones hold frequencies that the rotary embedding computes.
     ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
     graph, state = nnx.split(nnx.eval_shape(make))
     shardings = weights.shardings_of(mesh, partition_specs, state)
@@ -46,7 +46,7 @@ def write(
     config_fields: Mapping[str, Any] | None,
     tokenizer_from: str | os.PathLike[str] | None,
 ) -> None:
-    """`CausalLM.save_pretrained` of a model."""
+    """Does the work of `CausalLM.save_pretrained` for a model."""
     if max_shard_bytes < 1:
         raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -76,7 +76,7 @@ def write(
 
 
 def _described(model_class: Any, folder: pathlib.Path) -> tuple[Any, str, checkpoint.Kept]:
-    """What a folder's JSON files say: the config, the dtype of the weights, and what is to be kept."""
+    """From a folder's JSON files: the config, the dtype of the weights, and the parts that a save writes again."""
     values, path = checkpoint.read_config(folder), folder / checkpoint.CONFIG
     config: Any = config_json.read(values, model_class.config_type, model_class.config_fixed, path)
     dtype = config_json.dtype_of(values, path)

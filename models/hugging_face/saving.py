@@ -1,12 +1,13 @@
-"""How a checkpoint is written, so that a kill at any moment loses neither the earlier model nor the new one.
+"""Writes a checkpoint so that a process killed at any moment leaves the earlier model or the new one, whole.
 
-The new files are made in the folder `.saving`. One rename then turns the folder from the earlier model to the new one:
-of model.safetensors, or of the index, whose shards have got names that no earlier index holds. What is of no use
-any more goes last.
+The new files are first written into the folder `.saving`. Then one rename switches the folder from the earlier model to
+the new one. It renames model.safetensors, or the index; the index's shards have names that no earlier index holds.
+Files of the earlier model are deleted last.
 
-config.json cannot change in the same rename. Where it says something else than before, or another small file changes,
-it is away while they do: whoever reads then finds no model, and never one model's weights with another's config. The
-files that complete the weights lie in `.saving` (`checkpoint.files_that_complete`), and the next save puts them back.
+config.json cannot change in the same rename. If it changes what is computed, or another small file changes, config.json
+leaves the folder before the rename and comes back after it. A reader in between finds no model, and never finds one
+model's weights with another's config. The files that complete the weights are then in `.saving`
+(`checkpoint.files_that_complete`), and the next save puts them back.
 """
 
 import itertools
@@ -33,17 +34,17 @@ def write(
     small_files: Mapping[str, bytes | None],
     meaning: Callable[[pathlib.Path], Any],
 ) -> None:
-    """Writes a checkpoint in the place of the one that the folder may hold.
+    """Writes a checkpoint into a folder, in place of one that the folder may hold.
 
     Each shard is written before the next is made. Until the end the disk holds both models.
 
     Args:
-        folder: made if there is none.
-        shards: of the tensors; one becomes model.safetensors, more become files and an index.
-        small_files: by their names: config.json, and others that the model brings. `None` for one that it lacks, and
-            that must not stay from the model before.
-        meaning: of the config.json in a folder: where this stays as it is, the model computes the same. It raises a
-            ValueError or FileNotFoundError where that file is damaged or absent.
+        folder: the folder, made if it does not exist.
+        shards: groups of tensors. One becomes model.safetensors; several become files and an index.
+        small_files: config.json and other files, by name. `None` for a file that the model lacks; an earlier model's
+            file of that name is removed.
+        meaning: takes a folder and returns what its config.json means. If two folders give equal values, their models
+            compute the same. It raises a ValueError or FileNotFoundError if the file is damaged or absent.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _mend(folder)
@@ -55,7 +56,7 @@ def write(
         changed = [
             name for name, content in small_files.items() if name != CONFIG and content != _content(folder / name)
         ]
-        for name in (*changed, CONFIG):  # config.json last, see files_that_complete
+        for name in (*changed, CONFIG):  # config.json last: files_that_complete relies on it
             if (content := small_files[name]) is not None:
                 _write(new / name, content)
         if changed or not _say_the_same(meaning, folder, new):
@@ -69,7 +70,7 @@ def write(
 
 
 def _write_weights(folder: pathlib.Path, shards: Iterable[Mapping[str, np.ndarray]]) -> str:
-    """Writes all but the file whose rename makes the folder the new model's: returns its name, under `new`."""
+    """Writes the weights, and returns the name of the file in `new` whose rename switches to the new model."""
     saving, in_shard, total = folder / SAVING, {}, 0
     for i, shard in enumerate(shards):
         save_file(dict(shard), saving / str(i), metadata={"format": "pt"})
@@ -90,21 +91,21 @@ def _write_weights(folder: pathlib.Path, shards: Iterable[Mapping[str, np.ndarra
 
 
 def _make_a_shard(folder: pathlib.Path) -> None:
-    """One file becomes the only shard of an index, so that another index can take its place by one rename."""
+    """Turns model.safetensors into the only shard of an index, which one rename can then replace by another index."""
     try:
         with open_weights(folder / WEIGHTS) as file:
             names = list(file.keys())
-    except ValueError:  # nobody can read it
+    except ValueError:  # the file is damaged, so there is no model to keep
         (folder / WEIGHTS).unlink()
         return
     (shard,) = _free_names(folder, 1)
     _write_index(folder / SAVING / INDEX, dict.fromkeys(names, shard), (folder / WEIGHTS).stat().st_size)
-    _move(folder / SAVING / INDEX, folder)  # model.safetensors still counts more
+    _move(folder / SAVING / INDEX, folder)  # model.safetensors still takes precedence
     _move(folder / WEIGHTS, folder, shard)
 
 
 def _free_names(folder: pathlib.Path, count: int) -> list[str]:
-    """Names that neither a file nor the index has: Hugging Face's own, or those with a number of ours."""
+    """Names of shards that neither a file nor the index has: Hugging Face's names, with a number added if need be."""
     taken = {path.name for path in folder.iterdir()} | (_weight_files(folder) or set())
     stems = itertools.chain(["model"], (f"model-{n}" for n in itertools.count(2)))
     choices = ([f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] for stem in stems)
@@ -117,13 +118,13 @@ def _write_index(path: pathlib.Path, weight_map: Mapping[str, str], total_bytes:
 
 
 def _mend(folder: pathlib.Path) -> None:
-    """Completes the model that a save which was cut off has left, and removes what belongs to none."""
+    """Completes the model that an interrupted save has left, and deletes files that belong to no model."""
     if not (folder / CONFIG).exists() and (missing := files_that_complete(folder)):
         _move_all(missing, folder)
     if (folder / SAVING).exists():
         shutil.rmtree(folder / SAVING)
     used = _weight_files(folder)
-    if used is None:  # a damaged index: what it named is not known
+    if used is None:  # the index is damaged, so nobody knows which files it named
         return
     used |= {INDEX} if WEIGHTS not in used else set()
     for path in folder.iterdir():
@@ -156,20 +157,20 @@ def _write(path: pathlib.Path, content: bytes) -> None:
 
 
 def _move_all(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """config.json last: until then the folder is no model."""
+    """Moves config.json last: until then the folder holds no model."""
     for path in sorted(source.iterdir(), key=lambda path: path.name == CONFIG):
         _move(path, folder)
 
 
 def _move(path: pathlib.Path, folder: pathlib.Path, name: str | None = None) -> None:
-    """By a rename that is on the disk before any that follows."""
+    """Renames a file, and returns once the rename is on the disk."""
     path.replace(folder / (name or path.name))
     _sync(folder)
     _sync(path.parent)
 
 
 def _sync(path: pathlib.Path) -> None:
-    """Waits until a file's content, or a folder's names, are on the disk."""
+    """Waits until a file's content, or a folder's list of names, is on the disk."""
     try:
         file = os.open(path, os.O_RDONLY)
     except PermissionError:

@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face checkpoint: which tensors a parameter is, and how they come from their files and go.
+"""The weights of a Hugging Face checkpoint: which tensors a parameter has there, how they are read and how written.
 
-A parameter's name in a checkpoint follows from its place in the model, since modules bear Hugging Face's names. A
-linear layer's kernel is the transposed weight, and layers that are stacked for a scan are one tensor each.
+A parameter's name in a checkpoint follows from its path in the model, since modules have Hugging Face's names. A linear
+layer's kernel is the transposed weight. A parameter that is stacked for a scan has one tensor for each layer.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ _FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """What a parameter is in a checkpoint.
+    """The tensors of one parameter in a checkpoint.
 
     Attributes:
-        names: of its tensors: one, or one for each of the stacked layers.
-        transposed: whether the tensors are (out, in) where the parameter is (in, out).
-        stacked: whether the parameter has an axis of layers in front.
+        names: the tensors' names: one, or one for each stacked layer.
+        transposed: whether the tensors are (out, in) and the parameter is (in, out).
+        stacked: whether the parameter's first axis is that of the layers.
     """
 
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ def tensors_of(path: tuple[Any, ...], parameter: Any) -> Tensors:
 
 
 def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """By a tensor's name in a language model, its shape in the files."""
+    """The tensors' shapes in the files, by their names in a language model."""
     with contextlib.ExitStack() as stack:
         places = _places(folder, stack)
         return {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in places.items()}
@@ -72,18 +72,18 @@ def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
 def read(
     folder: pathlib.Path, graphdef: Any, state: Any, *, shardings: Any = None, ignored: tuple[str, ...] = ()
 ) -> Any:
-    """The model whose abstract state this is, each parameter read by itself.
+    """Reads a model's parameters, one after another.
 
     Args:
-        folder: holds the safetensors.
-        graphdef: of the model.
-        state: of the model, of `jax.ShapeDtypeStruct`: the dtypes that the parameters get.
-        shardings: a list of one for each of them; `None` for the default device.
-        ignored: names that a checkpoint may hold beside the model's.
+        folder: the folder with the safetensors.
+        graphdef: the model's graph.
+        state: the model's state, made of `jax.ShapeDtypeStruct` with the dtypes that the parameters get.
+        shardings: a list with one for each parameter; `None` for the default device.
+        ignored: endings of names that a checkpoint may hold beside the model's.
 
     Raises:
-        ValueError: a list of all names that are missing or left over and all shapes and dtypes that do not fit; or a
-            file is damaged, or the index names what is no file of the folder's.
+        ValueError: tensors are missing or left over, or shapes or dtypes do not fit, and the message lists them all; or
+            a file or the index is damaged.
         FileNotFoundError: there are no safetensors.
     """
     flat, tree = jax.tree_util.tree_flatten_with_path(state)
@@ -104,10 +104,10 @@ def read(
 
 
 def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[NamedSharding] | None:
-    """One for each parameter of a state, by what `from_pretrained` is given.
+    """The shardings of a state's parameters, from the mesh and specs that `from_pretrained` takes.
 
     Raises:
-        ValueError: specs without a mesh, or not one for each parameter.
+        ValueError: specs come without a mesh, or there is not one for each parameter.
     """
     if mesh is None:
         if partition_specs is not None:
@@ -129,10 +129,10 @@ def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[Na
 
 
 def open_weights(path: pathlib.Path) -> Any:
-    """A safetensors file, to be used in a `with`.
+    """Opens a safetensors file, as a context manager.
 
     Raises:
-        ValueError: it is truncated, or no safetensors file.
+        ValueError: the file is truncated, or not a safetensors file.
     """
     try:
         return safe_open(path, framework="numpy")
@@ -141,16 +141,16 @@ def open_weights(path: pathlib.Path) -> Any:
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Names and numbers on the way to a leaf; the variable's own value has none."""
+    """The names and numbers on the path to a leaf, without the last key, which is the variable's value."""
     parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
     return tuple(part for part in parts if part not in (None, "value"))
 
 
 def _places(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, tuple[Any, str]]:
-    """By a tensor's name in a language model, its open file and its name there.
+    """For each tensor's name in a language model, its open file and its name in that file.
 
-    A multimodal checkpoint names its language part, "language_model.model.…" or "model.language_model.…", and all that
-    the name does not stand in is of other parts, but for the head.
+    In a multimodal checkpoint the language part's names begin with "language_model.model." or "model.language_model.".
+    All other names except the head's belong to other parts, and are left out.
     """
     files = _open_files(folder, stack)
     if not any(_LANGUAGE_PART in name for name in files):
@@ -160,7 +160,7 @@ def _places(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, tupl
 
 
 def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """The file of each tensor."""
+    """The open file of each tensor, by the tensor's name."""
     names = weight_files(folder)
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise FileNotFoundError(f"from_pretrained: {folder} lacks {absent}, which its {INDEX} names.")
@@ -176,7 +176,7 @@ def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, 
 
 
 def _check(folder, places, wanted, ignored, slice_of) -> None:
-    """Raises a ValueError that lists every name, every shape and every dtype that does not fit."""
+    """Raises a ValueError that lists all names, shapes and dtypes that do not fit."""
     names = {name for tensors, _ in wanted for name in tensors.names}
     missing, left = sorted(names - set(places)), sorted(set(places) - names)
     left = [name for name in left if not name.endswith(ignored)] if ignored else left
@@ -199,7 +199,7 @@ def _check(folder, places, wanted, ignored, slice_of) -> None:
 
 
 def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -> jax.Array:
-    """In its place and dtype; on the host are the parts of this machine's devices, and each tensor's for a moment."""
+    """Reads one parameter to its devices. The host holds the parts for its own devices, and one tensor at a time."""
 
     def part(index):
         ranges = [range(*axis.indices(size)) for axis, size in zip(index, parameter.shape, strict=True)]
@@ -216,7 +216,7 @@ def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -
     parts: dict[str, np.ndarray] = {}
 
     def part_once(index):
-        """JAX asks for each device, and several may hold the same part."""
+        """Reads a part once, since JAX asks for it once for each device that holds it."""
         if str(index) not in parts:
             parts[str(index)] = part(index)
         return parts[str(index)]
@@ -225,9 +225,9 @@ def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -
 
 
 def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
-    """The tensors of a state, in groups of at most so many bytes unless one tensor has more.
+    """Yields a state's tensors in groups of at most `max_shard_bytes`, unless one tensor has more.
 
-    The parameters are fetched one after the other.
+    The parameters are fetched to the host one after another.
     """
     shard, size = {}, 0
     for path, parameter in jax.tree_util.tree_flatten_with_path(state)[0]:

@@ -10,7 +10,7 @@ from liger_jax.models.llama.params import FIXED
 
 
 class LlamaLayer(nnx.Module):
-    """x + attention(norm(x)), and of that the same with the feed-forward."""
+    """h = x + attention(norm(x)), then h + mlp(norm(h))."""
 
     def __init__(self, blocks: Blocks):
         self.input_layernorm = blocks.norm()

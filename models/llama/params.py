@@ -1,4 +1,4 @@
-"""What of LLaMA's config.json is no field of `LlamaConfig`: the model computes with these values alone."""
+"""Fields of LLaMA's config.json that `LlamaConfig` does not have, and the only values that the model supports."""
 
 from typing import Any
 

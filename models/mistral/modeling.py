@@ -11,7 +11,7 @@ class MistralConfig(LlamaConfig):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for Mistral, and this.
 
     Args:
-        sliding_window: how many positions a layer sees, its own included; `None` for all before it.
+        sliding_window: how many positions a position sees, itself included; `None` for all before it.
 
     Raises:
         ValueError: as `LlamaConfig`.

@@ -1,4 +1,4 @@
-"""What of Mistral's config.json is no field of `MistralConfig`: the model computes with these values alone."""
+"""Fields of Mistral's config.json that `MistralConfig` does not have, and the only values that the model supports."""
 
 from typing import Any
 

@@ -12,13 +12,13 @@ class Qwen2Config(LlamaConfig):
     """The architecture: `LlamaConfig`'s fields with Hugging Face's defaults for Qwen2, and these.
 
     Args:
-        use_sliding_window: whether layers slide where `layer_types` says nothing.
-        max_window_layers: how many layers then have full attention; those after them slide.
-        sliding_window: how many positions a sliding layer sees, its own included.
-        layer_types: of each layer, "full_attention" or "sliding_attention".
+        use_sliding_window: whether some layers slide, if `layer_types` is `None`.
+        max_window_layers: how many layers at the start then have full attention; those after them slide.
+        sliding_window: how many positions a position sees in a sliding layer, itself included.
+        layer_types: each layer's, "full_attention" or "sliding_attention"; `None` for the fields above.
 
     Raises:
-        ValueError: as `LlamaConfig`, or layer types that are not one of these to a layer.
+        ValueError: as `LlamaConfig`; or `layer_types` has another length than the layers, or another word.
 
     Example:
         >>> Qwen2Config(hidden_size=896, num_attention_heads=14, num_key_value_heads=2).head_dim
@@ -36,7 +36,7 @@ class Qwen2Config(LlamaConfig):
     qkv_bias: ClassVar[bool] = True
 
     def type_of_layer(self, i: int) -> str:
-        """After so many layers the others may slide."""
+        """Full attention in the first `max_window_layers`; later layers slide if `use_sliding_window` is set."""
         slides = self.use_sliding_window and self.sliding_window and i >= self.max_window_layers
         return "sliding_attention" if slides else "full_attention"
 

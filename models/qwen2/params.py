@@ -1,4 +1,4 @@
-"""What of Qwen2's config.json is no field of `Qwen2Config`: the model computes with these values alone."""
+"""Fields of Qwen2's config.json that `Qwen2Config` does not have, and the only values that the model supports."""
 
 from typing import Any
 

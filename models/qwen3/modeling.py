@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with norms of queries and keys where that has biases."""
+"""Qwen3: Qwen2 with norms of queries and keys in place of biases."""
 
 import dataclasses
 from typing import ClassVar

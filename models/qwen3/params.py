@@ -1,4 +1,4 @@
-"""What of Qwen3's config.json is no field of `Qwen3Config`: the model computes with these values alone."""
+"""Fields of Qwen3's config.json that `Qwen3Config` does not have, and the only values that the model supports."""
 
 from liger_jax.models.qwen2.params import FIXED as QWEN2
 

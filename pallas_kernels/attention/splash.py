@@ -5,6 +5,8 @@ products where its dq, which comes in a piece for each block of keys, takes few 
 products (`block_sizes`). benchmarks/results/attention_schedule.md has the compiler's schedules; no TPU was there.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -109,5 +111,5 @@ def attend(
         return x.swapaxes(1, 2)
 
     scaled = heads_first(q) * (width**-0.5 if scale is None else scale)  # splash has no scale of its own
-    out = jax.vmap(kernel)(scaled, heads_first(k), heads_first(v), None if ids is None else splash.SegmentIds(ids, ids))
+    out: Any = jax.vmap(kernel)(scaled, heads_first(k), heads_first(v), None if ids is None else splash.SegmentIds(ids, ids))
     return out.swapaxes(1, 2)[:, :length]

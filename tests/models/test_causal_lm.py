@@ -19,8 +19,8 @@ from liger_jax.models import (
     LlamaConfig,
     Qwen2ForCausalLM,
 )
-from liger_jax.models.core.remat import loss_budget_bytes
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from liger_jax.ops.loss_plan import budget_beside_layers
 from liger_jax.planner.planning import make_run
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
 from tests.ops._oracle import first
@@ -86,13 +86,29 @@ def test_a_named_budget_or_mode_is_not_overridden(tokens, budgets):
         make_model(kernels=KernelOptions(memory_budget_bytes=1))(tokens, labels=tokens)
 
 
+def loss_budget(remat, config, tokens, weight_dtype, *, is_copied=False, is_widened=False, device=H200):
+    """What a bfloat16 model of this config lets its fused loss use."""
+    return budget_beside_layers(
+        tokens,
+        config.hidden_size,
+        config.vocab_size,
+        f=config.intermediate_size,
+        dtype=jnp.bfloat16,
+        weight_dtype=weight_dtype,
+        layers_are_recomputed=remat != "none",
+        head_is_copied=is_copied,
+        head_is_widened=is_widened,
+        device=device,
+    )
+
+
 def test_the_bound_is_a_layers_memory_or_what_the_lean_loss_needs():
     config = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192)
 
     def bound(tokens, dtype=jnp.bfloat16, **options):
-        return loss_budget_bytes("full", config, tokens, jnp.bfloat16, weight_dtype=dtype, device=H200, **options) or 0
+        return loss_budget("full", config, tokens, dtype, **options) or 0
 
-    assert loss_budget_bytes("none", config, 16384, jnp.bfloat16, weight_dtype=jnp.bfloat16) is None
+    assert loss_budget("none", config, 16384, jnp.bfloat16) is None
     gate_up_and_product = 3 * 16384 * 8192 * 2
     assert gate_up_and_product < bound(16384) < 1.5 * gate_up_and_product
     assert bound(16384) == pytest.approx(2 * bound(8192), rel=0.01)
@@ -110,9 +126,7 @@ def test_beside_kept_layers_a_float32_gradient_of_the_head_is_not_made_in_one_ch
 
     def plans(tokens, is_widened=True, device=H200):
         """The fused loss's without the bound, and with it."""
-        bound = loss_budget_bytes(
-            "none", config, tokens, jnp.bfloat16, weight_dtype=jnp.float32, is_widened=is_widened, device=device
-        )
+        bound = loss_budget("none", config, tokens, jnp.float32, is_widened=is_widened, device=device)
         return plan(tokens, device=device), plan(tokens, memory_budget_bytes=bound, device=device)
 
     free, bounded = plans(4096)
@@ -283,7 +297,7 @@ def test_labels_of_minus_100_are_not_scored(model, tokens):
 @pytest.mark.parametrize("kernels", [KernelOptions(), *LOGITS_KERNELS.values()], ids=["fused", *LOGITS_KERNELS])
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32])
 def test_tokens_may_be_unsigned(kernels, dtype, tokens):
-    """They hold no -100, the label of what is not scored; 8 bits hold no size of a vocabulary either."""
+    """Unsigned labels cannot hold -100, the label of what is not scored; 8 bits cannot hold a vocabulary's size."""
     model = make_model(dataclasses.replace(CONFIG, vocab_size=256), kernels=kernels)
     tokens = tokens.at[0, :2].set(jnp.array([156, 255]))
     unsigned = tokens.astype(dtype)

@@ -378,7 +378,7 @@ def test_a_cache_that_does_not_fit_is_refused(rng):
         ValueError, match=r"cache has 11 slots, of which 0 are written, and .* 12 .*init_cache\(batch, 12"
     ):
         model(tokens, cache=model.init_cache(2, 11))
-    with pytest.raises(ValueError, match="cache is of a batch of 3, and input_ids of 2"):
+    with pytest.raises(ValueError, match="cache has 3 rows, and input_ids has 2"):
         model(tokens, cache=model.init_cache(3, 12))
     with pytest.raises(ValueError, match="segment_ids is given with a cache"):
         model(tokens, cache=model.init_cache(2, 12), segment_ids=jnp.zeros((2, 12), jnp.int32))
