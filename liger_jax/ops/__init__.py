@@ -1,6 +1,7 @@
 """Differentiable ops: each a public function with a `custom_vjp` and a kernel chosen by platform."""
 
 from liger_jax.ops._loss import LossMetrics as LossMetrics
+from liger_jax.ops._plan_ahead import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops.attention import Segments as Segments
 from liger_jax.ops.attention import causal_attention as causal_attention
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
@@ -16,9 +17,6 @@ from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu
 from liger_jax.ops.group_norm import group_norm as group_norm
 from liger_jax.ops.layer_norm import layer_norm as layer_norm
-from liger_jax.ops.plan_fused_linear_cross_entropy import (
-    plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy,
-)
 from liger_jax.ops.poly_norm import poly_norm as poly_norm
 from liger_jax.ops.relu_squared import relu_squared as relu_squared
 from liger_jax.ops.rms_norm import rms_norm as rms_norm
