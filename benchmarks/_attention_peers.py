@@ -3,11 +3,12 @@
 What is not installed, or does not run, says so and has no time.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,15 +26,36 @@ def tokamax(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, sof
     )  # fmt: skip
 
 
-def torch_ms(kind: str, shape: Shape, ids: np.ndarray | None, window: int | None) -> float:
-    """Milliseconds of "varlen" or "flex" attention and all gradients, in a process of its own."""
+@dataclasses.dataclass(frozen=True)
+class TorchCase:
+    """Attention of a kind, "varlen" or "flex"; ids are (B, T)."""
+
+    kind: str
+    shape: Shape
+    ids: np.ndarray | None
+    window: int | None
+
+
+def torch_times(cases: Sequence[TorchCase]) -> list[float | str]:
+    """Milliseconds of each case, or why there are none."""
+    times = []
+    for case in cases:
+        try:
+            times.append(torch_ms(case))
+        except Exception as error:  # of many kinds: missing, too old, out of memory, not compiled
+            times.append(f"torch {case.kind}, {case.shape}: {type(error).__name__}: {str(error)[:200]}")
+    return times
+
+
+def torch_ms(case: TorchCase) -> float:
+    """Milliseconds of the output and all gradients."""
     torch = importlib.import_module("torch")
-    batch, length, query_heads, kv_heads, width = shape
+    batch, length, query_heads, kv_heads, width = case.shape
     make = lambda heads: torch.randn(
         batch, length, heads, width, device="cuda", dtype=torch.bfloat16, requires_grad=True
     )
     q, k, v = make(query_heads), make(kv_heads), make(kv_heads)
-    attend = (_varlen if kind == "varlen" else _flex)(torch, shape, ids, window)
+    attend = (_varlen if case.kind == "varlen" else _flex)(torch, case)
     dout = torch.randn_like(q).detach()
 
     def run():
@@ -42,11 +64,11 @@ def torch_ms(kind: str, shape: Shape, ids: np.ndarray | None, window: int | None
     return _event_ms(torch, run)
 
 
-def _varlen(torch: Any, shape: Shape, ids: np.ndarray | None, window: int | None) -> Callable[..., Any]:
+def _varlen(torch: Any, case: TorchCase) -> Callable[..., Any]:
     """Flash attention over all segments of the batch, laid end to end."""
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    batch, length, query_heads, kv_heads, width = shape
-    ids = np.zeros((batch, length), int) if ids is None else ids
+    (batch, length, query_heads, _, width), window = case.shape, case.window
+    ids = np.zeros((batch, length), int) if case.ids is None else case.ids
     begins = np.concatenate([np.ones((batch, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     ends = np.append(np.flatnonzero(begins), batch * length)
     ends_of, longest = torch.tensor(ends, device="cuda", dtype=torch.int32), int(np.diff(ends).max())
@@ -65,10 +87,10 @@ def _varlen(torch: Any, shape: Shape, ids: np.ndarray | None, window: int | None
     ).reshape(batch, length, query_heads, width)
 
 
-def _flex(torch: Any, shape: Shape, ids: np.ndarray | None, window: int | None) -> Callable[..., Any]:
+def _flex(torch: Any, case: TorchCase) -> Callable[..., Any]:
     """Compiled for its mask, whose blocks are found beforehand."""
     flex = importlib.import_module("torch.nn.attention.flex_attention")
-    batch, length = shape[:2]
+    (batch, length), ids, window = case.shape[:2], case.ids, case.window
     places = torch.zeros((batch, length), dtype=torch.int32) if ids is None else torch.tensor(ids)
     places = places.to("cuda")
 

@@ -19,7 +19,7 @@ import functools
 import importlib
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from liger_jax.pallas_kernels.attention.intervals import intervals
 
 SEED = 6  # whose packed rows see about what the mean row sees
 TOKENS = 32768  # of each length
-LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+LENGTHS = (512, 2048, 8192, 32768)
 CHUNK_LENGTHS, FLEX_LENGTHS = (2048, 8192), (8192,)  # others would be minutes of compilation
 OURS = ("mosaic_gpu", "triton")
 COLORS = {
@@ -126,11 +126,21 @@ def lowered(case: Case, kernel: str, mask: dict[str, Any] | None = None, has_ids
         return None
 
 
-def compiled(programs: dict[Any, Any]) -> dict[Any, Any]:
-    """All that could be lowered, side by side, since a compiler keeps few cores busy."""
-    programs = {key: program for key, program in programs.items() if program is not None}
+def compiled(programs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """All (key, program) that could be lowered, compiled side by side and while the next are lowered."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return dict(zip(programs, pool.map(lambda program: program.compile(), programs.values()), strict=True))
+        futures = {key: pool.submit(compile_one, key, program) for key, program in programs if program is not None}
+        found = {key: future.result() for key, future in futures.items()}
+    return {key: program for key, program in found.items() if program is not None}
+
+
+def compile_one(key: Any, program: Any) -> Any:
+    """None where the compiler gives up, with the reason printed."""
+    try:
+        return program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        print(f"{key}: {str(error)[:200]}")
+        return None
 
 
 def ms_of(program: Any, case: Case, has_ids: bool = True) -> float:
@@ -145,16 +155,19 @@ def show(value: float, digits: int = 2) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+def programs_of_cases() -> Iterator[tuple[Any, Any]]:
+    """By case and kernel; "causal" is cuDNN without the mask."""
+    for case in CASES:
+        yield (case, "causal"), lowered(case, "cudnn", mask={}, has_ids=False)
+        for kernel in OURS:
+            yield (case, kernel), lowered(case, kernel)
+        if case.window and not case.softcap:
+            yield (case, "cudnn"), lowered(case, "cudnn")
+
+
 def cases_table() -> str:
     """Times and temporaries of `CASES`."""
-    programs = {}
-    for case in CASES:
-        programs[case, "causal"] = lowered(case, "cudnn", mask={}, has_ids=False)
-        for kernel in OURS:
-            programs[case, kernel] = lowered(case, kernel)
-        if case.window and not case.softcap:
-            programs[case, "cudnn"] = lowered(case, "cudnn")
-    programs = compiled(programs)
+    programs = compiled(programs_of_cases())
     header = ["mask", "(B, T, Q, K, H), bf16", "visible", "cuDNN causal, ms (MiB)", "mosaic_gpu, ms (MiB)", "× cuDNN"]
     header += ["TFLOP/s", "cuDNN with the window, ms", "triton, ms (MiB)", "× mosaic_gpu"]
     rows = []
@@ -171,21 +184,23 @@ def cases_table() -> str:
     return table(header, rows)
 
 
-def errors_table() -> str:
-    """RMS errors over XLA's, where all scores of one row can be held in float32."""
-    cases = dict.fromkeys(
-        dataclasses.replace(case, shape=(1, min(case.shape[1], 2048), *case.shape[2:]))
-        for case in CASES
-    )  # fmt: skip
-    programs = {}
+def programs_of_errors(cases: Iterable[Case]) -> Iterator[tuple[Any, Any]]:
+    """By case and kernel, and the truth in float32."""
     for case in cases:
         for kernel in ("xla", *OURS):
-            programs[case, kernel] = lowered(case, kernel)
+            yield (case, kernel), lowered(case, kernel)
         attend = functools.partial(reference.causal_attention, **case.mask)
         types = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in case.types()]
         with jax.default_matmul_precision("highest"):
-            programs[case, "truth"] = jax.jit(functools.partial(value_and_gradients, attend)).lower(*types, case.ids())
-    programs = compiled(programs)
+            program = jax.jit(functools.partial(value_and_gradients, attend)).lower(*types, case.ids())
+        yield (case, "truth"), program
+
+
+def errors_table() -> str:
+    """RMS errors over those of XLA's chunks, in one row of at most 2,048, whose scores fit in float32."""
+    shape = lambda case: (1, min(case.shape[1], 2048), *case.shape[2:])
+    cases = list(dict.fromkeys(dataclasses.replace(case, shape=shape(case)) for case in CASES))
+    programs = compiled(programs_of_errors(cases))
     rows = []
     for case in cases:
         inputs, ids = case.inputs(), case.ids()
@@ -207,32 +222,42 @@ def case_of_length(mask: str, length: int) -> Case:
     return Case(mask, (TOKENS // length, length, 32, 8, 128), **MASKS[mask])
 
 
-def times_by_length() -> dict[tuple[str, str], dict[int, float]]:
-    """Milliseconds by mask and kernel, then by length."""
-    programs = {}
+def programs_by_length() -> Iterator[tuple[Any, Any]]:
+    """By mask, kernel and length."""
     for mask in MASKS:
         for length in LENGTHS:
-            case = case_of_length(mask, length)
-            for kernel in (*OURS, "tokamax", *(["xla"] if length in CHUNK_LENGTHS else [])):
-                if kernel != "tokamax" or mask != "packed, mean 512":
-                    programs[mask, kernel, length] = lowered(case, kernel)
-            if mask != "packed, mean 512":
-                programs[mask, "cudnn", length] = lowered(case, "cudnn")
-    times: dict[tuple[str, str], dict[int, float]] = {}
-    for (mask, kernel, length), program in compiled(programs).items():
-        times.setdefault((mask, kernel), {})[length] = ms_of(program, case_of_length(mask, length))
+            kernels = [*OURS, *(["xla"] if length in CHUNK_LENGTHS else [])]
+            kernels += [] if mask == "packed, mean 512" else ["cudnn", "tokamax"]
+            for kernel in kernels:
+                yield (mask, kernel, length), lowered(case_of_length(mask, length), kernel)
+
+
+def torch_by_length() -> dict[tuple[str, str, int], float | str]:
+    """By mask, kernel and length, in a process of its own."""
+    cases = {}
     for mask in MASKS:
-        for kind, lengths in (("varlen", LENGTHS), ("flex", FLEX_LENGTHS)):
+        for kind, lengths in (("varlen", LENGTHS), ("flex", FLEX_LENGTHS if mask != "one segment" else ())):
             for length in lengths:
                 case = case_of_length(mask, length)
-                ids = case.ids()
-                try:
-                    arguments = kind, case.shape, None if ids is None else np.asarray(ids), case.window
-                    ms = in_own_process(peers.torch_ms, *arguments)
-                except RuntimeError as error:
-                    print(f"torch {kind}, {mask}: {str(error)[:200]}", flush=True)
-                    break
-                times.setdefault((mask, f"torch {kind}"), {})[length] = ms
+                ids = None if case.mean is None else np.asarray(case.ids())
+                cases[mask, f"torch {kind}", length] = peers.TorchCase(kind, case.shape, ids, case.window)
+    return dict(zip(cases, in_own_process(peers.torch_times, list(cases.values())), strict=True))
+
+
+def times_by_length() -> dict[tuple[str, str], dict[int, float]]:
+    """Milliseconds by mask and kernel, then by length."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        torch = pool.submit(torch_by_length)  # while programs are lowered, which leaves the GPU alone
+        programs = list(programs_by_length())
+        found = torch.result()
+    for (mask, kernel, length), program in compiled(programs).items():
+        found[mask, kernel, length] = ms_of(program, case_of_length(mask, length))
+    times: dict[tuple[str, str], dict[int, float]] = {}
+    for (mask, kernel, length), ms in found.items():
+        if isinstance(ms, str):
+            print(ms)
+        else:
+            times.setdefault((mask, kernel), {})[length] = ms
     return times
 
 
@@ -245,7 +270,7 @@ def lengths_table(times: dict[tuple[str, str], dict[int, float]]) -> str:
             case = case_of_length(mask, length)
             ms = {kernel: times.get((mask, kernel), {}).get(length, math.nan) for kernel in kernels}
             rows.append([mask, f"{length:,}", f"{case.visible_share():.3f}", *(show(ms[kernel]) for kernel in kernels)])
-            rows[-1].append(show(case.tflops(ms["mosaic_gpu"]), 0))
+            rows[-1].append(show(case.tflops(ms.get("mosaic_gpu", math.nan)), 0))
     return table(["mask", "T", "visible", *(f"{kernel}, ms" for kernel in kernels), "mosaic_gpu, TFLOP/s"], rows)
 
 

@@ -71,7 +71,9 @@ def forward(
     """
     _, q_length, _, width = q.shape
     found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
-    out, lse = mosaic_gpu_forward.forward(*_padded(q, k, v), found, _scores(softcap, scale, width))
+    scores = _scores(softcap, scale, width)
+    q, k, v = _padded(q, k, v)
+    out, lse = mosaic_gpu_forward.forward(q, k, v, found, scores)
     return out[:, :q_length, :, :width], lse
 
 
@@ -90,11 +92,12 @@ def backward(
     q_offset: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv, like q, k and v; `lse` is as `forward` gives it."""
-    _, q_length, _, width = q.shape
-    found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
+    (_, q_length, _, width), k_length = q.shape, k.shape[1]
+    found = intervals(k_length, segments, window, q_length=q_length, q_offset=q_offset)
+    scores = _scores(softcap, scale, width)
     delta = jnp.einsum("btqh,btqh->bqt", out.astype(jnp.float32), do.astype(jnp.float32))
     delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - q_length)))
-    arrays = *_padded(q, k, v, do), lse, delta, found, _scores(softcap, scale, width)
-    gradients = mosaic_gpu_query_gradient.query_gradient(*arrays), *mosaic_gpu_key_gradients.key_gradients(*arrays)
-    dq, dk, dv = (x[:, : like.shape[1], :, :width] for x, like in zip(gradients, (q, k, v), strict=True))
-    return dq, dk, dv
+    q, k, v, do = _padded(q, k, v, do)
+    dq = mosaic_gpu_query_gradient.query_gradient(q, k, v, do, lse, delta, found, scores)
+    dk, dv = mosaic_gpu_key_gradients.key_gradients(q, k, v, do, lse, delta, found, scores)
+    return dq[:, :q_length, :, :width], dk[:, :k_length, :, :width], dv[:, :k_length, :, :width]

@@ -96,9 +96,9 @@ def _tasks(width: int, num_tiles: int) -> tuple[_Task, _Task]:
     """What the two warpgroups do: each its own 64 keys, but for wide heads and for few tiles."""
     if width > 128:  # registers do not hold both gradients
         return _Task(of_keys=False), _Task(of_values=False)
-    # A long segment's tile would be longer than the mean core's work.
-    few = num_tiles < FEW_TILES * _hopper.NUM_CORES
-    return (_Task(takes_turns=few),) * 2
+    # The tile of a long segment may be more than a core's share of the work.
+    task = _Task(takes_turns=num_tiles < FEW_TILES * _hopper.NUM_CORES)
+    return task, task
 
 
 def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task], walk_refs, refs) -> None:
