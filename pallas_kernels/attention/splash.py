@@ -111,5 +111,7 @@ def attend(
         return x.swapaxes(1, 2)
 
     scaled = heads_first(q) * (width**-0.5 if scale is None else scale)  # splash has no scale of its own
-    out: Any = jax.vmap(kernel)(scaled, heads_first(k), heads_first(v), None if ids is None else splash.SegmentIds(ids, ids))
+    out: Any = jax.vmap(kernel)(
+        scaled, heads_first(k), heads_first(v), None if ids is None else splash.SegmentIds(ids, ids)
+    )
     return out.swapaxes(1, 2)[:, :length]
