@@ -166,7 +166,7 @@ def test_estimate_is_within_10_percent_of_what_is_compiled_for_an_h200(model, ba
 def test_estimate_of_packed_rows_is_within_10_percent_of_what_is_compiled(model, batch, seq, device, options):
     found = compiled(PLAN, model, batch, seq, device, json.dumps(options | dict(packed=True)))
     assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
-    assert device != "h200" or "causal_attention_forward" in found["kernels"]
+    assert ("causal_attention_forward" in found["kernels"]) == (device != "t4")
 
 
 @pytest.mark.full
