@@ -305,8 +305,8 @@ class CausalLM(nnx.Module):
             entropy: whether entropies are wanted, too.
             logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
             positions: as the call takes them.
-            segment_ids: likewise.
-            attention_mask: likewise.
+            segment_ids: as the call takes them.
+            attention_mask: as the call takes it.
 
         Returns:
             `TokenLogProbs` of (B, kept) arrays; `log_probs` and `entropy` are differentiable.
