@@ -20,7 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Key
 
 from liger_jax.models.core.remat import ADAPTED
 from liger_jax.models.hugging_face import adapter_files
@@ -72,13 +72,14 @@ class LoRALinear(nnx.Linear):
         return self.kernel[...].astype(jnp.float32) + self.scale * product
 
     def factor(self) -> Float[Array, "*layers out"] | None:
-        """DoRA's m/‖W + scale·A·B‖, where the norm of each column is a constant to the gradient; without DoRA `None`."""
+        """DoRA's m/‖W + scale·A·B‖, by columns, whose norm is a constant to the gradient; `None` without DoRA."""
         if self.magnitude is None:
             return None
         norm = jnp.linalg.norm(jax.lax.stop_gradient(self.adapted_kernel), axis=-2)
         return self.magnitude[...] / checkpoint_name(norm, ADAPTED)
 
-    def __call__(self, inputs: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:  # pyright: ignore[reportIncompatibleMethodOverride]: no out_sharding, which no layer passes
+    # Without Linear's out_sharding, which no layer passes.
+    def __call__(self, inputs: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         y = super().__call__(inputs)
         x, a, b = (array.astype(y.dtype) for array in (inputs, self.lora_a[...], self.lora_b[...]))
         if self.dropout_key is not None:
@@ -96,9 +97,9 @@ def add_lora(
     model: Model,
     rank: int,
     *,
-    alpha: float,
+    alpha: float | int,
     targets: Sequence[str] = TARGETS,
-    dropout: float = 0.0,
+    dropout: float | int = 0.0,
     rslora: bool = False,
     dora: bool = False,
     rngs: nnx.Rngs,
@@ -156,11 +157,11 @@ def add_lora(
         if dora:
             norm = jnp.linalg.norm(projection.kernel[...].astype(jnp.float32), axis=-2)
             projection.magnitude = nnx.LoRAParam(_placed(norm, projection, None))
-        projection.__class__ = LoRALinear
+        _become(projection, LoRALinear)
     return model
 
 
-def trainable(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+def trainable(model: nnx.Module) -> tuple[Any, Any, Any]:
     """Splits a model so that gradients and the optimizer's state exist for its adapters alone.
 
     A gradient with respect to the adapters takes no product for the gradient of a frozen weight.
@@ -216,18 +217,18 @@ def with_adapters(model: Model, on: bool) -> Model:
     if not adapted:
         raise ValueError("with_adapters: the model has no adapters. Add them: add_lora(model, …).")
     for projection in adapted:
-        projection.__class__ = LoRALinear if on else nnx.Linear
+        _become(projection, LoRALinear if on else nnx.Linear)
     return model
 
 
-def with_dropout(model: Model, key: PRNGKeyArray) -> Model:
+def with_dropout(model: Model, key: Key[Array, ""]) -> Model:
     """The model with keys for its adapters' dropout, which shares all arrays with it.
 
     Without keys nothing is dropped, as in evaluation. Give every step a key of its own, inside the loss function.
 
     Args:
         model: a model with adapters. It stays as it is.
-        key: each adapter of each layer derives its own from it.
+        key: of `jax.random.key`; each adapter of each layer derives its own from it.
 
     Returns:
         A model with the same arrays.
@@ -280,7 +281,7 @@ def merge_lora(model: Model) -> Model:
         for name in ("lora_a", "lora_b", "magnitude", "dropout_key", "alpha", "rslora", "dropout"):
             if name in vars(projection):
                 delattr(projection, name)
-        projection.__class__ = nnx.Linear
+        _become(projection, nnx.Linear)
     return model
 
 
@@ -294,6 +295,16 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
 
     Raises:
         ValueError: the model has no adapters that are on.
+
+    Example:
+        >>> import tempfile
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> model = add_lora(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), 2, alpha=4, rngs=nnx.Rngs(1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapters(model, folder)
+        ...     sorted(os.listdir(folder))
+        ['adapter_config.json', 'adapter_model.safetensors']
     """
     adapted = _adapted("save_adapters", model)
     tensors = {}
@@ -328,6 +339,17 @@ def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
         FileNotFoundError: the folder lacks one of the files.
         ValueError: a file is damaged; the adapters are of a kind that is not supported; or they do not fit the model,
             and the message lists what is missing, left over or of another shape. The model is then unchanged.
+
+    Example:
+        >>> import tempfile
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> make = lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapters(add_lora(make(), 2, alpha=4, rngs=nnx.Rngs(1)), folder)
+        ...     model = load_adapters(make(), folder)
+        >>> model.model.layers.self_attn.q_proj.alpha
+        4.0
     """
     folder = pathlib.Path(path)
     config, tensors = adapter_files.read(folder)
@@ -382,6 +404,11 @@ def _adapted(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], LoRA
     return adapted
 
 
+def _become(projection: nnx.Linear, kind: type[nnx.Linear]) -> None:
+    """Changes the projection's class, which says whether its adapter counts; attributes stay."""
+    object.__setattr__(projection, "__class__", kind)  # nnx's own would record an attribute of that name
+
+
 def _variables(projection: LoRALinear) -> dict[str, nnx.LoRAParam]:
     """What is trained, by its name."""
     variables = dict(lora_a=projection.lora_a, lora_b=projection.lora_b, magnitude=projection.magnitude)
@@ -394,7 +421,7 @@ def _names(path: tuple[Any, ...], projection: nnx.Linear) -> tuple[str, ...]:
     return tuple(name.removesuffix(".weight") for name in names)
 
 
-def _keys(key: PRNGKeyArray, path: tuple[Any, ...], projection: nnx.Linear) -> PRNGKeyArray:
+def _keys(key: Key[Array, ""], path: tuple[Any, ...], projection: nnx.Linear) -> Key[Array, "*layers"]:
     """A key for each layer of the projection, stacked like the layers."""
     numbers = np.array([zlib.crc32(name.encode()) for name in _names(path, projection)], np.uint32)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers).reshape(projection.kernel.shape[:-2])
@@ -414,5 +441,5 @@ def _placed(array: jax.Array, projection: nnx.Linear, shared_axis: int | None) -
 
 
 def _sharing_arrays(model: Model) -> Model:
-    """A model of its own that holds the same arrays."""
-    return nnx.merge(*nnx.split(model))
+    """A model with variables of its own that hold the same arrays."""
+    return nnx.merge(*nnx.split(model), copy=True)

@@ -103,9 +103,10 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"load_adapters: {path} is damaged: {error!r}.") from error
     if other:
+        supported = {name: _FIXED[name][0] for name in other}
         raise ValueError(
-            f"load_adapters: {path} has {other}, and of these fields only {({name: _FIXED[name][0] for name in other})} "
-            "is supported. Merge the adapters in PEFT, and load the merged model."
+            f"load_adapters: {path} has {other}, and {supported} is what these fields must say. Merge the adapters in "
+            "PEFT, and load the merged model."
         )
     with open_weights(folder / WEIGHTS) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
