@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Key
@@ -185,7 +186,8 @@ def trainable(model: nnx.Module) -> tuple[Any, Any, Any]:
         ['lora_a', 'lora_b']
     """
     _adapted("trainable", model)
-    return nnx.split(model, nnx.LoRAParam, ...)
+    graph, adapters, base = nnx.split(model, nnx.LoRAParam, ...)
+    return graph, adapters, base
 
 
 def with_adapters(model: Model, on: bool) -> Model:
@@ -430,7 +432,7 @@ def _keys(key: Key[Array, ""], path: tuple[Any, ...], projection: nnx.Linear) ->
 def _placed(array: jax.Array, projection: nnx.Linear, shared_axis: int | None) -> jax.Array:
     """The array on its kernel's mesh, split like the kernel along the axis that they share."""
     kernel = projection.kernel[...]
-    sharding = None if isinstance(kernel, jax.core.Tracer) else kernel.sharding
+    sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     if not isinstance(sharding, NamedSharding):
         return array
     of_kernel = (*sharding.spec, *(None for _ in range(kernel.ndim - len(sharding.spec))))
