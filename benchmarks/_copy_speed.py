@@ -37,7 +37,7 @@ from liger_jax._install import install_command
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 
 ROTATED_BYTES = 4 * 128 * 2**20  # four times the largest L2 so far, of a B200; an H200's is 50 MiB
-HELD_BYTES = 8 * 2**30  # of the outputs of a turn, but for its least number of runs
+HELD_BYTES = 8 * 2**30  # of a turn's outputs, unless the least number of runs holds more
 COPY_WIDTH = 1024  # float32 elements of a row of the copied array
 COPY_TILES = ((1, 4), (2, 4), (4, 4), (4, 8), (8, 8))  # rows of a program, and its warps
 PICTURES = pathlib.Path(__file__).parents[1] / "docs"
@@ -50,9 +50,9 @@ Op = Callable[..., Any]
 class Case:
     """An op at one shape: its arrays, our implementations of it and its peers.
 
-    `make` takes a key and returns the op's arrays, of which the first `num_differentiated` have gradients and those
-    that `saved` numbers are read by the backward. `ours` are functions of them by name; so are `peers`, for torch's
-    tensors, each behind a function that imports it and raises where it is not installed.
+    `make` takes a key and returns the op's arrays. The first `num_differentiated` have gradients; the backward reads
+    those whose indices are in `saved`. `ours` has our functions of them by name. `peers` has a function for each peer
+    that imports it, raises where it is not installed, and returns a function of torch's tensors.
     """
 
     op: str
@@ -62,14 +62,14 @@ class Case:
     peers: dict[str, Callable[[], Op]]
     num_differentiated: int
     saved: tuple[int, ...]
-    unread_bytes: int = 0  # of the arrays that `saved` numbers, in either direction
+    unread_bytes: int = 0  # bytes of the `saved` arrays that neither direction reads
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
 class Rotation(jax.stages.Wrapped):
-    """`run` on one set of arguments after the other; `profiler.measure` takes it for a jitted function."""
+    """Calls `run` with one set of arguments after the other. `profiler.measure` takes it for a jitted function."""
 
     def __init__(self, run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], output_bytes: int):
         self.run, self.sets, self.num_sets = run, itertools.cycle(sets), len(sets)
@@ -78,7 +78,7 @@ class Rotation(jax.stages.Wrapped):
     def __call__(self) -> Any:
         return self.run(*next(self.sets))
 
-    def trace(self, *arguments: Any, **named: Any) -> NoReturn:  # of the protocol; `measure` does not ask for it
+    def trace(self, *arguments: Any, **named: Any) -> NoReturn:  # the protocol asks for it; `measure` does not
         raise NotImplementedError
 
     lower = trace
@@ -106,7 +106,7 @@ def size(tree: Any) -> int:
 
 
 def pullback(function: Op, num_differentiated: int, *arrays: jax.Array) -> Callable[..., tuple[jax.Array, ...]]:
-    """From the outputs' cotangents to the gradients; what it holds is what the forward saves."""
+    """The function from the outputs' cotangents to the gradients. It holds what the forward saves."""
     constants = arrays[num_differentiated:]
     return jax.vjp(lambda *xs: function(*xs, *constants), *arrays[:num_differentiated])[1]
 
@@ -143,7 +143,7 @@ def copied(x: jax.Array, n_block_size: int, num_warps: int) -> jax.Array:
 
 
 def copy_programs(num_bytes: int, torch: Any) -> tuple[int, dict[str, Rotation]]:
-    """Programs that read and write `num_bytes`, and how many they truly do: of ours, and one of torch's kernels."""
+    """The bytes that are moved, `num_bytes` rounded up, and the programs that move them: our copies and torch's."""
     rows = round_up(cdiv(num_bytes, 2 * 4 * COPY_WIDTH), max(tile[0] for tile in COPY_TILES))
     moved = 2 * 4 * COPY_WIDTH * rows
     num_sets = max(2, cdiv(ROTATED_BYTES, moved))
@@ -211,7 +211,7 @@ def torch_if_installed() -> Any:
 
 
 def make_sets(case: Case) -> list[tuple[Any, ...]]:
-    """Sets of the outputs' cotangents and the arrays, as many as are large enough together."""
+    """Sets of the outputs' cotangents and the arrays, as many as overflow the cache together."""
     types = jax.eval_shape(case.make, jax.random.key(0))
     outputs = jax.eval_shape(next(iter(case.ours.values())), *types)
 
@@ -235,7 +235,7 @@ def bytes_moved(case: Case, dy: Any, arrays: Sequence[jax.Array]) -> tuple[int, 
 
 
 def measured(case: Case, peers: Sequence[str], rounds: int) -> Result:
-    """All rows of a case."""
+    """Measures all rows of a case."""
     torch, sets = torch_if_installed(), make_sets(case)
     num_bytes = bytes_moved(case, sets[0][0], sets[0][1:])
     copies = {n: copy_programs(n, torch) for n in dict.fromkeys(num_bytes)}

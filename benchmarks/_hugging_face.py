@@ -34,7 +34,7 @@ def training_step(
         compiled: by torch.compile.
         recomputed: with gradient checkpointing.
         learning_rate: AdamW's.
-        decay: of the weights.
+        decay: the weights' decay.
     """
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     cuda = torch.cuda if torch.cuda.is_available() else None

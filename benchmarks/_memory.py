@@ -114,13 +114,13 @@ class Figures:
         return self.make(named(spec), compiled, spec)
 
     def compiled(self, spec: dict[str, Any]) -> Any:
-        """The same if it is there, or None."""
+        """The figure of a run if it was made before, or None."""
         return self[named(spec)]
 
     def stamps(self) -> str:
         """The JAX, day and device of the figures, in words."""
-        of = lambda v: f"{v.get('device', 'compiled')}, jax {v['jax']}, {v['date']}"
-        return "; ".join(sorted({of(value) for value in self.values.values()}))
+        words = lambda v: f"{v.get('device', 'compiled')}, jax {v['jax']}, {v['date']}"
+        return "; ".join(sorted({words(value) for value in self.values.values()}))
 
 
 def named(spec: dict[str, Any]) -> str:
@@ -145,7 +145,7 @@ def gib(figure: Any, digits: int = 2) -> str:
 
 
 def in_threads(function: Callable[[Any], Any], items: list[Any], workers: int) -> list[Any]:
-    """function of each, so many at a time: each of them waits for processes of its own."""
+    """Calls a function of each, several at a time: each call waits for processes of its own."""
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return list(pool.map(function, items))
 

@@ -23,7 +23,7 @@ LIGER_CHUNK_FACTORS = (8, 16)  # of its default chunk, which holds as many logit
 
 
 def tokamax() -> Losses:
-    """Its implementations for GPUs. The weight has its own layout; products take hidden's dtype, as ours do."""
+    """The library's implementations for GPUs, with its own layout of the weight; products take hidden's dtype."""
     op = importlib.import_module("tokamax").linear_softmax_cross_entropy_loss
 
     def loss(implementation, hidden, weight, labels):
@@ -49,7 +49,7 @@ def torch_full_logits() -> Losses:
 
 
 def liger() -> Losses:
-    """Its default, larger chunks where the version has them, a float32 sum of dW, and its Hopper kernels."""
+    """The library's default, larger chunks where the version has them, a float32 sum of dW, and Hopper kernels."""
     function = importlib.import_module(
         "liger_kernel.ops.fused_linear_cross_entropy"
     ).LigerFusedLinearCrossEntropyFunction
@@ -72,7 +72,7 @@ def liger() -> Losses:
 
 
 def cut_cross_entropy() -> Losses:
-    """Its default, which leaves out small gradients, and without that filter."""
+    """The library's default, which leaves out small gradients, and the loss without that filter."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return {"CCE": function, "CCE, no filter": functools.partial(function, filter_eps=None)}
 

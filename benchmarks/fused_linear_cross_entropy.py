@@ -67,7 +67,7 @@ def make_inputs(shape: tuple[int, int, int], data: str, weight_dtype: str) -> tu
 
 
 def confident_lift(d: int, v: int) -> float:
-    """What multiple of its label's weight row makes a token's mean loss about 2.4, as of a trained model.
+    """The multiple of the label's weight row that makes a token's mean loss about 2.4, as in a trained model.
 
     Logits are normal of variance 1, and the label's is higher by lift·|w|² ≈ lift. The others' log-sum-exp is
     ln V + ½ + lift²/2D, and softplus of a normal of mean 2.25 and variance 1 has the mean 2.4.
@@ -138,7 +138,7 @@ class JaxPrograms:
         return dataclasses.replace(claimed.result(), who=who, family=family)
 
     def _check(self, key: str, forward, step, args, weight_layout: str) -> Row:
-        """All but the times; the programs wait for `times`."""
+        """Measures all but the times, for which the programs wait until `times`."""
         forward, row = forward.compile(), Row("", "", key=key)
         row.loss = float(forward(*args))
         self.programs[f"forward {row.key}"] = lambda: forward(*args)
@@ -183,7 +183,7 @@ def torch_row(who: str, loss: Callable[..., Any], inputs: _peers.TorchInputs, da
 
 
 def attempt(who: str, family: str, measure: Callable[[], Row]) -> Row:
-    """A row in any case: what cannot run here is a result too."""
+    """A row in any case: that something cannot run here is a result, too."""
     try:
         row = measure()
     except Exception as error:
@@ -199,7 +199,7 @@ def attempt(who: str, family: str, measure: Callable[[], Row]) -> Row:
 def our_rows(
     shape: tuple[int, int, int], options: argparse.Namespace, programs: JaxPrograms
 ) -> Iterator[Callable[[], Row]]:
-    """Attempts; bounded: the fast mode within 2·V·D + 4,096·V bytes, a 16-bit dW and 2,048 tokens' logits."""
+    """Attempts at our rows. "Bounded" is the fast mode within the bytes of a 16-bit dW and 2,048 tokens' logits."""
     for mode, implementation in itertools.product(options.modes, options.implementations):
         _, d, v = shape
         loss = functools.partial(
@@ -214,7 +214,7 @@ def our_rows(
 
 
 def jax_rows(options: argparse.Namespace, programs: JaxPrograms, absent: set[str]) -> Iterator[Callable[[], Row]]:
-    """Attempts."""
+    """Attempts at the rows of plain JAX and of peers in JAX."""
     plain = {REFERENCE: full_logits}
     if options.peers:
         plain["XLA full logits, float32"] = functools.partial(full_logits, accumulate=jnp.float32)

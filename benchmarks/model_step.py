@@ -95,7 +95,7 @@ def training_step(config: LlamaConfig, kernels: KernelOptions, tokens: jax.Array
 
 
 def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq: int):
-    """How often each dtype and shape is among the activations that a layer hands to its backward, and their bytes."""
+    """The activations that a layer keeps for its backward: a count for each dtype and shape, and their bytes."""
     layers = config.num_hidden_layers
     model = jax.eval_shape(lambda: make_model(config, kernels))
     graphdef, params = nnx.split(model.model)

@@ -58,19 +58,20 @@ def torch_op(op, compiled):
 
 
 def liger(op):
-    """Its Triton kernels, not in place: the cotangents are used again."""
-    of = lambda name: getattr(importlib.import_module(f"liger_kernel.ops.{op}"), name).apply
+    """Liger's Triton kernels, not in place, because the cotangents are used again."""
+    function = lambda name: getattr(importlib.import_module(f"liger_kernel.ops.{op}"), name).apply
     if op == "layer_norm":
-        return functools.partial(lambda run, x, scale, bias: run(x, scale, bias, EPS), of("LigerLayerNormFunction"))
+        run = function("LigerLayerNormFunction")
+        return lambda x, scale, bias: run(x, scale, bias, EPS)
     if op == "rms_norm":
-        run = of("LigerRMSNormFunction")
+        run = function("LigerRMSNormFunction")
         return lambda x, scale: run(x, scale, EPS, 0.0, "llama", False)
-    run = of("LigerFusedAddRMSNormFunction")
+    run = function("LigerFusedAddRMSNormFunction")
     return lambda residual, scale, x: run(x, residual, scale, EPS, 0.0, "llama", False)
 
 
 def liger_cute(op):
-    """Its kernels in CUTLASS's language."""
+    """Liger's kernels in CUTLASS's language."""
     run = getattr(importlib.import_module(f"liger_kernel.ops.backends._cutedsl.{op}"), f"{op}_cutedsl")
     if op == "fused_add_rms_norm":
         return lambda residual, scale, x: run(x, residual, scale, EPS)

@@ -54,7 +54,7 @@ ON_TPUS = (
 
 
 def cases(device: str, models: list[str] | None, elsewhere: bool) -> list[Run]:
-    """All runs, with both losses; on one `device`, and on those that are not there."""
+    """All runs with both losses: on one `device`, and on devices that this machine does not have."""
     chosen = [(*case, device) for case in ON_ONE] + list(ON_SEVERAL + ON_TPUS if elsewhere else ())
     return [
         make_run(model, batch=batch, seq=seq, device=where, remat=remat, loss=loss)

@@ -36,7 +36,7 @@ def expected(spec: dict[str, Any]) -> list[str]:
 
 
 def missing(figures: Figures) -> list[str]:
-    """Sentences on programs that lack a kernel; one that was refused for its memory is not there to be read."""
+    """A sentence for each program that lacks a kernel. A program that was refused for its memory cannot be read."""
     found = []
     for model in SEQ:
         for where in TARGETS:

@@ -34,7 +34,7 @@ def make_arrays(q_heads, k_heads, width, tables, key):
 
 
 def liger(module, function, *options):
-    """It takes and returns (B, heads, T, H), and knows such views of our layout."""
+    """Liger's op takes and returns (B, heads, T, H); it recognises such views of our layout."""
     apply = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
 
     def rope(q, k, cos, sin):

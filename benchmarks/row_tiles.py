@@ -59,7 +59,7 @@ OPS = {  # kernels, options of forward and backward, rows and columns of forward
 
 
 def tiles_of(d: int, backward: bool) -> dict[str, TritonTiles]:
-    """By name: a thread has 4 to 64 elements of a piece, and up to 160 in all, 80 where it walks over rows."""
+    """Tiles by name. A thread has 4 to 64 elements of a piece, and 160 at most, or 80 where it walks over rows."""
     found, wide = {}, d > 8192
     sizes = [size for size in (256, 512, 1024, 2048, 4096, 8192) if d <= round_up(d, size) <= 4 * d // 3]
     row_counts = (1, 2, 4) if d <= 1024 else (1, 2) if d <= 4096 else (1,)
@@ -90,7 +90,7 @@ def tiles_of(d: int, backward: bool) -> dict[str, TritonTiles]:
 
 
 def teams_of(d: int, num_rows: int, num_columns: int, num_sums: int) -> dict[str, MosaicGpuTiles]:
-    """By name: the teams that have room for rows of bfloat16."""
+    """Tiles by name: the teams that have room for rows of bfloat16."""
     found, default = {}, tiles_mosaic_gpu.TEAMS
     for share in TEAMS:
         tiles_mosaic_gpu.TEAMS = {num_sums: {d: share}}
@@ -103,7 +103,7 @@ def teams_of(d: int, num_rows: int, num_columns: int, num_sums: int) -> dict[str
 
 @contextlib.contextmanager
 def chosen(tiles: TritonTiles | MosaicGpuTiles | None) -> Iterator[None]:
-    """Within it kernels take these tiles, if there are any, and not those that they would choose."""
+    """A context in which kernels take these tiles, if there are any, instead of their own choice."""
     if tiles is None:
         yield
         return

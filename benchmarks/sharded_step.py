@@ -47,7 +47,7 @@ RECORD = optax.GradientTransformation(
 
 
 def loss_and_gradients(run: Run, axis_type: AxisType | None):
-    """On the host: of one device without an axis type, else on a mesh of all."""
+    """Loss and gradients on the host: of one device without an axis type, else of a mesh of all devices."""
     sharded = axis_type is not None
     kernels = run.kernels()
     if not sharded:  # all tokens are on one device, and its budget was for a share of them
@@ -80,7 +80,7 @@ def loss_and_gradients(run: Run, axis_type: AxisType | None):
 
 
 def differences(run: Run) -> list[list]:
-    """Relative ones, of loss and gradients, for both kinds of axes and ways to cut the batch; and what is allowed."""
+    """Relative errors of loss and gradients, for both kinds of axes and ways to cut the batch, and the allowed ones."""
     truth = loss_and_gradients(dataclasses.replace(run, dtype="float32"), None)
     expected = truth if run.dtype == "float32" else loss_and_gradients(run, None)
     allowed = SAME if run.dtype == "float32" else 1.5 * relative(expected, truth)[1]
@@ -93,7 +93,7 @@ def differences(run: Run) -> list[list]:
 
 
 def relative(found: tuple, expected: tuple) -> tuple[float, float]:
-    """How far losses are apart, and the gradients that are most."""
+    """The relative error of the loss, and the largest of the gradients'."""
     (loss, gradients), (expected_loss, expected_gradients) = found, expected
     pairs = zip(gradients, expected_gradients, strict=True)
     rms = [float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2))) for x, y in pairs]
@@ -108,7 +108,7 @@ def peaks(run: Run) -> list[int]:
 
 
 def apart(arguments: argparse.Namespace, what: str, loss: str, dtype: str = "bfloat16") -> list:
-    """What a new process finds: an allocator's peak cannot be set back."""
+    """Runs a step in a new process, because an allocator's peak cannot be set back."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # there are several of them
     if arguments.platform == "cpu":
         flag = f"--xla_force_host_platform_device_count={target(arguments.device).count}"

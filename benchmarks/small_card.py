@@ -74,7 +74,7 @@ def predict(figures: Figures, cell: str, card: str) -> None:
 
 
 def measure(figures: Figures, cell: str, card: str, device_bytes: int) -> None:
-    """A step; or steps around the batch that was predicted to be the largest."""
+    """Measures a step; for a cell that asks for the largest batch, steps around the predicted one."""
 
     def fits(batch: int) -> bool:
         figure = figures.make(measured_key(cell, batch), measured, spec_of(cell, card, batch), device_bytes)

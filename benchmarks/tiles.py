@@ -36,7 +36,7 @@ def programs(shape: tuple[int, int, int]):
     default = config.mosaic_gpu_logit_tiles
     for name, tiles in TILES.items():
         config.mosaic_gpu_logit_tiles = lambda *_, tiles=tiles: tiles
-        jax.clear_caches()  # a traced kernel has its tiles
+        jax.clear_caches()  # a traced kernel keeps the tiles it was traced with
         found[name, "forward"] = compiled(loss("fast"))
         for mode in ("fast", "lean"):
             found[name, mode] = compiled(jax.value_and_grad(loss(mode), (0, 1)))

@@ -21,7 +21,8 @@ import tempfile
 
 from benchmarks._shapes import HEADS
 
-# Of tpu7x's compiler, which by default copies 16-bit arrays that a loop reads, the weight too, into tiles of 16 rows.
+# An option of tpu7x's compiler: by default it copies 16-bit arrays that a loop reads, such as the weight, into tiles of
+# 16 rows.
 SMALL_TILES = "xla_tpu_control_large_2nd_minor_layout_for_x16"
 FINAL_SCHEDULE = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_.*"  # of some 70 passes
 KERNELS = ("fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients")
@@ -146,7 +147,7 @@ def largest(directory: pathlib.Path, name: str, tiles: int = 0, steps: int = 0) 
 
 
 def compile_program(generation: str, shape: str, what: str) -> None:
-    """In a process of its own, since libtpu reads its settings once: compiles and prints the temporary bytes."""
+    """Compiles and prints the temporary bytes; run in a process of its own, since libtpu reads its settings once."""
     from tests.aot import targets
 
     os.environ.update(targets.ENVIRONMENT)
@@ -167,7 +168,7 @@ def compile_program(generation: str, shape: str, what: str) -> None:
 
 
 def dumped(generation: str, shape: str, what: str, directory: str | None) -> int | None:
-    """Compiles, the schedule written to `directory`; the temporary bytes, or None where it does not compile."""
+    """Compiles with the schedule written to `directory`. Returns the temporary bytes, or None if it fails."""
     flags = f"--xla_jf_dump_to={directory} {FINAL_SCHEDULE}" if directory else ""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tpu_schedule", "--compile", generation, shape, what],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen, nnx
 
-if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from liger_jax.losses import causal_lm_loss
@@ -65,7 +65,7 @@ def main(steps=20):
     """Trains both on tokens that count upwards.
 
     Args:
-        steps: of each.
+        steps: training steps of each model.
 
     Returns:
         The losses of both.

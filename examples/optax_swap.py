@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from liger_jax import fused_linear_cross_entropy, losses

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from examples._lib.command import UserError, needed_packages, run, user_errors, writable_folder

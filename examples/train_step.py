@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-if not __package__:  # started by its path, from wherever: what Python must find is in the checkout
+if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from liger_jax.models import LlamaConfig, LlamaForCausalLM

@@ -7,6 +7,7 @@ from liger_jax.ops import Llama3Rope as Llama3Rope
 from liger_jax.ops import LossMetrics as LossMetrics
 from liger_jax.ops import RopeScaling as RopeScaling
 from liger_jax.ops import Segments as Segments
+from liger_jax.ops import TokenLogProbs as TokenLogProbs
 from liger_jax.ops import YarnRope as YarnRope
 from liger_jax.ops import apply_mrope as apply_mrope
 from liger_jax.ops import apply_rope as apply_rope
@@ -16,6 +17,7 @@ from liger_jax.ops import dyt as dyt
 from liger_jax.ops import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops import fused_linear_distillation as fused_linear_distillation
+from liger_jax.ops import fused_linear_log_probs as fused_linear_log_probs
 from liger_jax.ops import fused_linear_topk_distillation as fused_linear_topk_distillation
 from liger_jax.ops import gated_mlp as gated_mlp
 from liger_jax.ops import geglu as geglu

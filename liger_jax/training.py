@@ -52,16 +52,16 @@ def language_model_loss(model: nnx.Module, batch: Batch, normalizer: jax.Array |
 
 
 def scored_tokens(batch: Batch) -> jax.Array:
-    """The denominator of a batch's mean loss: the weights of all positions that are scored, in sum.
+    """The denominator of a batch's mean loss: the sum of the weights of all scored positions.
 
     Args:
         batch: as `model_arguments` takes it.
 
     Returns:
-        A float32 scalar; 1 where nothing is scored, whose loss is 0.
+        A float32 scalar; 1 where nothing is scored, so that the loss is 0.
 
     Example:
-        >>> scored_tokens(jnp.ones((2, 8), jnp.int32)).item()  # of each sequence's last token nothing is predicted
+        >>> scored_tokens(jnp.ones((2, 8), jnp.int32)).item()  # the last token of a sequence predicts nothing
         14.0
     """
     named = model_arguments(batch)
@@ -85,8 +85,8 @@ def make_step(
 ) -> Callable[..., tuple[Any, Any]]:
     """The step of a model that is split into `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
 
-    With micro-batches, activations are those of one, and the sums of their gradients, in float32, are the gradient of
-    the whole batch: each has the whole batch's denominator.
+    With micro-batches, a step holds the activations of one micro-batch at a time. Gradients are summed in float32, and
+    the sum is the gradient of the whole batch, because each loss is divided by the whole batch's denominator.
 
     Args:
         graph: the model's structure.
@@ -150,8 +150,8 @@ def _accumulated(value_and_grad, params, batch, micro_batches):
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found), None
 
     value, _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), normalizer)
-    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), tree)
-    (value, grads), _ = jax.lax.scan(add, zeros((value, params)), batches)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), (value, params))
+    (value, grads), _ = jax.lax.scan(add, zeros, batches)
     return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
 
 
@@ -179,5 +179,5 @@ def _parts(batch: Batch, micro_batches: int) -> Any:
 
 
 def _moved(state: Any, space: Any) -> Any:
-    """Arrays in that memory; numbers stay where they are."""
+    """Moves a state's arrays to a memory; its numbers stay where they are."""
     return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)

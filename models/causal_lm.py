@@ -22,6 +22,7 @@ from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, with_auto_axes
 from liger_jax.models.hugging_face import checkpoint, pretrained
+from liger_jax.ops import TokenLogProbs
 from liger_jax.ops.labels import as_labels
 
 Model = TypeVar("Model", bound="CausalLM")
@@ -240,8 +241,92 @@ class CausalLM(nnx.Module):
             TypeError: ids or labels are not integers.
         """
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
+        arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
+        targets = _targets(labels, shift_labels, segment_ids)
+        hidden, head, cache = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask, cache)
+        hidden, targets, loss_weights = arguments.keep(logits_to_keep, hidden, targets, loss_weights)
+        if targets is None:
+            out = self._predict(hidden, head, return_logits is not False, return_metrics)
+        else:
+            out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
+        return out if cache is None else dataclasses.replace(out, cache=cache)
+
+    @with_auto_axes
+    def hidden_states(
+        self,
+        input_ids: Integer[Array, "B T"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The hidden states after the last norm: what the head makes logits of, for losses of one's own.
+
+        Args:
+            input_ids: as the call takes them, and so are the others.
+            positions: rotary positions.
+            segment_ids: ids of packed segments.
+            attention_mask: 0 where a token is padding.
+
+        Returns:
+            (B, T, D) in the computation's dtype. With `head` they make the call's logits.
+
+        Raises:
+            ValueError: a shape does not fit.
+            TypeError: `input_ids` are no integers.
+        """
+        arguments.check_call(input_ids, None, None, None, None)
+        return self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)[0]
+
+    @with_auto_axes
+    def log_probs(
+        self,
+        input_ids: Integer[Array, "B T"],
+        *,
+        labels: Integer[Array, "B T"] | None = None,
+        shift_labels: Integer[Array, "B T"] | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        logits_to_keep: int | Int[Array, "kept"] = 0,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+    ) -> TokenLogProbs:
+        """The log-probability of each label, and perhaps each position's entropy, without logits in memory.
+
+        It is what preference and policy losses are made of (`fused_linear_log_probs`). Position t has that of
+        labels[:, t + 1], as in the call; a position that is not scored has 0.
+
+        Args:
+            input_ids: as the call takes them.
+            labels: token ids, unshifted; -100 is not scored, nor is the last position of a sequence or a segment.
+            shift_labels: labels that are shifted already.
+            temperature: by which logits are divided, a Python number > 0.
+            entropy: whether entropies are wanted, too.
+            logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
+            positions: as the call takes them.
+            segment_ids: likewise.
+            attention_mask: likewise.
+
+        Returns:
+            `TokenLogProbs` of (B, kept) arrays; `log_probs` and `entropy` are differentiable.
+
+        Raises:
+            ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
+            TypeError: integers or a Python number are expected and something else comes.
+        """
+        arguments.check_call(input_ids, labels, shift_labels, None, None)
+        arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
+        targets = _targets(labels, shift_labels, segment_ids)
+        if targets is None:
+            raise ValueError("log_probs needs the labels whose probabilities are wanted. Pass labels=input_ids.")
+        hidden, head, _ = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)
+        hidden, targets = arguments.keep(logits_to_keep, hidden, targets)
+        return self._loss.log_probs(hidden, head, targets, temperature=temperature, entropy=entropy)
+
+    def _hidden_and_head(self, input_ids, positions, segment_ids, attention_mask, cache=None):
+        """Hidden states (B, T, D), the head (V, D), and the cache with these tokens, or None."""
         input_ids, shape = as_labels(input_ids), input_ids.shape
-        arguments.check_shapes(shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
         arguments.check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
         if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids is given with a cache, whose rows hold one sequence each. Unpack the rows.")
@@ -249,9 +334,6 @@ class CausalLM(nnx.Module):
             raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
         if attention_mask is not None:  # an id outside the vocabulary is NaN, and 0 · NaN reaches other tokens
             input_ids = jnp.where(attention_mask != 0, input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1))
-        targets = None if shift_labels is None else as_labels(shift_labels)
-        if labels is not None:
-            targets = shifted_labels(labels, segment_ids)
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
         head = self.head
         if cache is not None:
@@ -261,12 +343,7 @@ class CausalLM(nnx.Module):
             hidden = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token)
         else:
             hidden = self.model(input_ids, **per_token)
-        hidden, targets, loss_weights = arguments.keep(logits_to_keep, hidden, targets, loss_weights)
-        if targets is None:
-            out = self._predict(hidden, head, return_logits is not False, return_metrics)
-        else:
-            out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
-        return out if cache is None else dataclasses.replace(out, cache=cache)
+        return hidden, head, cache
 
     def _predict(self, hidden, head, return_logits, return_metrics):
         """The result without labels."""
@@ -295,5 +372,13 @@ class CausalLM(nnx.Module):
 
     def _logits(self, hidden, head):
         logits = on_batch_shards(head_logits, self.kernels.batch_axes, (hidden,), (head,))
-        softcap = self.config.final_logit_softcapping
-        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        softcap, scale = self.config.final_logit_softcapping, self.config.logit_scale
+        logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        return logits if scale == 1.0 else scale * logits
+
+
+def _targets(labels, shift_labels, segment_ids):
+    """The label of each position, or None."""
+    if labels is not None:
+        return shifted_labels(labels, segment_ids)
+    return None if shift_labels is None else as_labels(shift_labels)

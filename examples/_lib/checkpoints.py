@@ -1,4 +1,4 @@
-"""Checkpoints of a training run with orbax: the state, and beside it the log that a curve is drawn from."""
+"""Checkpoints of a training run with orbax: the state, and the log from which a curve is drawn."""
 
 import json
 import logging
@@ -22,8 +22,8 @@ class Checkpoints:
 
     Args:
         folder: where checkpoints are kept.
-        settings: what the run is made of; a folder holds runs of one setting only.
-        fresh: start over, whatever is there.
+        settings: the run's settings; a folder holds one run only.
+        fresh: whether to start over, even if there is a checkpoint.
 
     Raises:
         UserError: nothing can be written to the folder.

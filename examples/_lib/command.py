@@ -1,4 +1,4 @@
-"""How a program of the examples ends: what its user can mend is one sentence and exit code 2; a bug is a traceback."""
+"""How a program ends: a user's error is one sentence and exit code 2; a bug is a traceback."""
 
 import contextlib
 import sys
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """What whoever typed the command can mend; the message says how."""
+    """An error that whoever typed the command can mend; the message says how."""
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Around what depends on flags and files: the errors of a library there are the user's to mend.
+    """A context for code that depends on flags and files, whose errors the user can mend.
 
     Raises:
         UserError: for a ValueError, OSError or ImportError, with its message.
@@ -28,7 +28,7 @@ def user_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def needed_packages(name: str) -> Iterator[None]:
-    """Around a program's imports: started from a command line, it says which package is missing, and how to get it.
+    """A context for a program's imports, which tells whoever starts it which package is missing and how to get it.
 
     Args:
         name: the module's `__name__`. Where others import it, the ModuleNotFoundError is theirs.
@@ -48,7 +48,7 @@ def run(main: Callable[[list[str] | None], None], argv: list[str] | None = None)
 
     Args:
         main: takes the program's arguments.
-        argv: these; the command line's if none.
+        argv: the arguments; the command line's if none.
 
     Returns:
         The exit code: 0, or 2 after a `UserError`, whose sentence is printed.

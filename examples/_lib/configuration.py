@@ -1,4 +1,4 @@
-"""How a model is trained, from the command line down to its ops: one dataclass, one flag for each field."""
+"""How a model is trained: one dataclass, with a flag of the command line for each field."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ LOSSES = {  # by the options of KernelOptions
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training run, whatever the model.
+    """A training run of any model.
 
     Attributes:
         batch: sequences in a step.
@@ -33,8 +33,8 @@ class Training:
         learning_rate: the peak.
         micro_batches: equal parts of a step's batch, whose gradients are accumulated.
         remat: what layers keep for the backward.
-        dtype: of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
-        param_dtype: of parameters, gradients and the optimizer's state.
+        dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
+        param_dtype: dtype of parameters, gradients and the optimizer's state.
         kernels: which ops of the model run as kernels, and whether there are logits.
     """
 
@@ -49,7 +49,7 @@ class Training:
     kernels: KernelOptions = KernelOptions()
 
     def model_options(self) -> dict[str, Any]:
-        """What the model's constructor takes of it.
+        """The part of it that the model's constructor takes.
 
         Returns:
             Arguments by name.
@@ -60,10 +60,10 @@ class Training:
 
 
 def with_loss(kernels: KernelOptions, loss: str) -> KernelOptions:
-    """The same kernels with another loss.
+    """Kernel options with another loss.
 
     Args:
-        kernels: the others.
+        kernels: the options to begin with.
         loss: one of `LOSSES`.
 
     Returns:
@@ -80,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Gives a parser the flags of `Training`; one that is not passed changes nothing.
 
     Args:
-        parser: of the program.
+        parser: the program's.
     """
     for name, help in dict(
         batch="sequences in a step", length="tokens in a sequence", steps="training steps",
@@ -103,14 +103,14 @@ def from_flags(args: argparse.Namespace, default: Training) -> Training:
     """The training that the flags ask for.
 
     Args:
-        args: of a parser that `add_flags` prepared.
-        default: what holds where a flag is not passed.
+        args: what a parser with these flags returned.
+        default: the training without any flag.
 
     Returns:
         The training.
 
     Raises:
-        UserError: a number is out of its range, or the batch is not made of so many micro-batches.
+        UserError: a number is out of its range, or the batch cannot be cut into so many micro-batches.
 
     Example:
         >>> parser = argparse.ArgumentParser()

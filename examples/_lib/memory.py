@@ -1,4 +1,4 @@
-"""How much memory a training step takes with and without the fused loss, by the compiler's own account.
+"""The memory of a training step with and without the fused loss, by the compiler's own account.
 
 Nothing is run: each step is compiled for abstract arrays, and the compiler says what it will allocate.
 """

@@ -20,9 +20,9 @@ def loss_curve(losses: list[float], held_out: dict[str, float], path: Path) -> N
     """Draws the training loss, with held-out losses as lines across.
 
     Args:
-        losses: one a step.
+        losses: one for each step.
         held_out: held-out losses by their names.
-        path: of the PNG.
+        path: the PNG's path.
     """
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axes = figure.subplots()
@@ -41,7 +41,7 @@ def memory_picture(rows: list[Memory], title: str, path: Path) -> None:
     Args:
         rows: what `measure` returns.
         title: the model and the sequence's length, in words.
-        path: of the PNG.
+        path: the PNG's path.
     """
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     parts = (("total", "the step's total"), ("own", "the loss's own part"))

@@ -80,14 +80,14 @@ def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
 
     Args:
         pattern: a file or a glob of UTF-8 text files; `None` for the text that comes with Python.
-        vocab_size: entries of the BPE vocabulary; a short text gives fewer.
+        vocab_size: entries of the BPE vocabulary; a short text gives fewer entries.
         cache: folder for vocabularies and token ids.
 
     Returns:
         The corpus.
 
     Raises:
-        UserError: as `read`, or the text is shorter than one held-out piece needs.
+        UserError: a file cannot be read, or the text is shorter than one held-out piece needs.
     """
     if pattern is None:
         documents = [path.read_text(encoding="utf-8", errors="replace") for path in _python_files()]
@@ -139,7 +139,7 @@ def _read_text(path: Path) -> str:
 
 
 def unigram_loss(text: Text, batches: np.ndarray) -> float:
-    """Scores held-out batches with the tokens' frequencies in the training text: what no context can reach.
+    """Scores held-out batches with the tokens' frequencies in the training text: the loss without any context.
 
     Args:
         text: the corpus whose training part is counted, one added to each count.

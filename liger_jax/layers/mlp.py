@@ -1,6 +1,7 @@
-"""Gated feed-forward layers: one op where the projections are plain, else these around the op of a gated unit.
+"""Gated feed-forward layers.
 
-The projections are called as in checkpoints: `gate_proj`, `up_proj` and `down_proj`.
+Plain projections and the gate run as one op, `ops.gated_mlp`. Projections with a bias or an adapter are called as they
+are, around the op of the gate. Their names are those of checkpoints: `gate_proj`, `up_proj` and `down_proj`.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,10 @@ from liger_jax import ops
 
 
 class _GatedMLP(nnx.Module):
-    """down(gated(gate(x), up(x))); a subclass has `gated`, and the activation's name in `ops.gated_mlp`."""
+    """down(gated(gate(x), up(x))). A subclass defines `gated`, and `activation` as `ops.gated_mlp` names it."""
 
     activation: str
-    gate_proj: Any  # nnx.Linear, or what stands in for one
+    gate_proj: Any  # nnx.Linear, or a layer that replaces it
     up_proj: Any
     down_proj: Any
 
@@ -50,7 +51,7 @@ class _GatedMLP(nnx.Module):
 
 
 def are_plain_products(*projections: Any) -> bool:
-    """Whether `ops.gated_mlp` can stand for these projections: products of one dtype and precision, and nothing else.
+    """Whether `ops.gated_mlp` can replace these projections: plain products of one dtype and precision.
 
     Args:
         *projections: layers.

@@ -14,7 +14,7 @@ EXPONENT_LIMIT = 80.0
 
 
 def clamp_exponent(x: jax.Array) -> jax.Array:
-    """x, at most the limit. Beyond it the gradient is 0 even where what follows has made it inf, which min's is not."""
+    """x, at most the limit. Beyond it the gradient is 0, even where the cotangent is inf; `minimum` would give NaN."""
     return jnp.where(x > EXPONENT_LIMIT, EXPONENT_LIMIT, x)
 
 
@@ -42,7 +42,7 @@ def check_positive(op: str, **numbers: Any) -> None:
 
 
 def check_denominator(op: str, **values: Any) -> None:
-    """Raises a ValueError for the first Python number that is not above 0; arrays, which may be traced, pass."""
+    """Raises a ValueError for the first Python number that is not above 0. Arrays pass: they may be traced."""
     check_positive(op, **{name: value for name, value in values.items() if isinstance(value, (int, float))})
 
 
@@ -54,7 +54,7 @@ def check_label_smoothing(op: str, label_smoothing: Any) -> None:
 
 
 def check_is_read(op: str, name: str, is_set: bool, loss_type: Any, readers: tuple[str, ...]) -> None:
-    """Raises a ValueError where an option is set that no type of `loss_type`, a name or several, reads."""
+    """Raises a ValueError if an option is set that `loss_type`, a name or several, does not read."""
     types = (loss_type,) if isinstance(loss_type, str) else loss_type
     if is_set and not set(types) & set(readers):
         raise ValueError(
@@ -69,7 +69,7 @@ def as_float32(op: str, **arrays: Any) -> list[Any]:
 
 
 def as_sequences(op: str, **arrays: Any) -> list[Any]:
-    """Arrays (P,) with a number for each sequence, in float32; None stays None. The first says what P is."""
+    """Arrays (P,) with a number for each sequence, in float32; None stays None. The first array decides P."""
     results = as_float32(op, **arrays)
     name, first = next(iter(arrays)), results[0]
     if first.ndim != 1:
@@ -92,7 +92,7 @@ def as_mask(op: str, name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def check_counts(op: str, name: str, counts: jax.Array, cure: str) -> None:
-    """Raises a ValueError where a concrete number of tokens is 0; what is traced has no value to check."""
+    """Raises a ValueError where a concrete number of tokens is 0. A traced number has no value to check."""
     if isinstance(counts, Tracer) or not counts.is_fully_addressable:
         return
     empty = np.flatnonzero(np.asarray(counts) == 0)

@@ -22,7 +22,7 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> Float[Array, "..."]:
     """Drop-in for `optax.softmax_cross_entropy_with_integer_labels`: lse − z_y for each example.
 
-    The logits are read once forward and once backward, and nothing of their size is kept but themselves. The
+    The logits are read once forward and once backward, and nothing else of their size is kept. The
     arithmetic is float32 whatever comes in. It differs from optax in three points: a label outside [0, classes)
     gives NaN, where optax silently scores −1 as the last class; `where` is not broadcast; and there are derivatives in
     reverse mode only (`jax.grad`, not `jax.jvp`), on GPUs and TPUs no second ones (`jax.hessian`).
@@ -75,7 +75,7 @@ def _class_axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
 
 
 def _over_some_classes(z: jax.Array, labels: jax.Array, where: jax.Array) -> jax.Array:
-    """As optax has it: a label may stand outside the classes that lse runs over. A plain XLA expression."""
+    """The loss with lse over some classes, in plain XLA. As in optax, a label may be one of the other classes."""
     if where.dtype != jnp.bool_:
         raise TypeError(f"{_OP}: where has dtype {where.dtype}, but must be bool; pass where != 0.")
     z = z.astype(jnp.float32)

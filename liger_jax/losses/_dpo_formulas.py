@@ -32,21 +32,21 @@ SMOOTHED_TYPES = ("exo_pair", "robust", *SORTING_TYPES)
 
 
 class Pairs(NamedTuple):
-    """What is known of each pair."""
+    """What the formulas read of each pair."""
 
     chosen: jax.Array  # log-ratios r of policy to reference
     rejected: jax.Array
     chosen_score: jax.Array  # r, or its function for another divergence
     rejected_score: jax.Array
     policy_margin: jax.Array  # log-probability of chosen − rejected, under the policy
-    reference_margin: jax.Array  # and under the reference
+    reference_margin: jax.Array  # the same under the reference
     chosen_mean: Any  # score over the number of tokens, where a type needs it
     rejected_mean: Any
     sft: Any  # negative log-likelihood of chosen, where a type needs it
 
 
 def score(log_ratio: jax.Array, divergence: str, alpha: float) -> jax.Array:
-    """f'(π/π_ref) of an f-divergence, up to a constant where it is 0 for equal policies."""
+    """f'(π/π_ref) of an f-divergence, plus the constant that makes it 0 for equal policies."""
     if divergence == "forward_kl":
         return -jnp.expm1(clamp_exponent(-log_ratio))
     if divergence == "js_divergence":

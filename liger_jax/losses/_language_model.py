@@ -1,4 +1,4 @@
-"""The loss of a causal language model from hidden states and a head, whoever made them."""
+"""The loss of a causal language model from its hidden states and head, in any library."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def causal_lm_loss(
 ) -> jax.Array | tuple[jax.Array, LossMetrics]:
     """The loss of predicting each token from those before it, without logits, for a model of any library.
 
-    Call the model up to its last norm, and take the head's matrix out of its parameters: of Flax's `Linear` or `Dense`
-    it is the kernel, (D, V), whose layout is "dv". Gradients flow to both.
+    Call the model up to its last norm, and take the head's matrix out of its parameters. In Flax's `Linear` and `Dense`
+    this is the kernel, (D, V), whose layout is "dv". Gradients flow to the hidden states and to the head.
 
     loss = mean over scored t of −log softmax(hidden[:, t]·headᵀ)[labels[:, t + 1]]
 
@@ -79,5 +79,5 @@ def shifted_labels(
     shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE_INDEX)], axis=1)
     if segment_ids is None:
         return shifted
-    goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)))
-    return jnp.where(goes_on, shifted, IGNORE_INDEX)
+    same_segment = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)))
+    return jnp.where(same_segment, shifted, IGNORE_INDEX)

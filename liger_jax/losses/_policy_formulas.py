@@ -16,7 +16,7 @@ LOSS_TYPES = (*CLIPPING_TYPES, "cispo", "sapo")
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The options that act at a token, checked. None is the default of a type that reads the option."""
+    """The options that act on single tokens, checked. None stands for the default of a type that reads the option."""
 
     op: str
     loss_type: str
@@ -66,7 +66,7 @@ class Objective:
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """Those of positive advantages and of the others."""
+        """SAPO's temperatures, for positive advantages and for the others."""
         return (1.0, 1.05) if self.sapo_temperatures is None else self.sapo_temperatures
 
     def losses(
@@ -89,7 +89,7 @@ class Objective:
         return losses + self.beta * (penalty * ratio if self.unbiased_kl else penalty)
 
     def _clipped(self, ratio: jax.Array, advantages: jax.Array) -> jax.Array:
-        """min(min(ρ, δ) A, clip(ρ) A). On a bound its gradient is that inside: at ε = 0 a fresh sample trains."""
+        """min(min(ρ, δ) A, clip(ρ) A). On a bound its gradient is that of the inside: ε = 0 trains a fresh sample."""
         low, high = self.clip_range
         clipped = jnp.where(ratio < 1.0 - low, 1.0 - low, jnp.where(ratio > 1.0 + high, 1.0 + high, ratio))
         ratio = ratio if self.delta is None else jnp.where(ratio > self.delta, self.delta, ratio)

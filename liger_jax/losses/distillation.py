@@ -23,9 +23,9 @@ def kl_divergence(
 ) -> Float[Array, "*R"]:
     """KL(teacher ‖ student) = Σ_v p_teacher (log p_teacher − log p_student) at each token.
 
-    This is the forward KL of distillation, in the argument order of optax. The reverse KL is that of exchanged
-    arguments, `kl_divergence(teacher, student)`. Both arguments have gradients: stop those of a teacher that is made in
-    the same computation. No factor of temperature² is applied.
+    This is the forward KL of distillation, in the argument order of optax. Exchange the arguments for the reverse KL:
+    `kl_divergence(teacher, student)`. Gradients flow to both arguments; put `jax.lax.stop_gradient` around a teacher
+    that is computed in the same program. No factor of temperature² is applied.
 
     Args:
         student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
@@ -35,8 +35,8 @@ def kl_divergence(
         reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
 
     Returns:
-        float32; a token that does not count has 0, and no gradient. The mean of no token is 0. A token that the teacher
-        gives a probability and the student none makes it inf.
+        float32; a token that does not count has 0, and no gradient. The mean of no token is 0. The result
+        is inf where the student gives probability 0 to what the teacher does not.
 
     Raises:
         TypeError: a dtype is wrong, or `temperature` is no Python number.
@@ -97,7 +97,7 @@ def js_divergence(
     law = "in (0, 1); the limits 0 and 1 are kl_divergence(student, teacher) and kl_divergence(teacher, student)"
     _checks.check_number(op, "beta", beta, 0 < beta < 1, law)
     log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
-    # Where both are impossible the mixture is, too, and logaddexp has no derivative there.
+    # Where both probabilities are 0 so is the mixture's, and logaddexp has no derivative at −inf.
     log_student, log_teacher = (jnp.maximum(x, _IMPOSSIBLE) for x in (log_student, log_teacher))
     mixture = jnp.logaddexp(log_student + jnp.log(1.0 - beta), log_teacher + jnp.log(beta))
     losses = beta * _kl(log_teacher, mixture) + (1.0 - beta) * _kl(log_student, mixture)
@@ -179,7 +179,7 @@ def cosine_distance(
 
 
 def _pair(op: str, student: Any, teacher: Any, where: Any, cure: str) -> tuple[jax.Array, jax.Array, Any]:
-    """Both in float32, with zeros where a token does not count: what stands there may be inf or NaN."""
+    """Student and teacher in float32, with zeros at tokens that do not count: values there may be inf or NaN."""
     student, teacher = _checks.as_float32(op, student=student, teacher=teacher)
     if student.shape != teacher.shape or student.ndim == 0:
         raise ValueError(
@@ -196,7 +196,7 @@ def _pair(op: str, student: Any, teacher: Any, where: Any, cure: str) -> tuple[j
 def _distributions(
     op: str, student: Any, teacher: Any, temperature: Any, where: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Log-probabilities in float32. Those of log-probabilities are themselves."""
+    """Log-probabilities in float32, from logits or from log-probabilities."""
     _checks.check_positive(op, temperature=temperature)
     cure = "vocabularies of different sizes have no divergence; cut the padding off the larger head"
     student, teacher, where = _pair(op, student, teacher, where, cure)
@@ -211,7 +211,7 @@ def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """x over its length; 0 for zeros. It is divided by its largest entry first, so that no square overflows."""
+    """x over its length; 0 for zeros. x is first divided by its largest entry, so that no square overflows."""
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
     x = x / jnp.where(largest > 0, largest, 1.0)
     square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Losses of policy optimisation: GRPO and what came of it."""
+"""Losses of policy optimisation: GRPO and its successors."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ IMPORTANCE_LEVELS = ("token", "sequence")
 
 @tree_dataclass
 class PolicyOutput:
-    """What `policy_loss` gives; train on `loss`. No gradient flows through the others.
+    """The results of `policy_loss`. Train on `loss`; no gradient flows through the others.
 
     Attributes:
         loss: () float32.
-        token_losses: (B, T) float32, before they are weighted and summed; 0 where a token does not count.
+        token_losses: (B, T) float32, the tokens' losses before weights and sum; 0 where a token does not count.
         kl: () float32, the mean over counted tokens of the penalty's estimate; 0 without a reference.
         clipped_low: () float32, the share of counted tokens with a ratio below the range and a negative advantage.
         clipped_high: () float32, the share of counted tokens with a ratio above it and a positive advantage.
@@ -67,9 +67,9 @@ def policy_token_loss(
         advantages: the advantage at each token.
         reference_log_probs: those under the reference; with `beta` > 0 only.
         importance_ratio: factors of the losses, such as the ratio of `old_log_probs` to the sampler's.
-        loss_type: "grpo", "bnpo", "dr_grpo" and "luspo" are "dapo" at a token; see `policy_loss`, as for the others.
-        importance_level: "token"; the other is refused.
-        epsilon_low: see `policy_loss`, as for all that follow.
+        loss_type: a type of `policy_loss`; "grpo", "bnpo", "dr_grpo" and "luspo" are "dapo" at a single token.
+        importance_level: "token"; "sequence" is refused.
+        epsilon_low: as in `policy_loss`, and so are the options below.
         epsilon_high: the upper end of the ratios' range.
         delta: the largest ratio where the advantage is negative.
         beta: the weight of the reference's penalty.
@@ -139,8 +139,8 @@ def policy_loss(
 ) -> PolicyOutput:
     """GRPO's loss and its successors', from the log-probabilities of sampled tokens.
 
-    With ρ = exp(log_probs − old_log_probs), A = advantages, n_i the number of counted tokens of sequence i and sg
-    without gradient, a token's loss is summed over the counted tokens with a weight, and divided:
+    With ρ = exp(log_probs − old_log_probs), A = advantages, n_i the number of counted tokens of sequence i and
+    sg(x) = x without gradient, the loss is the weighted sum of the counted tokens' losses over a denominator:
 
     | loss_type | loss of a token | weight | denominator |
     |---|---|---|---|
@@ -151,20 +151,20 @@ def policy_loss(
     | "cispo" | −sg(min(ρ, epsilon_high)) A log_probs | 1 | counted tokens |
     | "sapo" | −(4/τ) σ(τ (ρ − 1)) A, τ by the sign of A | 1/n_i | B |
 
-    The loss is multiplied by `importance_ratio`; then comes `beta` · k3, k3 = e^d − d − 1 with
-    d = reference_log_probs − log_probs, times ρ with `unbiased_kl`. At last `entropy_coef` times the mean entropy is
-    taken off. With `importance_level="sequence"` ρ is exp of the mean over a sequence's counted tokens (GSPO). A
-    log-ratio above 80 counts as 80, so that no ratio overflows; its gradient is 0.
+    A token's loss is multiplied by `importance_ratio`. Then `beta` · k3 is added, or `beta` · ρ · k3 with
+    `unbiased_kl`, where k3 = e^d − d − 1 and d = reference_log_probs − log_probs. Last, `entropy_coef` times the mean
+    entropy is taken off the loss. With `importance_level="sequence"`, ρ is exp of the mean log-ratio of a
+    sequence's counted tokens (GSPO). A log-ratio above 80 counts as 80, so that no ratio overflows; its gradient is 0.
 
-    "dapo" and "bnpo" differ in `denominator` alone: DAPO's is that of the whole step on all devices.
+    "dapo" and "bnpo" differ only in the `denominator` that is passed: DAPO's is the whole step's on all devices.
 
     Args:
         log_probs: the sampled tokens' log-probabilities under the policy, any float dtype.
-        old_log_probs: those under the policy that sampled them; None takes log_probs without gradient, for a policy
-            that has not moved since.
+        old_log_probs: those under the policy that sampled them. None stands for log_probs without gradient, which is
+            right if the policy has not changed since.
         advantages: one for each sequence, or for each token; `group_advantages` makes them from rewards.
-        mask: bool, which tokens count; what stands at others has no effect.
-        reference_log_probs: those under the reference: needed for `beta` > 0; with 0 only `kl` is made of them.
+        mask: bool, which tokens count; values at other tokens have no effect.
+        reference_log_probs: those under the reference; `beta` > 0 needs them. With 0.0 they only make `kl`.
         importance_ratio: factors of the losses, for each token or (B, 1), such as old policy over sampler, truncated.
             A factor of 0 leaves a token out and keeps it in the denominator, as masks of stale sequences or of tokens
             with low entropy do.
@@ -181,8 +181,8 @@ def policy_loss(
         sapo_temperatures: > 0, of positive advantages and of the others; (1.0, 1.05) if None. For "sapo" only.
         entropy_coef: the weight of the entropy bonus.
         max_length: > 0, the longest completion that is sampled; for "dr_grpo" only, which needs it.
-        denominator: replaces the table's, for micro-batches and devices that share a step: its tokens, its sequences,
-            or its sequences · max_length.
+        denominator: replaces the table's where micro-batches or devices share a step. Pass the whole step's number of
+            counted tokens, of sequences, or of sequences · max_length.
         entropy_denominator: replaces the number of counted tokens in the mean entropy, for the same purpose.
 
     Returns:

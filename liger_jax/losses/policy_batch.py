@@ -15,14 +15,14 @@ _STD_OFFSET = 1e-4  # TRL's; keeps a group of equal rewards at 0
 def policy_weights(
     mask: Bool[Array, "B T"], loss_type: str = "dapo", max_length: int | None = None
 ) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
-    """The tokens' weights and the denominator by which a policy loss is a sum over tokens.
+    """The tokens' weights and the denominator that make a policy loss of the tokens' losses.
 
     loss = Σ weights · token_losses / denominator. With n_i the number of counted tokens of sequence i:
     "grpo" and "sapo" weigh 1/n_i and divide by B; "dapo", "bnpo" and "cispo" weigh 1 and divide by Σ n_i; "dr_grpo"
     weighs 1 and divides by B · max_length; "luspo" weighs 1 and divides by B.
 
-    Where micro-batches or devices share a step, the weights are right as they are, and the denominator has to be the
-    whole step's: the sum of all of theirs.
+    Where micro-batches or devices share a step, each has its own weights, and all divide by the whole step's
+    denominator, which is the sum of theirs.
 
     Args:
         mask: bool, which tokens count.
@@ -84,7 +84,7 @@ def group_advantages(
 ) -> Float[Array, "*P G"]:
     """Advantages of the G samples of each prompt, from their rewards.
 
-    "grpo": (reward − mean) / (std + 1e-4), where std has n − 1 below; "dr_grpo": reward − mean;
+    "grpo": (reward − mean) / (std + 1e-4), where std divides by n − 1; "dr_grpo": reward − mean;
     "rloo": reward − the mean of the group's others.
 
     Args:
@@ -93,7 +93,7 @@ def group_advantages(
         where: bool, which samples could be scored; None counts all.
 
     Returns:
-        float32, without gradient. A sample that does not count has 0, as has the only one of its group.
+        float32, without gradient. A sample that does not count has 0, and so has one that is alone in its group.
 
     Raises:
         TypeError: a dtype is wrong.
@@ -119,7 +119,10 @@ def group_advantages(
             "one prompt; reshape them to (prompts, samples)."
         )
     where = jnp.ones(rewards.shape, bool) if where is None else _checks.as_mask(op, "where", where, rewards.shape)
-    total = lambda x: jnp.sum(jnp.where(where, x, 0.0), axis=-1, keepdims=True)
+
+    def total(x):
+        return jnp.sum(jnp.where(where, x, 0.0), axis=-1, keepdims=True)
+
     count = total(jnp.ones_like(rewards))
     mean = total(rewards) / jnp.maximum(count, 1.0)
     centred = jnp.where(where, rewards - mean, 0.0)

@@ -22,7 +22,7 @@ _READERS = {
 
 @tree_dataclass
 class DPOOutput:
-    """What a loss of preference pairs gives for each pair; train on `losses.mean()`.
+    """The results of a loss of preference pairs; train on `losses.mean()`.
 
     Attributes:
         losses: (P,) float32.

@@ -30,8 +30,8 @@ def orpo_loss(
         chosen: mean log-probabilities ≤ 0 of the preferred responses' tokens, any float dtype; `sequence_log_probs`
             with `average=True` makes them. At 0, where the odds are infinite, they count as −1.2e-38.
         rejected: those of the other responses.
-        chosen_nll: the negative log-likelihood that is trained beside, for each pair or one mean for all, such as
-            a cross-entropy of prompt and response.
+        chosen_nll: the negative log-likelihood that the loss adds, for each pair or one mean for all, such as a
+            cross-entropy of prompt and response.
         beta: > 0, the weight of the odds ratio; λ in the paper.
 
     Returns:
@@ -74,9 +74,8 @@ def cpo_loss(
 ) -> DPOOutput:
     """Contrastive preference optimisation: DPO without a reference, beside the likelihood of chosen.
 
-    With Δ = chosen − rejected the preference's part is
-    "sigmoid": −(1 − ε) log σ(βΔ) − ε log σ(−βΔ), "hinge": max(0, 1 − βΔ), "ipo": (Δ − 1/2β)²,
-    and the loss is that + cpo_alpha · chosen_nll.
+    loss = preference + cpo_alpha · chosen_nll, where with Δ = chosen − rejected the preference is
+    "sigmoid": −(1 − ε) log σ(βΔ) − ε log σ(−βΔ), "hinge": max(0, 1 − βΔ), "ipo": (Δ − 1/2β)².
 
     Args:
         chosen: log-probabilities of the preferred responses, any float dtype: summed over the tokens, or for "ipo"

@@ -1,4 +1,4 @@
-"""From the log-probabilities of tokens to numbers for sequences."""
+"""Numbers for sequences, made from the log-probabilities of their tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ def sequence_log_probs(
 ) -> Float[Array, "*B"]:
     """The log-probability of each sequence, or its mean over the tokens that count.
 
-    sum = Σ_t where_t · w_t · log_probs_t, and with `average` that over n = Σ_t where_t.
+    sum = Σ_t where_t · w_t · log_probs_t; with `average` it is divided by n = Σ_t where_t.
 
-    Here w is 1. With LD-DPO's `ld_alpha` it is `ld_alpha` for the counted tokens after the first `shared_tokens`, so
-    that the longer response of a pair does not win or lose by its length alone.
+    The weight w_t is 1. With LD-DPO's `ld_alpha` it is `ld_alpha` for the counted tokens after the first
+    `shared_tokens`, so that the longer response of a pair does not win or lose by its length alone.
 
     Args:
         log_probs: the tokens' log-probabilities, any float dtype; those of tokens that do not count have no effect.
@@ -96,7 +96,7 @@ def wpo_weights(
         ValueError: a shape is wrong.
 
     Example:
-        >>> p = jnp.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])  # a sequence of two tokens, of which 0 and 1 came
+        >>> p = jnp.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])  # at two positions, where tokens 0 and 1 were sampled
         >>> log_probs = jnp.log(p[jnp.arange(2), jnp.arange(2)])[None]
         >>> log_sum_of_squares = jnp.log(jnp.sum(p**2, axis=-1))[None]
         >>> wpo_weights(log_probs, log_sum_of_squares, jnp.ones((1, 2), bool)).tolist()

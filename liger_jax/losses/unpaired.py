@@ -1,4 +1,4 @@
-"""Losses of single responses that are good or bad, against a reference policy: KTO."""
+"""KTO: losses of single responses, each good or bad, against a reference policy."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ KTO_TYPES = ("kto", "apo_zero_unpaired")
 
 @tree_dataclass
 class KTOOutput:
-    """What KTO gives for each response; train on `losses.mean()`.
+    """The results of `kto_loss`; train on `losses.mean()`.
 
     Attributes:
         losses: (P,) float32, weighted by `desirable_weight` and `undesirable_weight`.

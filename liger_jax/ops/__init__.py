@@ -9,6 +9,8 @@ from liger_jax.ops.dyt import dyt as dyt
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops.fused_linear_distillation import fused_linear_distillation as fused_linear_distillation
+from liger_jax.ops.fused_linear_log_probs import TokenLogProbs as TokenLogProbs
+from liger_jax.ops.fused_linear_log_probs import fused_linear_log_probs as fused_linear_log_probs
 from liger_jax.ops.fused_linear_topk_distillation import (
     fused_linear_topk_distillation as fused_linear_topk_distillation,
 )

@@ -11,21 +11,21 @@ import numpy as np
 
 @runtime_checkable
 class HoldsArray(Protocol):
-    """What JAX reads as the array that it holds: `nnx.Param` and every other `nnx.Variable`."""
+    """An object that JAX takes for the array in it: `nnx.Param` and every other `nnx.Variable`."""
 
     def __jax_array__(self) -> jax.Array: ...
 
 
-ArrayLike = jax.Array | np.ndarray | HoldsArray  # what public functions take for an array
+ArrayLike = jax.Array | np.ndarray | HoldsArray  # which public functions take as arrays
 
 
 def as_array(x: Any) -> Any:
-    """Returns `x` as JAX's array; None passes."""
+    """x as JAX's array; None stays None."""
     return x if x is None else jnp.asarray(x)
 
 
 def floating(op: str, **arrays: Any) -> Iterator[jax.Array]:
-    """The arguments as JAX's arrays; None passes. Raises a TypeError for the first that is not floating point."""
+    """The arguments as JAX's arrays; None stays None. Raises a TypeError for the first that is not floating point."""
     converted = {name: as_array(x) for name, x in arrays.items()}
     for name, x in converted.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
@@ -49,7 +49,7 @@ def check_choice(op: str, name: str, value: Any, choices: tuple[Any, ...]) -> No
 
 
 def check_number(op: str, **numbers: Any) -> None:
-    """Raises a TypeError for the first option that is not a Python number: it is compiled into the kernel."""
+    """Raises a TypeError for the first option that is not a Python number: kernels are compiled for its value."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(
@@ -73,7 +73,7 @@ def _(op, name, primals, tangents):
 
 
 def check_rows(op: str, x: jax.Array, **columns: jax.Array | None) -> None:
-    """Raises a ValueError unless `x` has a last axis to normalise and each of `columns` an entry for its elements."""
+    """Raises a ValueError unless `x` has a last axis to normalise, and each of `columns` is as long as that axis."""
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (), but must have at least one axis to normalise; reshape it to (1,).")
     if x.shape[-1] == 0:

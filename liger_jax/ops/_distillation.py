@@ -9,19 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh
-from liger_jax.ops.fused_linear_cross_entropy import _as_shapes, _from_shapes, _instantiated, _values
+from liger_jax.ops import _checks, _explicit, _loss, _mesh
+from liger_jax.ops._device import device_of, memory_of_device
+from liger_jax.ops._kernels import Kernels
+from liger_jax.ops._linear_statistics import as_shapes, from_shapes, instantiated, values
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
-from liger_jax.pallas_kernels.fused_linear_distillation import xla
+from liger_jax.pallas_kernels.fused_linear_distillation import chunks, mosaic_gpu, xla
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 
 MODES = ("auto", "fast", "lean")
 LAYOUTS = ("vd", "dv")
+_KERNELS = Kernels("distillation", {"xla": xla, "mosaic_gpu": mosaic_gpu}, {"gpu": ("mosaic_gpu",)})
 _NOTHING = Needs(False, False, False)
 _TWICE = "take the divergences of liger_jax.losses, on logits"
-_LEAN_BYTES = 336 * 2**20  # of a chunk in mode "lean": two models' logits of 256 tokens and 128,256 entries
+_LEAN_BYTES = 384 * 2**20  # of a chunk in mode "lean", at most: 512 tokens of 128,256 entries in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,28 +51,28 @@ class Static:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _token_losses_vjp(hidden, weight, bias, teacher, labels, scale, options, op) -> jax.Array:
-    return _run(hidden, weight, bias, teacher, labels, scale, options, op, _NOTHING)[0]
+def _token_losses_vjp(hidden, weight, bias, teacher, labels, scale, options, choice) -> jax.Array:
+    return _run(hidden, weight, bias, teacher, labels, scale, options, choice, _NOTHING)[0]
 
 
-def _token_losses_forward_rule(hidden, weight, bias, teacher, labels, scale, options, op):
+def _token_losses_forward_rule(hidden, weight, bias, teacher, labels, scale, options, choice):
     needs = Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
-    hidden, weight, bias, teacher, labels, scale = _values(hidden, weight, bias, teacher, labels, scale)
+    hidden, weight, bias, teacher, labels, scale = values(hidden, weight, bias, teacher, labels, scale)
     losses, statistics, grads = _run(
-        hidden, weight, bias, teacher, labels, scale, options, op, needs._replace(weight=False, bias=False)
+        hidden, weight, bias, teacher, labels, scale, options, choice, needs._replace(weight=False, bias=False)
     )
     dhidden = jnp.zeros(()) if grads[0] is None else grads[0]
-    return losses, (_as_shapes(needs), hidden, weight, bias, teacher, labels, scale, statistics, dhidden)
+    return losses, (as_shapes(needs), hidden, weight, bias, teacher, labels, scale, statistics, dhidden)
 
 
-def _token_losses_backward_rule(options, op, residuals, cotangent):
+def _token_losses_backward_rule(options, choice, residuals, cotangent):
     needs, hidden, weight, bias, teacher, labels, scale, statistics, dhidden = residuals
-    needs, g = _from_shapes(needs), _instantiated(cotangent)
+    needs, g = from_shapes(needs), instantiated(cotangent)
     if needs.hidden:
         dhidden = jnp.where(g[:, None] == 0, 0.0, g[:, None] * dhidden.astype(jnp.float32)).astype(hidden.dtype)
     dweight = dbias = None
     if needs.weight or needs.bias:
-        _, dweight, dbias = xla.by_vocabulary(
+        _, dweight, dbias = chunks.by_vocabulary(
             Head(hidden, weight, bias), teacher, labels, statistics, g * scale, options=options, needs=needs
         )
     return dhidden if needs.hidden else None, dweight, dbias, None, None, None
@@ -84,19 +87,19 @@ _token_losses = jax.jit(_token_losses_vjp, static_argnums=(6, 7), inline=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _summed_loss_vjp(hidden, weight, bias, teacher, labels, scale, options, op) -> jax.Array:
-    return jnp.sum(_run(hidden, weight, bias, teacher, labels, scale, options, op, _NOTHING)[0])
+def _summed_loss_vjp(hidden, weight, bias, teacher, labels, scale, options, choice) -> jax.Array:
+    return jnp.sum(_run(hidden, weight, bias, teacher, labels, scale, options, choice, _NOTHING)[0])
 
 
-def _summed_loss_forward_rule(hidden, weight, bias, teacher, labels, scale, options, op):
+def _summed_loss_forward_rule(hidden, weight, bias, teacher, labels, scale, options, choice):
     needs = Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
-    values = _values(hidden, weight, bias, teacher, labels, scale)
-    losses, _, grads = _run(*values, options, op, needs)
+    hidden, weight, bias, teacher, labels, scale = values(hidden, weight, bias, teacher, labels, scale)
+    losses, _, grads = _run(hidden, weight, bias, teacher, labels, scale, options, choice, needs)
     return jnp.sum(losses), tuple(jnp.zeros(()) if grad is None else grad for grad in grads)
 
 
-def _summed_loss_backward_rule(options, op, grads, cotangent):
-    g = _instantiated(cotangent)
+def _summed_loss_backward_rule(options, choice, grads, cotangent):
+    g = instantiated(cotangent)
     scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
     return *scaled, None, None, None
 
@@ -105,12 +108,12 @@ _summed_loss_vjp.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, s
 _summed_loss = jax.jit(_summed_loss_vjp, static_argnums=(6, 7), inline=True)
 
 
-def _run(hidden, weight, bias, teacher, labels, scale, options, op, needs):
+def _run(hidden, weight, bias, teacher, labels, scale, options, choice, needs):
     """(losses times scale (N,), statistics, gradients of their sum)."""
-    hidden, weight, bias, teacher = _mesh.opaque((hidden, weight, bias, teacher), op, _TWICE)
-    losses, statistics, grads = xla.by_tokens(
-        Head(hidden, weight, bias), teacher, labels, scale, options=options, needs=needs
-    )
+    # XLA cannot partition its scan over chunks any more than a kernel.
+    student, teacher = _mesh.opaque((Head(hidden, weight, bias), teacher), choice.op, _TWICE)
+    kernel = choice.kernel("by_tokens", options=options, needs=needs)
+    losses, statistics, grads = kernel.run(student, teacher, labels, scale)
     return jnp.where(scale == 0, 0.0, scale * losses), statistics, grads
 
 
@@ -191,19 +194,21 @@ def plan(student: Head, teacher: Head | TopK, options: Options, static: Static) 
     if static.mode == "fast" and reason is not None:
         raise ValueError(f"{static.op}: mode='fast' makes gradients in the forward, and here {reason}.")
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
-    entry = 4 * len(heads) + itemsize  # raw logits in float32, and the gradient
+    # At most: raw logits and the gradient in hidden's dtype; stored teachers scatter into float32.
+    entry = itemsize * (len(heads) + 1) + (4 if isinstance(teacher, TopK) else 0)
     copies = sum(h.weight.size * h.hidden.dtype.itemsize for h in heads if h.weight.dtype != h.hidden.dtype)
     fixed = {
         "fast": copies + (4 * v * d if student.weight.dtype.itemsize < 4 else 0),
         "lean": copies + itemsize * n * d,
     }
     bytes_of = lambda mode, tokens: fixed[mode] + tokens * v * entry
-    on_cpu = _dispatch.device_of(student.hidden, student.weight).platform == "cpu"
-    preferred = {"fast": 128 if on_cpu else 1024, "lean": max(64, _LEAN_BYTES // (v * entry) // 64 * 64)}
+    on_cpu = device_of(student.hidden, student.weight).platform == "cpu"
+    # dW's sum is read and written once a chunk, for which 2,048 tokens are enough work.
+    preferred = {"fast": 128 if on_cpu else 2048, "lean": max(64, _LEAN_BYTES // (v * entry) // 128 * 128)}
 
     mode, budget = static.mode, static.memory_budget_bytes
     if mode == "auto":
-        memory = _dispatch.memory_of_device(student.hidden, student.weight)
+        memory = memory_of_device(student.hidden, student.weight)
         bound = budget if budget is not None or memory is None else memory // 8
         least = min(n, static.chunk_size or 128)
         fits = bound is None or bytes_of("fast", least) <= bound
@@ -253,7 +258,8 @@ def loss(student: Head, teacher: Head | TopK, labels: Any, where: Any, denominat
         size = len(specs[1])
         own_teacher = type(teacher)(*rest[:size])
         student, own_teacher = gathered(student, specs[0]), gathered(own_teacher, specs[1])
-        return _local(student, own_teacher, *rest[size:], own_options, static, token_axes)
+        labels, where, denominator = rest[size:]
+        return _local(student, own_teacher, labels, where, denominator, own_options, static, token_axes)
 
     arrays = *student, *teacher, labels, where, denominator
     out = tokens if static.reduction == "none" else P()
@@ -268,7 +274,7 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         teacher = TopK(*map(flat, teacher))
     else:
         teacher = teacher._replace(hidden=flat(teacher.hidden))
-    _dispatch.choose(op, {"xla": xla}, {}, static.implementation, *student, *teacher)
+    choice = dataclasses.replace(_KERNELS, op=op).choose(static.implementation, *student, *teacher, options=options)
     if (reason := _mesh.needs_shard_map(*student, *teacher)) is not None:
         raise ValueError(f"{op}: {reason}")
     is_fast, tokens, entries = plan(student, teacher, options, static)
@@ -299,9 +305,9 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
     hidden, weight, bias, labels, scale, *of_teacher = _mesh.align_varying(*student, own_labels, scale, *teacher)
     arrays = hidden, weight, bias, type(teacher)(*of_teacher), labels, scale
     if is_fast:
-        value = _summed_loss(*arrays, options, op)
+        value = _summed_loss(*arrays, options, choice)
         return jax.lax.psum(value, token_axes) if token_axes else value
-    losses = _token_losses(*arrays, options, op)
+    losses = _token_losses(*arrays, options, choice)
     if options.vocab_axis is not None:
         losses = jax.lax.psum(losses, options.vocab_axis)
     return losses.reshape(tokens_shape) if static.reduction == "none" else total(losses)

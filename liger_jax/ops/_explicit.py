@@ -1,6 +1,6 @@
-"""Ops on meshes with Explicit axes: inputs' types say how they lie there, and each device computes on its own part.
+"""Ops on meshes with Explicit axes: the inputs' types say how they lie there, and each device computes on its own part.
 
-Each public op, after its checks, calls itself inside a `jax.shard_map` that these functions make. What is sent are
+After its checks, a public op calls itself inside a `jax.shard_map` that these functions make. Devices exchange
 parameters and their gradients, and for a loss a few numbers.
 """
 
@@ -50,7 +50,7 @@ def row_spec(x: jax.Array) -> P | None:
 def on_rows(
     op: str, function: Callable[..., Any], spec: P, rows: tuple[Any, ...], whole: tuple[Any, ...] = (), results: int = 1
 ) -> Any:
-    """`on_parts` for rows that all lie alike, as the results do, and parameters that each device has whole."""
+    """`on_parts` for rows, for results that lie as the rows do, and for parameters that each device has whole."""
     specs = *[spec] * len(rows), *[P()] * len(whole)
     return on_parts(op, function, (*rows, *whole), specs, spec if results == 1 else (spec,) * results)
 
@@ -60,22 +60,23 @@ def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], spe
 
     Args:
         op: the op's public name, for messages.
-        function: sees arrays of one device.
-        arrays: the first of them on an Explicit mesh; `None` entries pass.
-        specs: how each has to lie there. One that every device has whole is cut for it, and a vector is gathered.
-        out: how the results lie there.
+        function: takes the parts that one device has.
+        arrays: the first of them lies on an Explicit mesh; `None` entries are passed on.
+        specs: how each array has to lie on the mesh. An array that every device has whole is cut into parts. A vector
+            that is split is gathered.
+        out: how the results lie on the mesh.
 
     Returns:
         What the function returns.
 
     Raises:
-        ValueError: an array would have to be gathered or sent.
+        ValueError: an array of two axes or more would have to be gathered, or sent to other devices.
     """
     mesh = jax.typeof(arrays[0]).sharding.mesh
     placed = [x if x is None else _placed(op, x, spec, mesh) for x, spec in zip(arrays, specs, strict=True)]
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     in_context = not jax.sharding.get_abstract_mesh().empty
-    # Without check_vma: where that is checked, Hopper's kernels of the loss cannot write in place.
+    # With check_vma=True, Hopper's kernels of the loss could not write in place.
     mapped = jax.shard_map(
         function, mesh=None if in_context else mesh, in_specs=specs, out_specs=out, axis_names=explicit, check_vma=False
     )
@@ -120,7 +121,10 @@ def loss_on_parts(
     reduction: str,
     return_metrics: bool,
 ) -> Any:
-    """`on_parts` for a loss, and perhaps its metrics, of tokens that lie so: what is summed is everywhere."""
+    """`on_parts` for the loss, and the metrics if asked for, of tokens that lie as `tokens` says.
+
+    Each device has the sums over all tokens.
+    """
     value = tokens if reduction == "none" else P()
     if not return_metrics:
         return on_parts(op, loss, arrays, specs, value)
@@ -136,26 +140,26 @@ def loss_on_parts(
 
 
 def head_spec(op: str, weight: jax.Array, vocab_dim: int, token_axes: Names) -> tuple[P, str | None]:
-    """How a head lies on the mesh, and the axis over which its vocabulary stays split, if there is one.
+    """How a head lies on the mesh, and the mesh axis over which its vocabulary stays split, or None.
 
-    Axes that split the tokens too are FSDP's: along these the head is gathered (`gathered`).
+    A mesh axis that also splits the tokens is FSDP's: along it, the head is to be `gathered`.
 
     Raises:
-        ValueError: another axis splits something else than the vocabulary.
+        ValueError: an axis that does not split the tokens splits the width, or the vocabulary together with others.
     """
     spec = spec_of(weight) if is_explicit(weight) else P(None, None)
-    stay = [[name for name in names(entry) if name not in token_axes] for entry in spec]
-    whole, vocabulary = stay[1 - vocab_dim], stay[vocab_dim]
-    if whole or len(vocabulary) > 1 or (vocabulary and len(names(spec[vocab_dim])) > 1):
+    staying = [[name for name in names(entry) if name not in token_axes] for entry in spec]
+    width_axes, vocab_axes = staying[1 - vocab_dim], staying[vocab_dim]
+    if width_axes or len(vocab_axes) > 1 or (vocab_axes and len(names(spec[vocab_dim])) > 1):
         raise ValueError(
             f"{op}: weight lies on the mesh as {spec}, and the tokens over {token_axes}. A mesh axis that does not "
             "split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
         )
-    return spec, vocabulary[0] if vocabulary else None
+    return spec, vocab_axes[0] if vocab_axes else None
 
 
 def gathered(weight: jax.Array, spec: P, token_axes: Names) -> jax.Array:
-    """Inside of `on_parts`: the weight, whole along the tokens' axes; its gradient is scattered over them."""
+    """The weight, whole along the tokens' mesh axes; its gradient is scattered over them. For use inside `on_parts`."""
     for dim, entry in enumerate(spec):
         if names(entry) and set(names(entry)) <= set(token_axes):
             weight = jax.lax.all_gather(weight, names(entry), axis=dim, tiled=True)

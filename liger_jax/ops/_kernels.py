@@ -112,16 +112,20 @@ class Kernels:
         device = device or device_of(*inputs)
         candidates = self._candidates(implementation, device.platform)
         if any(x is not None and x.size == 0 for x in inputs):
-            return Choice(self.op, "xla", self.modules["xla"])  # nothing to compute, and Pallas has no empty grids
+            return self.named("xla")  # nothing to compute, and Pallas has no empty grids
         reasons = []
         for name in candidates:
             reason = self._why_not(name, device, inputs, case)
             if reason is None:
-                return Choice(self.op, name, self.modules[name.partition(":")[0]])
+                return self.named(name)
             reasons.append(f"{name!r}: {reason}")
             if implementation is not None and name != candidates[-1]:
                 warnings.warn(f"{self.op}: stepping down from {reasons[-1]}", stacklevel=3)
         raise ValueError(f"{self.op} cannot run here with implementation={implementation!r}. " + " ".join(reasons))
+
+    def named(self, name: str) -> Choice:
+        """The choice of this name, which `choose` has made before."""
+        return Choice(self.op, name, self.modules[name.partition(":")[0]])
 
     def _candidates(self, implementation: Implementation, platform: str) -> tuple[str, ...]:
         """The names to try in order. Each of them is known."""

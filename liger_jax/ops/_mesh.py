@@ -1,4 +1,4 @@
-"""What keeps ops honest: operands aligned inside shard_map, no silent gather outside, kernels differentiated once."""
+"""What all ops do about meshes: they align operands inside `shard_map`, and refuse a silent gather outside of it."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ def align_varying(*arrays: Any) -> tuple[Any, ...]:
 
     Inside `jax.shard_map(..., check_vma=True)` a replicated weight meets sharded tokens. The transpose of this
     cast is the `psum` that the weight's gradient needs; without it a `custom_vjp` would have to sum by itself.
-    Elsewhere nothing happens.
+    Outside of it nothing is cast.
 
     Args:
-        *arrays: arrays of any shape and dtype; `None` entries pass through.
+        *arrays: arrays of any shape and dtype; `None` entries stay None.
 
     Returns:
         The arrays, in order.
@@ -39,13 +39,13 @@ def _cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def needs_shard_map(*inputs: jax.Array | None) -> str | None:
-    """Says why a computation that the compiler cannot partition must not stand on the inputs' mesh.
+    """The reason why a computation that the compiler cannot partition cannot run on the mesh of its inputs.
 
     Args:
         *inputs: arrays or tracers; `None` entries are passed over.
 
     Returns:
-        The reason as a sentence, or None where every mesh axis is Manual or of one device.
+        The reason as a sentence, or None if every mesh axis is Manual or has one device.
     """
     for mesh in {jax.typeof(x).sharding.mesh for x in inputs if x is not None}:
         explicit = AxisType.Explicit in mesh.axis_types
@@ -59,46 +59,47 @@ def needs_shard_map(*inputs: jax.Array | None) -> str | None:
     return None
 
 
-def opaque(inputs: Any, op: str, twice: str) -> Any:
-    """Returns `inputs`, on their way into what the compiler must not partition and nobody can differentiate.
+def opaque(inputs: Any, op: str, second_derivatives: str) -> Any:
+    """Returns `inputs`, for a computation that the compiler must not partition, and that has no derivative.
 
-    Neither a Triton call nor a scan over token chunks has a good partitioning: XLA would gather the tokens on
-    every device without a word. How many devices a program is for is known only when it is lowered, so the
-    check is a primitive that lowers to nothing. Nor has it a derivative: an op's rules, which call it, are its first.
+    XLA cannot partition a Triton call or a scan over chunks of tokens: it would silently gather the tokens on every
+    device. For how many devices a program is compiled is known only when it is lowered, so the check is a primitive
+    that lowers to nothing. The primitive has no derivative either. An op's differentiation rules call it, so it meets
+    only those who differentiate the op a second time.
 
     Args:
         inputs: a tree of arrays.
         op: the op's public name, for the message.
-        twice: what has second derivatives, for the message.
+        second_derivatives: how to get them, for the message.
 
     Returns:
-        `inputs`.
+        The inputs, unchanged.
 
     Raises:
         ValueError: when the program is lowered for several devices outside of `jax.shard_map`.
         TypeError: when an input is differentiated.
     """
-    return jax.tree.map(lambda x: _opaque.bind(x, op=op, twice=twice), inputs)
+    return jax.tree.map(lambda x: _opaque.bind(x, op=op, second_derivatives=second_derivatives), inputs)
 
 
 _opaque = Primitive("opaque")
-_opaque.def_abstract_eval(lambda x, *, op, twice: x)
+_opaque.def_abstract_eval(lambda x, *, op, second_derivatives: x)
 
 
 @_opaque.def_impl
-def _(x: jax.Array, *, op: str, twice: str) -> jax.Array:
+def _(x: jax.Array, *, op: str, second_derivatives: str) -> jax.Array:
     _check_devices(op, len(x.devices()))
     return x
 
 
-def _differentiate(primals: Any, tangents: Any, *, op: str, twice: str) -> Any:
+def _differentiate(primals: Any, tangents: Any, *, op: str, second_derivatives: str) -> Any:
     raise TypeError(
         f"{op} is differentiated twice, but its kernels have first derivatives only, by jax.grad; for second ones "
-        f"{twice}."
+        f"{second_derivatives}."
     )
 
 
-def _lower(context: Any, x: Any, *, op: str, twice: str) -> list[Any]:
+def _lower(context: Any, x: Any, *, op: str, second_derivatives: str) -> list[Any]:
     axis_context = context.module_context.axis_context
     manual_axes = getattr(axis_context, "manual_axes", None)
     if manual_axes is None:

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import _checks, _dispatch
+from liger_jax.ops import _checks
+from liger_jax.ops._kernels import Implementation
 from liger_jax.ops._loss import check_logit_options
 from liger_jax.ops.loss_plan import OP, Plan, make_plan, problem_of_sizes
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
@@ -26,7 +27,7 @@ def plan_fused_linear_cross_entropy(
     mode: str = "auto",
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
     device: Any = None,
     device_memory_bytes: int | None = None,
 ) -> Plan:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from liger_jax.ops import _loss
 from liger_jax.pallas_kernels._tiles import full_like
-from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, LEAST_EXPONENT, NO_LABEL, Statistics
 
 _NO_TOKEN = jnp.iinfo(jnp.int32).max
 
@@ -24,11 +24,12 @@ def sharded_token_terms(
     shard_size: int,
     axis: str,
 ) -> tuple[_loss.TokenTerms, jax.Array]:
-    """`token_terms` for the whole vocabulary, and labels (N,) that count from this shard's first entry."""
+    """`token_terms` for the whole vocabulary, and the labels (N,) counted from this shard's first entry."""
     vocab_size = shard_size * jax.lax.axis_size(axis)
     start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
     if class_weights is not None:
-        # All V of them, as many as one token's logits; summed, and so known to be the same everywhere.
+        # These are V numbers, no more than the logits of one token. JAX knows that a sum is the same on every device,
+        # and does not know it of gathered arrays.
         own_part = jax.lax.dynamic_update_slice(
             full_like(class_weights, (vocab_size,), 0, jnp.float32), class_weights, (start,)
         )
@@ -36,7 +37,7 @@ def sharded_token_terms(
     terms = _loss.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
     own = terms.labels - start
     is_own = (terms.labels >= 0) & (own >= 0) & (own < shard_size)
-    # Another shard's label matches no column here, nor the padding behind the last of them.
+    # A label of another shard must match no column of this shard, and no column of padding behind them.
     return terms, jnp.where(is_own, own, jnp.where(terms.labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
 
 
@@ -44,13 +45,23 @@ def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistic
     """The statistics of whole rows, the same on every device of the axis, from those of the shards."""
     lse = statistics.log_normalizer
     maximum = jax.lax.pmax(jax.lax.stop_gradient(lse), axis)
+    exp_sum = jax.lax.psum(jnp.exp(lse - maximum), axis)
     merged = Statistics(
-        log_normalizer=maximum + jnp.log(jax.lax.psum(jnp.exp(lse - maximum), axis)),
+        log_normalizer=maximum + jnp.log(exp_sum),
         target_logit=jax.lax.psum(statistics.target_logit, axis),
         logit_sum=None if statistics.logit_sum is None else jax.lax.psum(statistics.logit_sum, axis),
         max_logit=None,
         predicted_token=None,
     )
+    if statistics.entropy is not None:
+        # A shard has the share exp(lse_shard − M) / exp_sum of the probability, and p is its own times that.
+        x = lse - maximum
+        own_entropy = statistics.entropy - jnp.maximum(x, LEAST_EXPONENT)
+        own_squares = jnp.exp(statistics.log_sum_of_squares + 2.0 * x)
+        merged = merged._replace(
+            entropy=jnp.log(exp_sum) + jax.lax.psum(jnp.exp(x) * own_entropy, axis) / exp_sum,
+            log_sum_of_squares=jnp.log(jax.lax.psum(own_squares, axis)) - 2.0 * jnp.log(exp_sum),
+        )
     if statistics.max_logit is None:
         return merged
     shard_max, token = jax.lax.stop_gradient((statistics.max_logit, statistics.predicted_token))

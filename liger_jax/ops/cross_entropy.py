@@ -128,18 +128,21 @@ def reduced_cross_entropy(
     return_metrics: bool = False,
     implementation: Implementation = None,
 ) -> Any:
-    """`cross_entropy` after its checks; a label that is out of range is NaN, concrete or not."""
+    """`cross_entropy` after its checks. A label out of range makes its row NaN, whether or not it is concrete."""
     if _explicit.row_spec(logits) is not None:
         tokens, axes = _explicit.token_spec(loss_options.op, logits)
         own_options = dataclasses.replace(loss_options, token_axes=axes)
         options = dict(loss_options=own_options, return_metrics=return_metrics, implementation=implementation)
-        local = lambda *arrays: reduced_cross_entropy(*arrays, **options)
+        local = functools.partial(reduced_cross_entropy, **options)
         arrays = logits, labels, where, token_weights, class_weights
         specs = _explicit.spec_of(logits), tokens, tokens, tokens, P()
         kind = loss_options.reduction, return_metrics
         return _explicit.loss_on_parts(loss_options.op, local, arrays, specs, tokens, *kind)
     vocab_size = logits.shape[-1]
-    flat = lambda x: None if x is None else x.reshape(-1)
+
+    def flat(x):
+        return None if x is None else x.reshape(-1)
+
     z = logits.reshape(-1, vocab_size)
     class_weights = _loss.constant_class_weights(loss_options.op, class_weights)
     choice = dataclasses.replace(_KERNELS, op=loss_options.op).choose(implementation, z, class_weights)
@@ -149,6 +152,6 @@ def reduced_cross_entropy(
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
     statistics = _statistics(z, kernel_labels, class_weights, *kernels)
     losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
-    # Not a product with 0: a row that does not count may hold anything.
+    # A product with 0 would not do: a row that does not count may hold inf or NaN.
     loss = _loss.reduced(jnp.where(terms.counts, losses, 0.0), loss_options, labels.shape)
     return (loss, _loss.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss

@@ -43,10 +43,10 @@ def dyt(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch D"]:
-    """Dynamic tanh, which stands in a norm's place without its statistics: y = tanh(alpha · x) · scale + bias.
+    """Dynamic tanh, which replaces a norm and needs no statistics of x: y = tanh(alpha · x) · scale + bias.
 
-    Computed in float32 and rounded once. Only the inputs are kept for the backward pass. The default is XLA: on GPUs
-    and TPUs the kernels are not measured yet.
+    Computed in float32 and rounded once. Only the inputs are kept for the backward pass. The default is XLA, because
+    the kernels are not measured yet.
 
     Args:
         x: (..., D), any float dtype.

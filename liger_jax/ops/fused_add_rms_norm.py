@@ -52,13 +52,13 @@ def fused_add_rms_norm(
 
     `y, residual = fused_add_rms_norm(x, residual, scale)` is what stands between two sublayers of a pre-norm model.
     s is rounded to residual.dtype and normalised as rounded. s, `scale` and on NVIDIA GPUs two numbers a row are kept
-    for the backward pass; x and residual have one gradient, in which those of both outputs meet in float32. A layer's
-    first norm has nothing to add: with `residual=None` s is x, whose gradients by both outputs meet likewise. On TPUs
-    the default is XLA: the kernel is not measured there.
+    for the backward pass. x and residual have the same gradient: the sum of those by both outputs, made in float32. A
+    layer's first norm has nothing to add: with `residual=None` s is x. On TPUs the default is XLA, because the kernel
+    is not measured there.
 
     Args:
-        x: (..., D), any float dtype: what the last sublayer made.
-        residual: (..., D), any float dtype: the stream that it is added to; or None, where x is the stream.
+        x: (..., D), any float dtype: the output of the sublayer before.
+        residual: (..., D), any float dtype: the residual stream, to which x is added; None if x is the stream itself.
         scale: (D,), any float dtype, or None for no scale.
         eps: added to the mean square, a Python number ≥ 0.
         offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
@@ -68,7 +68,7 @@ def fused_add_rms_norm(
             ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
-        y, (..., D) in x.dtype, and s, (..., D) in residual.dtype: the new residual; x itself without one.
+        y, (..., D) in x.dtype, and s, the new residual stream, (..., D) in residual.dtype; without a residual, s is x.
 
     Raises:
         TypeError: an array is not floating point, `eps` or `offset` no Python number.
@@ -94,7 +94,7 @@ def fused_add_rms_norm(
         op = functools.partial(fused_add_rms_norm, **options)
         return _explicit.on_rows(_OP, op, spec, (x, residual), (scale,), results=2)
     rows, added = (a if a is None else a.reshape(-1, x.shape[-1]) for a in (x, residual))
-    # The backward reads the sum and both cotangents whether or not something was added.
+    # The backward reads the sum and both cotangents, with or without a residual, so it needs room for three arrays.
     arrays = rows, rows if added is None else added, scale
     forward, backward = _rows.choose(_KERNELS, implementation, *arrays, hopper_widths=_HOPPER_WIDTHS)
     options = {"eps": float(eps), "offset": float(offset)}

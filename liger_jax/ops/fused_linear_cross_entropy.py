@@ -9,78 +9,24 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _dispatch, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops.loss_plan import KERNELS, OP, Problem, choose_mode, kernel_options, problem_of, why_not_fast
+from liger_jax.ops._device import memory_of_device
+from liger_jax.ops._kernels import Implementation
+from liger_jax.ops._linear_statistics import (
+    check_sizes,
+    guarded_inputs,
+    instantiated,
+    kernel_of,
+    linear_statistics,
+    needs_of,
+    values,
+)
+from liger_jax.ops.loss_plan import OP, choose_mode, problem_of, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import formulas
-from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
-
-_TWICE = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
-
-
-def _run(problem: Problem, options: LinearOptions, function: str, inputs: Inputs, *arrays, needs: Needs | None = None):
-    """Calls a function of the chosen kernels. Those that make gradients take `needs`, the others do not."""
-    static = {} if needs is None else {"needs": needs}
-    kernel = _dispatch.bind(OP, KERNELS, problem.implementation, function)
-    # XLA cannot partition a scan over chunks, nor a Pallas call.
-    inputs = _mesh.opaque(inputs, OP, _TWICE)
-    return kernel(inputs, *arrays, options=kernel_options(problem, options, needs), **static)
-
-
-def _needs(hidden, weight, bias) -> Needs:
-    return Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
-
-
-# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So which gradients are
-# asked for must not change the tree. It is kept in shapes: one element for yes, and none for no.
-def _as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
-    return tuple(jnp.zeros((int(need),)) for need in needs)
-
-
-def _from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
-    return Needs(*(shape.size == 1 for shape in shapes))
-
-
-def _instantiated(cotangent):
-    """The cotangent as an array: JAX hands over a symbolic zero where nothing depends on an output."""
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
-
-
-def _values(*primals):
-    return [jax.tree.map(lambda p: p.value, primal) for primal in primals]
-
-
-# --- lean: statistics, whose gradient recomputes the logits -----------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _statistics_vjp(hidden, weight, bias, class_weights, labels, problem, options) -> Statistics:
-    return _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
-
-
-def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, problem, options):
-    needs = _as_shapes(_needs(hidden, weight, bias))
-    hidden, weight, bias, class_weights, labels = _values(hidden, weight, bias, class_weights, labels)
-    statistics = _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
-    return statistics, (needs, hidden, weight, bias, class_weights, labels, statistics.log_normalizer)
-
-
-def _statistics_backward_rule(problem, options, residuals, cotangents):
-    needs, hidden, weight, bias, class_weights, labels, lse = residuals
-    g = Cotangents(*(_instantiated(x) for x in cotangents[:3]))
-    inputs = Inputs(hidden, weight, labels, bias, class_weights)
-    grads = _run(problem, options, "gradients", inputs, lse, g, needs=_from_shapes(needs))
-    return *grads, None, None
-
-
-_statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
-# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-_statistics = jax.jit(_statistics_vjp, static_argnums=(5, 6), inline=True)
-
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
 # --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
 
@@ -89,7 +35,8 @@ _statistics = jax.jit(_statistics_vjp, static_argnums=(5, 6), inline=True)
 def _summed_loss_vjp(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, problem, options
 ) -> tuple[jax.Array, Statistics]:
-    statistics = _run(problem, options, "statistics", Inputs(hidden, weight, labels, bias, class_weights))
+    kernel = kernel_of(problem, options, "statistics")
+    statistics = kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
     statistics = formulas.where(labels != formulas.NO_LABEL, statistics)
     return jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum)), statistics
 
@@ -97,17 +44,17 @@ def _summed_loss_vjp(
 def _summed_loss_forward_rule(
     hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, problem, options
 ):
-    needs = _needs(hidden, weight, bias)
-    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = _values(
+    needs = needs_of(hidden, weight, bias)
+    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = values(
         hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
     )
-    inputs = Inputs(hidden, weight, labels, bias, class_weights)
+    inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
     if any(needs):
-        statistics, grads = _run(
-            problem, options, "gradients_in_forward", inputs, coefficients, class_weight_sum, needs=needs
-        )
+        kernel = kernel_of(problem, options, "gradients_in_forward", needs)
+        statistics, grads = kernel.run(*kernel.guarded(inputs, coefficients, class_weight_sum))
     else:  # only the token weights are differentiated
-        statistics = formulas.where(labels != formulas.NO_LABEL, _run(problem, options, "statistics", inputs))
+        kernel = kernel_of(problem, options, "statistics")
+        statistics = formulas.where(labels != formulas.NO_LABEL, kernel.run(*kernel.guarded(inputs)))
         grads = config.Gradients(None, None, None)
     grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
     loss = jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum))
@@ -117,7 +64,7 @@ def _summed_loss_forward_rule(
 def _summed_loss_backward_rule(problem, options, residuals, cotangents):
     # A residual that is a constant of the trace comes as a literal.
     grads, statistics, coefficients, class_weight_sum = jax.tree.map(jnp.asarray, residuals)
-    g = _instantiated(cotangents[0])
+    g = instantiated(cotangents[0])
     scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
 
     def loss_of(coefficients):  # linear in them
@@ -129,20 +76,6 @@ def _summed_loss_backward_rule(problem, options, residuals, cotangents):
 
 _summed_loss_vjp.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
 _summed_loss = jax.jit(_summed_loss_vjp, static_argnums=(7, 8), inline=True)
-
-
-# --- checks and choices -----------------------------------------------------------------------------------------------
-
-
-def _check_sizes(hidden, weight, weight_layout):
-    if hidden.ndim == 0:
-        raise ValueError(f"{OP}: hidden has shape (), but must be (..., D).")
-    if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
-        raise ValueError(
-            f"{OP}: weight has shape {weight.shape}, but with weight_layout={weight_layout!r} and hidden of width "
-            f"D={hidden.shape[-1]} it must be {'(V, D)' if weight_layout == 'vd' else '(D, V)'}; "
-            "the other layout is the other value of weight_layout."
-        )
 
 
 # --- the public function ----------------------------------------------------------------------------------------------
@@ -170,7 +103,7 @@ def fused_linear_cross_entropy(
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
     precision: jax.lax.PrecisionLike = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Any:
     """`cross_entropy(hidden · weightᵀ + bias, labels)`, with no buffer of the size (tokens, vocabulary).
 
@@ -234,7 +167,7 @@ def fused_linear_cross_entropy(
     """
     hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
     _checks.check_linear_choices(OP, weight_layout, mode, chunk_size)
-    _check_sizes(hidden, weight, weight_layout)
+    check_sizes(OP, hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
@@ -247,7 +180,7 @@ def fused_linear_cross_entropy(
         mode=mode,
         chunk_size=chunk_size,
         memory_budget_bytes=memory_budget_bytes,
-        precision=_dispatch.current_precision(precision),
+        precision=_checks.current_precision(precision),
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
@@ -297,7 +230,7 @@ def _local(
         options=linear_options,
         not_fast_because=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
         implementation=implementation,
-        device_memory_bytes=_dispatch.memory_of_device(hidden, weight),
+        device_memory_bytes=memory_of_device(hidden, weight),
         **limits,
     )
     if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
@@ -319,7 +252,7 @@ def _local(
         loss = options.sum(loss)  # of other devices, too
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
-        statistics = formulas.where(terms.counts, _statistics(h, w, b, c, y, problem, linear_options))
+        statistics = formulas.where(terms.counts, linear_statistics(h, w, b, c, y, problem, linear_options))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)

@@ -3,9 +3,10 @@
 import jax
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import _checks, _dispatch, _loss
+from liger_jax.ops import _checks, _loss
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._distillation import Static, as_denominator, check_head, check_tokens, head_options, loss
+from liger_jax.ops._kernels import Implementation
 from liger_jax.pallas_kernels.fused_linear_distillation.config import DivergenceOptions, Head
 
 OP = "fused_linear_distillation"
@@ -40,7 +41,7 @@ def fused_linear_distillation(
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
     precision: jax.lax.PrecisionLike = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*reduced"]:
     """The divergence of a student's next-token distribution from its teacher's, with no logits of all tokens.
 
@@ -137,7 +138,7 @@ def fused_linear_distillation(
         hard_weight=float(hard_weight),
         divergence=divergence,
         beta=float(beta),
-        precision=_dispatch.current_precision(precision),
+        precision=_checks.current_precision(precision),
         vocab_axis=vocab_axis,
         tokens=0,
         entries=0,

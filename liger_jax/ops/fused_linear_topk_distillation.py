@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import _checks, _dispatch, _loss
+from liger_jax.ops import _checks, _loss
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._distillation import Static, as_denominator, check_head, check_tokens, head_options, loss
+from liger_jax.ops._kernels import Implementation
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, TopKOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 
@@ -37,7 +38,7 @@ def fused_linear_topk_distillation(
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
     precision: jax.lax.PrecisionLike = None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "*reduced"]:
     """The KL divergence of a student from a teacher of whom K log-probabilities a token are stored.
 
@@ -109,7 +110,7 @@ def fused_linear_topk_distillation(
         hard=head_options(OP, "", logit_scale, logit_softcap, weight_layout).logit,
         hard_weight=float(hard_weight),
         has_bucket=tail == "bucket",
-        precision=_dispatch.current_precision(precision),
+        precision=_checks.current_precision(precision),
         vocab_axis=vocab_axis,
         tokens=0,
         entries=0,

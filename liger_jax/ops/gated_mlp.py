@@ -1,4 +1,4 @@
-"""The gated feed-forward as one op: what its backward makes between the products, it makes in one pass."""
+"""The gated feed-forward as one op, whose backward makes all that lies between its products in one pass."""
 
 import dataclasses
 import functools
@@ -75,14 +75,15 @@ def _gated_mlp_vjp(x, gate_kernel, up_kernel, down_kernel, options):
 
 def _forward_rule(*primals_and_options):
     *primals, options = primals_and_options
-    # As in the fused loss, a residual's shape tells which gradients are wanted.
+    # A residual's shape tells which gradients are wanted. Its place in the tree of residuals must not: JAX 0.10 gives a
+    # backward rule the tree that was traced last.
     needs = [jnp.zeros(int(primal.perturbed)) for primal in primals]
     x, *kernels = (primal.value for primal in primals)
     y, gate, up = _forward(x, *kernels, options=options)
     if options.recomputed:
         return y, (needs, x, None, None, *kernels)
-    kept = x if primals[1].perturbed or primals[2].perturbed else jnp.zeros(0, x.dtype)
-    return y, (needs, kept, gate, checkpoint_name(up, UP_PROJECTION), *kernels)
+    x_if_needed = x if primals[1].perturbed or primals[2].perturbed else jnp.zeros(0, x.dtype)
+    return y, (needs, x_if_needed, gate, checkpoint_name(up, UP_PROJECTION), *kernels)
 
 
 def _backward_rule(options, residuals, dy):
@@ -94,20 +95,20 @@ def _backward_rule(options, residuals, dy):
 
 
 def _gradients_in_halves(needs, x, gate_kernel, up_kernel, down_kernel, dy, options):
-    """Makes gate and up again, and what follows from them, for one half of F after the other: half the memory."""
+    """Makes gate and up, and then the gradients, for one half of F after the other, which takes half the memory."""
     middle = 0 if options.backward_is_xla else _middle(x, gate_kernel)
     halves = []
     for half in (slice(middle), slice(middle, None)) if middle else (slice(None),):
-        # The compiler takes gate and up for the forward's without the barrier, and both halves at a time.
+        # Without the barrier, the compiler would keep the forward's gate and up, and make both halves at the same time.
         x, dy, halves = jax.lax.optimization_barrier((x, dy, halves))
         own = gate_kernel[:, half], up_kernel[:, half], down_kernel[half]
         gate, up = options.times(x, own[0]), options.times(x, own[1])
         halves.append(_gradients(needs, x, gate, up, *own, dy, options))
-    dxs, *of_kernels = zip(*halves, strict=True)
+    dxs, *kernel_gradients = zip(*halves, strict=True)
     dx = functools.reduce(operator.add, dxs) if needs[0] else None
     joined = [
         jnp.concatenate(parts, axis) if need else None
-        for parts, axis, need in zip(of_kernels, (1, 1, 0), needs[1:], strict=True)
+        for parts, axis, need in zip(kernel_gradients, (1, 1, 0), needs[1:], strict=True)
     ]
     return dx, *joined
 
@@ -118,7 +119,8 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
     if not (by_x or by_gate or by_up):
         h = glu_formulas.product(gate, up, activation=options.activation)
         return None, None, None, options.kernel_gradient(h, dy)
-    # The order lets the gated product's array go first, then x. Where down_kernel is frozen, XLA alone leaves h out.
+    # This order frees the gated product h first, and then x. Where down_kernel is frozen, h is made in vain, except by
+    # XLA.
     dgate, dup, h = options.backward.run(*options.backward.guarded(dy, down_kernel, gate, up))
     if by_down:
         ddown_kernel = options.kernel_gradient(h, dy)
@@ -134,7 +136,7 @@ def _gradients(needs, x, gate, up, gate_kernel, up_kernel, down_kernel, dy, opti
 
 
 def _middle(x, kernel):
-    """Where F is cut in two, a multiple of 64 as the copy engine wants it; 0 where halves are too small to pay."""
+    """Where F is cut in two, a multiple of 64 for the copy engine; 0 if the halves would be too small to pay."""
     middle = kernel.shape[1] // 128 * 64
     return middle if config.is_large(math.prod(x.shape[:-1]), middle) else 0
 
@@ -157,13 +159,13 @@ def gated_mlp(
 ) -> Float[Array, "*batch D"]:
     """The gated feed-forward without biases: y = (act(x · gate_kernel) · (x · up_kernel)) · down_kernel.
 
-    The values and gradients of three products around `swiglu` or `geglu`, which round as they do there; and gradients
-    of less memory, in fewer passes. `x`, gate and up are kept for the backward, or `x` alone. It makes the gradients of
-    gate and up and their gated product in one pass, on a GPU over the arrays that it reads, or on Hopper as a product
-    is made, and takes its products in an order that lets go of arrays early. What is not differentiated takes no
-    products.
+    Values and gradients are those of three products around `swiglu` or `geglu`, with the same rounding. The gradients
+    take less memory and fewer passes. `x`, gate and up are kept for the backward, or `x` alone. The backward makes the
+    gradients of gate and up and their gated product in one pass: on a GPU in the place of what it reads, on Hopper
+    while the product is made. It takes its products in an order that frees arrays early. There are no products for
+    gradients that nobody asks for.
 
-    On a mesh with Explicit axes the products and the op are composed, and so differentiated one by one.
+    On a mesh with Explicit axes, three products and `swiglu` or `geglu` are called, and differentiated one by one.
 
     Args:
         x: (..., D), any float dtype.
@@ -171,12 +173,12 @@ def gated_mlp(
         up_kernel: (D, F) in x.dtype.
         down_kernel: (F, D) in x.dtype.
         activation: "silu", or "gelu_tanh" or "gelu", which is exact: see `geglu`.
-        recomputed: whether the backward makes gate and up again rather than keep them: large ones in two halves of F,
-            if a Pallas kernel makes their gradients, for half the memory. A `jax.checkpoint` around the op then has no
-            product to make again. Where its policy is to keep products, this is False; up, no plain product on Hopper,
-            is kept by its `checkpoint_name`, "up_projection".
+        recomputed: whether gate and up are made again in the backward, and not kept. Large ones are made in two halves
+            of F, if a Pallas kernel makes their gradients, which takes half the memory. A `jax.checkpoint` around the
+            op then has no product to make again. Leave this False if the policy of a `jax.checkpoint` keeps products.
+            On Hopper up is no plain product; such a policy keeps it by its `checkpoint_name`, "up_projection".
         precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: of what lies between the products: None for the platform's default, or "xla", "triton",
+        implementation: for what lies between the products: None for the platform's default, or "xla", "triton",
             "mosaic_gpu" (Hopper), their ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
@@ -234,14 +236,14 @@ def _choose(x, up_kernel, activation, recomputed, implementation) -> tuple[Choic
 
 
 def _checked(activation, x, gate_kernel, up_kernel, down_kernel) -> tuple[Any, ...]:
-    """The arrays, as JAX's."""
+    """The arguments as JAX's arrays, checked."""
     _checks.check_choice(_OP, "activation", activation, tuple(_OPS))
     kernels = dict(gate_kernel=gate_kernel, up_kernel=up_kernel, down_kernel=down_kernel)
     arrays = x, gate_kernel, up_kernel, down_kernel = tuple(_checks.floating(_OP, x=x, **kernels))
     if x.ndim == 0 or gate_kernel.ndim != 2 or gate_kernel.shape[0] != x.shape[-1]:
         raise ValueError(
             f"{_OP}: x has shape {x.shape} and gate_kernel {gate_kernel.shape}, but they must be (..., D) and (D, F); "
-            "pass a kernel as Flax has it, transposed if it is (F, D)."
+            "pass a kernel in Flax's layout; transpose it if it is (F, D)."
         )
     _checks.check_shape(_OP, "up_kernel", up_kernel, gate_kernel.shape, "it is (D, F), as gate_kernel is")
     _checks.check_shape(_OP, "down_kernel", down_kernel, gate_kernel.shape[::-1], "it is (F, D)")

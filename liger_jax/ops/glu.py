@@ -11,11 +11,11 @@ from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.glu import triton, xla
 
-# No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
-# can only lose.
+# There is no Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours, and a kernel would add a pass over
+# memory.
 _MODULES = {"xla": xla, "triton": triton}
 # Forward and backward at 16384 × 8192 in bf16 on an H200: swiglu 502 µs in XLA and 494 in Triton, geglu 512 and 499
-# (benchmarks/results/glu.md). Inside a model XLA makes swiglu anew in the pass that makes its gradients.
+# (benchmarks/results/glu.md). Inside a model, XLA recomputes swiglu in the pass that makes its gradients.
 KERNELS = {
     "swiglu": Kernels("swiglu", _MODULES),
     "geglu": Kernels("geglu", _MODULES, defaults={"gpu": ("triton",)}),
@@ -47,11 +47,11 @@ def swiglu(
     """The gated linear unit of LLaMA's feed-forward layer: y = silu(gate) · up, with silu(x) = x·σ(x).
 
     silu is computed in float32 and rounded to up.dtype before the product. Only `gate` and `up` are kept
-    for the backward pass, whose arithmetic is float32. The default is XLA: it fuses into its
-    neighbours, on TPUs and inside models; alone, on an H200, Triton takes 4 % less forward and as long backward.
+    for the backward pass, whose arithmetic is float32. The default is XLA, which fuses the op into its neighbours.
+    Where there are none, Triton takes 4 % less time forward on an H200, and the same backward.
 
     Args:
-        gate: (..., F), any float dtype; or (..., 2F), gate and up side by side, as one projection makes both (Phi-3).
+        gate: (..., F), any float dtype; or (..., 2F), gate and up side by side, as Phi-3 makes them.
         up: (..., F), any float dtype; None where `gate` holds it.
         implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
             these to try in order.
@@ -88,10 +88,10 @@ def geglu(
 
     gelu is computed in float32 and rounded to up.dtype before the product. Only `gate` and `up` are kept
     for the backward pass, whose arithmetic is float32. The default is Triton on NVIDIA GPUs, for two arrays in the
-    tanh form, and XLA elsewhere, where it fuses into its neighbours.
+    tanh form, and XLA elsewhere, which fuses the op into its neighbours.
 
     Args:
-        gate: (..., F), any float dtype; or (..., 2F), gate and up side by side, as one projection makes both.
+        gate: (..., F), any float dtype; or (..., 2F), gate and up side by side.
         up: (..., F), any float dtype; None where `gate` holds it.
         approximate: a Python bool. True: gelu(x) = x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2, as in Gemma; False:
             x·Φ(x), which Triton has no function for, so XLA runs it.
@@ -130,14 +130,14 @@ def _glu(op: str, gate: ArrayLike, up: ArrayLike | None, activation: str, implem
     if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
         raise ValueError(
             f"{op}: gate has shape {gate.shape}, but without `up` it must hold gate and up side by side, an even "
-            "number of columns; pass up if it comes as an array of its own."
+            "number of columns; pass `up` if it is an array of its own."
         )
-    # Element by element, columns may be split as well.
+    # Two arrays are combined element by element, so their columns may be split over the mesh, too.
     if (spec := _explicit.row_spec(gate) if up is None else _explicit.spec_of_explicit(gate)) is not None:
         local = functools.partial(_glu, op, activation=activation, implementation=implementation)
         return _explicit.on_rows(op, local, spec, (gate, up))
     kernels = KERNELS[op]
-    if up is None:  # not measured for one array of both: XLA
+    if up is None:  # one array of both is not measured, so XLA is its default
         kernels = dataclasses.replace(kernels, defaults={})
     choice = kernels.choose(implementation, gate, up, activation=activation)
     gate, up = _mesh.align_varying(gate, up)

@@ -13,7 +13,7 @@ from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import group_norm as xla
 
 _OP = "group_norm"
-# No kernel: a group need not fit registers, and XLA reads x no more often than the formula does.
+# There is no kernel: a group may exceed the registers, and then a kernel reads x as often as XLA does.
 _KERNELS = Kernels(_OP, {"xla": xla})
 
 

@@ -49,7 +49,7 @@ def layer_norm(
     """Normalises the last axis by its mean and variance: y = (x − mean(x)) / sqrt(var(x) + eps) · scale + bias.
 
     Computed in float32 and rounded once. The inputs, and on NVIDIA GPUs three numbers a row, are kept for the backward
-    pass. On TPUs the default is XLA: the kernel is not measured there.
+    pass. On TPUs the default is XLA, because the kernel is not measured there.
 
     Args:
         x: (..., D), any float dtype.

@@ -39,16 +39,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
-from liger_jax.ops import _dispatch
+from liger_jax.ops._checks import current_precision
+from liger_jax.ops._device import described, device_of
+from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
 
 OP = "fused_linear_cross_entropy"
-KERNELS = {"xla": xla, "mosaic_gpu": mosaic_gpu, "triton": triton, "mosaic_tpu": mosaic_tpu}
 # On an H200 mosaic_gpu wins at every shape that it takes (benchmarks/results/fused_linear_cross_entropy.md).
-DEFAULTS: dict[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu",)}
+KERNELS = Kernels(
+    OP,
+    {"xla": xla, "mosaic_gpu": mosaic_gpu, "triton": triton, "mosaic_tpu": mosaic_tpu},
+    defaults={"gpu": ("mosaic_gpu",)},
+)
 ALL_GRADIENTS = Needs(hidden=True, weight=True, bias=True)
 
 SHARE_OF_MEMORY = 8  # the soft budget is an eighth of the device's memory
@@ -134,7 +139,7 @@ def problem_of(
     *others: Any,
     options: LinearOptions,
     not_fast_because: str | None,
-    implementation: _dispatch.Implementation = None,
+    implementation: Implementation = None,
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
     device_memory_bytes: int | None = None,
@@ -146,17 +151,18 @@ def problem_of(
         raise ValueError(f"{op}: mode='fast' makes gradients in the forward, and here {not_fast_because}.")
     if options.mode == "auto" and not_fast_because is not None:
         options = dataclasses.replace(options, mode="lean")
-    device = device or _dispatch.device_of(hidden, weight)
-    name = _dispatch.choose(
-        op, KERNELS, DEFAULTS, implementation, hidden, weight, *others, device=device, options=options
-    )
+    device = device or device_of(hidden, weight)
+    kernels = dataclasses.replace(KERNELS, op=op)
+    choice = kernels.choose(implementation, hidden, weight, *others, device=device, options=options)
+    n, d = hidden.shape
     return Problem(
-        *hidden.shape,
+        n,
+        d,
         weight.shape[options.vocab_dim],
         itemsize=hidden.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
         platform=device.platform,
-        implementation=name,
+        implementation=choice.name,
         mode=options.mode,
         chunk_size=chunk_size,
         gradients=gradients,
@@ -183,15 +189,15 @@ def problem_of_sizes(
 ) -> Problem:
     """`problem_of` for arrays that need not be there, on a device that need not be there."""
     if device is None:
-        device = _dispatch.device_of()
+        device = device_of()
     elif not isinstance(device, AbstractDevice):
-        device = _dispatch.described(device)
+        device = described(device)
     logit = LogitOptions(float(logit_scale), None if logit_softcap is None else float(logit_softcap))
     return problem_of(
         OP,
         jax.ShapeDtypeStruct((n, d), dtype),
         jax.ShapeDtypeStruct((v, d) if weight_layout == "vd" else (d, v), weight_dtype),
-        options=LinearOptions(logit, weight_layout, _dispatch.current_precision(None), mode, chunk_size=0),
+        options=LinearOptions(logit, weight_layout, current_precision(None), mode, chunk_size=0),
         not_fast_because=why_not_fast(reduction, None, jnp.dtype(dtype), jnp.dtype(weight_dtype)),
         device=device,
         **options,
@@ -243,7 +249,7 @@ def kernel_options(problem: Problem, options: LinearOptions, needs: Needs | None
 def _plan_of_all_gradients(problem: Problem) -> Plan:
     """The first plan of mode "auto" that fits; where none does, the lean mode with the slices that it prefers."""
     least_tokens = LEAST_TOKENS if problem.platform == "cpu" else LEAST_TOKENS_OF_AUTO
-    has_fast = hasattr(KERNELS[problem.kernels], "gradients_in_forward")
+    has_fast = hasattr(KERNELS.modules[problem.kernels], "gradients_in_forward")
     if has_fast and (plan := _first_that_fits(problem, "fast", least_tokens)):
         return plan
     if plan := _first_that_fits(problem, "lean", least_tokens):

@@ -12,7 +12,7 @@ from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import poly_norm as xla
 
 _OP = "poly_norm"
-# No kernel yet: XLA, with nothing kept but the inputs.
+# There is no kernel yet. The gain over autodiff is memory: nothing is kept but the inputs.
 _KERNELS = Kernels(_OP, {"xla": xla})
 
 

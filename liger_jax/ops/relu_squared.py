@@ -8,8 +8,7 @@ from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.relu_squared import xla
 
-# No kernel: XLA fuses an elementwise op of one array into its neighbours, and a kernel's own pass over memory can only
-# lose.
+# There is no kernel: XLA fuses an elementwise op into its neighbours, and a kernel would add a pass over memory.
 _KERNELS = Kernels("relu_squared", {"xla": xla})
 
 
@@ -32,8 +31,8 @@ _relu_squared.defvjp(_forward_rule, _backward_rule)
 def relu_squared(x: Float[ArrayLike, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
     """The squared rectifier of Primer's and Nemotron's feed-forward layers: y = max(x, 0)².
 
-    Value and gradient are computed in float32 and rounded once. Only `x` is kept for the backward pass. There is no
-    kernel but XLA's, which fuses into its neighbours.
+    Value and gradient are computed in float32 and rounded once. Only `x` is kept for the backward pass. XLA is
+    the only implementation: it fuses the op into its neighbours.
 
     Args:
         x: any shape, any float dtype.

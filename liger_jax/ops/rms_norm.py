@@ -51,7 +51,7 @@ def rms_norm(
 ) -> Float[Array, "*batch D"]:
     """Normalises the last axis by its root mean square: y = x / sqrt(mean(x²) + eps) · (offset + scale).
 
-    `x`, `scale` and on NVIDIA GPUs two numbers a row are kept for the backward pass; sums and gradients are computed in
+    `x`, `scale` and on NVIDIA GPUs two numbers a row are kept for the backward pass. Sums and gradients are computed in
     float32.
 
     Args:

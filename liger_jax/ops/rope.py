@@ -12,12 +12,12 @@ from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.rope import triton, xla
 
-# No Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours there, and a kernel's own pass over memory
-# can only lose.
+# There is no Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours, and a kernel would add a pass over
+# memory.
 _MODULES = {"xla": xla, "triton": triton}
 # Forward and backward at 8 × 2048 × 32/8 × 64 in bf16 on an H200: 96 µs in XLA and 90 in Triton, × 128 172 and 176
-# (benchmarks/results/rope.md). Inside a model XLA reads q and k out of the projections' common result. Of three tables
-# (28/4 × 128) 174 and 153.
+# (benchmarks/results/rope.md). Inside a model, XLA reads q and k from the common result of their projections. With
+# three tables (28/4 × 128) it is 174 µs and 153.
 _KERNELS = {
     "apply_rope": Kernels("apply_rope", _MODULES),
     "apply_mrope": Kernels("apply_mrope", _MODULES, defaults={"gpu": ("triton",)}),
@@ -54,8 +54,8 @@ def apply_rope(
 
     x₁ and x₂ are the halves of the first R columns of each head, or their even and odd columns; the columns from R on
     pass through. The rotation is computed in float32 and rounded once. The backward is the inverse rotation: only
-    `cos` and `sin` are kept for it, and they are constants. The default is XLA: it fuses into its neighbours on TPUs,
-    and inside models; alone, on an H200, Triton takes up to 15 % less and up to 3 % more.
+    `cos` and `sin` are kept for it, and they are constants. The default is XLA, which fuses the
+    op into its neighbours. Where there are none, Triton takes between 15 % less and 3 % more time on an H200.
 
     Args:
         q: (B, T, Q, H), any float dtype.
@@ -64,7 +64,7 @@ def apply_rope(
             i + R/2 belong to the pair i, in either layout.
         sin: as `cos`.
         layout: "half": the pair i is columns i and i + R/2, as in Hugging Face's LLaMA, Qwen and Gemma;
-            "interleaved": columns 2i and 2i + 1, as in Meta's LLaMA checkpoints and in GLM, by XLA alone.
+            "interleaved": columns 2i and 2i + 1, as in Meta's LLaMA checkpoints and in GLM; only XLA has it.
         implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
             these to try in order.
 
@@ -101,7 +101,7 @@ def apply_mrope(
     """Rotates queries and keys by three positions each, of time, height and width: Qwen2-VL's multimodal RoPE.
 
     The first sections[0] pairs of a head turn by the first table, the next sections[1] by the second, the others by
-    the third. The backward is the inverse rotation: only `cos` and `sin` are kept for it, as they are. The default is
+    the third. The backward is the inverse rotation, for which only `cos` and `sin` are kept. The default is
     Triton on NVIDIA GPUs, and XLA elsewhere.
 
     Args:
@@ -137,8 +137,8 @@ def apply_mrope(
     half = cos.shape[-1] // 2 if cos.ndim else 0
     if cos.ndim != 4 or cos.shape[0] != 3:
         raise ValueError(
-            f"{op}: cos has shape {cos.shape}, but must be (3, 1, T, R) or (3, B, T, R): a table each for time, height "
-            "and width; make them by rope_table from positions (3, B, T)."
+            f"{op}: cos has shape {cos.shape}, but must be (3, 1, T, R) or (3, B, T, R): tables for time, height and "
+            "width; make them by rope_table from positions (3, B, T)."
         )
     _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != half:
@@ -156,11 +156,11 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
     _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")
     cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
     if (spec := _explicit.row_spec(q)) is not None:
-        of_three = () if sections is None else (None,)
-        of_table = P(*of_three, spec[0] if cos.shape[-3] > 1 else None, spec[1])
-        of_keys = P(*spec[:2], *_explicit.spec_of(k)[2:])  # its heads may be split as the queries' are, or not
+        tables_axis = () if sections is None else (None,)
+        table_spec = P(*tables_axis, spec[0] if cos.shape[-3] > 1 else None, spec[1])
+        key_spec = P(*spec[:2], *_explicit.spec_of(k)[2:])  # the heads of k may be split or not
         local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=implementation)
-        specs = spec, of_keys, of_table, of_table
+        specs = spec, key_spec, table_spec, table_spec
         return _explicit.on_parts(op, local, (q, k, cos, sin), specs, specs[:2])
     choice = _KERNELS[op].choose(implementation, q, k, cos, sin, layout=layout)
     kernels = (choice.kernel("rotate", inverse=inverse, layout=layout, sections=sections) for inverse in (False, True))
@@ -182,5 +182,5 @@ def _check_shapes(op: str, q: jax.Array, k: jax.Array, table_shape: tuple[int, .
     if table_shape[2] % 2 or table_shape[2] > width:
         raise ValueError(
             f"{op}: cos has width R={table_shape[2]}, but R must be even and at most H={width}, the head's; a table "
-            "of one half is to be concatenated with itself."
+            "of R/2 columns must be concatenated with itself."
         )

@@ -1,7 +1,7 @@
 """Tables of cosines and sines for the rotary embedding, with the scalings by which models reach longer contexts.
 
-Each scaling is a frozen dataclass whose fields bear Hugging Face's names, so that a checkpoint's `rope_scaling` fills
-it. Frequencies are constants, computed in float64 and rounded once; angle, cosine and sine are float32.
+Each scaling is a frozen dataclass. Its fields have the names that they have in `rope_scaling` of a Hugging Face
+checkpoint. Frequencies are constants, computed in float64 and rounded once; angle, cosine and sine are float32.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ class LinearRope:
 class DynamicRope:
     """A base that grows with the sequence once it is longer than in training ("dynamic NTK").
 
-    theta' = theta·(factor·length/original − factor + 1)^(R/(R−2)), with length the largest position plus one, of all
-    positions in the call (inside shard_map, of the shard's), or original if that is more.
+    theta' = theta·(factor·length/original − factor + 1)^(R/(R−2)). length is the largest position in the call plus one,
+    or original if that is more. Inside `shard_map` it is the largest position of the shard.
 
     Args:
         factor: at least 1.
@@ -82,10 +82,10 @@ class DynamicRope:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
-    """LLaMA 3.1's: low frequencies divided by `factor`, high ones kept, a linear blend between.
+    """LLaMA 3.1's scaling: low frequencies are divided by `factor`, high ones kept, those between blended linearly.
 
-    A frequency is kept to the share s = (original·f/2π − low_freq_factor)/(high_freq_factor − low_freq_factor), cut
-    to [0, 1], and the rest of it is divided: f' = f·(s + (1 − s)/factor).
+    f' = f·(s + (1 − s)/factor), where s = (original·f/2π − low_freq_factor)/(high_freq_factor − low_freq_factor),
+    clipped to [0, 1], is the share of the frequency that is kept.
 
     Args:
         factor: at least 1.
@@ -115,13 +115,13 @@ class Llama3Rope:
         if not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(
                 f"Llama3Rope: high_freq_factor={self.high_freq_factor} must be more than "
-                f"low_freq_factor={self.low_freq_factor}: between the two lies the blend."
+                f"low_freq_factor={self.low_freq_factor}: between the two, both are blended."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class YarnRope:
-    """YaRN: as LLaMA 3.1's, with the blend linear in the column, and cosines and sines scaled by `attention_factor`.
+    """YaRN: like `Llama3Rope`, but the blend is linear in the column, and `attention_factor` scales both tables.
 
     Args:
         factor: at least 1.
@@ -130,9 +130,9 @@ class YarnRope:
         beta_slow: columns with fewer turns than this are divided by `factor`; less than `beta_fast`.
         attention_factor: scale of both tables; `None` for m(factor, mscale)/m(factor, mscale_all_dim) where both are
             given, else for m(factor, 1), with m(factor, s) = s·ln(factor)/10 + 1.
-        mscale: as above; DeepSeek's. `None` or 0 where it has none.
-        mscale_all_dim: as above.
-        truncate: round the blend's ends outwards to whole columns.
+        mscale: in the formula of `attention_factor`; DeepSeek's configs have it. `None` or 0 for none.
+        mscale_all_dim: in the formula of `attention_factor`; DeepSeek's configs have it. `None` or 0 for none.
+        truncate: whether the ends of the blend are rounded outwards to whole columns.
 
     Raises:
         ValueError: a field is out of its range.
@@ -160,7 +160,7 @@ class YarnRope:
         if not self.beta_fast > self.beta_slow > 0:
             raise ValueError(
                 f"YarnRope: beta_fast={self.beta_fast} must be more than beta_slow={self.beta_slow}, and both more "
-                "than 0: between the two lies the blend."
+                "than 0: between the two, both are blended."
             )
 
     @property
@@ -168,10 +168,13 @@ class YarnRope:
         """The scale of both tables."""
         if self.attention_factor is not None:
             return self.attention_factor
-        temper = lambda s: 0.1 * s * math.log(self.factor) + 1.0
         if self.mscale and self.mscale_all_dim:
-            return temper(self.mscale) / temper(self.mscale_all_dim)
-        return temper(1.0)
+            return self._m(self.mscale) / self._m(self.mscale_all_dim)
+        return self._m(1.0)
+
+    def _m(self, s: float) -> float:
+        """m(factor, s)."""
+        return 0.1 * s * math.log(self.factor) + 1.0
 
 
 RopeScaling = LinearRope | DynamicRope | Llama3Rope | YarnRope
@@ -186,7 +189,7 @@ def rope_table(
 ) -> tuple[Float[Array, "*batch T R"], Float[Array, "*batch T R"]]:
     """Cosines and sines of position·f_i, with f_i = theta^(−2i/R) for i < R/2, the second half repeating the first.
 
-    Both layouts of `apply_rope` take these tables. With positions of shape (3, B, T) they are those of `apply_mrope`.
+    Both layouts of `apply_rope` take these tables. Positions of shape (3, B, T) make the tables of `apply_mrope`.
 
     Args:
         positions: (..., T) integers below 2²⁴, which float32 holds exactly.
@@ -198,7 +201,7 @@ def rope_table(
         Two float32 tables (..., T, R), for `apply_rope` with a batch axis: positions (1, T) or (B, T).
 
     Raises:
-        TypeError: `theta` is no Python number, or `scaling` none of the four.
+        TypeError: `theta` is no Python number, or `scaling` is none of the four classes.
         ValueError: `width` or `theta` is out of its range.
 
     Example:
@@ -246,7 +249,7 @@ def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3Rope) -> np.ndar
 
 def _yarn_kept_share(column: np.ndarray, width: int, theta: float, scaling: YarnRope) -> np.ndarray:
     def column_of(turns: float) -> float:
-        """Where a frequency makes so many turns: original·theta^(−2i/R) = 2π·turns."""
+        """The column i whose frequency makes so many turns: original·theta^(−2i/R) = 2π·turns."""
         radians = 2 * math.pi * turns
         return width * math.log(scaling.original_max_position_embeddings / radians) / (2 * math.log(theta))
 
@@ -254,7 +257,7 @@ def _yarn_kept_share(column: np.ndarray, width: int, theta: float, scaling: Yarn
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
-    # Where the ends meet, a step: 0.001 columns wide, as in the reference implementation.
+    # If the ends meet, the blend is 0.001 columns wide, as in the reference implementation.
     return 1 - np.clip((column - first) / (last - first or 0.001), 0, 1)
 
 

@@ -37,11 +37,11 @@ def softmax(
 ) -> Float[Array, "..."]:
     """Makes probabilities of scores: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
 
-    Computed in float32, from differences to the largest score, and rounded once; so is the gradient. Only the output
-    is kept for the backward pass. The default is XLA; the Triton kernels are not measured.
+    The largest score is subtracted from all scores first. Value and gradient are computed in float32 and rounded once.
+    Only the output is kept for the backward pass. The default is XLA, because the Triton kernels are not measured.
 
     Args:
-        x: at least one axis, any float dtype. −inf scores get probability 0, unless all are.
+        x: at least one axis, any float dtype. A score of −inf gets probability 0, unless all are −inf.
         axis: the axis of the sum, a Python int.
         implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
             these to try in order.
@@ -69,10 +69,10 @@ def sparsemax(
 ) -> Float[Array, "..."]:
     """Makes probabilities of scores, most of them 0: y_i = max(x_i − τ, 0), with τ such that Σ_j y_j = 1 along an axis.
 
-    y is the point nearest to x among all distributions. Its gradient is dy less dy's mean where y > 0, and 0
-    elsewhere. τ is exact: XLA sorts, the Triton kernel takes Newton's steps until one changes nothing. Computed in
-    float32 and rounded once; only the output is kept for the backward pass. The default is XLA; the Triton kernels
-    are not measured.
+    y is the distribution nearest to x. With S = {i: y_i > 0}, dx_i = dy_i − mean of dy over S for i in S, and 0
+    elsewhere. τ is exact: XLA sorts, and the Triton kernel takes Newton's steps until a step changes nothing. Computed
+    in float32 and rounded once. Only the output is kept for the backward pass. The default is XLA, because the Triton
+    kernels are not measured.
 
     Args:
         x: at least one axis, any float dtype.

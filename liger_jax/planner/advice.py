@@ -16,13 +16,13 @@ _LITTLE = 0.1  # a saving below this share is little
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change of a run, and what it bought.
+    """One change to a run, and the memory that it saves.
 
     Attributes:
-        name: as the command's options: "--remat full".
-        run: the run after it.
-        saved_bytes: on each device.
-        total_bytes: what is needed after it.
+        name: the change in the command's options, such as "--remat full".
+        run: the changed run.
+        saved_bytes: what the change saves on each device.
+        total_bytes: what the changed run needs on each device.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Change:
 
 
 def advice(run: Run, totals: dict[str, int], estimates: dict[str, Estimate]) -> str:
-    """One or two sentences that follow from the figures.
+    """Says in one or two sentences what follows from the figures.
 
     Args:
         run: what was planned.
@@ -69,21 +69,26 @@ def _saves(saving: float) -> str:
 def changes_to_fit(run: Run, correction: int = 0, precisions: tuple[str, ...] = PRECISIONS) -> list[Change]:
     """The first combination of changes that makes a run fit by its estimate, the cheapest in time and quality first.
 
-    What costs nothing comes first, then what costs time, then 16 bits for what is kept in 32, all on the same devices;
-    then more devices of the same kind, the fewest that do. Where there are more devices than sequences the batch grows
-    to one sequence on each. No other change makes the batch another one.
+    Changes that cost nothing are tried first, then those that cost time, then bfloat16 for what is held in float32. If
+    none of these is enough, the same is tried on more devices of the same kind, as few as possible. The batch keeps its
+    size, unless there are more devices than sequences: then it grows to one sequence for each device.
 
     Args:
-        run: that does not fit.
-        correction: bytes that the estimate lacks.
-        precisions: what may be held in bfloat16; none of it with `()`.
+        run: a run that does not fit.
+        correction: bytes to add to each estimate.
+        precisions: which of the run's dtypes may become bfloat16; `()` for none.
 
     Returns:
-        The changes, each on top of those before it and none without need; empty if the run fits, or if nothing here
-        makes it fit.
+        The changes, each on top of those before it, and none that could be left out. Empty if the run fits already, or
+        if no combination makes it fit.
     """
-    needed = lambda r: estimate(r).total + correction
-    fits = lambda r: needed(r) <= r.target.capacity_bytes
+
+    def needed(r: Run) -> int:
+        return estimate(r).total + correction
+
+    def fits(r: Run) -> bool:
+        return needed(r) <= r.target.capacity_bytes
+
     if fits(run):
         return []
     for start, coarser in _starts(run, precisions):
@@ -111,17 +116,20 @@ def _starts(run: Run, precisions: tuple[str, ...]) -> Iterator[tuple[Run, tuple[
 def _chosen(
     run: Run, changes: list[dict[str, Any]], needed: Callable[[Run], int], fits: Callable[[Run], bool]
 ) -> list[dict[str, Any]] | None:
-    """Changes in their order until the run fits, without those that it fits without; None if it never does."""
-    made = lambda some: dataclasses.replace(run, **{name: value for change in some for name, value in change.items()})
+    """Takes changes in their order until the run fits, then drops those it fits without; None if it never fits."""
+
+    def changed(some: list[dict[str, Any]]) -> Run:
+        return dataclasses.replace(run, **{name: value for change in some for name, value in change.items()})
+
     taken: list[dict[str, Any]] = []
     for change in [{}, *changes]:
-        if change and needed(made([*taken, change])) >= needed(made(taken)):
+        if change and needed(changed([*taken, change])) >= needed(changed(taken)):
             continue
         taken += [change] if change else []
-        if fits(made(taken)):
+        if fits(changed(taken)):
             for costly in taken[::-1]:
                 without = [other for other in taken if other is not costly]
-                taken = without if fits(made(without)) else taken
+                taken = without if fits(changed(without)) else taken
             return taken
     return None
 
@@ -151,7 +159,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _on(run: Run, devices: Target) -> Run | None:
-    """The run on these devices, along "fsdp" as far as that divides the parameters; None if it cannot be."""
+    """The run on these devices, as many of them along "fsdp" as divide its matrices; None if no mesh does."""
     batch = math.ceil(run.batch / devices.count) * devices.count
     parts = math.gcd(batch // devices.count, run.micro_batches)
     data = 1
@@ -161,26 +169,26 @@ def _on(run: Run, devices: Target) -> Run | None:
         try:
             estimate(found)
             return found
-        except ValueError:  # a matrix that so many devices do not divide
+        except ValueError:  # so many devices do not divide a matrix
             data *= 2
     return None
 
 
 def options(before: Run, after: Run) -> str:
-    """The command's options that make one run another.
+    """The command's options that turn one run into another.
 
     Args:
-        before: the one.
-        after: the other.
+        before: the run to begin with.
+        after: the run to reach.
 
     Returns:
-        Such as "--device l4:8 --batch 8"; a mesh is named where it is not the default.
+        Such as "--device l4:8 --batch 8". The mesh is named unless both runs have the default one.
     """
-    default = lambda run: run.mesh == parse_mesh(None, run.target.count)
     words = dict(device=after.target.name) if after.target != before.target else {}
     names = "batch micro_batches loss remat optimizer state_memory state_dtype param_dtype dtype".split()
     words |= {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
-    if after.mesh != before.mesh and not (default(after) and default(before)):
+    have_default_meshes = all(run.mesh == parse_mesh(None, run.target.count) for run in (before, after))
+    if after.mesh != before.mesh and not have_default_meshes:
         words["mesh"] = ",".join(f"{axis}={size}" for axis, size in after.mesh.items())
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in words.items())
 
@@ -189,15 +197,17 @@ def largest_batch(run: Run, correction: int = 0) -> int:
     """The largest batch that fits by its estimate, in multiples of devices and micro-batches; 0 if none does.
 
     Args:
-        run: whose batch is counted if it fits, and not read otherwise.
-        correction: bytes that the estimate lacks.
+        run: the run; the search ignores its batch, which is a candidate of its own.
+        correction: bytes to add to each estimate.
 
     Returns:
         The batch.
     """
-    fits = lambda n: (
-        estimate(dataclasses.replace(run, batch=n * run.batch_unit)).total + correction <= run.target.capacity_bytes
-    )
+
+    def fits(n: int) -> bool:
+        total = estimate(dataclasses.replace(run, batch=n * run.batch_unit)).total
+        return total + correction <= run.target.capacity_bytes
+
     own = run.batch // run.batch_unit
     return max(largest(fits), own if fits(own) else 0) * run.batch_unit
 
@@ -206,7 +216,7 @@ def largest(fits: Callable[[int], bool]) -> int:
     """The largest n ≥ 1 for which a monotone predicate holds, by doubling and bisection; 0 if none.
 
     Args:
-        fits: of an integer.
+        fits: the predicate of an integer; true up to some n, and false beyond.
 
     Returns:
         n.
@@ -225,7 +235,7 @@ def largest(fits: Callable[[int], bool]) -> int:
 
 
 def _where_it_pays(run: Run, saving: float) -> tuple[int, float] | None:
-    """The batch, up to 64 times this one, at which the fused loss saves the most, and the share; None if no more."""
+    """The batch, up to 64 times this one, where the fused loss saves most, and the share; None if none saves more."""
     best = None
     for factor in (2, 4, 8, 16, 32, 64):
         at = {

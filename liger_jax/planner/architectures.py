@@ -47,8 +47,8 @@ def _sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None
     return sizes | ({"num_key_value_heads": kv_heads} if kv_heads else {}) | others
 
 
-# By the last part of their ids on Hugging Face, without what says how they were trained (`_known_as`). Models that also
-# see are here with their language part.
+# A key is the last part of a model's id on Hugging Face, without the words that say how the model was trained
+# (`_known_as`). Models that take images, too, are here with their language part.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-2-7b": _LLAMA_2 | _sizes(4096, 11008, 32, 32),
     "llama-2-13b": _LLAMA_2 | _sizes(5120, 13824, 40, 40),
@@ -100,12 +100,12 @@ _OTHER_NAMES = {
     "mistral-nemo-12b": "mistral-nemo-2407",
     "mistral-small-24b": "mistral-small-24b-2501",
 }
-_TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say nothing of sizes
+_TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say how a model was trained
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A model that can be made, or thought of.
+    """A family and a configuration: all that a model needs but its numbers.
 
     Attributes:
         name: as it was asked for.
@@ -131,9 +131,10 @@ class Architecture:
 
     @functools.cached_property
     def parameters(self) -> list[tuple[Any, Any]]:
-        """Path and type of every parameter, as of layers of one type: those of others have equal ones.
+        """Path and type of every parameter.
 
-        Layers of one type are one stack, whatever their number; others could be made one by one.
+        The layers are taken as of one type, since other types have equal parameters: one stack then holds all layers,
+        and is made at once.
         """
         config = self.config
         if "layer_types" in {field.name for field in dataclasses.fields(config)}:
@@ -142,21 +143,21 @@ class Architecture:
 
     @functools.cached_property
     def norms_results(self) -> bool:
-        """Whether layers norm what attention and feed-forward give, as Gemma does from its second version on."""
+        """Whether layers normalise the results of attention and feed-forward, as Gemma 2 and 3 do."""
         return any("post_feedforward_layernorm" in jax.tree_util.keystr(path) for path, _ in self.parameters)
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers are trained, a tied head counted once."""
+        """How many numbers are trained; a tied head counts once."""
         return sum(math.prod(x.shape) for _, x in self.parameters)
 
 
 def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
-    """A model by its name, or by a config.json of Hugging Face's, or by the folder that it is in.
+    """Finds a model by its name, by a config.json of Hugging Face's, or by the folder of that file.
 
     Args:
-        name_or_path: a path; or one of `MODELS` or its id on Hugging Face, in any case. What is there as a file goes
-            before a name.
+        name_or_path: a path, one of `MODELS`, or an id on Hugging Face; the case of names does not matter. If a file or
+            folder of that name exists, it is taken.
 
     Returns:
         The architecture.
@@ -195,7 +196,7 @@ def _known_as(name: str) -> str:
 
 
 def _unknown(name: str, short: str) -> str:
-    """The message for a name that is not known, with those that look like it."""
+    """The message for an unknown name; it proposes the names that look like it."""
     near = difflib.get_close_matches(short, [*MODELS, *_OTHER_NAMES], n=3)
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known are {', '.join(MODELS)}."
     return f"model={name!r} is neither a file nor known. {hint} For any other model pass the path of its config.json."

@@ -1,4 +1,4 @@
-"""What a training step needs by its compiler's account: the step is compiled for its devices, and not run."""
+"""The memory of a training step by its compiler's account: the step is compiled for its devices and never run."""
 
 import dataclasses
 import math
@@ -19,9 +19,9 @@ class Compiled:
     """Bytes of a step on each device.
 
     Attributes:
-        total: arguments, results and temporaries, what is donated counted once.
+        total: arguments, results and temporaries; a donated argument and its result count once.
         arguments: parameters, optimizer state and tokens.
-        temporaries: what lives within the step.
+        temporaries: what lives only within the step.
         program: the compiled program, or None where the compiler refused to make one with so much memory.
     """
 
@@ -36,7 +36,7 @@ def compile_run(run: Run, devices: list[Any] | None = None) -> Compiled:
 
     Args:
         run: what is trained.
-        devices: other devices to compile for, as many, such as those that are there.
+        devices: devices to compile for instead, such as this machine's own; as many as the run's.
 
     Returns:
         What each device needs.
@@ -63,7 +63,7 @@ def memory_of(program: Any) -> Compiled:
     """What a compiled program needs on each device.
 
     Args:
-        program: of `jax.stages.Compiled`.
+        program: a `jax.stages.Compiled`.
 
     Returns:
         The bytes, and the program.
@@ -72,15 +72,16 @@ def memory_of(program: Any) -> Compiled:
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     (device, *_) = jax.tree.leaves(program.output_shardings)[0].device_set
     if device.platform == "tpu":
-        # libtpu adds up temporaries whose lives do not overlap, up to a third more than the peak that it holds against
-        # the memory: 70 billion parameters pass on v6e:8x8 with arguments and temporaries of 38 of 31 GiB.
+        # libtpu's temporaries include some whose lives do not overlap, up to a third more than the peak. It compares
+        # the peak with the memory: 70 billion parameters pass on v6e:8x8, whose 31 GiB are less than the 38 GiB of
+        # arguments and temporaries.
         return Compiled(memory.peak_memory_in_bytes, arguments, memory.peak_memory_in_bytes - arguments, program)
     total = arguments + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(total, arguments, temporaries, program)
 
 
 def _refused(message: str, arguments: int) -> int | None:
-    """The bytes that a program would need, where libtpu refuses it for its memory: it names all, or temporaries."""
+    """The bytes that a program needs, from libtpu's refusal, which names all of them or the temporaries alone."""
     if found := re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message):
         return int(float(found[1]) * _UNITS[found[2]])
     if found := re.search(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)", message):

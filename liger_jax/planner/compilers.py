@@ -35,7 +35,7 @@ def devices(of: Target) -> list[Any]:
         of: the target.
 
     Returns:
-        As many as it has.
+        The target's devices.
 
     Raises:
         ImportError: the plugin that compiles for them is not installed.
@@ -85,7 +85,7 @@ def gpu_devices(name: str, count: int = 1) -> list[Any]:
 
     Args:
         name: one of `GPUS`.
-        count: as in `target`.
+        count: how many, as in `target`.
 
     Returns:
         Devices for shardings.
@@ -93,11 +93,14 @@ def gpu_devices(name: str, count: int = 1) -> list[Any]:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # JAX's own discovery of plugins goes first
     shape = target(f"{name}:{count}").topology
-    describe = lambda: topologies.get_topology_desc(
-        platform="cuda", topology_name=shape, topology=shape, target_config=GPUS[name].description()
-    )
+
+    def described_devices():
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name=shape, topology=shape, target_config=GPUS[name].description()
+        ).devices
+
     try:
-        return describe().devices
+        return described_devices()
     except Exception:  # the plugin is installed and was passed over, because there is no GPU
         import jax_plugins.xla_cuda13 as plugin
         from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # a compiled module
@@ -105,7 +108,7 @@ def gpu_devices(name: str, count: int = 1) -> list[Any]:
         library = pathlib.Path(plugin.__file__).parent / "xla_cuda_plugin.so"
         _jax.load_pjrt_plugin("cuda", str(library), None)
         _jax.initialize_pjrt_plugin("cuda")
-        return describe().devices
+        return described_devices()
 
 
 def tpu_devices(name: str, topology: str | None = None) -> list[Any]:
@@ -113,7 +116,7 @@ def tpu_devices(name: str, topology: str | None = None) -> list[Any]:
 
     Args:
         name: one of `TPUS`.
-        topology: of its chips; `None` for the smallest.
+        topology: the chips' topology; `None` for the smallest.
 
     Returns:
         Devices for shardings.
@@ -129,7 +132,7 @@ def described(device: Any, platform: str) -> AbstractDevice:
     """What ops are told of a device.
 
     Args:
-        device: of a topology.
+        device: a device of a topology.
         platform: "gpu" or "tpu".
 
     Returns:
@@ -144,9 +147,9 @@ def compile_for(
     """A function compiled for one device.
 
     Args:
-        function: of arrays.
+        function: a function of arrays.
         arguments: their (shape, dtype) pairs.
-        device: of a topology.
+        device: a device of a topology.
         platform: "gpu" or "tpu".
         compiler_options: XLA's.
 
@@ -163,10 +166,10 @@ def compile_for(
 
 
 def without_cudnn() -> str | None:
-    """Says what differs where cuDNN, whose attention models run on NVIDIA GPUs, is not installed.
+    """Says what differs where cuDNN is not installed, whose attention the models run on NVIDIA GPUs.
 
     Returns:
-        The sentence, or None where it is.
+        The sentence, or None where cuDNN is installed.
     """
     gpu_devices("h200")  # where JAX looks for cuDNN before its plugin is there, it never finds it
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jax.numpy.bfloat16)

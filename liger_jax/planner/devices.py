@@ -11,18 +11,18 @@ MIB, GIB = 2**20, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """An NVIDIA GPU as its compiler is told of it.
+    """An NVIDIA GPU in the figures that its compiler needs.
 
     Attributes:
         kind: the product's name, as the driver gives it.
         capability: compute capability, major and minor.
-        memory_bytes: what the driver reports in all.
-        visible_gib: what CUDA counts of it, of which JAX's allocator takes its fraction: the least that was seen in
-            messages of CUDA programs that ran out of memory.
+        memory_bytes: the whole memory, as the driver reports it.
+        visible_gib: the memory that CUDA counts, of which JAX's allocator takes a fraction. It is the least figure seen
+            in messages of CUDA programs that ran out of memory.
         cores: streaming multiprocessors.
-        shared_bytes: shared memory of a core, of which a block may ask for all but 1 KiB from Ampere on.
+        shared_bytes: shared memory of a core; from Ampere on, a block may ask for all but 1 KiB of it.
         threads: resident threads of a core.
-        float32_units: of a core.
+        float32_units: float32 units of a core.
         l2_bytes: second-level cache.
     """
 
@@ -37,7 +37,7 @@ class GPU:
     l2_bytes: int
 
     def description(self) -> str:
-        """As a text protocol buffer.
+        """The figures as a text protocol buffer.
 
         Returns:
             What the CUDA plugin's topologies take for `target_config`.
@@ -63,10 +63,10 @@ class TPU:
 
     Attributes:
         kind: as JAX names its devices.
-        memory_bytes: of one device, what libtpu lets a program have.
+        memory_bytes: the memory that libtpu lets a program have on one device.
         smallest: the smallest topology, one host.
-        most_chips: of the largest topology, a pod.
-        devices_per_chip: cores that are devices of their own.
+        most_chips: chips of the largest topology, a pod.
+        devices_per_chip: cores of a chip that are devices of their own.
     """
 
     kind: str
@@ -97,12 +97,12 @@ GPUS_PER_HOST, CHIPS_PER_HOST = 8, 4
 
 # XLA_PYTHON_CLIENT_MEM_FRACTION: the share of a GPU's memory that JAX's allocator takes. The first is JAX's default.
 FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)
-# What a process has outside the allocator, which no fraction may take: CUDA's context and the code of cuBLAS, cuDNN and
-# the program, 0.61 GiB on an H100 (JAX 0.11.2, CUDA 13, 2026-11-24); and where devices exchange gradients, NCCL's
-# buffers, which are not measured.
+# Memory that a process needs outside the allocator. CUDA's context and the code of cuBLAS, cuDNN and the program take
+# 0.61 GiB on an H100 (JAX 0.11.2, CUDA 13, 2026-11-24). Where devices exchange gradients, NCCL has buffers, which are
+# not measured.
 CONTEXT_BYTES, NCCL_BYTES = int(0.7 * GIB), GIB
-# Of what the allocator has, for fragmentation and what programs before the step left behind: of 29 steps that ran on an
-# H200 some held 2 % more than their compiler had said, and none held more (benchmarks/results/planner.md).
+# The share of the allocator's memory that is left free, for fragmentation and for what earlier programs left behind. 29
+# steps ran on an H200: some held 2 % more than their compiler had said, none more (benchmarks/results/planner.md).
 RESERVE = 0.02
 MOST_GPUS = 4096
 
@@ -116,11 +116,12 @@ class Target:
         platform: "gpu" or "tpu".
         kind: the device's own name.
         count: devices.
-        memory_bytes: of each, in all.
+        memory_bytes: the whole memory of each device.
         topology: as the compiler's plugin names it.
-        visible_bytes: what CUDA counts of a GPU's memory; all of a TPU's.
-        capacity_bytes: what a training step may need of each. On a GPU it is the largest of `FRACTIONS` that leaves the
-            context and NCCL their memory, less `RESERVE`. A TPU's memory is what libtpu lets a program have already.
+        visible_bytes: the part of a GPU's memory that CUDA counts; all of a TPU's.
+        capacity_bytes: the memory that a training step may need on each device. On a GPU it is the largest of
+            `FRACTIONS` that leaves the context and NCCL their memory, less `RESERVE`. On a TPU it is all that libtpu
+            lets a program have.
     """
 
     name: str
@@ -139,7 +140,7 @@ class Target:
             needed: bytes of the step on each device.
 
         Returns:
-            The fraction; `None` on a TPU, where there is none to choose, and where the step does not fit.
+            The fraction. `None` on a TPU, which has no such setting, and where the step does not fit.
 
         Example:
             >>> target("t4").fraction_for(12 * GIB), target("t4").fraction_for(8 * GIB)
@@ -172,7 +173,7 @@ class Target:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """A GPU's compute capability; (0, 0) of a TPU."""
+        """A GPU's compute capability; (0, 0) for a TPU."""
         gpu = GPUS.get(self.name.partition(":")[0])
         return gpu.capability if gpu else (0, 0)
 

@@ -1,8 +1,8 @@
 """The memory of a training step by formulas: nothing is compiled, and it takes milliseconds.
 
-All sizes are those of one device. The step is over when its largest moment is: the loss, when all activations are kept
-and the logits or the fused loss's buffers exist; or the backward of the last layer, when the gradients of all layers
-have their place as well.
+All sizes are those of one device. Memory peaks at one of two moments. In the loss, all activations are kept, and the
+logits or the fused loss's buffers exist. In the backward of the last layer, all activations are kept, and the gradients
+of all layers have their place as well.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ class Estimate:
     """Bytes on each device.
 
     Attributes:
-        parts: by name, those of `STATIC` and `DYNAMIC` that live at the peak.
-        peak: "loss" or "backward", when the most is needed.
-        loss_bytes: the logits or the fused loss's buffers, whether or not they make the peak.
-        static: parameters, all of their gradients, and the optimizer's state: what does not depend on the batch. At a
-            peak in the loss some of the gradients are not there yet, so `parts` may hold less.
+        parts: what each of `STATIC` and `DYNAMIC` takes at the peak.
+        peak: the moment of the peak, "loss" or "backward".
+        loss_bytes: the logits or the fused loss's buffers, wherever the peak is.
+        static: parameters, all gradients and the optimizer's state, which do not depend on the batch. If the peak is in
+            the loss, some gradients do not exist yet, and `parts` has less of them.
     """
 
     parts: dict[str, int]
@@ -39,7 +39,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
 
@@ -48,14 +48,14 @@ def static_bytes(
 ) -> int:
     """Parameters, gradients and optimizer state on each device, fully sharded: 16 bytes a parameter by default.
 
-    Held in bfloat16 beside a float32 master copy, as other frameworks do it, they are as many: 2 + 2 + 4 + 4 + 4.
+    Frameworks that hold bfloat16 parameters beside a float32 master copy need as many: 2 + 2 + 4 + 4 + 4.
 
     Args:
-        parameters: how many.
+        parameters: how many there are.
         devices: over which all three are split.
-        param_dtype: of parameters and gradients.
+        param_dtype: dtype of parameters and gradients.
         optimizer: "adamw" or "sgd".
-        state_dtype: of AdamW's two moments.
+        state_dtype: dtype of AdamW's two moments.
 
     Returns:
         Bytes.
@@ -69,13 +69,13 @@ def static_bytes(
 
 
 def logits_bytes(tokens: int, vocab_size: int, bytes_per_logit: int = 8) -> int:
-    """A loss on logits holds them and their gradient in float32.
+    """Bytes of a loss on logits, which holds the logits and their gradient in float32.
 
     Args:
-        tokens: of one device.
+        tokens: tokens of one device.
         vocab_size: V.
-        bytes_per_logit: 12 for a framework that runs one operation after the other, and holds their softmax too; 6 for
-            a compiler that has the gradient in 16 bits.
+        bytes_per_logit: 12 for a framework that runs one operation after the other and holds the softmax, too; 6 for a
+            compiler that has the gradient in 16 bits.
 
     Returns:
         Bytes.
@@ -98,18 +98,19 @@ def kept_by_a_layer(run: Run) -> dict[str, int]:
     """
     c, kept = run.model.config, _values_kept(run)
     if run.remat == "none" and run.target.platform == "tpu":
-        # A TPU's arrays have rows of 128 lanes: narrower heads of all but the values are padded, and so is a sum.
+        # A TPU's arrays have rows of 128 lanes. Narrower heads of queries, keys and results are padded to 128, and each
+        # of attention's sums takes a row.
         padding = max(0, 128 - c.head_dim) * (2 * c.num_attention_heads + c.num_key_value_heads)
         kept["attention"] += padding + 127 * _sums(run)
     return {name: run.tokens * jnp.dtype(run.dtype).itemsize * values for name, values in kept.items()}
 
 
 def _values_kept(run: Run) -> dict[str, int]:
-    """The same in values a token, in the computation's dtype."""
+    """What a layer keeps for its backward, by kind: values of the computation's dtype for each token."""
     c = run.model.config
     d, f = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    # A norm of the feed-forward's result takes that in the backward.
+    # The backward of a norm over the feed-forward's result needs that result.
     result = d if run.model.norms_results else 0
     inputs, attention, feed_forward = {
         "full": (d, 0, 0),
@@ -123,7 +124,7 @@ def _values_kept(run: Run) -> dict[str, int]:
 
 
 def _sums(run: Run) -> int:
-    """Attention keeps a sum a head in float32: how many values of the computation's dtype that is, for a token."""
+    """Attention keeps a float32 sum for each head and token: their size in values of the computation's dtype."""
     return 4 * run.model.config.num_attention_heads // jnp.dtype(run.dtype).itemsize
 
 
@@ -146,25 +147,29 @@ def estimate(run: Run) -> Estimate:
     if run.state_memory == "host":
         static["optimizer state"] = 0
     kept = {name: layers * value for name, value in kept_by_a_layer(run).items()}
-    # Gathered where they are used, those of two layers at a time; or cast.
+    # Sharded parameters are gathered where they are used, two layers' at a time. On one device they may be cast.
     gathered, is_cast = run.mesh["fsdp"] > 1, param != size
-    of_layers = size * sizes.layer * (2 if gathered else is_cast)
+    copied_layers = 2 if gathered else 1 if is_cast else 0
+    of_layers = size * sizes.layer * copied_layers
     of_head = param * sizes.head if gathered else 0
     loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
     tpu = run.target.platform == "tpu"
-    if run.loss == "fused":  # makes the head's gradient whole, before it is scattered; a TPU casts before it gathers
+    if run.loss == "fused":  # the head's gradient is whole before it is scattered; a TPU casts before it gathers
         loss, head_gradient = loss + run.loss_plan().extra_bytes, param * sizes.head
         in_loss, in_layers = 0 if tpu else of_head, of_head
-    else:  # has the logits' gradient beside them and makes the head's in their place; or, on a TPU, the reverse
-        loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8) + is_cast * size * sizes.head
+    else:
+        # A GPU holds the logits and their gradient, and makes the head's gradient in the logits' place. On a TPU the
+        # logits' gradient takes the logits' place, and the head's gradient has a place of its own.
+        loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8)
+        loss += size * sizes.head if is_cast else 0
         head_gradient = param * sizes.head if tpu else 0
         in_loss, in_layers = of_head, 0 if tpu else of_head
-    # A tied head's gradient is the embedding's too. In 16 bits it comes with what rounding took off the tokens' rows.
+    # A tied head's gradient is the embedding's, too. In 16 bits, what rounding took off the tokens' rows is held, too.
     is_widened = run.head_dtype != run.param_dtype
-    remainder = is_widened * 4 * min(run.tokens, config.vocab_size) * config.hidden_size
-    sums = 4 * sizes.own if run.micro_batches > 1 else 0  # of the micro-batches' gradients, in float32
-    # On several GPUs from Hopper on XLA orders a program so as to hide its communication, which brings forward the
-    # zeros that the layers' gradients are summed into.
+    remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if is_widened else 0
+    sums = 4 * sizes.own if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
+    # On several GPUs, from Hopper on, XLA orders a program so that communication is hidden. The zeros into which the
+    # layers' gradients are summed then exist early.
     early = param * sizes.own_layers if run.target.count > 1 and run.target.capability >= (9, 0) else 0
     at_loss = {"gradients": head_gradient + sums + early, "copies of parameters": in_loss, "loss": loss}
     in_backward = {
@@ -178,13 +183,13 @@ def estimate(run: Run) -> Estimate:
 
 
 def _work_of_a_layer(run: Run) -> int:
-    """The backward of one layer: what it makes anew, and the gradients of that."""
+    """The backward of one layer: the activations that it computes again, and their gradients."""
     c, size = run.model.config, jnp.dtype(run.dtype).itemsize
     heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
     everything = (7 if run.model.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
     everything += 2 * c.hidden_size  # gradients
-    # Gate, up and their product, and two gradients. One GPU makes them again a half at a time, in place; between
-    # several XLA orders the halves anew, and holds both.
+    # Gate, up, their product and two gradients. A single GPU computes them again one half at a time, in place. On
+    # several GPUs XLA orders the halves in another way, and holds both.
     in_halves = run.target.platform == "gpu" and run.target.count == 1 and run.remat in ("full", "offload")
     everything += (3 * c.intermediate_size + 1) // 2 if in_halves else 5 * c.intermediate_size
     return run.tokens * size * (everything - sum(_values_kept(run).values()))
@@ -192,12 +197,12 @@ def _work_of_a_layer(run: Run) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Parameters:
-    """How many: on a device, in its share of all layers, in one layer on all devices, and in the head."""
+    """Numbers of parameters."""
 
-    own: int
-    own_layers: int
-    layer: int
-    head: int
+    own: int  # on one device
+    own_layers: int  # of these, in layers
+    layer: int  # in one layer, over all devices
+    head: int  # in the head, over all devices
 
     @classmethod
     def of(cls, run: Run) -> "_Parameters":

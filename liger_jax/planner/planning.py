@@ -41,7 +41,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the run, with its own loss, has the memory it needs."""
+        """Whether the run has the memory that it needs with its own loss."""
         return self.needed <= self.run.target.capacity_bytes
 
     @property
@@ -51,14 +51,14 @@ class MemoryPlan:
 
     @property
     def _correction(self) -> int:
-        """What the estimate lacks, where the compiler was asked."""
+        """The compiler's figure minus the estimate; 0 where the compiler was not asked."""
         return self.needed - self.estimates[self.run.loss].total
 
     def estimated(self, run: Run) -> int:
-        """What another run needs by its estimate, corrected as this one's is.
+        """What another run needs by its estimate, with this plan's correction.
 
         Args:
-            run: much like this plan's.
+            run: a run much like this plan's.
 
         Returns:
             Bytes on each device.
@@ -67,7 +67,7 @@ class MemoryPlan:
 
     @property
     def largest_batch(self) -> int:
-        """The largest batch that fits, by the estimate; the compiler's answer corrects it where it was asked."""
+        """The largest batch that fits by the estimate, which is corrected if the compiler was asked."""
         return largest_batch(self.run, self._correction)
 
     @property
@@ -79,10 +79,10 @@ class MemoryPlan:
         """What would make the run fit, by estimates.
 
         Args:
-            precisions: what may be held in bfloat16; none of it with `()`.
+            precisions: which of the run's dtypes may become bfloat16; `()` for none.
 
         Returns:
-            Changes, one on top of the other, and what each bought; none where the run fits, or where nothing helps.
+            Changes, one on top of the other, with what each saves. Empty where the run fits, or where nothing helps.
         """
         return changes_to_fit(self.run, self._correction, precisions)
 
@@ -90,7 +90,7 @@ class MemoryPlan:
 def make_run(
     model: str | os.PathLike[str], *, batch: int, seq: int, device: str, mesh: str | None = None, **options: Any
 ) -> Run:
-    """A run from names.
+    """Makes a run from names and sizes.
 
     Args:
         model: as `plan` takes it.
@@ -166,8 +166,8 @@ class Found:
     """The largest run that fits.
 
     Attributes:
-        run: it.
-        answers: every size that was compiled, and what it needs.
+        run: the largest run.
+        answers: bytes by size, for every size that was compiled.
     """
 
     run: Run
@@ -177,16 +177,16 @@ class Found:
 def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lambda size, needed, fits: None) -> Found:
     """The largest batch or sequence that fits, by compiled answers.
 
-    The estimate's answer is tried first; doubling from there, then bisection. Batches go in multiples of devices and
-    micro-batches, sequences in multiples of 128, up to the model's longest.
+    The search begins at the estimate's answer, goes on in doubling steps, and ends with bisection. Batches are
+    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest.
 
     Args:
-        run: all else of it stays.
+        run: the run; everything but the size that is looked for stays as it is.
         what: "batch" or "seq".
-        progress: told of each size, what it needs and whether it fits.
+        progress: called with each size, the bytes that it needs, and whether it fits.
 
     Returns:
-        What was found.
+        The largest run, and all answers.
 
     Raises:
         ValueError: `what` is unknown, or not even the smallest fits.
@@ -207,7 +207,9 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
             progress(n * unit, answers[n * unit], answers[n * unit] <= capacity)
         return answers[n * unit] <= capacity
 
-    bounded = lambda n: most is None or n <= most
+    def bounded(n: int) -> bool:
+        return most is None or n <= most
+
     low = max(1, largest(lambda n: bounded(n) and estimate(sized(n)).total <= capacity))
     step = max(1, low // 16)
     if fits(low):

@@ -20,10 +20,10 @@ _WIDTH = 60
 
 
 def heading(plan: MemoryPlan) -> str:
-    """What is planned, in one line.
+    """The run in one line.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         The line.
@@ -43,7 +43,7 @@ def table(plan: MemoryPlan) -> str:
     """The parts, the totals, and what is free of a device's memory.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         Lines for a terminal, in GiB.
@@ -73,7 +73,7 @@ def bars(plan: MemoryPlan) -> str:
     """A stacked bar for each loss against the device's memory, by estimate.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         Lines for a terminal. Beyond the memory, marks are small letters.
@@ -93,7 +93,7 @@ def bars(plan: MemoryPlan) -> str:
 
 
 def _marks(plan: MemoryPlan, loss: str, most: int) -> Iterator[str]:
-    """The marks of a bar: each part begins and ends where its sum does."""
+    """The marks of a bar. A part ends at the rounded sum of all up to it, so that roundings do not add up."""
     done = 0
     for name in STATIC + DYNAMIC:
         before, done = done, done + plan.estimates[loss].parts[name]
@@ -104,7 +104,7 @@ def verdict(plan: MemoryPlan) -> str:
     """Whether it fits, in one line, with the share of a GPU that JAX must be given for it.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         Such as "Fits: 21.7 of 74.3 GiB on each of 8."
@@ -118,29 +118,29 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def _needed_of(target: Target, needed: int) -> str:
-    """What fits, of what, on how many, and with which setting."""
+    """The memory needed, the memory there is, the number of devices, and the setting that JAX needs."""
     where = f" on each of {target.count}" if target.count > 1 else ""
     return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{_with_share(target, needed)}"
 
 
 def _apart(*sizes: int) -> list[str]:
-    """GiB with one digit, or with two where one does not tell them apart."""
+    """GiB with one digit, or with two where one digit does not tell the sizes apart."""
     texts = [f"{size / GIB:.1f}" for size in sizes]
     return texts if len({*texts}) > 1 else [f"{size / GIB:.2f}" for size in sizes]
 
 
 def _with_share(target: Target, needed: int) -> str:
-    """The setting that a step needs, where JAX's default is not enough."""
+    """The setting that a step needs, if JAX's default is not enough."""
     fraction = target.fraction_for(needed)
     return "" if fraction in (None, FRACTIONS[0]) else f" with XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"
 
 
 def text(plan: MemoryPlan, largest_batch: int | None = None) -> str:
-    """All that a terminal shows: the verdict, the largest batch, the table, and what follows from it.
+    """The whole text for a terminal: verdict, largest batch, table, bars and advice.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
-        largest_batch: that fits, where it is known; `None` to estimate it.
+        plan: what `liger_jax.planner.plan` returns.
+        largest_batch: the largest batch that fits, if it is known; `None` to estimate it.
 
     Returns:
         Lines.
@@ -185,10 +185,10 @@ def _to_fit(plan: MemoryPlan) -> list[str]:
 
 
 def notes(plan: MemoryPlan) -> list[str]:
-    """What a reader should know of the device that no number of the plan says.
+    """What a reader should know about the device beside the plan's numbers.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
+        plan: what `liger_jax.planner.plan` returns.
 
     Returns:
         Sentences.
@@ -206,11 +206,11 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     """Finds out before the plan is made whether its picture can be drawn.
 
     Args:
-        path: of the file.
+        path: the file's path.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the file's folder is not there, the file is a folder, or its name is of no format of pictures.
+        ValueError: the file's folder is not there, the file is a folder, or its ending names no picture format.
     """
     path = pathlib.Path(path)
     if not path.parent.is_dir():
@@ -234,8 +234,8 @@ def picture(plan: MemoryPlan, path: str | os.PathLike[str]) -> None:
     """Draws the bars as a picture.
 
     Args:
-        plan: of `liger_jax.planner.plan`.
-        path: of the file, whose ending says the format: .png and others.
+        plan: what `liger_jax.planner.plan` returns.
+        path: the file's path; its ending says the format, such as .png.
 
     Raises:
         ImportError: matplotlib is not installed.

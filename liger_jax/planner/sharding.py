@@ -53,8 +53,8 @@ def make_mesh(devices: list[Any], sizes: dict[str, int], axis_type: AxisType = A
 
     Args:
         devices: real ones, or a topology's.
-        sizes: of its axes.
-        axis_type: of all axes.
+        sizes: the sizes of its axes.
+        axis_type: the type of all axes.
 
     Returns:
         The mesh.
@@ -66,8 +66,8 @@ def split(path: tuple[Any, ...], shape: tuple[int, ...], fsdp: int) -> P:
     """How one parameter, or what an optimizer holds for it, lies on the mesh.
 
     Args:
-        path: of the parameter in its tree, or in the optimizer's.
-        shape: of the parameter.
+        path: the parameter's path in its tree, or in the optimizer's.
+        shape: the parameter's shape.
         fsdp: devices along "fsdp".
 
     Returns:
@@ -81,10 +81,11 @@ def split(path: tuple[Any, ...], shape: tuple[int, ...], fsdp: int) -> P:
     if fsdp == 1 or not shape or names[-1] not in SPLIT_AXIS:
         return P()
     stacked = STACKED in names and not any(name.isdigit() for name in names[names.index(STACKED) :])
-    axis = SPLIT_AXIS[names[-1]] + stacked
+    layer_axes = 1 if stacked else 0
+    axis = SPLIT_AXIS[names[-1]] + layer_axes
     if shape[axis] % fsdp == 0:
         return P(*[None] * axis, "fsdp")
-    if len(shape) - stacked > 1:
+    if len(shape) - layer_axes > 1:
         raise ValueError(
             f"fsdp={fsdp} does not divide axis {axis} of {'.'.join(names)}, whose shape is {shape}. "
             f"Choose a size that divides {shape[axis]}, and give the other devices to data."
@@ -96,11 +97,14 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     """The shardings of parameters, or of an optimizer's state.
 
     Args:
-        tree: of arrays or their types.
+        tree: a tree of arrays or their types.
         mesh: with an axis "fsdp".
 
     Returns:
         A tree of `NamedSharding`.
     """
-    of = lambda path, x: NamedSharding(mesh, split(path, x.shape, mesh.shape["fsdp"]))
-    return jax.tree_util.tree_map_with_path(of, tree)
+
+    def sharding(path, x):
+        return NamedSharding(mesh, split(path, x.shape, mesh.shape["fsdp"]))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)

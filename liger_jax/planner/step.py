@@ -35,9 +35,9 @@ class Run:
         target: the devices.
         mesh: sizes of "data" and "fsdp".
         optimizer: "adamw" or "sgd", the latter without momentum.
-        state_dtype: of the optimizer's moments.
-        param_dtype: of parameters and gradients.
-        dtype: of the computation.
+        state_dtype: dtype of the optimizer's moments.
+        param_dtype: dtype of parameters and gradients.
+        dtype: dtype of the computation.
         remat: as the models take it.
         loss: "fused" or "logits".
         micro_batches: into how many equal parts a step cuts the batch.
@@ -107,6 +107,7 @@ class Run:
         options: dict[str, Any] = dict(
             dtype=self.dtype,
             weight_dtype=self.head_dtype,
+            logit_scale=config.logit_scale,
             logit_softcap=config.final_logit_softcapping,
             device=self.target.description,
         )
@@ -143,7 +144,7 @@ def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
 
     Args:
         name: "adamw" or "sgd".
-        state_dtype: of the moments.
+        state_dtype: dtype of the moments.
 
     Returns:
         The transformation.
@@ -165,7 +166,7 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
     Args:
         run: what is trained, and how.
-        mesh: its devices.
+        mesh: the devices' mesh.
 
     Returns:
         A jitted `step(state, tokens) -> (state, loss)` with `state = (params, opt_state)`, donated, to be traced with

@@ -27,6 +27,8 @@ class LlamaConfig:
             `Llama3Rope` or `YarnRope`, or `None`.
         tie_word_embeddings: whether the head is the embedding.
         initializer_range: standard deviation of the initial weights.
+        logit_scale: a factor of the logits, in every result and loss. Cohere's config.json calls it so, and Granite's
+            says its inverse, `logits_scaling`.
 
     Raises:
         ValueError: fields have a wrong type, are out of range or do not fit together; the message lists them all. A
@@ -51,6 +53,7 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+    logit_scale: float = 1.0
 
     # LLaMA's values. Other families override them, by constants or by fields of their configs.
     qkv_bias: ClassVar[bool] = False

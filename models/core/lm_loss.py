@@ -1,6 +1,7 @@
 """The loss of a language model from hidden states or from logits, on one device or on a batch that is sharded."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,13 +12,25 @@ from liger_jax import ops
 from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.sharding import sum_over_batch_shards
-from liger_jax.ops import LossMetrics
+from liger_jax.models.core.sharding import on_batch_shards, sum_over_batch_shards
+from liger_jax.ops import LossMetrics, TokenLogProbs
 from liger_jax.ops._device import device_of
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.ops.loss_plan import budget_beside_layers
 
 Result = tuple[Float[Array, ""], LossMetrics | None]
+
+
+def logit_options_of(config: Any) -> dict[str, Any]:
+    """How logits come from the head's product, as the losses take it.
+
+    Args:
+        config: the architecture.
+
+    Returns:
+        `logit_scale` and `logit_softcap`.
+    """
+    return dict(logit_scale=config.logit_scale, logit_softcap=config.final_logit_softcapping)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +78,39 @@ class LanguageModelLoss:
             return self._sharded(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
         return self._local(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
 
+    def log_probs(
+        self,
+        hidden: Float[Array, "B T D"],
+        head: Float[Array, "V D"],
+        targets: Int[Array, "B T"],
+        *,
+        temperature: float,
+        entropy: bool,
+    ) -> TokenLogProbs:
+        """The log-probabilities of the targets, of each device's part of the batch where it is sharded.
+
+        Args:
+            hidden: hidden states after the last norm.
+            head: the head's weight.
+            targets: the label of each position, -100 where it is not scored.
+            temperature: by which logits are divided.
+            entropy: whether entropies are wanted, too.
+
+        Returns:
+            `TokenLogProbs` of (B, T) arrays.
+        """
+        local = functools.partial(
+            ops.fused_linear_log_probs,
+            ignore_index=IGNORE_INDEX,
+            temperature=temperature,
+            entropy=entropy,
+            memory_budget_bytes=self.kernels.memory_budget_bytes,
+            implementation=self.kernels.implementation,
+            **logit_options_of(self.config),
+        )
+        in_order = lambda hidden, targets, head: local(hidden, head, targets)
+        return on_batch_shards(in_order, self.kernels.batch_axes, (hidden, targets), (head,))
+
     def _sharded(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
         """The loss of a batch that is sharded: each device sums its tokens, and "mean" is the global mean."""
 
@@ -107,10 +153,10 @@ class LanguageModelLoss:
             implementation=kernels.implementation,
         )
         if logits is None:
-            softcap = self.config.final_logit_softcapping
             budget = self._budget_bytes(hidden, targets, head)
+            logit_options = logit_options_of(self.config)
             result = ops.fused_linear_cross_entropy(
-                hidden, head, targets, logit_softcap=softcap, mode=kernels.mode, memory_budget_bytes=budget, **options
+                hidden, head, targets, mode=kernels.mode, memory_budget_bytes=budget, **logit_options, **options
             )
         elif kernels.cross_entropy or kernels.fused_linear_cross_entropy:
             result = ops.cross_entropy(logits, targets, **options)
@@ -134,7 +180,7 @@ class LanguageModelLoss:
             layers_are_recomputed=self.remat != "none",
             head_is_copied=not kernels.batch_axes and self.table_dtype != hidden.dtype,
             head_is_widened=self.table_dtype != head.dtype,
-            logit_softcap=config.final_logit_softcapping,
             implementation=kernels.implementation,
             device=device_of(hidden, head),
+            **logit_options_of(config),
         )

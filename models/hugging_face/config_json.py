@@ -126,6 +126,10 @@ def read(
     fields = {field.name for field in dataclasses.fields(config_type)}
     arguments = {name: value for name, value in values.items() if name in fields - _ROPE_FIELDS}
     arguments |= {name: value for name, value in rope.items() if name in fields}
+    if (divisor := values.get("logits_scaling")) is not None:  # Granite's
+        problems = config_fields.problems(config_type, {"logit_scale": divisor})
+        wrong += [problem.replace("logit_scale", "logits_scaling", 1) for problem in problems]
+        arguments["logit_scale"] = 1.0 if problems else 1.0 / divisor
     wrong += config_fields.problems(config_type, arguments)
     layer_types = values.get("layer_types") or None
     if not (layer_types is None or isinstance(layer_types, list) or "layer_types" in fields):
@@ -158,6 +162,8 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
         Field names and values for `json.dump`.
     """
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if values["logit_scale"] == 1.0:  # which no other family's config.json has
+        del values["logit_scale"]
     scaling = values.pop("rope_scaling")
     if scaling is not None:
         kind = next(name for name, scaling_type in _ROPES.items() if isinstance(scaling, scaling_type))

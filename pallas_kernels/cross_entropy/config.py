@@ -16,6 +16,7 @@ class LogitOptions:
     softcap: float | None = None
     logit_sum: bool = False  # Σ_v c_v·z_v, for label smoothing
     metrics: bool = False  # the maximum and its first index
+    entropy: bool = False  # −Σ_v p_v·log p_v, and log Σ_v p_v²
 
 
 @dataclasses.dataclass(frozen=True)

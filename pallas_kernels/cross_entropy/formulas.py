@@ -1,10 +1,11 @@
 """The formulas of cross-entropy: what every backend makes of a row of logits. All arithmetic is float32.
 
 A row of logits z is reduced to a few statistics: lse = log Σ_v exp(z_v), the target logit z_y, and where they are
-wanted Σ_v c_v·z_v, max_v z_v and its first index. Every loss of this package is a function of these. So a backend needs
-two kernels only. One makes the statistics. The other makes the gradient by the logits, from the statistics' cotangents:
+wanted Σ_v c_v·z_v, max_v z_v and its first index, and of p = exp(z − lse) the entropy H = −Σ_v p_v·log p_v and
+log Σ_v p_v². Every loss of this package is a function of these. So a backend needs two kernels only. One makes the
+statistics. The other makes the gradient by the logits, from the statistics' cotangents:
 
-    dz_v = g_lse · exp(z_v − lse) + g_target · 1[v = y] + g_sum · c_v.
+    dz_v = g_lse · p_v + g_target · 1[v = y] + g_sum · c_v − g_entropy · p_v · (log p_v + H).
 """
 
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 NO_LABEL = -1  # the label of a row that does not count
 IMPOSSIBLE_LABEL = -2  # the label of a row that counts and has no valid label. No column matches -1 or -2.
 _NO_INDEX = 2**31 - 1
+# Exponents below it, −inf too, count as it in x·exp(x): exp of it is 0 in float32, and 0 · −inf would be NaN.
+LEAST_EXPONENT = -128.0
 
 
 class Statistics(NamedTuple):
@@ -27,14 +30,21 @@ class Statistics(NamedTuple):
     logit_sum: jax.Array | None  # float32, Σ_v c_v·z_v
     max_logit: jax.Array | None  # float32
     predicted_token: jax.Array | None  # int32
+    entropy: jax.Array | None = None  # float32
+    log_sum_of_squares: jax.Array | None = None  # float32, log Σ_v p_v²
 
 
 class Cotangents(NamedTuple):
-    """The cotangents of the first three statistics; each is (N,) float32, or (N, 1) inside kernels."""
+    """The cotangents of the first three statistics; each is (N,) float32, or (N, 1) inside kernels.
+
+    That of the entropy comes as what it adds to the others: `log_normalizer` is g_lse − g_entropy·H, the factor of p_v,
+    and `log_probability` is −g_entropy, the factor of p_v·log p_v (`with_entropy`).
+    """
 
     log_normalizer: jax.Array
     target_logit: jax.Array
     logit_sum: jax.Array | None
+    log_probability: jax.Array | None = None
 
 
 class Coefficients(NamedTuple):
@@ -46,13 +56,15 @@ class Coefficients(NamedTuple):
 
 
 class OnlineState(NamedTuple):
-    """The statistics of the columns that were seen; each is (N, 1). `exp_sum` is relative to exp(maximum)."""
+    """The statistics of the columns that were seen; each is (N, 1). Sums are of x = z − maximum."""
 
     maximum: jax.Array
-    exp_sum: jax.Array
+    exp_sum: jax.Array  # Σ exp(x)
     target_logit: jax.Array
     logit_sum: jax.Array | None
     predicted_token: jax.Array | None
+    weighted_sum: jax.Array | None = None  # Σ x·exp(x)
+    square_sum: jax.Array | None = None  # Σ exp(2x)
 
 
 def where(counts: jax.Array, statistics: Statistics) -> Statistics:
@@ -85,7 +97,15 @@ def row_cotangents(log_normalizer: jax.Array, coefficients: Coefficients, class_
 
 def is_live(cotangents: Cotangents) -> jax.Array:
     """Whether anything depends on a row's loss. Other rows must not reach a product, because 0 · NaN is NaN."""
-    return (cotangents.log_normalizer != 0) | (cotangents.target_logit != 0)
+    live = (cotangents.log_normalizer != 0) | (cotangents.target_logit != 0)
+    return live if cotangents.log_probability is None else live | (cotangents.log_probability != 0)
+
+
+def with_entropy(cotangents: Cotangents, entropy: jax.Array, entropy_cotangent: jax.Array) -> Cotangents:
+    """The cotangents with that of the entropy among them."""
+    # Where nothing depends on the entropy, it may be NaN.
+    shift = jnp.where(entropy_cotangent == 0, 0.0, entropy_cotangent * entropy)
+    return cotangents._replace(log_normalizer=cotangents.log_normalizer - shift, log_probability=-entropy_cotangent)
 
 
 def transform(u: jax.Array, options: LogitOptions) -> jax.Array:
@@ -111,7 +131,18 @@ def online_start(n: int, options: LogitOptions) -> OnlineState:
         target_logit=zeros,
         logit_sum=zeros if options.logit_sum else None,
         predicted_token=jnp.zeros((n, 1), jnp.int32) if options.metrics else None,
+        weighted_sum=zeros if options.entropy else None,
+        square_sum=zeros if options.entropy else None,
     )
+
+
+def _entropy_sums(state: OnlineState, maximum: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """The state's `weighted_sum` and `square_sum`, of x = z − this maximum, which is no less than the state's."""
+    if state.weighted_sum is None or state.square_sum is None:
+        return None, None
+    moved = jnp.maximum(state.maximum - maximum, LEAST_EXPONENT)
+    factor = jnp.exp(moved)
+    return factor * (state.weighted_sum + moved * state.exp_sum), jnp.square(factor) * state.square_sum
 
 
 def online_update(
@@ -149,7 +180,12 @@ def online_update(
     if predicted_token is not None:
         first = jnp.min(jnp.where(masked == tile_maximum, columns, _NO_INDEX), axis, keepdims=True)
         predicted_token = jnp.where(tile_maximum > state.maximum, first, predicted_token)
-    return OnlineState(maximum, exp_sum, target_logit, logit_sum, predicted_token)
+    weighted_sum, square_sum = _entropy_sums(state, shift)
+    if weighted_sum is not None and square_sum is not None:
+        x = masked - shift
+        weighted_sum += jnp.sum(jnp.exp(x) * jnp.maximum(x, LEAST_EXPONENT), axis, keepdims=True)
+        square_sum += jnp.sum(jnp.square(jnp.exp(x)), axis, keepdims=True)
+    return OnlineState(maximum, exp_sum, target_logit, logit_sum, predicted_token, weighted_sum, square_sum)
 
 
 def over_lanes(lanes: OnlineState) -> OnlineState:
@@ -164,12 +200,15 @@ def over_lanes(lanes: OnlineState) -> OnlineState:
     if predicted_token is not None:
         first = jnp.where(lanes.maximum == maximum, predicted_token, _NO_INDEX)
         predicted_token = jnp.min(first, axis=1, keepdims=True)
+    weighted_sum, square_sum = jax.tree.map(total, _entropy_sums(lanes, shift))
     return OnlineState(
         maximum=maximum,
         exp_sum=total(lanes.exp_sum * jnp.exp(lanes.maximum - shift)),
         target_logit=total(lanes.target_logit),
         logit_sum=None if lanes.logit_sum is None else total(lanes.logit_sum),
         predicted_token=predicted_token,
+        weighted_sum=weighted_sum,
+        square_sum=square_sum,
     )
 
 
@@ -182,12 +221,19 @@ def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:
     if options.metrics:
         first = jnp.argmax(parts.maximum, axis=0)
         predicted_token = jnp.take_along_axis(parts.predicted_token, first[None, :], axis=0)[0]
+    entropy = log_sum_of_squares = None
+    if options.entropy:
+        weighted_sum, square_sum = (jnp.sum(x, axis=0) for x in _entropy_sums(parts, shift[None, :]))
+        entropy = jnp.log(exp_sum) - weighted_sum / exp_sum
+        log_sum_of_squares = jnp.log(square_sum) - 2.0 * jnp.log(exp_sum)
     return Statistics(
         log_normalizer=shift + jnp.log(exp_sum),
         target_logit=jnp.sum(parts.target_logit, axis=0),
         logit_sum=jnp.sum(parts.logit_sum, axis=0) if options.logit_sum else None,
         max_logit=maximum if options.metrics else None,
         predicted_token=predicted_token,
+        entropy=entropy,
+        log_sum_of_squares=log_sum_of_squares,
     )
 
 
@@ -202,7 +248,11 @@ def logit_gradient(
 ) -> jax.Array:
     """du of a tile of raw float32 logits u (N, v); what belongs to rows is (N, 1), columns and class_weights (1, v)."""
     # dz_v = g_lse · exp(z_v − lse) + g_target · 1[v = y] + g_sum · c_v
-    dz = cotangents.log_normalizer * jnp.exp(transform(u, options) - log_normalizer)
+    log_p = transform(u, options) - log_normalizer
+    factor = cotangents.log_normalizer
+    if cotangents.log_probability is not None:
+        factor += cotangents.log_probability * jnp.maximum(log_p, LEAST_EXPONENT)
+    dz = factor * jnp.exp(log_p)
     dz += jnp.where(columns == labels, cotangents.target_logit, 0.0)
     if cotangents.logit_sum is not None:
         dz += cotangents.logit_sum if class_weights is None else cotangents.logit_sum * class_weights

@@ -180,7 +180,7 @@ class TpuConfig:
     keeps_hidden: bool
 
 
-def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int) -> TpuConfig:
+def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int, num_statistics: int = 5) -> TpuConfig:
     """Square tiles of 1,024, or of the size that fits.
 
     Up to 4,096, a tile has all of d. Up to 8,192 it has all of d and half of the columns. Beyond, it has the widest
@@ -189,6 +189,8 @@ def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int) -> TpuCon
     With all of d, there are as many FLOP for each byte that is read as a row tile has rows (bf16). Otherwise there are
     half as many, because hidden is read again for each weight tile. v6e's HBM asks for 561, which 1,024 rows with all
     of d give. 512 rows are what fits in 16 MiB.
+
+    What is left free has room for five statistics of a tile's rows; more of them are counted.
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
     # The compiler writes out the product of one tile, and float32 at 'highest' six times. Beyond `most` multiplications
@@ -201,9 +203,14 @@ def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int) -> TpuCon
             width = width if round_up(v, width) - v <= v // 16 else width // 2
             n_block_size, v_block_size = min(block, round_up(n, 16)), min(max(width, 128), round_up(v, 128))
             tiles = TpuConfig(n_block_size, v_block_size, d_block_size, d_block_size == d and itemsize == 2)
-            if tpu_vmem_bytes(tiles, itemsize) <= room:
+            if tpu_vmem_bytes(tiles, itemsize) + tpu_row_bytes(n_block_size, num_statistics - 5) <= room:
                 return tiles
     return TpuConfig(min(128, round_up(n, 16)), 128, min([*parts, d]), keeps_hidden=False)
+
+
+def tpu_row_bytes(n: int, num_statistics: int) -> int:
+    """What statistics of n rows take: a register of 128 lanes a row while they are made, and two on their way out."""
+    return max(0, num_statistics) * 3 * 4 * 128 * n
 
 
 def tpu_vmem_bytes(tiles: TpuConfig, itemsize: int) -> int:

@@ -169,8 +169,9 @@ def gradients_in_forward(
     if in_bytes:
         unset = functools.partial(_hopper.empty, inputs.hidden, inputs.weight.shape)
         accumulators = unset(dtypes.weight), unset(jnp.uint8)
-    kinds = Statistics(jnp.float32, jnp.float32, jnp.float32, jnp.float32, jnp.int32)
-    wanted = Statistics(True, True, options.logit.logit_sum, options.logit.metrics, options.logit.metrics)
+    kinds = Statistics(*[jnp.float32] * 7)._replace(predicted_token=jnp.int32)
+    metrics, entropy = options.logit.metrics, options.logit.entropy
+    wanted = Statistics(True, True, options.logit.logit_sum, metrics, metrics, entropy, entropy)
     zeros = Statistics(*(zeros_of(want, (padded,), kind) for want, kind in zip(wanted, kinds, strict=True)))
     start_carry = (
         zeros,

@@ -31,6 +31,7 @@ _LOG2_E = math.log2(math.e)
 _NO_COLUMN = 2**30
 FIRST_PART, LAST_PART = 1, 2  # of a sum over chunks
 _SMALLEST = 2.0**-126  # the smallest normal number in bfloat16
+_LEAST_EXPONENT = row_formulas.LEAST_EXPONENT * _LOG2_E  # of 2
 
 
 def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
@@ -52,13 +53,15 @@ def _logits(tile: Tile, has_bias: bool, options: LogitOptions) -> jax.Array:
     return _transform(u + tile.over_columns(tile.column_vectors[0]) if has_bias else u, options)
 
 
-def _logit_gradient(tile: Tile, z, probability, cotangents, class_weights, options: LogitOptions):
-    """du = (g_lse · p + g_target · 1[v = y] + g_sum · c_v) · dz/du"""
-    labels, g_lse, g_target, *g_sum = cotangents
-    du = tile.over_rows(g_lse) * probability
-    du += jnp.where(tile.column_indices() == tile.over_rows(labels - tile.column), tile.over_rows(g_target), 0.0)
-    if g_sum:
-        g_sum = tile.over_rows(g_sum[0])
+def _logit_gradient(tile: Tile, z, exponent, probability, labels, g: Cotangents, class_weights, options: LogitOptions):
+    """du = (g_lse · p + g_log_p · p · log p + g_target · 1[v = y] + g_sum · c_v) · dz/du; p is 2 to the exponent."""
+    factor = tile.over_rows(g.log_normalizer)
+    if g.log_probability is not None:
+        factor += tile.over_rows(g.log_probability / _LOG2_E) * jnp.maximum(exponent, _LEAST_EXPONENT)
+    du = factor * probability
+    du += jnp.where(tile.column_indices() == tile.over_rows(labels - tile.column), tile.over_rows(g.target_logit), 0.0)
+    if g.logit_sum is not None:
+        g_sum = tile.over_rows(g.logit_sum)
         du += g_sum if class_weights is None else g_sum * tile.over_columns(class_weights)
     slope = _slope(z, options)
     return du if isinstance(slope, float) and slope == 1.0 else du * slope
@@ -73,11 +76,11 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
     tiles = config.mosaic_gpu_logit_tiles(d, n, v)
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
-    wants_maximum = keep or options.logit.metrics
+    wants_maximum, wants_entropy = keep or options.logit.metrics, options.logit.entropy
     # To look for the label takes three operations a logit, which show where the depth is short. On an H200 the forward
     # without them is 4 % faster at D = 896, and 1 % slower at 2,304 and 4,096 (benchmarks/results/tiles.md).
     seeks_target = not tiles.in_turn
-    num_sums = 1 + wants_maximum + seeks_target + options.logit.logit_sum
+    num_sums = 1 + wants_maximum + seeks_target + options.logit.logit_sum + 2 * wants_entropy
     dtypes = [jnp.float32] * num_sums + [jnp.int32] * options.logit.metrics
 
     def epilogue(tile: Tile, refs, scratch):
@@ -88,7 +91,8 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
         maximum = jnp.max(masked, axis=1)
         # exp(−inf − (−inf)) would be NaN; with log2 e multiplied in, z costs one fused operation.
         shift = tile.over_rows(jnp.where(maximum == -jnp.inf, 0.0, maximum * _LOG2_E))
-        exponentials = jnp.exp2(masked * _LOG2_E - shift)
+        exponents = masked * _LOG2_E - shift
+        exponentials = jnp.exp2(exponents)
         exp_sum = jnp.sum(exponentials, axis=1)
         fields = [maximum, exp_sum] if wants_maximum else [maximum + jnp.log(exp_sum)]
         if seeks_target:
@@ -98,6 +102,14 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
         if options.logit.logit_sum:
             weighted = z * tile.over_columns(tile.column_vectors[-1]) if has_weights else z
             fields.append(jnp.sum(jnp.where(in_vocab, weighted, 0.0), axis=1))
+        if wants_entropy:
+            weighted_sum = jnp.sum(exponentials * jnp.maximum(exponents, _LEAST_EXPONENT), axis=1) * (1 / _LOG2_E)
+            square_sum = jnp.sum(exponentials * exponentials, axis=1)
+            if not wants_maximum:  # as sums of z − lse
+                share = 1.0 / jnp.maximum(exp_sum, 0.5)  # 0 only where all logits are −inf
+                weighted_sum = weighted_sum * share - jnp.log(exp_sum)
+                square_sum = square_sum * (share * share)
+            fields += [weighted_sum, square_sum]
         if options.logit.metrics:
             at_maximum = jnp.where(masked == tile.over_rows(maximum), columns, _NO_COLUMN)
             fields.append(jnp.min(at_maximum, axis=1) + tile.column)
@@ -127,8 +139,9 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
     exp_sum = fields.pop(0) if wants_maximum else jnp.ones_like(maximum)
     target = fields.pop(0) if seeks_target else _target_logits(inputs, options)[None, :]
     logit_sum = fields.pop(0) if options.logit.logit_sum else None
+    weighted_sum, square_sum = (fields.pop(0), fields.pop(0)) if wants_entropy else (None, None)
     predicted = fields.pop(0) if options.logit.metrics else None
-    return OnlineState(maximum, exp_sum, target, logit_sum, predicted), exponentials
+    return OnlineState(maximum, exp_sum, target, logit_sum, predicted, weighted_sum, square_sum), exponentials
 
 
 def _target_logits(inputs: Inputs, options: LinearOptions) -> jax.Array:
@@ -158,9 +171,10 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
         labels, lse, *g = tile.row_vectors
         tile = tile._replace(column=tile.column + tile.start)
         z = _logits(tile, has_bias, options.logit)
-        probability = jnp.exp2(z * _LOG2_E - tile.over_rows(lse * _LOG2_E))
+        exponent = z * _LOG2_E - tile.over_rows(lse * _LOG2_E)
+        g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
         weights = tile.column_vectors[-1] if has_weights else None
-        du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
+        du = _logit_gradient(tile, z, exponent, jnp.exp2(exponent), labels, g, weights, options.logit)
         if v % 64:  # the last piece reaches past the vocabulary: the weights there are zeros, but probabilities are not
             du = jnp.where(tile.column_indices() < v - tile.column, du, 0.0)
         store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.start)
@@ -365,12 +379,13 @@ def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents:
             vectors = [_hopper.load(s, (own,), layout) for s, layout in zip(vector_stages, layouts, strict=True)]
             labels, lse, *g = vectors[: len(row_vectors)]
             weights = vectors[-1] if has_weights else None
+            g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
             tile = Tile(e, row, column_tile * columns, column_tile, own, [], [], 0)
             probability = e * tile.over_rows(jnp.exp2((maximum - lse) * _LOG2_E))
             z = None
             if options.logit.softcap is not None:
                 z = tile.over_rows(maximum) + jnp.log(jnp.maximum(e, _SMALLEST))
-            du = _logit_gradient(tile, z, probability, (labels, *g), weights, options.logit)
+            du = _logit_gradient(tile, z, None, probability, labels, g, weights, options.logit)
             e_stage[own, slot] = du.astype(e_ref.dtype)
             plgpu.commit_smem()
             destination = du_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]

@@ -171,10 +171,10 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     vmem = vmem_bytes()
-    tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem)
-    vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     state = jax.eval_shape(lambda: row_formulas.online_start(n, options.logit))
     fields = jax.tree.leaves(state)
+    tiles = config.tpu_config(n, v, d, hidden.dtype.itemsize, vmem, len(fields))
+    vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     present = [bias is not None, class_weights is not None, *[True] * (2 * len(fields)), tiles.keeps_hidden, True]
     row_spec = pl.BlockSpec((tiles.n_block_size, 1), lambda row_tile, *_: (row_tile, 0))
     parts = pl.pallas_call(
@@ -192,7 +192,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> St
     return row_formulas.online_merge(parts, options.logit)
 
 
-def _logit_gradients_kernel(hidden_ref, weight_ref, rows_ref, *refs, d, options, has):
+def _logit_gradients_kernel(hidden_ref, weight_ref, rows_ref, *refs, d, options, has, wanted):
     bias_ref, class_weights_ref, du_ref, x_ref, u_ref = with_absent(refs, has)
 
     def write(first: int, width: int):
@@ -208,7 +208,7 @@ def _logit_gradients_kernel(hidden_ref, weight_ref, rows_ref, *refs, d, options,
                 columns,
                 labels,
                 lse,
-                Cotangents(g[0], g[1], g[2] if len(g) == 3 else None),
+                jax.tree.unflatten(wanted, g),
                 class_weights,
                 options.logit,
             )
@@ -243,7 +243,9 @@ def logit_gradients(
         (tiles.n_block_size, tiles.v_block_size), lambda row_tile, vocab_tile, _: (row_tile, vocab_tile)
     )
     return pl.pallas_call(
-        functools.partial(_logit_gradients_kernel, d=d, options=options, has=tuple(present)),
+        functools.partial(
+            _logit_gradients_kernel, d=d, options=options, has=tuple(present), wanted=jax.tree.structure(cotangents)
+        ),
         grid=(cdiv(n, tiles.n_block_size), cdiv(v, tiles.v_block_size), cdiv(d, tiles.d_block_size)),
         in_specs=_specs(tiles, options, row_width=row_operand.shape[1], num_vectors=len(vectors)),
         out_specs=du_spec,

@@ -1,18 +1,18 @@
 """The formulas of a divergence and of its gradient by the student's logits. All arithmetic is float32.
 
-With p the student's distribution and q the teacher's, each divergence is D = Σ_v t_v, and its derivative by p_v is a_v,
-up to what is the same for all v. Since p = softmax(z), the gradient is
+With p the student's distribution and q the teacher's, each divergence is a sum over the vocabulary. Its derivative by
+p_v is a_v, up to what is the same for all v. Since p = softmax(z), the gradient is
 
     ∂D/∂z_v = p_v · a_v − p_v · A,    A = Σ_v p_v · a_v.
 
-So two sums over a row are enough: those of t and of p · a.
+So two sums over a row are enough: A, and that of the rest t.
 
-| divergence | t | p · a |
-|---|---|---|
-| forward KL, KL(q ‖ p) | q (log q − log p) | −q |
-| reverse KL, KL(p ‖ q) | p (log p − log q) | p (log p − log q) |
-| JSD, m = (1 − β) p + β q | β q (log q − log m) + (1 − β) p (log p − log m) | (1 − β) p (log p − log m) |
-| TVD | ½ |p − q| | ½ p · sign(p − q) |
+| divergence | D | t | p · a |
+|---|---|---|---|
+| forward KL, KL(q ‖ p) | Σ t | q (log q − log p) | −q |
+| reverse KL, KL(p ‖ q) | A | 0 | p (log p − log q) |
+| JSD, m = (1 − β) p + β q | Σ t + A | β q (log q − log m) | (1 − β) p (log p − log m) |
+| TVD | Σ t | ½ |p − q| | ½ p · sign(p − q) |
 
 Where p and q agree to the last bit, the gradient is exactly 0.
 
@@ -46,8 +46,7 @@ def terms(log_p: jax.Array, log_q: jax.Array, options: DivergenceOptions) -> tup
     if options.divergence == "forward_kl":
         return jnp.where(q > 0, q * d, 0.0), -q
     if options.divergence == "reverse_kl":
-        t = jnp.where(p > 0, p * -d, 0.0)
-        return t, t
+        return jnp.zeros_like(p), jnp.where(p > 0, p * -d, 0.0)
     if options.divergence == "tvd":
         return 0.5 * jnp.abs(p - q), 0.5 * p * jnp.sign(p - q)
     # With d = log q − log p: m = p · (1 + β (e^d − 1)) = q · (1 + (1 − β) (e^−d − 1)). The one whose exponential is at
@@ -55,26 +54,45 @@ def terms(log_p: jax.Array, log_q: jax.Array, options: DivergenceOptions) -> tup
     beta = options.beta
     share = jnp.where(d > 0, 1.0 - beta, beta)
     rest = -jnp.log1p(share * jnp.expm1(-jnp.abs(d)))
-    of_student = (1.0 - beta) * jnp.where(p > 0, p * jnp.where(d > 0, rest - d, rest), 0.0)
-    of_teacher = beta * jnp.where(q > 0, q * jnp.where(d > 0, rest, rest + d), 0.0)
-    return of_student + of_teacher, of_student
+    of_student = jnp.where(p > 0, p * jnp.where(d > 0, rest - d, rest), 0.0)
+    of_teacher = jnp.where(q > 0, q * jnp.where(d > 0, rest, rest + d), 0.0)
+    return beta * of_teacher, (1.0 - beta) * of_student
 
 
 def reduced(
-    raw: jax.Array, teacher_raw: jax.Array, labels: jax.Array, options: DivergenceOptions
+    raw: jax.Array,
+    teacher_raw: jax.Array,
+    labels: jax.Array,
+    options: DivergenceOptions,
+    normalizers: tuple[jax.Array | None, jax.Array | None],
 ) -> tuple[jax.Array, Statistics]:
-    """Each token's loss (N,), and its statistics, from raw logits (N, V).
+    """Each token's loss (N,), and its statistics, from raw logits (N, V); `normalizers` where they are known.
 
     Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
     """
     axis = options.vocab_axis
-    z, teacher_z = transform(raw, options.student.logit), transform(teacher_raw, options.teacher.logit)
-    lse, teacher_lse = log_normalizer(z, axis), log_normalizer(teacher_z, axis)
-    t, weighted = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options)
-    slope_sum = over_shards(jnp.sum(weighted, axis=1), axis)
+
+    def logits(raw, teacher_raw):
+        raw, teacher_raw = raw.astype(jnp.float32), teacher_raw.astype(jnp.float32)
+        return transform(raw, options.student.logit), transform(teacher_raw, options.teacher.logit)
+
+    z, teacher_z = logits(raw, teacher_raw)
+    lse, teacher_lse = normalizers
+    lse = log_normalizer(z, axis) if lse is None else lse
+    teacher_lse = log_normalizer(teacher_z, axis) if teacher_lse is None else teacher_lse
+    rest, _ = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options)
+    # The barrier makes XLA read the logits twice. Without it, it writes what both sums have in common, in float32.
+    z, teacher_z = logits(*jax.lax.optimization_barrier((raw, teacher_raw)))
+    _, weighted = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options)
+    own_slope_sum = jnp.sum(weighted, axis=1)
+    divergence = jnp.sum(rest, axis=1)
+    if options.divergence in ("reverse_kl", "jsd"):
+        divergence += own_slope_sum
+    slope_sum = over_shards(own_slope_sum, axis)
     if options.divergence == "forward_kl":
         slope_sum = jnp.full_like(slope_sum, -1.0)  # −Σ q, without its rounding
-    loss, hard_lse = with_cross_entropy(jnp.sum(t, axis=1), raw, lse, labels, options)
+    raw = raw.astype(jnp.float32)
+    loss, hard_lse = with_cross_entropy(divergence, raw, lse, labels, options)
     return loss, Statistics(lse, teacher_lse, hard_lse, slope_sum)
 
 
@@ -88,6 +106,7 @@ def logit_gradient(
     options: DivergenceOptions,
 ) -> jax.Array:
     """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on."""
+    raw, teacher_raw = raw.astype(jnp.float32), teacher_raw.astype(jnp.float32)
     log_p = transform(raw, options.student.logit) - statistics.student_normalizer[:, None]
     log_q = transform(teacher_raw, options.teacher.logit) - statistics.teacher_normalizer[:, None]
     _, weighted = terms(log_p, log_q, options)

@@ -46,14 +46,20 @@ class Statistics(NamedTuple):
     stored: jax.Array  # (N, K), ∂D/∂z_v for those that are
 
 
-def reduced(raw: jax.Array, teacher: TopK, labels: jax.Array, options: TopKOptions) -> tuple[jax.Array, Statistics]:
-    """Each token's loss (N,), and its statistics, from raw logits (N, V).
+def reduced(
+    raw: jax.Array,
+    teacher: TopK,
+    labels: jax.Array,
+    options: TopKOptions,
+    normalizers: tuple[jax.Array | None, None],
+) -> tuple[jax.Array, Statistics]:
+    """Each token's loss (N,), and its statistics, from raw logits (N, V); `normalizers` has theirs where it is known.
 
     Over a split vocabulary the loss is this shard's part, and the statistics are those of all shards.
     """
-    axis = options.vocab_axis
+    axis, raw = options.vocab_axis, raw.astype(jnp.float32)
     z = transform(raw, options.student.logit)
-    lse = log_normalizer(z, axis)
+    lse = log_normalizer(z, axis) if normalizers[0] is None else normalizers[0]
     columns = _columns(teacher, 0, z.shape[1])
     own = columns < z.shape[1]
     z_k = jnp.take_along_axis(z, jnp.where(own, columns, 0), axis=1)
@@ -85,6 +91,7 @@ def logit_gradient(
     options: TopKOptions,
 ) -> jax.Array:
     """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on."""
+    raw = raw.astype(jnp.float32)
     z = transform(raw, options.student.logit)
     dz = statistics.others[:, None] * jnp.exp(z - statistics.normalizer[:, None])
     columns = _columns(teacher, start, raw.shape[1])

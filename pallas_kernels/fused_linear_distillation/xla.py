@@ -1,175 +1,36 @@
-"""The fused distillation losses in plain XLA: products by XLA's own library, logits in chunks of tokens.
-
-A chunk of tokens has all of the vocabulary, so that its losses and the gradient by its logits are made at once:
-
-- "fast": dX = du · W and dW += duᵀ · X follow at once, in the forward. That is three products of the student, and one
-  of the teacher. dW is summed in float32.
-- "lean": the forward makes dX for a cotangent of 1, which the backward only multiplies by each token's own. The
-  backward makes the logits once more, in slices of the vocabulary, and writes each slice of dW once. That is four
-  products of the student, and two of the teacher.
-
-A teacher whose log-probabilities are stored costs no product.
-
-Rounding: logits and all sums are float32. The gradient by the logits is rounded to hidden's dtype before its products,
-as in an unfused step.
-"""
+"""The fused distillation losses in plain XLA: products by XLA's own library, then passes over a chunk of logits."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import over_slices, over_tokens, put, take
-from liger_jax.pallas_kernels.fused_linear_distillation import formulas, topk_formulas
+from liger_jax.pallas_kernels.fused_linear_distillation import chunks
+from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 
-Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
-
-def unsupported(*arrays: jax.Array | None) -> str | None:
+def unsupported(*arrays: jax.Array | None, options: Options) -> str | None:
     """XLA runs every case."""
     return None
+
+
+def _logits(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions, options: Options
+) -> tuple[jax.Array, None]:
+    return chunks.logits(x, weight, bias, head, options), None
+
+
+def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, options: Options) -> jax.Array:
+    return dweight + chunks.weight_gradient(du, x, options)
+
+
+_BACKEND = chunks.Backend(_logits, _add_weight_gradient, chunk_multiple=1)
 
 
 def by_tokens(
     student: Head, teacher: Head | TopK, labels: jax.Array, scale: jax.Array, *, options: Any, needs: Needs
 ) -> tuple[jax.Array, Any, Gradients]:
-    """Each token's loss (N,), not scaled; its statistics; and the gradients of Σ scale · loss that are asked for.
-
-    `scale` is (N,) float32. A token whose scale is 0 has zeros, whatever its hidden states hold.
-    """
-    n, vocab_dim = student.hidden.shape[0], options.student.vocab_dim
-    size = min(options.tokens, n)
-    weight = student.weight.astype(student.hidden.dtype)
-    teacher = _in_dtype_of_products(teacher)
-    losses_of = topk_formulas.reduced if isinstance(teacher, TopK) else formulas.reduced
-    gradient_of = topk_formulas.logit_gradient if isinstance(teacher, TopK) else formulas.logit_gradient
-
-    def chunk(first, own):
-        scales = jnp.where(jnp.arange(size) < own, take(scale, first, size), 0.0)
-        x = live_rows(take(student.hidden, first, size), scales)
-        raw = logits(x, weight, student.bias, options.student, options)
-        of_teacher = _of_tokens(teacher, first, size, scales, options)
-        y = take(labels, first, size)
-        losses, statistics = losses_of(raw, of_teacher, y, options)
-        return losses, statistics, x, lambda: gradient_of(raw, of_teacher, y, statistics, scales, 0, options)
-
-    def body(carry, first, own):
-        found, (dhidden, dweight, dbias) = carry
-        losses, statistics, x, gradient = chunk(first, own)
-        found = jax.tree.map(lambda whole, part: put(whole, part, first), found, (losses, statistics))
-        if any(needs):
-            du = gradient()
-            if needs.bias:
-                dbias += jnp.sum(du, axis=0)
-            du = du.astype(x.dtype)
-            if needs.hidden:
-                dhidden = put(dhidden, product(du, weight, 1, vocab_dim, options), first)
-            if needs.weight:
-                dweight += weight_gradient(du, x, options)
-        return found, (dhidden, dweight, dbias)
-
-    zeros = lambda shape, dtype=jnp.float32: full_like(student.hidden, shape, 0, dtype)
-    of_chunk = jax.eval_shape(lambda: chunk(0, size)[:2])
-    start = (
-        jax.tree.map(lambda x: zeros((n, *x.shape[1:]), x.dtype), of_chunk),
-        (
-            zeros(student.hidden.shape, student.hidden.dtype) if needs.hidden else None,
-            zeros(student.weight.shape) if needs.weight else None,
-            zeros(student.weight.shape[vocab_dim : vocab_dim + 1]) if needs.bias else None,
-        ),
-    )
-    (losses, statistics), (dhidden, dweight, dbias) = over_tokens(n, size, body, start)
-    return (
-        losses,
-        statistics,
-        (
-            dhidden,
-            None if dweight is None else dweight.astype(student.weight.dtype),
-            None if dbias is None else dbias.astype(student.bias.dtype),
-        ),
-    )
-
-
-def by_vocabulary(
-    student: Head,
-    teacher: Head | TopK,
-    labels: jax.Array,
-    statistics: Any,
-    scale: jax.Array,
-    *,
-    options: Any,
-    needs: Needs,
-) -> Gradients:
-    """The gradients of Σ scale · loss by the student's weight and bias, from the statistics of `by_tokens`."""
-    vocab_dim = options.student.vocab_dim
-    v = student.weight.shape[vocab_dim]
-    x = live_rows(student.hidden, scale)
-    statistics = jax.tree.map(lambda field: live_rows(field, scale), statistics)
-    gradient_of = topk_formulas.logit_gradient if isinstance(teacher, TopK) else formulas.logit_gradient
-
-    def body(grads, first, size):
-        dweight, dbias = grads
-        part = take(student.weight, first, size, vocab_dim).astype(x.dtype)
-        raw = logits(x, part, take(student.bias, first, size), options.student, options)
-        of_teacher = _of_entries(teacher, first, size, scale, options)
-        du = gradient_of(raw, of_teacher, labels, statistics, scale, first, options)
-        if needs.bias:
-            dbias = put(dbias, jnp.sum(du, axis=0), first)
-        if needs.weight:
-            dweight = put(dweight, weight_gradient(du.astype(x.dtype), x, options), first, vocab_dim)
-        return dweight, dbias
-
-    start = (
-        full_like(x, student.weight.shape, 0, student.weight.dtype) if needs.weight else None,
-        full_like(x, (v,), 0, student.bias.dtype) if needs.bias else None,
-    )
-    return None, *over_slices(v, min(options.entries, v), body, start, last_waits=True)
-
-
-def _in_dtype_of_products(teacher: Head | TopK) -> Head | TopK:
-    if isinstance(teacher, TopK):
-        return teacher
-    return teacher._replace(weight=teacher.weight.astype(teacher.hidden.dtype))
-
-
-def _of_tokens(teacher: Head | TopK, first: Any, size: int, scales: jax.Array, options: Any) -> Any:
-    """What the teacher says of a chunk of tokens: raw logits (size, V), or what is stored."""
-    if isinstance(teacher, TopK):
-        return TopK(*(live_rows(take(field, first, size), scales) for field in teacher))
-    x = live_rows(take(teacher.hidden, first, size), scales)
-    return logits(x, teacher.weight, teacher.bias, options.teacher, options)
-
-
-def _of_entries(teacher: Head | TopK, first: Any, size: int, scale: jax.Array, options: Any) -> Any:
-    """What the teacher says of a slice of the vocabulary: raw logits (N, size), or what is stored."""
-    if isinstance(teacher, TopK):
-        return TopK(*(live_rows(field, scale) for field in teacher))
-    x = live_rows(teacher.hidden, scale)
-    part = take(teacher.weight, first, size, options.teacher.vocab_dim).astype(x.dtype)
-    return logits(x, part, take(teacher.bias, first, size), options.teacher, options)
-
-
-def live_rows(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x (N, …) with zeros for tokens on whose loss nothing depends: 0 · NaN is NaN."""
-    return jnp.where((scale != 0).reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-
-
-def logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions, options: Options) -> jax.Array:
-    """u = x · weightᵀ + bias in float32."""
-    u = product(x, weight, 1, 1 - head.vocab_dim, options)
-    return u if bias is None else u + bias[None, :].astype(jnp.float32)
-
-
-def weight_gradient(du: jax.Array, x: jax.Array, options: Options) -> jax.Array:
-    """duᵀ · X in the weight's layout, float32."""
-    return product(*((du, x) if options.student.vocab_dim == 0 else (x, du)), 0, 0, options)
-
-
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: Options) -> jax.Array:
-    """Contracts a's axis with b's in their dtype; float32."""
-    dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32)
+    """`chunks.by_tokens` with XLA's products."""
+    return chunks.by_tokens(student, teacher, labels, scale, options=options, needs=needs, backend=_BACKEND)

@@ -19,6 +19,7 @@ from liger_jax import (
     dyt,
     fused_add_rms_norm,
     fused_linear_cross_entropy,
+    fused_linear_log_probs,
     gated_mlp,
     geglu,
     layer_norm,
@@ -69,8 +70,17 @@ def head_with_everything(h, w, bias, c, y, implementation):
     )  # fmt: skip
 
 
+def log_probs_and_entropies(h, w, y, implementation, **options):
+    found = fused_linear_log_probs(h, w, y, entropy=True, implementation=implementation, **options)
+    return found.log_probs, found.entropy, found.log_sum_of_squares
+
+
 def mapped(op):
     return lambda x, *rest, implementation: jax.vmap(lambda x: op(x, *rest, implementation=implementation))(x)
+
+
+def linear_types(n, d, v):
+    return ((n, d), BF16), ((v, d), BF16), ((n,), INT)
 
 
 LLAMA_8B_HEAD = (((8192, 4096), BF16), ((128256, 4096), BF16), ((8192,), INT))
@@ -125,6 +135,16 @@ BOTH = [
         full=True,
     ),
     Case(
+        "fused_linear_log_probs", with_gradient(log_probs_and_entropies, (0, 1)), linear_types(2048, 896, 32000), FLCE
+    ),
+    Case(
+        "fused_linear_log_probs_llama_8b",
+        with_gradient(log_probs_and_entropies, (0, 1)),
+        LLAMA_8B_HEAD,
+        FLCE,
+        full=True,
+    ),
+    Case(
         "fused_linear_cross_entropy_all_options",
         with_gradient(head_with_everything, (0, 1, 2)),
         (((4096, 900), BF16), ((32003, 900), BF16), ((32003,), BF16), ((32003,), F32), ((4096,), INT)),
@@ -157,10 +177,6 @@ GPU_ONLY = [
     Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ROPE),
     Case("apply_mrope", with_gradient(mrope, (0, 1)), THREE_TABLES, ROPE),
 ]
-
-
-def linear_types(n, d, v):
-    return ((n, d), BF16), ((v, d), BF16), ((n,), INT)
 
 
 LLAMA_70B_HEAD = linear_types(16384, 8192, 128256)
@@ -235,6 +251,19 @@ HOPPER_ONLY = [
     ),
     Case("hopper_gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("gated_mlp_up", "gated_mlp_gradients")),
     Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE),
+    Case(
+        "hopper_log_probs",
+        with_gradient(log_probs_and_entropies, (0, 1)),
+        linear_types(2048, 896, 32000),
+        HOPPER_KERNELS,
+    ),
+    Case(
+        "hopper_log_probs_llama_8b",
+        with_gradient(log_probs_and_entropies, (0, 1)),
+        LLAMA_8B_HEAD,
+        HOPPER_KERNELS,
+        full=True,
+    ),
     Case("hopper_lean", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, HOPPER_KERNELS),
     Case(
         "hopper_bounded",

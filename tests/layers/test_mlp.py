@@ -72,7 +72,7 @@ def gradients(layer, x):
 
 
 def composed(layer):
-    """The same layer by a projection after the other."""
+    """A copy of the layer that calls its projections one by one."""
     graph, state = nnx.split(layer)
     layer = nnx.merge(graph, state)
     layer.fused = False

@@ -173,7 +173,7 @@ def test_micro_batches_of_one_step_add_up_to_it(loss_type, arrays, rng):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_fresh_sample_trains_in_full_at_every_range(loss_type, level, arrays):
-    """Its ratio is 1, the end of the range at ε = 0, where half the gradient is easily lost."""
+    """A fresh sample has ratio 1. At ε = 0 this is the end of the range, where half the gradient is easily lost."""
     policy = jnp.asarray(arrays[0], jnp.float32)
     options = options_of(loss_type) | dict(importance_level=level)
     if loss_type != "sapo":

@@ -297,7 +297,7 @@ def test_labels_of_minus_100_are_not_scored(model, tokens):
 @pytest.mark.parametrize("kernels", [KernelOptions(), *LOGITS_KERNELS.values()], ids=["fused", *LOGITS_KERNELS])
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32])
 def test_tokens_may_be_unsigned(kernels, dtype, tokens):
-    """They hold no -100, the label of what is not scored; 8 bits hold no size of a vocabulary either."""
+    """Unsigned labels cannot hold -100, the label of what is not scored; 8 bits cannot hold a vocabulary's size."""
     model = make_model(dataclasses.replace(CONFIG, vocab_size=256), kernels=kernels)
     tokens = tokens.at[0, :2].set(jnp.array([156, 255]))
     unsigned = tokens.astype(dtype)

@@ -33,7 +33,7 @@ def plain_losses(dtype, steps, seeds=(0,), family="llama"):
 
 
 def kernels_of(implementation):
-    """All ops by that kernel; RoPE and the gated unit, which have none for TPUs, stay plain there."""
+    """Runs all ops by one kernel. RoPE and the gated unit have none for TPUs, and stay plain there."""
     has_all = not implementation.startswith("mosaic_tpu")
     return KernelOptions(rope=has_all, glu=has_all, implementation=implementation)
 

@@ -54,7 +54,7 @@ def test_loss_and_every_gradient_are_a_float64_rewriting_s(config, rng):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_tied_bfloat16_table_s_gradient_is_the_float32_one_s_rounded_once(fused, rng):
-    """The same model with float32 parameters of the same values has the sum of both gradients before it is rounded."""
+    """A model with the same values in float32 has the sum of both gradients before it is rounded."""
     kernels = KernelOptions(fused_linear_cross_entropy=fused)
     narrow = make_model(TIED, kernels=kernels, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     wide = make_model(TIED, kernels=kernels, dtype=jnp.bfloat16, param_dtype=jnp.float32)

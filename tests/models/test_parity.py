@@ -60,7 +60,7 @@ def check_numbers(folder, expected: hugging_face.Expected, **options):
 
 
 def bfloat16_errors(folder, expected: hugging_face.Expected):
-    """Those of logits and gradients against float32's, over Hugging Face's own."""
+    """Our errors of logits and gradients against float32, divided by Hugging Face's own errors."""
     logits, _, gradients = numbers(folder, expected, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     errors = (
         hugging_face.rms_error({"": logits}, {"": expected.logits}),

@@ -99,7 +99,7 @@ def killer(monkeypatch):
 
 
 class Model(NamedTuple):
-    """All that must belong together: what config.json means, the weights and the other small files."""
+    """The parts of a checkpoint that must fit each other: config.json, the weights and the other small files."""
 
     theta: int
     weight: float
@@ -213,7 +213,7 @@ def test_a_first_save_that_is_killed_leaves_no_model_or_a_whole_one(num_shards, 
 
 def test_a_model_with_another_config_is_read_whole_or_not_at_all(killer, tmp_path):
     old = make_model()
-    new = make_model(dataclasses.replace(CONFIG, rope_theta=500.0), seed=1)  # of the same shapes
+    new = make_model(dataclasses.replace(CONFIG, rope_theta=500.0), seed=1)  # it has the same shapes
     old.save_pretrained(tmp_path / "old")
     shutil.copytree(tmp_path / "old", tmp_path / "whole")
     found = []

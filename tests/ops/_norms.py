@@ -20,12 +20,12 @@ class Promises:
     """Attributes of a class: `op`, `reference`, and where they differ from these, the others."""
 
     op = reference = staticmethod(NotImplemented)
-    options: dict = {}  # of the op and the reference
+    options: dict = {}  # options of the op and the reference
     # Ragged in every tile, one row, width 1, one axis, three axes, several pieces in Triton, and rows whose next ones
     # do not fit in its registers.
     shapes = [(37, 19), (1, 300), (33, 1), (1, 1), (70,), (3, 5, 129), (3, 4097), (3, 8195)]
     shape = (8, 5, 70)  # where one is enough; the first axis is split over devices
-    limit = 1 / 8  # of the largest finite number: how large x can be
+    limit = 1 / 8  # how large x can be, as a share of the largest finite number
     num_rows = 1  # arrays that are shaped like x; the rest are parameters
     num_optional = 1  # arrays at the end that can be None
 

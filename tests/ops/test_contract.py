@@ -52,6 +52,11 @@ CASES = {
     "cross_entropy": (ops.cross_entropy, {"logits": (4, V), "token_weights": (4,)}, {**LABELS, **TOKENS}),
     "fused_linear_cross_entropy, fast": (functools.partial(fused, mode="fast"), FUSED, {**LABELS, **TOKENS}),
     "fused_linear_cross_entropy, lean": (functools.partial(fused, mode="lean"), FUSED, {**LABELS, **TOKENS}),
+    "fused_linear_log_probs": (
+        functools.partial(ops.fused_linear_log_probs, entropy=True),
+        {name: FUSED[name] for name in ("hidden", "weight", "bias")},
+        {**LABELS, "where": TOKENS["where"]},
+    ),
     "causal_lm_loss": (
         losses.causal_lm_loss,
         {"hidden": (1, *X), "head": (V, D)},

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax import fused_linear_cross_entropy
+from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs
 from liger_jax.pallas_kernels._hopper_product import Tiles
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error
@@ -255,3 +255,34 @@ def test_more_than_2_to_the_31_elements(hardware, mode, sizes):
     for grad, truth in zip(grads, expected_grads, strict=True):
         for part in (slice(0, 200), slice(-200, None)):
             assert relative_error(grad[part], truth[part]) < 2e-2
+
+
+EVERY_LOGIT_OPTION = dict(logit_softcap=4.0, temperature=1.5, weight_layout="dv")
+
+
+@pytest.mark.parametrize(
+    "metrics, options",
+    [(True, {}), pytest.param(False, EVERY_LOGIT_OPTION, marks=pytest.mark.full)],
+)
+def test_log_probs_and_entropies(metrics, options, hopper, rng):
+    n, d, v = 200, 64, 320
+    labels = jnp.asarray(rng.integers(0, v, n)).at[3].set(-100)
+    arrays = [jnp.asarray(x, BF16) for x in (rng.normal(size=(n, d)), 0.2 * rng.normal(size=(v, d)))]
+    factors = jnp.asarray(rng.normal(size=(2, n)), jnp.float32)
+
+    def total(arrays, implementation, **options):
+        hidden, weight = arrays
+        weight = weight.T if options.get("weight_layout") == "dv" else weight
+        found = fused_linear_log_probs(
+            hidden, weight, labels, entropy=True, metrics=metrics, implementation=implementation, **options
+        )
+        return jnp.sum(factors * jnp.stack([found.log_probs, found.entropy])), found
+
+    run = lambda arrays, implementation: jax.value_and_grad(total, has_aux=True)(arrays, implementation, **options)
+    (_, found), gradients = run(arrays, hopper)
+    # float32 products of the same values are exact; the gradient by the logits is rounded to bfloat16 here alone.
+    (_, expected), expected_gradients = run([x.astype(jnp.float32) for x in arrays], "xla")
+    errors = jax.tree.map(relative_error, vars(found), vars(expected))
+    assert max(jax.tree.leaves(errors)) < 2e-5, errors
+    for x, y in zip(gradients, expected_gradients, strict=True):
+        assert relative_error(x, y) < 1e-2

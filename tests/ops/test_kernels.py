@@ -174,6 +174,35 @@ def test_mesh_of_an_input_comes_before_the_mesh_in_context():
     assert found[0].device_kind == "Tesla T4"
 
 
+# The kernel that is chosen.
+
+
+@pytest.mark.parametrize("name", ["xla", "triton:interpret", "mosaic_gpu"])
+def test_equal_choices_and_options_are_one_static_argument(name):
+    """So that jit compiles a kernel once for all layers of a model."""
+    traces, module = [], types.SimpleNamespace(forward=lambda x, *, eps: x + eps)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(x, kernel):
+        traces.append(kernel)
+        return x
+
+    for eps in (1e-6, 1e-5, 1e-6):
+        run(X, Kernels("op", {name.partition(":")[0]: module}).named(name).kernel("forward", eps=eps))
+    assert len(traces) == 2
+
+
+def test_only_pallas_kernels_are_guarded_against_a_second_derivative():
+    def second_derivative(name):
+        module = types.SimpleNamespace(forward=lambda x, interpret=False: jnp.sin(x))
+        kernel = Kernels("op", {name.partition(":")[0]: module}).named(name).kernel("forward")
+        return jax.grad(lambda x: kernel.run(*kernel.guarded(x)))(1.0)
+
+    assert second_derivative("xla") == second_derivative("splash:interpret") == jnp.cos(1.0)
+    with pytest.raises(TypeError, match=r"^op is differentiated twice, .*; for second ones pass implementation='xla'"):
+        second_derivative("triton:interpret")
+
+
 # Names, and tuples of names.
 
 
@@ -322,7 +351,7 @@ def test_pallas_kernel_is_refused_outside_of_jit_on_a_sharded_array(name):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
-    guard = functools.partial(_mesh.opaque, op="op", twice="")
+    guard = functools.partial(_mesh.opaque, op="op", second_derivatives="")
     for axis_type in (AxisType.Explicit, AxisType.Auto):
         mesh = mesh_of_all(axis_type)
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
@@ -338,13 +367,13 @@ def test_guard_is_silent_inside_shard_map_and_on_one_device(wrap):
 def test_guard_raises_on_several_devices(axis_type, wrap):
     x = jax.device_put(X, NamedSharding(mesh_of_all(axis_type), PartitionSpec("data")))
     with pytest.raises(ValueError, match=r"^op would be partitioned over 4 devices by the compiler, which gathers its"):
-        wrap(functools.partial(_mesh.opaque, op="op", twice=""))(x)
+        wrap(functools.partial(_mesh.opaque, op="op", second_derivatives=""))(x)
 
 
 def test_guard_raises_where_shard_map_leaves_an_axis_to_the_compiler():
     devices = jax.devices("cpu")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
-    guard = functools.partial(_mesh.opaque, op="op", twice="")
+    guard = functools.partial(_mesh.opaque, op="op", second_derivatives="")
     partly = jax.shard_map(
         guard, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), axis_names={"data"}
     )

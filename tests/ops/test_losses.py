@@ -18,7 +18,7 @@ from tests.ops._losses import (
 from tests.ops._oracle import first
 
 INF, NAN = float("inf"), float("nan")
-TOLERANCE = 2e-5  # of the largest reference value, in float32 at the highest precision
+TOLERANCE = 2e-5  # share of the largest reference value, in float32 at the highest precision
 ALL_OPTIONS = dict(label_smoothing=0.1, z_loss=1e-2, logit_scale=0.7, logit_softcap=5.0)
 EACH_OPTION = [dict([item]) for item in ALL_OPTIONS.items()]
 # (tokens, width, vocabulary): several blocks, the least of everything, and one token, class or block.

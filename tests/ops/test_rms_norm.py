@@ -74,7 +74,7 @@ class TestRMSNorm(RootMeanSquare):
 class TestFusedAddRMSNorm(RootMeanSquare):
     op, reference = staticmethod(fused_add_rms_norm), staticmethod(reference.fused_add_rms_norm)
     num_rows = 2
-    limit = 1 / 32  # of each, for their sum
+    limit = 1 / 32  # a bound for each of them, so that their sum stays finite
 
     def plain(self, *arrays, **options):
         return plain_fused(*arrays, **options)

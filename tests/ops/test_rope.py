@@ -271,7 +271,7 @@ def test_mrope_of_equal_positions_is_rope(implementation, rng):
 
 
 def test_mrope_keeps_only_the_tables_that_it_was_given(implementation, rng):
-    """They are every layer's: a table put together from them would be one more for each layer."""
+    """All layers share the tables. A table put together from them would be one more for each layer."""
     arrays = make_mrope_arrays(rng, Shape(2, 9, 4, 2, 16, 16, 2))
     op = make(implementation, op=apply_mrope, sections=(2, 3, 3))
     _oracle.check_residuals(op, arrays, kept=arrays[2:], wrt=BY_HEADS)

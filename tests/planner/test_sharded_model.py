@@ -62,7 +62,7 @@ CASES = [
 
 
 def make_mesh(split, axis_type=AxisType.Auto):
-    """All devices, up to four, along one axis or both."""
+    """Meshes of all devices, up to four, along one axis or both."""
     devices = jax.devices()[:4]
     if len(devices) < 2:
         pytest.skip("a mesh needs several devices")

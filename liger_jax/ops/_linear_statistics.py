@@ -1,0 +1,107 @@
+"""The statistics of a linear layer's logits, with a gradient that recomputes the logits: the lean way, 4 products.
+
+The fused cross-entropy and the fused log-probabilities are functions of these statistics.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.ops import _mesh
+from liger_jax.ops._kernels import Kernel
+from liger_jax.ops.loss_plan import KERNELS, Problem, kernel_options
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
+
+_SECOND_DERIVATIVES = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
+
+
+def check_sizes(op: str, hidden: jax.Array, weight: jax.Array, weight_layout: str) -> None:
+    """Raises a ValueError unless hidden (..., D) and the head fit."""
+    if hidden.ndim == 0:
+        raise ValueError(f"{op}: hidden has shape (), but must be (..., D).")
+    if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
+        raise ValueError(
+            f"{op}: weight has shape {weight.shape}, but with weight_layout={weight_layout!r} and hidden of width "
+            f"D={hidden.shape[-1]} it must be {'(V, D)' if weight_layout == 'vd' else '(D, V)'}; "
+            "the other layout is the other value of weight_layout."
+        )
+
+
+def kernel_of(problem: Problem, options: LinearOptions, function: str, needs: Needs | None = None) -> Kernel:
+    """A function of the chosen implementation. Those that make gradients take `needs`, the others do not."""
+    static = {} if needs is None else {"needs": needs}
+    choice = KERNELS.named(problem.implementation)
+    return choice.kernel(function, options=kernel_options(problem, options, needs), **static)
+
+
+def guarded_inputs(problem: Problem, hidden: Any, weight: Any, labels: Any, bias: Any, class_weights: Any) -> Inputs:
+    """What every kernel reads, guarded for XLA too: it cannot partition its scan over chunks any more than Pallas."""
+    return _mesh.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES)
+
+
+def needs_of(hidden: Any, weight: Any, bias: Any) -> Needs:
+    """Which of a forward rule's arguments are differentiated."""
+    return Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
+
+
+def instantiated(cotangent: Any) -> Any:
+    """The cotangent as an array, or None: JAX hands over a symbolic zero where nothing depends on an output."""
+    if _is_zero(cotangent):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def values(*primals: Any) -> list[Any]:
+    """The arrays of a forward rule's arguments."""
+    return [jax.tree.map(lambda p: p.value, primal) for primal in primals]
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+
+
+# JAX 0.10 gives a backward rule the tree of the residuals that was traced last, not its own. So which gradients are
+# asked for must not change the tree. It is kept in shapes: one element for yes, and none for no.
+def as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
+    """`needs` among the residuals of a forward rule."""
+    return tuple(jnp.zeros((int(need),)) for need in needs)
+
+
+def from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
+    """The `needs` of `as_shapes`."""
+    return Needs(*(shape.size == 1 for shape in shapes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _statistics_vjp(hidden, weight, bias, class_weights, labels, problem, options) -> Statistics:
+    kernel = kernel_of(problem, options, "statistics")
+    return kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
+
+
+def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, problem, options):
+    needs = as_shapes(needs_of(hidden, weight, bias))
+    hidden, weight, bias, class_weights, labels = values(hidden, weight, bias, class_weights, labels)
+    kernel = kernel_of(problem, options, "statistics")
+    statistics = kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
+    rows = statistics.log_normalizer, statistics.entropy
+    return statistics, (needs, hidden, weight, bias, class_weights, labels, rows)
+
+
+def _statistics_backward_rule(problem, options, residuals, cotangents):
+    needs, hidden, weight, bias, class_weights, labels, (lse, entropy) = residuals
+    g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
+    if entropy is not None and not _is_zero(cotangents.entropy):
+        g = row_formulas.with_entropy(g, entropy, cotangents.entropy)
+    kernel = kernel_of(problem, options, "gradients", from_shapes(needs))
+    inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
+    grads = kernel.run(*kernel.guarded(inputs, lse, g))
+    return *grads, None, None
+
+
+_statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
+# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
+linear_statistics = jax.jit(_statistics_vjp, static_argnums=(5, 6), inline=True)

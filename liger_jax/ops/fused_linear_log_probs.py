@@ -1,0 +1,203 @@
+"""Log-probabilities, and entropies, of a linear layer's output, without ever holding the logits."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Integer
+
+from liger_jax._tree import tree_dataclass
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation
+from liger_jax.ops._linear_statistics import check_sizes, linear_statistics
+from liger_jax.ops.loss_plan import problem_of
+from liger_jax.pallas_kernels.cross_entropy import formulas
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
+
+OP = "fused_linear_log_probs"
+
+
+@tree_dataclass
+class TokenLogProbs:
+    """What a head says of each token's label; `...` is the labels' shape, p the softmax of a token's logits z.
+
+    A token that does not count has 0 everywhere, and −1 as its predicted token.
+
+    Attributes:
+        log_probs: (...) float32, log p_y = z_y − log Σ_v exp(z_v) of the label y; differentiable.
+        log_normalizer: (...) float32, log Σ_v exp(z_v), without gradient.
+        max_logit: (...) float32, the largest logit, without gradient; None with `metrics=False`.
+        predicted_tokens: (...) int32, the first index of the largest logit; None with `metrics=False`.
+        entropy: (...) float32, −Σ_v p_v·log p_v in nats; differentiable; None without `entropy=True`.
+        log_sum_of_squares: (...) float32, log Σ_v p_v², without gradient; None without `entropy=True`.
+    """
+
+    log_probs: jax.Array
+    log_normalizer: jax.Array
+    max_logit: jax.Array | None
+    predicted_tokens: jax.Array | None
+    entropy: jax.Array | None
+    log_sum_of_squares: jax.Array | None
+
+
+def _check_temperature(temperature: float) -> None:
+    _checks.check_number(OP, temperature=temperature)
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"{OP}: temperature={temperature} must be finite and > 0; 1.0 leaves the logits as they are.")
+
+
+def fused_linear_log_probs(
+    hidden: Float[ArrayLike, "*tokens D"],
+    weight: Float[ArrayLike, "_ _"],
+    labels: Integer[ArrayLike, "*tokens"],
+    *,
+    bias: Float[ArrayLike, " V"] | None = None,
+    weight_layout: str = "vd",
+    where: Bool[ArrayLike, "*tokens"] | None = None,
+    ignore_index: int | None = -100,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    entropy: bool = False,
+    metrics: bool = True,
+    vocab_axis: str | None = None,
+    chunk_size: int | None = None,
+    memory_budget_bytes: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation = None,
+) -> TokenLogProbs:
+    """`log_softmax(logits / temperature)` at the labels, with no buffer of the size (tokens, vocabulary).
+
+    The logits are z = logit_scale · softcap(hidden · weightᵀ + bias) / temperature, from float32 accumulators, with
+    softcap(u) = s·tanh(u/s). (TRL caps after it scales, softcap(logit_scale · u) / temperature. The two differ only
+    where both are set.) Preference and policy losses are functions of `log_probs`, and entropy bonuses of `entropy`:
+
+        ∂ log p_y / ∂z_j = 1[j = y] − p_j          ∂H / ∂z_j = −p_j · (log p_j + H)
+
+    Statistics are made first, and slices of the vocabulary are made again for the gradients. That takes 4 products of
+    2·N·D·V operations, and the weight's gradient is written once: it is never summed in less than float32. Gradient
+    work is done only for what is differentiated. The entropy costs no product. On one device, the same program gives
+    the same bits every time. Meshes are as for `fused_linear_cross_entropy`.
+
+    Args:
+        hidden: (..., D), any float dtype.
+        weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
+        labels: (...), integers in [0, V), or `ignore_index`. Any other label makes its token's log-probability and
+            the gradients NaN under jit.
+        bias: (V,) float, or None.
+        weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
+        where: (...) bool, which tokens count; None for all. Others get 0 and a gradient of exactly 0.
+        ignore_index: the label of tokens that do not count; None for no such label.
+        temperature: by which logits are divided, a finite Python number > 0.
+        logit_scale: a finite Python number.
+        logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
+        entropy: whether to make `entropy` and `log_sum_of_squares`, too.
+        metrics: whether to make `max_logit` and `predicted_tokens`.
+        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
+            while hidden, labels and `where` are the same on all.
+        chunk_size: vocabulary entries in a slice; None to choose.
+        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
+        precision: of the products; None for `jax.default_matmul_precision`.
+        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "triton", "mosaic_tpu",
+            the last three's ":interpret" forms, or a tuple of these to try in order.
+
+    Returns:
+        `TokenLogProbs`, whose arrays have the labels' shape.
+
+    Raises:
+        TypeError: a dtype is wrong, or an option is no Python number.
+        ValueError: a shape does not fit, an option is out of range, a concrete label lies outside [0, V), the
+            budget is too small, or an implementation cannot run here; and, when compiled for several devices outside
+            of `jax.shard_map`, that the compiler would gather the tokens.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> hidden, weight = jnp.eye(2, 4), jnp.ones((8, 4))
+        >>> found = fused_linear_log_probs(hidden, weight, jnp.array([3, 5]), entropy=True)
+        >>> print(found.log_probs.round(4), found.entropy.round(4))
+        [-2.0794 -2.0794] [2.0794 2.0794]
+
+    References:
+        Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009).
+    """
+    hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
+    _checks.check_linear_choices(OP, weight_layout, "lean", chunk_size)
+    check_sizes(OP, hidden, weight, weight_layout)
+    vocab_size = weight.shape[weight_layout.index("v")]
+    _check_temperature(temperature)
+    _loss.check_logit_options(OP, logit_scale, logit_softcap)
+    scale = logit_scale / temperature
+    loss_options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="none")
+    labels, where = _loss.as_arrays(labels, where)
+    _loss.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
+    _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
+
+    logit_options = dataclasses.replace(loss_options.logit_options(metrics), entropy=entropy)
+    static = dict(
+        options=loss_options,
+        linear=LinearOptions(logit_options, weight_layout, _checks.current_precision(precision), "lean", 0),
+        chunk_size=chunk_size,
+        memory_budget_bytes=memory_budget_bytes,
+        implementation=implementation,
+    )
+    arrays = hidden, weight, labels, bias, where
+    if vocab_axis is not None:
+        return _local(*arrays, vocab_axis=vocab_axis, **static)
+    _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    return (_on_parts if _explicit.is_explicit(hidden) else _local)(*arrays, **static)
+
+
+def _on_parts(hidden, weight, labels, bias, where, **static) -> TokenLogProbs:
+    """The log-probabilities of tokens on an Explicit mesh: each device computes its own tokens'."""
+    tokens, token_axes = _explicit.token_spec(OP, hidden)
+    of_weight, vocab_axis = _explicit.head_spec(OP, weight, static["linear"].vocab_dim, token_axes)
+
+    def local(hidden, weight, *others):
+        weight = _explicit.gathered(weight, of_weight, token_axes)
+        return _local(hidden, weight, *others, vocab_axis=vocab_axis, **static)
+
+    specs = _explicit.spec_of(hidden), of_weight, tokens, P(vocab_axis), tokens
+    return _explicit.on_parts(OP, local, (hidden, weight, labels, bias, where), specs, tokens)
+
+
+def _local(
+    hidden, weight, labels, bias, where, *, options, linear, implementation, vocab_axis=None, **limits: Any
+) -> TokenLogProbs:
+    vocab_size, shape = weight.shape[linear.vocab_dim], labels.shape
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    where = None if where is None else where.reshape(-1)
+    problem = problem_of(
+        OP, hidden, weight, bias, options=linear, not_fast_because=None, implementation=implementation, **limits
+    )
+    if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
+        raise ValueError(f"{OP}: {reason}")
+
+    if vocab_axis is None:
+        terms = _loss.token_terms(labels, where, None, None, options, vocab_size)
+        kernel_labels = terms.labels
+    else:
+        terms, kernel_labels = _vocab_shards.sharded_token_terms(
+            labels, where, None, None, options, vocab_size, vocab_axis
+        )
+    h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
+    statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
+    if vocab_axis is not None:
+        statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
+        statistics = formulas.where(terms.counts, statistics)
+    # A factor of 1, or NaN where a label is out of range.
+    log_probs = terms.coefficients.target * (statistics.target_logit - statistics.log_normalizer)
+    constants = jax.lax.stop_gradient(statistics._replace(entropy=None))
+    predicted = constants.predicted_token
+    found = TokenLogProbs(
+        log_probs=log_probs,
+        log_normalizer=constants.log_normalizer,
+        max_logit=constants.max_logit,
+        predicted_tokens=None if predicted is None else jnp.where(terms.counts, predicted, -1),
+        entropy=statistics.entropy,
+        log_sum_of_squares=constants.log_sum_of_squares,
+    )
+    return jax.tree.map(lambda x: x.reshape(shape), found)

@@ -1,0 +1,119 @@
+"""The fused distillation losses with Hopper's own product, in Pallas Mosaic GPU.
+
+The product that makes a tile of logits also makes the tile's log-sum-exp, from the float32 accumulators. So the
+normalisers take no pass over the logits. dW is added to its sum where it lies. All else is XLA's.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels._hopper_product import ROWS, Tile, product, row_staging, staging, store_rows, store_tile
+from liger_jax.pallas_kernels._tiles import cdiv, out_like
+from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
+    Needs,
+    mosaic_gpu_logit_tiles,
+    mosaic_gpu_tiles,
+)
+from liger_jax.pallas_kernels.fused_linear_distillation import chunks
+from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
+from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
+from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
+
+_LOG2_E = math.log2(math.e)
+
+
+def unsupported(*arrays: jax.Array | None, options: Options) -> str | None:
+    """16-bit operands, in sizes that the copy engine moves in tiles."""
+    for name, head, x, weight in _heads(arrays, options):
+        d, v = x.shape[-1], weight.shape[head.vocab_dim]
+        if x.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"Hopper's matrix units take bfloat16 and float16, and {name}'s hidden states are {x.dtype}."
+        if x.shape[0] < ROWS:
+            return f"a tile has {ROWS} tokens, and there are {x.shape[0]}."
+        if d % 64 or v % 64:
+            return f"the copy engine moves rows of 64, and {name} has D={d} and V={v}; one is no multiple of it."
+    if options.vocab_axis is not None:
+        return "the normaliser of a vocabulary that is split is not known in the product's epilogue."
+    return None
+
+
+def _heads(arrays, options):
+    student, teacher = arrays[:3], arrays[3:]
+    yield "the student", options.student, *student[:2]
+    if len(teacher) == 3:
+        yield "the teacher", options.teacher, *teacher[:2]
+
+
+def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
+    if options.softcap is not None:
+        u = options.softcap * _hopper.tanh(u / options.softcap)
+    return u if options.scale == 1.0 else options.scale * u
+
+
+def _logits(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Raw logits (n, V) in x's dtype, and log Σ exp(z) (n,) of what they were before the rounding."""
+    (n, d), v = x.shape, weight.shape[head.vocab_dim]
+    tiles = mosaic_gpu_logit_tiles(d, n, v)
+
+    def epilogue(tile: Tile, refs, scratch):
+        u = tile.values if bias is None else tile.values + tile.over_columns(tile.column_vectors[0])
+        z = _transform(u, head.logit)
+        if v % tiles.columns:
+            z = jnp.where(tile.column_indices() < v - tile.column, z, -jnp.inf)
+        maximum = jnp.max(z, axis=1)
+        # exp(−inf − (−inf)) would be NaN
+        shift = jnp.where(maximum == -jnp.inf, 0.0, maximum * _LOG2_E)
+        exp_sum = jnp.sum(jnp.exp2(z * _LOG2_E - tile.over_rows(shift)), axis=1)
+        store_rows(tile, [maximum + jnp.log(exp_sum)], scratch[:1], refs[:1])
+        store_tile(tile, u, scratch[1], refs[1], tile.row, tile.column)
+
+    parts, raw = product(
+        x,
+        weight,
+        (1, 1 - head.vocab_dim),
+        tiles,
+        epilogue,
+        name="fused_linear_distillation_logits",
+        out_types=[out_like(x, (cdiv(v, tiles.columns), n), jnp.float32), out_like(x, (n, v), x.dtype)],
+        scratch=[row_staging(tiles, jnp.float32), staging(x.dtype)],
+        column_vectors=[] if bias is None else [bias.astype(jnp.float32)],
+    )
+    return raw, jax.nn.logsumexp(parts, axis=0)
+
+
+def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, options: Options) -> jax.Array:
+    """dW + duᵀ · X, in place."""
+    if not _hopper.can_add_in_place(x):
+        return dweight + chunks.weight_gradient(du, x, options)
+
+    def epilogue(tile: Tile, refs, scratch):
+        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, True)
+
+    operands = (du, x) if options.student.vocab_dim == 0 else (x, du)
+    (dweight,) = product(
+        *operands,
+        (0, 0),
+        mosaic_gpu_tiles(du.shape[0], *(operand.shape[1] for operand in operands)),
+        epilogue,
+        name="fused_linear_distillation_weight_gradient",
+        in_place=[dweight],
+        scratch=[staging(dweight.dtype)],
+    )
+    return dweight
+
+
+_BACKEND = chunks.Backend(_logits, _add_weight_gradient, chunk_multiple=ROWS)
+
+
+def by_tokens(
+    student: Head, teacher: Head | TopK, labels: jax.Array, scale: jax.Array, *, options: Any, needs: Needs
+) -> tuple[jax.Array, Any, Gradients]:
+    """`chunks.by_tokens` with Hopper's products."""
+    return chunks.by_tokens(student, teacher, labels, scale, options=options, needs=needs, backend=_BACKEND)

@@ -1,0 +1,123 @@
+"""A model's log-probabilities, entropies and hidden states, and the factor of its logits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, KernelOptions, LlamaConfig
+from liger_jax.models.hugging_face import config_json
+from liger_jax.models.llama.params import FIXED
+from tests.models._llama import CONFIG, make_model, random_tokens
+
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def tokens(rng):
+    return random_tokens(rng)
+
+
+@nnx.jit(static_argnames=("temperature", "logits_to_keep"))
+def found(model, tokens, temperature=1.0, logits_to_keep=0, **arrays):
+    arrays = {"labels": tokens, **arrays}
+    return model.log_probs(tokens, entropy=True, temperature=temperature, logits_to_keep=logits_to_keep, **arrays)
+
+
+@nnx.jit
+def from_logits(model, tokens, temperature, arrays):
+    """log p of all tokens, from the call's logits."""
+    return jax.nn.log_softmax(model(tokens, **arrays).logits / temperature)
+
+
+def test_position_t_has_the_log_prob_of_label_t_plus_1(model, tokens):
+    of_tokens = found(model, tokens, temperature=0.7)
+    log_p = from_logits(model, tokens, 0.7, {})
+    close(of_tokens.log_probs[:, :-1], jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0])
+    close(of_tokens.entropy[:, :-1], -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)[:, :-1])
+    for field in vars(of_tokens).values():
+        assert field.shape == tokens.shape
+    assert not np.any(of_tokens.log_probs[:, -1]) and not np.any(of_tokens.entropy[:, -1])
+    kept = found(model, tokens, temperature=0.7, logits_to_keep=3)
+    jax.tree.map(lambda some, every: close(some, every[:, -3:]), kept, of_tokens)
+
+
+def test_segments_masks_and_ignored_labels_are_those_of_the_loss(model, tokens):
+    segments = jnp.asarray([[0] * 5 + [1] * 7, [0] * 12])
+    arrays = dict(segment_ids=segments, attention_mask=jnp.ones_like(tokens).at[1, 9:].set(0))
+    labels = tokens.at[0, 3].set(-100)
+    log_probs = found(model, tokens, labels=labels, **arrays).log_probs
+    loss = nnx.jit(lambda model: model(tokens, labels=labels, loss_normalizer=1.0, **arrays).loss)(model)
+    close(-jnp.sum(log_probs), loss)
+    assert [tuple(place) for place in np.argwhere(log_probs == 0)] == [(0, 2), (0, 4), (0, 11), (1, 11)]
+    shifted = jnp.full_like(labels, -100).at[:, :-1].set(labels[:, 1:])
+    shifted = jnp.where(log_probs == 0, -100, shifted)
+    close(found(model, tokens, labels=None, shift_labels=shifted, **arrays).log_probs, log_probs)
+
+
+def test_gradients_are_those_of_the_loss(model, tokens):
+    by_loss = nnx.jit(nnx.grad(lambda model: model(tokens, labels=tokens, loss_normalizer=1.0).loss))(model)
+    by_log_probs = nnx.jit(nnx.grad(lambda model: -jnp.sum(model.log_probs(tokens, labels=tokens).log_probs)))(model)
+    jax.tree.map(lambda x, y: close(x, y, atol=1e-4 * np.max(np.abs(x))), by_loss, by_log_probs)
+
+
+def test_hidden_states_and_head_make_the_logits(model, tokens):
+    hidden = nnx.jit(lambda model: model.hidden_states(tokens))(model)
+    close(hidden @ model.head.T, nnx.jit(lambda model: model(tokens).logits)(model))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_batch_that_is_sharded_stays_so(axis_type, tokens):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    expected = found(make_model(), tokens)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(tokens, NamedSharding(mesh, P("data", None)))
+        result = found(make_model(kernels=KernelOptions(batch_axes=("data",))), sharded)
+    jax.tree.map(lambda x, y: close(x, y, atol=2e-5), result, expected)
+    assert result.log_probs.sharding.is_equivalent_to(sharded.sharding, 2)
+
+
+def test_log_probs_without_labels_are_refused(model, tokens):
+    with pytest.raises(ValueError, match="log_probs needs the labels whose probabilities are wanted. Pass labels="):
+        model.log_probs(tokens)
+
+
+# --- the factor of the logits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_logit_scale_reaches_logits_losses_and_log_probs(fused, tokens):
+    sizes = {name: getattr(CONFIG, name) for name in vars(CONFIG) if name not in ("layer_types", "rope_scaling")}
+    config = Gemma2Config(**sizes | dict(final_logit_softcapping=3.0))
+    options = dict(kernels=KernelOptions(fused_linear_cross_entropy=fused), rngs=nnx.Rngs(0))
+    plain = Gemma2ForCausalLM(config, **options)
+    scaled = Gemma2ForCausalLM(dataclasses.replace(config, logit_scale=0.25), **options | dict(rngs=nnx.Rngs(0)))
+    run = nnx.jit(lambda model: (model(tokens).logits, model(tokens, labels=tokens).loss))
+    logits, loss = run(scaled)
+    close(logits, 0.25 * run(plain)[0])
+    log_p = jax.nn.log_softmax(logits[:, :-1])
+    log_probs = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
+    close(loss, -jnp.mean(log_probs))
+    close(found(scaled, tokens).log_probs[:, :-1], log_probs)
+
+
+def test_config_json_has_it_under_cohere_s_name_and_granite_s():
+    read = functools.partial(config_json.read, config_type=LlamaConfig, fixed=FIXED)
+    assert read({"logit_scale": 0.0625}).logit_scale == 0.0625
+    assert read({"logits_scaling": 8}).logit_scale == 0.125
+    write = lambda config: config_json.write(config, FIXED, "LlamaForCausalLM", "float32")
+    assert "logit_scale" not in write(LlamaConfig())
+    assert read(write(LlamaConfig(logit_scale=0.5))).logit_scale == 0.5
+    with pytest.raises(ValueError, match="logits_scaling=0 must be a finite float32 above 0"):
+        read({"logits_scaling": 0})

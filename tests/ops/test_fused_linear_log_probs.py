@@ -1,0 +1,316 @@
+"""fused_linear_log_probs: log-probabilities of labels and entropies, with no logits in memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import reference
+from tests.ops._oracle import check_float32, check_half, check_vmap, largest_error, value_and_gradients
+
+N, D, V = 21, 19, 53
+OPTIONS = {
+    "plain": {},
+    "every option": dict(logit_softcap=4.0, logit_scale=0.7, temperature=1.3, weight_layout="dv"),
+}
+all_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def arrays(rng, n=N, d=D, v=V, dtype=jnp.float32):
+    shapes = (n, d), (v, d), (v,)
+    return [jnp.asarray(factor * rng.standard_normal(s), dtype) for s, factor in zip(shapes, (1, 0.7, 1), strict=True)]
+
+
+def labels_of(rng, n=N, v=V):
+    return jnp.asarray(rng.integers(0, v, n))
+
+
+def entropy_of(found):
+    """Of a call with entropy=True."""
+    assert found.entropy is not None
+    return found.entropy
+
+
+def differentiable(labels, **options):
+    """log_probs and entropy as a function of hidden (N, D), weight (V, D) and bias (V,)."""
+
+    def run(hidden, weight, bias):
+        weight = weight.T if options.get("weight_layout") == "dv" else weight
+        found = fused_linear_log_probs(hidden, weight, labels, bias=bias, entropy=True, **options)
+        return found.log_probs, entropy_of(found)
+
+    return run
+
+
+def truth(labels, **options):
+    scale = options.get("logit_scale", 1.0) / options.get("temperature", 1.0)
+
+    def run(hidden, weight, bias):
+        return reference.linear_log_probs(hidden, weight, labels, bias, scale, options.get("logit_softcap"))
+
+    return run
+
+
+# --- values and gradients ---------------------------------------------------------------------------------------------
+
+
+@all_options
+def test_log_probs_entropies_and_their_gradients_are_exact(options, implementation, rng):
+    labels = labels_of(rng)
+    op = differentiable(labels, implementation=implementation, chunk_size=16, **options)
+    check_float32(op, lambda *xs: truth(labels, **options)(*xs)[:2], arrays(rng), rng)
+
+
+def test_log_sum_of_squares_is_exact(implementation, rng):
+    labels, (hidden, weight, bias) = labels_of(rng), arrays(rng)
+    found = fused_linear_log_probs(
+        hidden, weight, labels, bias=bias, entropy=True, temperature=0.5, implementation=implementation
+    )
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (hidden, weight, bias)]
+        expected = truth(labels, temperature=0.5)(*wide)[2]
+    assert largest_error(found.log_sum_of_squares, expected) < 2e-5
+
+
+def test_half_precision_is_as_exact_as_plain_jax(implementation, rng):
+    labels = labels_of(rng)
+
+    def plain(hidden, weight, bias):
+        logits = (hidden @ weight.T + bias[None, :]).astype(jnp.float32)
+        log_p = jax.nn.log_softmax(logits, axis=1)
+        return log_p[jnp.arange(N), labels], -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
+
+    op = differentiable(labels, implementation=implementation)
+    check_half(op, plain, lambda *xs: truth(labels)(*xs)[:2], arrays(rng, dtype=jnp.bfloat16), rng)
+
+
+def test_large_logits_take_nothing_from_a_small_entropy(implementation):
+    """H = lse − Σ p·z would be lost in the rounding of both, which is 3e-5 here."""
+    z = np.full(40, 500.0)
+    z[[7, 9]] = 520.0, 512.0
+    hidden, weight = jnp.eye(16)[:1], jnp.zeros((40, 16)).at[:, 0].set(jnp.asarray(z, jnp.float32))
+    found = fused_linear_log_probs(hidden, weight, jnp.array([9]), entropy=True, implementation=implementation)
+    p = np.exp(z) / np.sum(np.exp(z))
+    np.testing.assert_allclose(entropy_of(found), [-np.sum(p * np.log(p))], rtol=0, atol=2e-7)
+    squares = np.asarray(found.log_sum_of_squares, float)
+    np.testing.assert_allclose(squares, [np.log(np.sum(p * p))], rtol=0, atol=2e-7)
+
+
+def test_entries_that_a_bias_forbids_are_as_if_they_were_not_there(implementation, rng):
+    hidden, weight, bias = arrays(rng)
+    labels = jnp.asarray(rng.integers(0, 40, N))
+    op = functools.partial(differentiable(labels, implementation=implementation, chunk_size=16))
+    cotangents = [jnp.asarray(rng.standard_normal(N), jnp.float32) for _ in range(2)]
+    forbidden = bias.at[40:].set(-jnp.inf)
+    found = value_and_gradients(op, [hidden, weight, forbidden], tuple(cotangents), wrt=(0, 1))
+    expected = value_and_gradients(op, [hidden, weight[:40], bias[:40]], tuple(cotangents), wrt=(0, 1))
+    assert not np.any(found[3][40:])
+    for x, y in zip([*found[:3], found[3][:40]], expected, strict=True):
+        assert largest_error(x, y) < 1e-5
+
+
+def test_log_probs_are_what_the_loss_is_made_of(implementation, rng):
+    labels, (hidden, weight, bias) = labels_of(rng), arrays(rng)
+    loss, metrics = fused_linear_cross_entropy(
+        hidden, weight, labels, bias=bias, reduction="none", return_metrics=True, mode="lean",
+        implementation=implementation,
+    )  # fmt: skip
+    found = fused_linear_log_probs(hidden, weight, labels, bias=bias, implementation=implementation)
+    np.testing.assert_array_equal(found.log_probs, -loss)
+    for name in ("log_normalizer", "max_logit", "predicted_tokens"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(metrics, name))
+    assert found.entropy is None and found.log_sum_of_squares is None
+    few = fused_linear_log_probs(hidden, weight, labels, bias=bias, metrics=False, implementation=implementation)
+    assert few.max_logit is None and few.predicted_tokens is None
+
+
+def test_what_has_no_gradient_passes_none(rng):
+    labels, (hidden, weight, _) = labels_of(rng), arrays(rng)
+
+    def others(hidden):
+        found = fused_linear_log_probs(hidden, weight, labels, entropy=True)
+        return sum(jnp.sum(x) for x in (found.log_normalizer, found.max_logit, found.log_sum_of_squares))
+
+    assert not np.any(jax.grad(others)(hidden))
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_do_not_count_are_zero_whatever_they_hold(implementation, rng):
+    hidden, weight, bias = arrays(rng)
+    labels, where = labels_of(rng).at[3].set(-100), jnp.ones(N, bool).at[5].set(False)
+    hidden = hidden.at[3].set(jnp.inf).at[5].set(jnp.nan)
+
+    def run(hidden, weight, bias):
+        found = fused_linear_log_probs(
+            hidden, weight, labels, bias=bias, where=where, entropy=True, implementation=implementation
+        )
+        return jnp.sum(found.log_probs) + jnp.sum(entropy_of(found)), found
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))(hidden, weight, bias)
+    for name, x in vars(found).items():
+        np.testing.assert_array_equal(x[jnp.array([3, 5])], -1 if name == "predicted_tokens" else 0, name)
+    assert not np.any(gradients[0][jnp.array([3, 5])])
+    assert all(np.all(np.isfinite(x)) for x in gradients)
+
+
+def test_label_outside_the_vocabulary_is_nan_under_jit_and_an_error_before(rng):
+    hidden, weight, _ = arrays(rng)
+    labels = labels_of(rng).at[2].set(V).at[4].set(-1)
+    op = lambda hidden, labels: fused_linear_log_probs(hidden, weight, labels).log_probs
+    rows, gradient = jax.jit(lambda h, y: (op(h, y), jax.grad(lambda h: jnp.sum(op(h, y)))(h)))(hidden, labels)
+    for x in (rows, gradient):
+        assert np.all(np.isnan(x[jnp.array([2, 4])])) and np.all(np.isfinite(np.delete(x, [2, 4], axis=0)))
+    with pytest.raises(ValueError, match=r"labels hold 53, but must lie in \[0, 53\)"):
+        op(hidden, labels)
+
+
+def test_leading_axes_are_tokens(rng):
+    hidden, weight, _ = arrays(rng)
+    labels = labels_of(rng)
+    flat = fused_linear_log_probs(hidden, weight, labels, entropy=True)
+    shaped = fused_linear_log_probs(hidden.reshape(3, 7, D), weight, labels.reshape(3, 7), entropy=True)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.reshape(N)), flat, shaped)
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_it_takes_four_products_and_only_those_that_are_asked_for(entropy, rng):
+    hidden, weight, _ = arrays(rng)
+    labels = labels_of(rng)
+
+    def total(hidden, weight):
+        found = fused_linear_log_probs(hidden, weight, labels, entropy=entropy)
+        return jnp.sum(found.log_probs) + (jnp.sum(entropy_of(found)) if entropy else 0.0)
+
+    count = lambda f: jax.jit(f).lower(hidden, weight).as_text().count("stablehlo.dot_general")
+    assert [count(f) for f in (total, *(jax.grad(total, by) for by in (0, 1, (0, 1))))] == [1, 3, 3, 4]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_no_array_of_tokens_by_vocabulary_is_compiled(entropy):
+    n, d, v = 1024, 16, 4096
+
+    def total(hidden, weight, labels):
+        found = fused_linear_log_probs(hidden, weight, labels, entropy=entropy, chunk_size=512)
+        return jnp.sum(found.log_probs) + (jnp.sum(entropy_of(found)) if entropy else 0.0)
+
+    arguments = jnp.zeros((n, d)), jnp.zeros((v, d)), jnp.zeros(n, jnp.int32)
+    text = jax.jit(jax.grad(total, (0, 1))).lower(*arguments).compile().as_text() or ""
+    assert "[1024,512]" in text
+    assert "[1024,4096]" not in text
+
+
+def test_an_entropy_that_is_only_looked_at_costs_no_gradient_work(rng):
+    labels, (hidden, weight, _) = labels_of(rng), arrays(rng)
+
+    def backward(entropy, is_differentiated=False):
+        """The operations of the gradient by hidden, once the values are there."""
+
+        def values(hidden):
+            found = fused_linear_log_probs(hidden, weight, labels, entropy=entropy)
+            return found.log_probs + (entropy_of(found) if is_differentiated else 0.0)
+
+        pullback = jax.vjp(values, hidden)[1]
+        text = jax.jit(pullback).lower(jnp.ones(N)).as_text()
+        return text.count("stablehlo.")
+
+    assert backward(entropy=True) == backward(entropy=False) < backward(entropy=True, is_differentiated=True)
+
+
+# --- transformations and meshes ---------------------------------------------------------------------------------------
+
+
+def test_vmap_over_heads_equals_each_by_itself(implementation, rng):
+    check_vmap(differentiable(labels_of(rng), implementation=implementation), arrays(rng), rng)
+
+
+def test_float16_gradients_survive_a_loss_scale(rng):
+    hidden, weight, bias = arrays(rng, dtype=jnp.float16)
+    labels = labels_of(rng)
+    total = lambda xs, scale: scale * sum(jnp.sum(x) for x in differentiable(labels)(*xs)) / 2.0**20
+    gradients = jax.grad(total)([hidden, weight, bias], 2.0**20)
+    assert all(x.dtype == jnp.float16 and np.any(x) and np.all(np.isfinite(x)) for x in gradients)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_sharded_vocabulary_equals_the_whole_one(check_vma, rng):
+    mesh = jax.make_mesh((4,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
+    hidden, weight, bias = arrays(rng, v=64)
+    labels = labels_of(rng, v=64).at[1].set(-100)
+    split, same = PartitionSpec("shard"), PartitionSpec()
+    factors = [jnp.asarray(rng.standard_normal(N), jnp.float32) for _ in range(2)]
+
+    def total(hidden, weight, bias, sharded):
+        def local(hidden, weight, bias):
+            axis = "shard" if sharded else None
+            return fused_linear_log_probs(hidden, weight, labels, bias=bias, entropy=True, vocab_axis=axis)
+
+        specs = (same, split, split)
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=same, check_vma=check_vma)
+        found = (mapped if sharded else local)(hidden, weight, bias)
+        return sum(jnp.sum(f * x) for f, x in zip(factors, (found.log_probs, entropy_of(found)), strict=True)), found
+
+    run = lambda sharded: jax.jit(
+        jax.value_and_grad(functools.partial(total, sharded=sharded), (0, 1, 2), has_aux=True)
+    )
+    (_, expected), expected_gradients = run(False)(hidden, weight, bias)
+    (_, found), gradients = run(True)(hidden, weight, bias)
+    errors = jax.tree.map(largest_error, (vars(found), gradients), (vars(expected), expected_gradients))
+    assert max(jax.tree.leaves(errors)) < 2e-5, errors
+
+
+@pytest.mark.parametrize("head", [PartitionSpec(None, "data"), PartitionSpec("model", None)], ids=str)
+def test_tokens_on_an_explicit_mesh_stay_where_they_are(head, rng):
+    axis_types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axis_types)
+    hidden, weight, bias = arrays(rng, n=8, d=16, v=64)
+    labels = labels_of(rng, n=8, v=64)
+    tokens = NamedSharding(mesh, PartitionSpec("data"))
+
+    def total(hidden, weight, bias, labels):
+        found = fused_linear_log_probs(hidden, weight, labels, bias=bias, entropy=True)
+        return jnp.sum(found.log_probs) + jnp.sum(entropy_of(found)), found
+
+    run = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+    (_, expected), expected_gradients = run(hidden, weight, bias, labels)
+    placed = (
+        jax.device_put(hidden, NamedSharding(mesh, PartitionSpec("data", None))),
+        jax.device_put(weight, NamedSharding(mesh, head)),
+        jax.device_put(bias, NamedSharding(mesh, PartitionSpec(head[0]))),
+        jax.device_put(labels, tokens),
+    )
+    with jax.set_mesh(mesh):
+        (_, found), gradients = run(*placed)
+    assert found.log_probs.sharding.is_equivalent_to(tokens, 1)
+    errors = jax.tree.map(largest_error, (vars(found), gradients), (vars(expected), expected_gradients))
+    assert max(jax.tree.leaves(errors)) < 2e-5, errors
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        (dict(temperature=0.0), ValueError, "temperature=0.0 must be finite and > 0; 1.0 leaves the logits"),
+        (dict(temperature=jnp.ones(())), TypeError, "temperature is a .*must be a Python number"),
+        (dict(logit_softcap=-1.0), ValueError, "logit_softcap=-1.0 must be finite and > 0"),
+        (dict(weight_layout="dd"), ValueError, "weight_layout='dd' is unknown"),
+        (dict(labels=jnp.zeros(3, jnp.int32)), ValueError, r"labels has shape \(3,\), but must have shape \(21,\)"),
+        (dict(implementation="magic"), ValueError, "implementation='magic' is unknown"),
+        (dict(chunk_size=0), ValueError, "chunk_size=0 must be a Python int of at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, error, message, unchecked_types, rng):
+    hidden, weight, _ = arrays(rng)
+    given = dict(hidden=hidden, weight=weight, labels=labels_of(rng)) | wrong
+    with pytest.raises(error, match=f"^fused_linear_log_probs: {message}"):
+        fused_linear_log_probs(**given)
