@@ -87,11 +87,11 @@ class LoRALinear(nnx.Linear):
             kept = jax.random.bernoulli(self.dropout_key[...], 1 - self.dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.dropout), 0)
         y += jnp.matmul(self.scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
-        factor = self.factor()
+        y, factor = checkpoint_name(y, ADAPTED), self.factor()
         if factor is not None:
             bias = 0 if self.bias is None else self.bias[...].astype(y.dtype)
             y = factor.astype(y.dtype) * (y - bias) + bias
-        return checkpoint_name(y, ADAPTED)
+        return y
 
 
 def add_lora(
@@ -143,9 +143,9 @@ def add_lora(
     if not 0 <= dropout < 1:
         raise ValueError(f"add_lora: dropout={dropout} must be in [0, 1); 0 drops nothing.")
     matching = _matching("add_lora", model, targets)
-    widest = min(min(projection.kernel.shape[-2:]) for _, projection in matching)
-    if not 1 <= rank <= widest:
-        raise ValueError(f"add_lora: rank={rank} must be from 1 to {widest}, the smallest width of these projections.")
+    narrowest = min(min(projection.kernel.shape[-2:]) for _, projection in matching)
+    if not 1 <= rank <= narrowest:
+        raise ValueError(f"add_lora: rank={rank} must be from 1 to {narrowest}, these projections' smallest width.")
     key = rngs.params()
     for path, projection in matching:
         *layers, in_width, out_width = projection.kernel.shape

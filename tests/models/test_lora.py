@@ -200,24 +200,25 @@ def gradient_shapes(config, frozen, **options):
     return sorted((int(m), int(n)) for m, n in products if {int(m), int(n)} <= widths)
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "options",
+    "tied, options",
     [
-        {},
-        dict(scan_layers=False),
-        dict(scan_layers=False, targets=("q_proj", "v_proj")),
-        dict(remat="full", targets=("o_proj",)),
+        (False, {}),
+        (True, dict(scan_layers=False)),
+        (False, dict(scan_layers=False, targets=("q_proj", "v_proj"))),
+        (True, dict(remat="full", targets=("o_proj",))),
     ],
     ids=["scanned", "unrolled", "q and v", "full"],
 )
-def test_no_product_is_the_gradient_of_a_frozen_weight(options, tied):
+def test_no_product_is_the_gradient_of_a_frozen_weight(tied, options):
+    """In layers, in the fused feed-forward beside adapters, and in the loss."""
     config = dataclasses.replace(WIDE, tie_word_embeddings=tied)
     assert gradient_shapes(config, frozen=True, **options) == []
-    assert len(gradient_shapes(config, frozen=False, **options)) >= 5  # so they would be found
+    assert len(gradient_shapes(config, frozen=False, **options)) >= 5  # some stand in one product
 
 
-def test_a_layer_keeps_the_sums_of_products_and_adapters_and_not_their_terms():
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_a_layer_keeps_the_sums_of_products_and_adapters_and_not_their_terms(remat):
     config = dataclasses.replace(SMALL, intermediate_size=72)
 
     def kept(model):
@@ -228,9 +229,9 @@ def test_a_layer_keeps_the_sums_of_products_and_adapters_and_not_their_terms():
         arrays = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(layer, *args)[1], x, params))
         return sum(array.shape == (2, 10, 72) for array in arrays)
 
-    for remat in ("none", "dots"):
-        with_lora = kept(lambda remat=remat: adapted(config, scan_layers=False, remat=remat))
-        assert with_lora == kept(lambda remat=remat: make_model(config, scan_layers=False, remat=remat)) == 2
+    options = dict(scan_layers=False, remat=remat)
+    assert kept(lambda: make_model(config, **options)) == 2
+    assert kept(lambda: adapted(config, **options)) == kept(lambda: adapted(config, dora=True, **options)) == 2
 
 
 def test_a_step_trains_adapters_alone_and_micro_batches_give_the_batch_s_gradient(rng):
@@ -255,12 +256,26 @@ def test_a_step_trains_adapters_alone_and_micro_batches_give_the_batch_s_gradien
 # --- several devices --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_sharded_loss_and_gradients_are_those_of_one_device(axis_type, rng):
+SHARDED = dataclasses.replace(CONFIG, vocab_size=64)
+AXES = ("data", "fsdp")
+AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+def make_mesh(axis_type):
     if len(jax.devices()) < 2:
         pytest.skip("a mesh needs several devices")
-    axes, devices = ("data", "fsdp"), jax.devices()[:4]
-    mesh = jax.make_mesh((2, len(devices) // 2), axes, axis_types=(axis_type,) * 2, devices=devices)
+    devices = jax.devices()[:4]
+    return jax.make_mesh((2, len(devices) // 2), AXES, axis_types=(axis_type,) * 2, devices=devices)
+
+
+def sharded_model(mesh):
+    graph, params = nnx.split(make_model(SHARDED, kernels=KernelOptions(batch_axes=AXES)))
+    return nnx.merge(graph, jax.device_put(params, shardings(params, mesh)))
+
+
+@AXIS_TYPES
+def test_sharded_loss_and_gradients_are_those_of_one_device(axis_type, rng):
+    mesh = make_mesh(axis_type)
     tokens = random_tokens(rng, batch=8)
 
     def value_and_gradients(model, tokens):
@@ -273,18 +288,29 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(axis_type, rng):
         return adapters, jax.jit(jax.value_and_grad(loss))(adapters, base, tokens)
 
     options = dict(dropout=0.3, dora=True)
-    config = dataclasses.replace(CONFIG, vocab_size=64)
-    _, (truth, expected) = value_and_gradients(adapted(config, **options), tokens)
-    graph, params = nnx.split(make_model(config, kernels=KernelOptions(batch_axes=axes)))
+    _, (truth, expected) = value_and_gradients(adapted(SHARDED, **options), tokens)
     with jax.set_mesh(mesh):
-        model = nnx.merge(graph, jax.device_put(params, shardings(params, mesh)))
-        add_lora(model, RANK, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
-        tokens = jax.device_put(tokens, NamedSharding(mesh, P(axes)))
+        model = add_lora(sharded_model(mesh), RANK, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
+        tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXES)))
         adapters, (value, found) = value_and_gradients(moved(model), tokens)
     assert model.model.layers.self_attn.q_proj.lora_a[...].sharding.spec == P(None, "fsdp", None)
     close(value, truth)
     for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(np.asarray(x) - y).max() < 2e-5 * np.abs(y).max(), path
+
+
+@AXIS_TYPES
+def test_adapters_load_and_merge_on_a_mesh_and_kernels_stay_split(axis_type, tmp_path):
+    one, mesh = adapted(SHARDED, targets=("q_proj", "down_proj"), dora=True), make_mesh(axis_type)
+    save_adapters(one, tmp_path)
+    with jax.set_mesh(mesh):
+        model = merge_lora(load_adapters(sharded_model(mesh), tmp_path))
+    expected = by_path(nnx.state(merge_lora(one)))
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        close(variable[...], expected[path], 1e-6)
+    assert model.model.layers.mlp.down_proj.kernel[...].sharding.is_equivalent_to(
+        NamedSharding(mesh, P(None, "fsdp", None)), 3
+    )
 
 
 # --- the model without adapters, and with them merged ----------------------------------------------------------------
@@ -364,7 +390,7 @@ def test_arguments_that_do_not_fit_are_refused():
         add(targets=("q_proj", "c_attn"))
     with pytest.raises(ValueError, match=r"targets=\[\] must name one projection at least"):
         add(targets=())
-    with pytest.raises(ValueError, match="rank=17 must be from 1 to 16, the smallest width of these"):
+    with pytest.raises(ValueError, match="rank=17 must be from 1 to 16, these projections' smallest width"):
         add(17)
     with pytest.raises(ValueError, match="alpha=0 must be more than 0"):
         add(alpha=0)
