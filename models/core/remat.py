@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import jax
 
-from liger_jax.ops.attention import ATTENDED
+from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.gated_mlp import UP_PROJECTION
 
 Remat = Literal["none", "full", "dots", "offload"]
@@ -19,7 +19,7 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     if primitive.name == "pallas_call":
         return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
     if primitive.name == "name":
-        return params["name"] in (ADAPTED, ATTENDED, UP_PROJECTION)
+        return params["name"] in (ADAPTED, ATTENTION_OUTPUT, UP_PROJECTION)
     is_cudnn = primitive.name.startswith("dot_product_attention")
     return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 
