@@ -158,8 +158,8 @@ class CausalLM(nnx.Module):
                 chat_template.jinja, which replace those in `path`. `None` leaves those in `path` as they are.
 
         Raises:
-            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`), or `tokenizer_from`
-                is not a folder with a tokenizer's files.
+            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`; `lora.merge_lora`
+                adds them to the weights), or `tokenizer_from` is not a folder with a tokenizer's files.
         """
         pretrained.write(self, path, max_shard_bytes, config_fields, tokenizer_from)
 
