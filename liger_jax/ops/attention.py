@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractDevice
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._device import device_of, is_hopper
-from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops._kernels import Choice, Implementation, Kernels
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
@@ -106,8 +107,7 @@ def causal_attention(
     if not q.size:
         return q
     device = device_of(q, k, v, ids)
-    case = options | {"is_hopper": is_hopper(device.device_kind)}
-    choice = _KERNELS.choose(implementation, q, k, v, ids, device=device, **case)
+    choice = choose(q, k, v, ids, device, **options, implementation=implementation)
     if segments is None and ids is not None:
         segments = Segments.of(ids)
     q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
@@ -118,6 +118,14 @@ def causal_attention(
         return choice.kernel("attend", **options, output_name=ATTENTION_OUTPUT).run(q, k, v, segments)
     out = choice.kernel("attend", **options).run(q, k, v, segments)
     return checkpoint_name(out, ATTENTION_OUTPUT) if choice.name == "xla" else out  # policies know cuDNN's own call
+
+
+def choose(
+    q: Any, k: Any, v: Any, segment_ids: Any, device: AbstractDevice, *, implementation: Implementation, **options: Any
+) -> Choice:
+    """The implementation that runs a case on a device that need not be there, from its arrays or their types."""
+    case = options | {"is_hopper": is_hopper(device.device_kind)}
+    return _KERNELS.choose(implementation, q, k, v, segment_ids, device=device, **case)
 
 
 def _on_mesh(q, k, v, segment_ids, **options: Any):
