@@ -1,11 +1,11 @@
 """Causal attention by kernel, forward and backward: the evidence behind `ops.causal_attention`'s defaults.
 
-    python -m benchmarks.attention [--parts cases errors lengths] [--pictures docs]
+    python -m benchmarks.attention [--parts cases errors lengths] [--chunks] [--pictures docs]
 
 Cases: each row is measured against cuDNN's causal attention of the same shape, which knows no segments and no softcap.
-Errors: RMS against float32 over that of XLA's chunks in bfloat16, of the output and the three gradients.
+Errors: RMS against float32 over that of plain XLA in bfloat16, of the output and the three gradients.
 Lengths: 32,768 tokens in rows of growing length, by kind of mask, and torch's and tokamax's attention where they are
-installed; drawn, too.
+installed; drawn, too. `--chunks` adds XLA's chunks of queries, which take minutes to compile.
 
 Packed rows have a boundary with probability 1/mean at each position, so that short and long documents mix; the visible
 share is that of the causal pairs. TFLOP/s count seven products over visible pairs: two forward, five backward. Times
@@ -35,7 +35,7 @@ from liger_jax.pallas_kernels.attention.intervals import intervals
 SEED = 6  # whose packed rows see about what the mean row sees
 TOKENS = 32768  # of each length
 LENGTHS = (512, 2048, 8192, 32768)
-CHUNK_LENGTHS, FLEX_LENGTHS = (2048, 8192), (8192,)  # others would be minutes of compilation
+CHUNK_LENGTHS, FLEX_LENGTHS = (2048, 8192), (8192,)  # of what takes long to compile
 OURS = ("mosaic_gpu", "triton")
 COLORS = {
     "mosaic_gpu": "#2e75b6", "triton": "#7e57c2", "cudnn": "#60a917", "xla": "#c00000",
@@ -184,20 +184,37 @@ def cases_table() -> str:
     return table(header, rows)
 
 
+def plain_attention(q, k, v, ids=None, *, window: int | None, softcap: float | None) -> jax.Array:
+    """All scores at once, as one would write it: float32 scores and softmax, products in q.dtype."""
+    batch, length, heads, width = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * width**-0.5
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    seen = reference.visible(length, ids, window)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(q.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+
+
 def programs_of_errors(cases: Iterable[Case]) -> Iterator[tuple[Any, Any]]:
-    """By case and kernel, and the truth in float32."""
+    """By case and kernel; beside ours plain XLA in bfloat16, and the truth in float32."""
     for case in cases:
-        for kernel in ("xla", *OURS):
+        for kernel in OURS:
             yield (case, kernel), lowered(case, kernel)
-        attend = functools.partial(reference.causal_attention, **case.mask)
-        types = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in case.types()]
-        with jax.default_matmul_precision("highest"):
-            program = jax.jit(functools.partial(value_and_gradients, attend)).lower(*types, case.ids())
-        yield (case, "truth"), program
+        for who, dtype in (("plain", jnp.bfloat16), ("truth", jnp.float32)):
+            attend = functools.partial(plain_attention, **case.mask)
+            types = [jax.ShapeDtypeStruct(x.shape, dtype) for x in case.types()]
+            with jax.default_matmul_precision("highest"):
+                program = jax.jit(functools.partial(value_and_gradients, attend)).lower(*types, case.ids())
+            yield (case, who), program
+
+
+def rms_errors(found: Iterable[jax.Array], truth: Iterable[jax.Array]) -> list[float]:
+    """One for each array."""
+    return [float(jnp.sqrt(jnp.mean((x - t) ** 2))) for x, t in zip(found, truth, strict=True)]
 
 
 def errors_table() -> str:
-    """RMS errors over those of XLA's chunks, in one row of at most 2,048, whose scores fit in float32."""
+    """RMS errors over those of plain XLA, in one row of at most 2,048, whose scores fit in float32."""
     shape = lambda case: (1, min(case.shape[1], 2048), *case.shape[2:])
     cases = list(dict.fromkeys(dataclasses.replace(case, shape=shape(case)) for case in CASES))
     programs = compiled(programs_of_errors(cases))
@@ -205,12 +222,11 @@ def errors_table() -> str:
     for case in cases:
         inputs, ids = case.inputs(), case.ids()
         truth = programs[case, "truth"](*(x.astype(jnp.float32) for x in inputs), ids)
-        rms = lambda found: [float(jnp.sqrt(jnp.mean((x - t) ** 2))) for x, t in zip(found, truth, strict=True)]  # noqa: B023
-        plain = rms(programs[case, "xla"](*inputs, ids))
+        plain = rms_errors(programs[case, "plain"](*inputs, ids), truth)
         for kernel in OURS:
             if (case, kernel) not in programs:
                 continue
-            own = rms(programs[case, kernel](*inputs, ids))
+            own = rms_errors(programs[case, kernel](*inputs, ids), truth)
             ratios = [f"{x / p:.2f}" for x, p in zip(own, plain, strict=True)]
             rows.append([case.name, str(case.shape), f"{case.visible_share():.3f}", kernel, *ratios])
             print(rows[-1], flush=True)
@@ -222,11 +238,11 @@ def case_of_length(mask: str, length: int) -> Case:
     return Case(mask, (TOKENS // length, length, 32, 8, 128), **MASKS[mask])
 
 
-def programs_by_length() -> Iterator[tuple[Any, Any]]:
+def programs_by_length(chunks: bool) -> Iterator[tuple[Any, Any]]:
     """By mask, kernel and length."""
     for mask in MASKS:
         for length in LENGTHS:
-            kernels = [*OURS, *(["xla"] if length in CHUNK_LENGTHS else [])]
+            kernels = [*OURS, *(["xla"] if chunks and length in CHUNK_LENGTHS else [])]
             kernels += [] if mask == "packed, mean 512" else ["cudnn", "tokamax"]
             for kernel in kernels:
                 yield (mask, kernel, length), lowered(case_of_length(mask, length), kernel)
@@ -244,14 +260,15 @@ def torch_by_length() -> dict[tuple[str, str, int], float | str]:
     return dict(zip(cases, in_own_process(peers.torch_times, list(cases.values())), strict=True))
 
 
-def times_by_length() -> dict[tuple[str, str], dict[int, float]]:
+def times_by_length(chunks: bool) -> dict[tuple[str, str], dict[int, float]]:
     """Milliseconds by mask and kernel, then by length."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         torch = pool.submit(torch_by_length)  # while programs are lowered, which leaves the GPU alone
-        programs = list(programs_by_length())
+        programs = list(programs_by_length(chunks))
         found = torch.result()
     for (mask, kernel, length), program in compiled(programs).items():
         found[mask, kernel, length] = ms_of(program, case_of_length(mask, length))
+        print(mask, kernel, length, show(found[mask, kernel, length]), flush=True)
     times: dict[tuple[str, str], dict[int, float]] = {}
     for (mask, kernel, length), ms in found.items():
         if isinstance(ms, str):
@@ -310,19 +327,20 @@ PARTS = ("cases", "errors", "lengths")
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--chunks", action="store_true", help="measure XLA's chunks by length, too")
     parser.add_argument("--pictures", type=pathlib.Path, help="a folder for attention.png")
     arguments = parser.parse_args()
     command = "python -m benchmarks.attention"
     if tuple(arguments.parts) != PARTS:
         command += f" --parts {' '.join(arguments.parts)}"
-    where = heading(command)
+    where = heading(command + " --chunks" * arguments.chunks)
     text = [where]
     if "cases" in arguments.parts:
         text.append(cases_table())
     if "errors" in arguments.parts:
-        text.append("RMS errors against float32, over those of XLA's chunks in bfloat16:\n\n" + errors_table())
+        text.append("RMS errors against float32, over those of plain XLA in bfloat16:\n\n" + errors_table())
     if "lengths" in arguments.parts:
-        times = times_by_length()
+        times = times_by_length(arguments.chunks)
         kind = f"{TOKENS:,} tokens in rows of T, heads 32/8 of width 128; {versions('torch', 'tokamax')}:"
         text.append(f"{kind}\n\n{lengths_table(times)}")
         if arguments.pictures is not None:

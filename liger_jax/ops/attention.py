@@ -19,7 +19,7 @@ from liger_jax.pallas_kernels.attention.intervals import Segments
 
 _OP = "causal_attention"
 _MODULES = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": triton, "splash": splash}
-# On an H100, forward and backward of one segment take 1.04 and 1.13 of cuDNN's time at widths 64 and 128, and a window
+# On an H100, forward and backward of one segment take 1.04 and 1.19 of cuDNN's time at widths 64 and 128, and a window
 # as long as cuDNN's (benchmarks/results/attention.md). cuDNN takes neither packed rows nor softcaps.
 _KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("cudnn", "mosaic_gpu", "triton"), "tpu": ("splash",)})
 ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of what the backward needs of the forward

@@ -7,7 +7,7 @@ Backward: dq tile by tile of queries, dk and dv tile by tile of keys, each from 
 products, no sums in memory, and so the same bits in every run.
 Rounding: scores, softmax, sums and accumulators are float32; weights and scores' gradients are rounded to q's dtype for
 their products.
-On an H100 packed rows take 0.24 to 0.79 of cuDNN's time without segments, by what is visible
+On an H100 packed rows take 0.22 to 0.64 of cuDNN's time without segments, by what is visible
 (benchmarks/results/attention.md).
 """
 
