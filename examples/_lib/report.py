@@ -35,6 +35,25 @@ def loss_curve(losses: list[float], held_out: dict[str, float], path: Path) -> N
     figure.savefig(path, dpi=150)
 
 
+def curves(panels: dict[str, dict[str, tuple[list[int], list[float]]]], title: str, path: Path) -> None:
+    """Draws what moves while a program trains, a panel for each quantity.
+
+    Args:
+        panels: by the quantity's name and then the curve's: the steps, and the values after them.
+        title: what the picture shows, in words.
+        path: the PNG's path.
+    """
+    figure = Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
+    for axes, (quantity, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name, (steps, values) in lines.items():
+            axes.plot(steps, values, linewidth=1, label=name)
+        axes.set(xlabel="step", ylabel=quantity)
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
 def memory_picture(rows: list[Memory], title: str, path: Path) -> None:
     """Draws the step's memory and the loss's own part of it against the batch size.
 
