@@ -27,6 +27,7 @@ with needed_packages(__name__):
     from examples._lib import report, tiny
     from liger_jax import fused_linear_distillation, fused_linear_topk_distillation
     from liger_jax.losses import shifted_labels
+    from liger_jax.models import CausalLM
     from liger_jax.training import language_model_loss, make_step
 
 VOCAB, LENGTH, BATCH, STORED = 256, 64, 16, 16
@@ -87,7 +88,7 @@ def train(loss_fn, divergence, lessons, held_out, steps, description) -> list[fl
     return [*values, float(evaluate(state[0]))]
 
 
-def full_loss(model: nnx.Module, head: jax.Array, batch: dict, denominator: jax.Array | None = None) -> jax.Array:
+def full_loss(model: CausalLM, head: jax.Array, batch: dict, denominator: jax.Array | None = None) -> jax.Array:
     """The mean of KL(teacher ‖ student) over the tokens that have a next one.
 
     Args:
@@ -104,7 +105,7 @@ def full_loss(model: nnx.Module, head: jax.Array, batch: dict, denominator: jax.
     return fused_linear_distillation(hidden, model.head, batch["hidden"], head, where=counted, denominator=denominator)
 
 
-def topk_loss(model: nnx.Module, batch: dict, denominator: jax.Array | None = None) -> jax.Array:
+def topk_loss(model: CausalLM, batch: dict, denominator: jax.Array | None = None) -> jax.Array:
     """The same from the stored `token_ids` and `log_probs` (B, T, K); all other tokens are one event."""
     hidden = model.hidden_states(batch["input_ids"])
     counted = shifted_labels(batch["labels"]) != -100
@@ -114,7 +115,7 @@ def topk_loss(model: nnx.Module, batch: dict, denominator: jax.Array | None = No
     )  # fmt: skip
 
 
-def teacher_of(teacher: nnx.Module, tokens: jax.Array) -> dict[str, jax.Array]:
+def teacher_of(teacher: CausalLM, tokens: jax.Array) -> dict[str, jax.Array]:
     """What the students are given: tokens, the teacher's hidden states, and its likeliest tokens."""
     hidden = teacher.hidden_states(tokens)
     log_probs, token_ids = jax.lax.top_k(jax.nn.log_softmax(hidden @ teacher.head.T), STORED)

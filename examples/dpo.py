@@ -25,6 +25,7 @@ with needed_packages(__name__):
 
     from examples._lib import report, tiny
     from liger_jax import losses
+    from liger_jax.models import CausalLM
     from liger_jax.training import make_step
 
 VOCAB, LENGTH, BATCH = 64, 9, 32  # LENGTH: one token of prompt and eight of answer
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     scores = jax.jit(lambda params, pairs: answer_log_probs(nnx.merge(graph, params), pairs))
     pairs, held_out = ({"input_ids": x, "reference": scores(params, x)} for x in (pairs, held_out))
     margin = jax.jit(lambda params: pair_loss(nnx.merge(graph, params), held_out)[1])
-    before = share_upwards(graph, params)
+    before = shares(graph, params)
 
     optimizer = optax.adam(3e-4)
     step = jax.jit(make_step(graph, optimizer, pair_loss, has_aux=True))
@@ -67,14 +68,15 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
 
     first, last = log["pairs held out"][0], log["pairs held out"][-1]
     print(f"reward margin of pairs held out: {first:.3f} → {last:.3f}")
-    print(f"share of sampled answers that begin upwards: {before:.2f} → {share_upwards(graph, state[0]):.2f}")
+    for way, was, now in zip(("upwards", "downwards"), before, shares(graph, state[0]), strict=True):
+        print(f"share of sampled answers that begin {way}: {was:.2f} → {now:.2f}")
     lines = {"trained pairs": (range(steps), log["trained pairs"]), "pairs held out": (seen, log["pairs held out"])}
     report.curves({"reward margin": lines}, "DPO: chosen answers gain on rejected ones", out / "dpo.png")
     print(f"picture: {out / 'dpo.png'}")
     return log
 
 
-def pair_loss(model: nnx.Module, batch: dict, _=None) -> tuple[jax.Array, jax.Array]:
+def pair_loss(model: CausalLM, batch: dict, _=None) -> tuple[jax.Array, jax.Array]:
     """DPO's loss of P pairs, and their mean reward margin.
 
     Args:
@@ -89,7 +91,7 @@ def pair_loss(model: nnx.Module, batch: dict, _=None) -> tuple[jax.Array, jax.Ar
     return output.losses.mean(), output.margins.mean()
 
 
-def answer_log_probs(model: nnx.Module, pairs: jax.Array) -> jax.Array:
+def answer_log_probs(model: CausalLM, pairs: jax.Array) -> jax.Array:
     """The log-probability of each answer (P, 2), of token ids (P, 2, T)."""
     tokens = pairs.reshape(-1, LENGTH)
     labels = tokens.at[:, 0].set(-100)  # the prompt
@@ -114,11 +116,12 @@ def make_pairs() -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(pairs[start % 8 != 0]), jnp.asarray(pairs[start % 8 == 0])
 
 
-def share_upwards(graph, params) -> float:
-    """The share of 256 sampled answers whose first step goes upwards."""
+def shares(graph, params) -> tuple[float, float]:
+    """The shares of 256 sampled answers whose first step goes upwards, and downwards."""
     prompts = jnp.arange(256)[:, None] % VOCAB
     tokens = nnx.merge(graph, params).generate(prompts, max_new_tokens=1, temperature=1.0, key=jax.random.key(0))
-    return float(jnp.mean((tokens[:, 1] - tokens[:, 0]) % VOCAB <= 3))
+    stride = (tokens[:, 1] - tokens[:, 0]) % VOCAB
+    return float(jnp.mean((stride >= 1) & (stride <= 3))), float(jnp.mean(stride >= VOCAB - 3))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ with needed_packages(__name__):
 
     from examples._lib import report, tiny
     from liger_jax import losses
+    from liger_jax.models import CausalLM
     from liger_jax.training import make_step
 
 PLUS, EQUALS, VOCAB = 10, 11, 12
 PROMPT, ANSWER = 4, 2  # tokens
 PROMPTS, GROUP, UPDATES = 32, 8, 2  # prompts a step, answers to each, updates with them
-PRETRAINING_STEPS = 120
+PRETRAINING_STEPS = 60
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
@@ -41,8 +42,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         argv: its arguments; the command line's if none.
 
     Returns:
-        The mean reward of each step's answers and their KL penalty, and the share of all sums that the likeliest answer
-        gets right, before training and after it.
+        The mean reward of each step's answers, the KL divergence at each update, and the share of all sums that the
+        likeliest answer gets right, before training and after it.
     """
     steps, out = steps_and_folder(argv, 100, "runs/grpo")
     graph, params = tiny.llama(VOCAB)
@@ -67,22 +68,22 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
             }
             for _ in range(UPDATES):
                 state, (_, kl) = update(state, batch)
+                log["kl"].append(float(kl))
             log["reward"].append(float(rewards.mean()))
-            log["kl"].append(float(kl))
             bar.set_postfix_str(f"reward {log['reward'][-1]:.3f}", refresh=False)
     log["right"].append(share_right(graph, state[0]))
 
     print(f"share of all sums that the likeliest answer gets right: {log['right'][0]:.2f} → {log['right'][1]:.2f}")
     panels = {
         "mean reward": {"sampled answers": (range(steps), log["reward"])},
-        "nats a token": {"KL from the reference": (range(steps), log["kl"])},
+        "nats a token": {"KL from the reference": ([i / UPDATES for i in range(UPDATES * steps)], log["kl"])},
     }
     report.curves(panels, "GRPO: right sums become likelier", out / "grpo.png")
     print(f"picture: {out / 'grpo.png'}")
     return log
 
 
-def policy_loss(model: nnx.Module, batch: dict, _=None) -> tuple[jax.Array, jax.Array]:
+def policy_loss(model: CausalLM, batch: dict, _=None) -> tuple[jax.Array, jax.Array]:
     """The clipped loss with a penalty, and the penalty's estimate of the KL divergence.
 
     Args:
@@ -104,13 +105,13 @@ def policy_loss(model: nnx.Module, batch: dict, _=None) -> tuple[jax.Array, jax.
     return output.loss, output.kl
 
 
-def answer_log_probs(model: nnx.Module, tokens: jax.Array) -> jax.Array:
+def answer_log_probs(model: CausalLM, tokens: jax.Array) -> jax.Array:
     """The log-probabilities of the answers' tokens (B, answer); position t predicts token t + 1."""
     before = PROMPT - 1 + jnp.arange(ANSWER)
     return model.log_probs(tokens, labels=tokens, logits_to_keep=before).log_probs
 
 
-def rollout(model: nnx.Module, step: int) -> jax.Array:
+def rollout(model: CausalLM, step: int) -> jax.Array:
     """Samples a group of answers to each of a step's prompts: (prompts · group, prompt + answer)."""
     prompts = jnp.repeat(sums(step, PROMPTS)[:, :PROMPT], GROUP, axis=0)
     return model.generate(prompts, max_new_tokens=ANSWER, temperature=1.0, key=jax.random.key(step))

@@ -1,6 +1,8 @@
 """The pictures that a training run leaves behind."""
 
+import itertools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it announces its first look at the fonts
@@ -35,7 +37,7 @@ def loss_curve(losses: list[float], held_out: dict[str, float], path: Path) -> N
     figure.savefig(path, dpi=150)
 
 
-def curves(panels: dict[str, dict[str, tuple[list[int], list[float]]]], title: str, path: Path) -> None:
+def curves(panels: dict[str, dict[str, tuple[Sequence[float], list[float]]]], title: str, path: Path) -> None:
     """Draws what moves while a program trains, a panel for each quantity.
 
     Args:
@@ -45,8 +47,8 @@ def curves(panels: dict[str, dict[str, tuple[list[int], list[float]]]], title: s
     """
     figure = Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
     for axes, (quantity, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for name, (steps, values) in lines.items():
-            axes.plot(steps, values, linewidth=1, label=name)
+        for style, (name, (steps, values)) in zip(itertools.cycle(["-", "--", ":"]), lines.items(), strict=False):
+            axes.plot(steps, values, style, linewidth=1.5, label=name)  # curves that lie on each other show
         axes.set(xlabel="step", ylabel=quantity)
         axes.legend()
         axes.grid(alpha=0.3)
