@@ -48,11 +48,11 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     steps, out = steps_and_folder(argv, 150, "runs/distill")
     graph, params = tiny.llama(VOCAB, hidden_size=128)
     params = tiny.pretrain(graph, params, lambda step: markov_text(step, BATCH), PRETRAINING_STEPS, "teacher")
-    teach = jax.jit(lambda tokens: teacher_of(nnx.merge(graph, params), tokens))
+    teacher = nnx.merge(graph, params)
+    teach = jax.jit(lambda tokens: lesson(teacher, tokens))
     lessons, held_out = (teach(markov_text(-seed, SEQUENCES)) for seed in (1, 2))
-    head = nnx.merge(graph, params).head
 
-    full = lambda model, batch, denominator=None: full_loss(model, head, batch, denominator)
+    full = lambda model, batch, denominator=None: full_loss(model, teacher.head, batch, denominator)
     ways = {
         "labels alone": lambda model, batch, denominator=None: language_model_loss(
             model, batch["input_ids"], denominator
@@ -60,9 +60,11 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         f"top {STORED}": topk_loss,
         "all probabilities": full,
     }
+    graph, params = tiny.llama(VOCAB, hidden_size=64, num_hidden_layers=1, seed=1)
+    divergence = jax.jit(lambda params: full(nnx.merge(graph, params), held_out))
     log = {}
     for way, loss in ways.items():
-        log[way] = train(loss, full, lessons, held_out, steps, way)
+        log[way] = train(graph, params, loss, divergence, lessons, steps, way)
         print(f"{way}: held-out divergence {log[way][0]:.3f} → {log[way][-1]:.3f}")
     seen = [*range(0, steps, EVERY), steps]
     lines = {way: (seen, values) for way, values in log.items()}
@@ -71,21 +73,19 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     return log
 
 
-def train(loss_fn, divergence, lessons, held_out, steps, description) -> list[float]:
+def train(graph, params, loss_fn, divergence, lessons, steps, description) -> list[float]:
     """Trains a student in micro-batches; returns its divergence from the teacher along the way."""
-    graph, params = tiny.llama(VOCAB, hidden_size=64, num_hidden_layers=1, seed=1)
     optimizer = optax.adam(3e-3)
     step = jax.jit(make_step(graph, optimizer, loss_fn, micro_batches=2))
-    evaluate = jax.jit(lambda params: divergence(nnx.merge(graph, params), held_out))
     state, values, random = (params, optimizer.init(params)), [], np.random.default_rng(0)
     with tqdm(range(steps), desc=description, unit="step", dynamic_ncols=True) as bar:
         for number in bar:
             if number % EVERY == 0:
-                values.append(float(evaluate(state[0])))
+                values.append(float(divergence(state[0])))
             rows = random.choice(SEQUENCES, BATCH, replace=False)
             state, loss = step(state, jax.tree.map(lambda x, rows=rows: x[rows], lessons))
             bar.set_postfix_str(f"loss {float(loss):.3f}, held-out divergence {values[-1]:.3f}", refresh=False)
-    return [*values, float(evaluate(state[0]))]
+    return [*values, float(divergence(state[0]))]
 
 
 def full_loss(model: CausalLM, head: jax.Array, batch: dict, denominator: jax.Array | None = None) -> jax.Array:
@@ -115,7 +115,7 @@ def topk_loss(model: CausalLM, batch: dict, denominator: jax.Array | None = None
     )  # fmt: skip
 
 
-def teacher_of(teacher: CausalLM, tokens: jax.Array) -> dict[str, jax.Array]:
+def lesson(teacher: CausalLM, tokens: jax.Array) -> dict[str, jax.Array]:
     """What the students are given: tokens, the teacher's hidden states, and its likeliest tokens."""
     hidden = teacher.hidden_states(tokens)
     log_probs, token_ids = jax.lax.top_k(jax.nn.log_softmax(hidden @ teacher.head.T), STORED)

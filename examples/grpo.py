@@ -1,4 +1,4 @@
-"""GRPO on a tiny LLaMA: it learns to add from nothing but whether a sum is right.
+"""GRPO on a tiny LLaMA: it adds better and better, and is only told whether a sum is right.
 
     python -m examples.grpo
 

@@ -1,5 +1,9 @@
 """DPO, GRPO and distillation: a few steps of each example move what its picture shows."""
 
+import functools
+import types
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,18 +67,21 @@ def test_students_come_nearer_to_their_teacher(tmp_path, monkeypatch, capsys):
 
 
 def test_micro_batches_of_the_distillation_losses_add_up_to_the_batch():
-    graph, params = tiny.llama(distill.VOCAB, num_hidden_layers=1)
-    model = nnx.merge(graph, params)
-    whole = distill.teacher_of(model, distill.markov_text(0, 4))
-    whole["labels"] = whole["labels"].at[0, :40].set(-100)  # the parts count unlike numbers of tokens
-    student = nnx.merge(*tiny.llama(distill.VOCAB, num_hidden_layers=1, seed=1))
-    parts = [jax.tree.map(lambda x, i=i: x[i::2], whole) for i in range(2)]
-    for loss in (
-        lambda *args: distill.full_loss(student, model.head, *args),
-        lambda *args: distill.topk_loss(student, *args),
-    ):
-        found = sum(loss(part, scored_tokens(whole)) for part in parts)
-        np.testing.assert_allclose(found, loss(whole), rtol=1e-5)
+    def bigram(seed, width) -> Any:
+        head = jax.random.normal(jax.random.key(seed), (distill.VOCAB, width))
+        return types.SimpleNamespace(head=head, hidden_states=lambda tokens: head[tokens])
+
+    student, teacher = bigram(0, 8), bigram(1, 16)
+    whole = distill.lesson(teacher, distill.markov_text(0, 4))
+    whole["labels"] = whole["labels"].at[0, :40].set(-100)  # one part counts fewer tokens than the other
+    parts = [{name: x[i::2] for name, x in whole.items()} for i in range(2)]
+    losses = [
+        functools.partial(distill.full_loss, student, teacher.head),
+        functools.partial(distill.topk_loss, student),
+    ]
+    for loss in losses:
+        added = sum(loss(part, scored_tokens(whole)) for part in parts)
+        np.testing.assert_allclose(added, loss(whole), rtol=1e-5)
 
 
 def test_a_number_of_steps_that_is_none_is_one_sentence(tmp_path, capsys):
