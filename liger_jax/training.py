@@ -82,7 +82,7 @@ def make_step(
     has_aux: bool = False,
     micro_batches: int = 1,
     state_on_host: bool = False,
-) -> Callable[[Any, Batch], tuple[Any, Any]]:
+) -> Callable[..., tuple[Any, Any]]:
     """The step of a model that is split into `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
 
     With micro-batches, a step holds the activations of one micro-batch at a time. Gradients are summed in float32, and
@@ -99,7 +99,9 @@ def make_step(
         state_on_host: the optimizer's arrays lie in the host's memory, and come to the device for the update.
 
     Returns:
-        `step(state, batch) -> (state, loss)` with `state = (params, optimizer.init(params))`.
+        `step(state, batch, *frozen) -> (state, loss)` with `state = (params, optimizer.init(params))`. `frozen` are
+        other parts of the model's state, which are not differentiated and not updated:
+        `graph, params, frozen = nnx.split(model, trained, ...)`.
 
     Raises:
         ValueError: `micro_batches` is less than 1; and, from the step, that it does not divide the batch, or that an
@@ -118,11 +120,13 @@ def make_step(
     if micro_batches < 1:
         raise ValueError(f"make_step: micro_batches={micro_batches} must be at least 1; 1 takes the batch in one part.")
 
-    def value_and_grad(params, batch, normalizer):
-        return jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch, normalizer), has_aux=has_aux)(params)
-
-    def step(state, batch):
+    def step(state, batch, *frozen):
         params, opt_state = state
+
+        def value_and_grad(params, batch, normalizer):
+            loss = lambda params: loss_fn(nnx.merge(graph, params, *frozen), batch, normalizer)
+            return jax.value_and_grad(loss, has_aux=has_aux)(params)
+
         if micro_batches == 1:
             value, grads = value_and_grad(params, batch, None)
         else:
