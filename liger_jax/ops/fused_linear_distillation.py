@@ -110,7 +110,7 @@ def fused_linear_distillation(
         >>> student, teacher = jnp.eye(2, 4), jnp.eye(2, 8)
         >>> heads = jnp.zeros((16, 4)), jnp.zeros((16, 8)).at[0].set(1.0)
         >>> print(fused_linear_distillation(student, heads[0], teacher, heads[1]).round(4))
-        0.0461
+        0.0514
 
     References:
         Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.

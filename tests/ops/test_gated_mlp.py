@@ -222,7 +222,7 @@ def test_hopper_says_what_it_does_not_take(shapes, dtype, activation, why):
     [
         (dict(activation="relu"), ValueError, r"activation='relu' is unknown; pass one of \('silu', "),
         (dict(x=jnp.ones((2, 3), int)), TypeError, "x has dtype int32, but must be floating point; "),
-        (dict(x=jnp.ones((2, 4))), ValueError, r"x has shape \(2, 4\) and gate_kernel \(3, 5\), .* transposed if"),
+        (dict(x=jnp.ones((2, 4))), ValueError, r"x has shape \(2, 4\) and gate_kernel \(3, 5\), .* transpose it if"),
         (dict(up_kernel=jnp.ones((3, 4))), ValueError, r"up_kernel has shape \(3, 4\), but must have shape \(3, 5\)"),
         (dict(down_kernel=jnp.ones((3, 5))), ValueError, r"down_kernel has shape \(3, 5\), .* shape \(5, 3\)"),
         (
