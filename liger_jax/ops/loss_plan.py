@@ -154,6 +154,10 @@ def problem_of(
     device = device or device_of(hidden, weight)
     kernels = dataclasses.replace(KERNELS, op=op)
     choice = kernels.choose(implementation, hidden, weight, *others, device=device, options=options)
+    mode = options.mode
+    if mode == "auto" and options.logit.entropy:  # which not every kernel makes in mode "fast"
+        as_fast = dataclasses.replace(options, mode="fast")
+        mode = "auto" if choice.module.unsupported(hidden, weight, *others, options=as_fast) is None else "lean"
     n, d = hidden.shape
     return Problem(
         n,
@@ -163,7 +167,7 @@ def problem_of(
         weight_itemsize=weight.dtype.itemsize,
         platform=device.platform,
         implementation=choice.name,
-        mode=options.mode,
+        mode=mode,
         chunk_size=chunk_size,
         gradients=gradients,
         hard_budget_bytes=memory_budget_bytes,

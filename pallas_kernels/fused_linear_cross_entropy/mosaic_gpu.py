@@ -13,6 +13,7 @@ costs 2^-9 of a probability, where the rounding of a logit z would cost |z| · 2
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import full_like, round_up
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
-from liger_jax.pallas_kernels.cross_entropy.formulas import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
@@ -43,6 +44,8 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
             f"V={v} must be a multiple of {multiple} with mode={options.mode!r} and "
             f"weight_layout={options.weight_layout!r}; pad the vocabulary, or use 'xla'."
         )
+    if options.mode == "fast" and options.logit.entropy:
+        return "its mode='fast' keeps no logits to make entropies of; use mode='lean', or 'xla'."
     softcap = (options.logit.softcap or 0.0) * abs(options.logit.scale)
     if options.mode != "lean" and softcap > _WIDEST_SOFTCAP:
         return (
@@ -122,12 +125,21 @@ def gradients(
 
 
 def gradients_in_forward(
-    inputs: Inputs, coefficients: Coefficients, class_weight_sum: jax.Array, *, options: LinearOptions, needs: Needs
+    inputs: Inputs,
+    terms: Any,
+    constants: Any,
+    *,
+    options: LinearOptions,
+    needs: Needs,
+    row_cotangents: Callable[[Statistics, Any, Any], Cotangents],
 ) -> tuple[Statistics, Gradients]:
-    """The fast mode: for each chunk of tokens E and statistics, du in E's place, dX = du · W, and dW (+)= duᵀ · X."""
+    """The fast mode: for each chunk of tokens E and statistics, du in E's place, dX = du · W, and dW (+)= duᵀ · X.
+
+    `row_cotangents` makes the loss's derivatives from the statistics and the terms of a chunk's rows, and `constants`.
+    """
     n, v = inputs.hidden.shape[0], inputs.weight.shape[options.vocab_dim]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
-    inputs, coefficients = _padded(inputs, coefficients)
+    inputs, terms = _padded(inputs, terms)
     padded = inputs.hidden.shape[0]
     chunk_size = min(round_up(options.chunk_size, ROWS), padded)
     one_chunk = chunk_size == padded
@@ -137,11 +149,11 @@ def gradients_in_forward(
 
     def body(carry, start, size):
         stats, (dhidden, dweight, dbias) = carry
-        part, chunk_coefficients = formulas.take_tokens(inputs, coefficients, start, size)
+        part, chunk_terms = formulas.take_tokens(inputs, terms, start, size)
         parts, exponentials = kernels.partial_statistics(part, options, keep=True)
         chunk_stats = row_formulas.online_merge(parts, options.logit)
         lse = chunk_stats.log_normalizer
-        cotangents = row_formulas.row_cotangents(lse, chunk_coefficients, class_weight_sum)
+        cotangents = row_cotangents(chunk_stats, chunk_terms, constants)
         du = kernels.make_logit_gradients(exponentials, parts.maximum, part, lse, cotangents, options)
         if needs.weight and in_bytes:
             is_last = jnp.asarray(start + size == padded, jnp.int32)
