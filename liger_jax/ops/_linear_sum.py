@@ -65,8 +65,7 @@ def _sum_backward_rule(problem, options, row_loss, residuals, cotangents):
     def loss_of(terms, constants):
         return jnp.sum(row_loss.losses(statistics, terms, constants))
 
-    others = jax.grad(loss_of, (0, 1), allow_int=True)(terms, constants)
-    terms_grad, constants_grad = jax.tree.map(lambda x: x if x.dtype == jax.dtypes.float0 else g * x, others)
+    terms_grad, constants_grad = jax.vjp(loss_of, terms, constants)[1](g)
     return *scaled, terms_grad, None, constants_grad, None
 
 

@@ -139,8 +139,10 @@ def fused_linear_token_loss(
     labels, where = _loss.as_arrays(labels, where)
     _loss.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
     _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
-    per_token = tuple(broadcast_to_tokens(OP, per_token, labels.shape))
-    function, closed_over = hoisted(OP, loss_fn, 1 + entropy, per_token)
+    per_token = tuple(broadcast_to_tokens(OP, as_tuple(OP, per_token), labels.shape))
+    # One device's results do not vary over the shards of the vocabulary.
+    varying = _mesh.varying_axes(hidden, weight, bias, labels, where, *per_token) - {vocab_axis}
+    function, closed_over = hoisted(OP, loss_fn, 1 + entropy, per_token, varying)
     token_loss = _TokenLoss(function, entropy)
 
     logit_options = dataclasses.replace(loss_options.logit_options(metrics=False), entropy=entropy)
@@ -163,11 +165,15 @@ def fused_linear_token_loss(
 # --- the function of one token ----------------------------------------------------------------------------------------
 
 
-def broadcast_to_tokens(op: str, per_token: Any, shape: tuple[int, ...]) -> list[jax.Array]:
-    """The arrays in the tokens' shape."""
+def as_tuple(op: str, per_token: Any) -> tuple[jax.Array, ...]:
+    """The arrays that a loss reads beside the log-probability."""
     if not isinstance(per_token, tuple):
         raise TypeError(f"{op}: per_token is a {type(per_token).__name__}, but must be a tuple of arrays: (x,).")
-    arrays = [jnp.asarray(x) for x in per_token]
+    return tuple(jnp.asarray(x) for x in per_token)
+
+
+def broadcast_to_tokens(op: str, arrays: tuple[jax.Array, ...], shape: tuple[int, ...]) -> list[jax.Array]:
+    """The arrays in the tokens' shape."""
     for i, x in enumerate(arrays):
         fits = x.ndim <= len(shape) and all(a in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False))
         if not fits:
@@ -180,14 +186,21 @@ def broadcast_to_tokens(op: str, per_token: Any, shape: tuple[int, ...]) -> list
 
 
 def hoisted(
-    op: str, loss_fn: Callable[..., Any], num_found: int, per_token: tuple[jax.Array, ...]
+    op: str,
+    loss_fn: Callable[..., Any],
+    num_found: int,
+    per_token: tuple[jax.Array, ...],
+    varying: frozenset[Any] = frozenset(),
 ) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
     """`loss_fn` as a function of one token's scalars and of what it closes over, and the latter.
 
     `jax.closure_convert` would leave integers where they are.
     """
-    found = [jax.ShapeDtypeStruct((), jnp.float32)] * num_found
-    traced = jax.make_jaxpr(loss_fn)(*found, *(jax.ShapeDtypeStruct((), x.dtype) for x in per_token))
+    dtypes = [jnp.float32] * num_found + [x.dtype for x in per_token]
+    scalars = [_mesh.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
+    # On no mesh, because it is run on a device's part of one, too.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        traced = jax.make_jaxpr(loss_fn)(*scalars)
     types = [(x.shape, str(x.dtype)) for x in traced.out_avals]
     if len(types) != 1 or types[0][0] != () or not jnp.issubdtype(traced.out_avals[0].dtype, jnp.floating):
         raise ValueError(
@@ -274,9 +287,7 @@ def _on_parts(hidden, weight, labels, bias, where, per_token, constants, *, opti
     specs = _explicit.spec_of(hidden), of_weight, tokens, P(vocab_axis), tokens
     specs = *specs, *(tokens for _ in per_token), *(P() for _ in constants)
     arrays = hidden, weight, labels, bias, where, *per_token, *constants
-    entropy = tokens if static["linear"].logit.entropy else None
-    of_tokens = TokenLosses(losses=tokens, log_probs=tokens, entropy=entropy)
-    return _explicit.on_parts(OP, local, arrays, specs, (P(), of_tokens))
+    return _explicit.on_parts(OP, local, arrays, specs, (P(), tokens))
 
 
 def _local(
@@ -307,16 +318,21 @@ def _local(
         terms, kernel_labels = _vocab_shards.sharded_token_terms(
             labels, where, None, None, options, vocab_size, vocab_axis
         )
-    factor, *others = terms.coefficients.target, *(x.reshape(-1) for x in per_token), *constants
-    h, w, b, y, factor, *others = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *others)
-    of_rows, constants = (factor, tuple(others[: len(per_token)])), tuple(others[len(per_token) :])
+    factor, per_token = terms.coefficients.target, [x.reshape(-1) for x in per_token]
     if choose_mode(problem) == "fast":
+        h, w, b, y, factor, *per_token = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *per_token)
+        of_rows = factor, tuple(per_token)
         loss, statistics = linear_sum(h, w, b, of_rows, None, constants, y, problem, linear, token_loss.row_loss)
     else:
+        h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
         statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
         if vocab_axis is not None:
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
             statistics = formulas.where(terms.counts, statistics)
+        fields = [*statistics, factor, *per_token]
+        fields = _mesh.align_varying(*fields)
+        statistics, (factor, *per_token) = Statistics(*fields[: len(statistics)]), fields[len(statistics) :]
+        of_rows = factor, tuple(per_token)
         loss = jnp.sum(token_loss.row_loss.losses(statistics, of_rows, constants))
     loss = jax.lax.psum(loss, options.token_axes) if options.token_axes else loss
 
