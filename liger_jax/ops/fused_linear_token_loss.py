@@ -197,7 +197,9 @@ def hoisted(
     `jax.closure_convert` would leave integers where they are.
     """
     dtypes = [jnp.float32] * num_found + [x.dtype for x in per_token]
-    scalars = [_mesh.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
+    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+    if varying:  # inside shard_map, where the types of scalars say so
+        scalars = [_mesh.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
     # On no mesh, because it is run on a device's part of one, too.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         traced = jax.make_jaxpr(loss_fn)(*scalars)
