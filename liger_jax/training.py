@@ -109,8 +109,8 @@ def make_step(
         `step(state, batch) -> (state, loss)` with `state = (params, optimizer.init(params))`.
 
     Raises:
-        ValueError: `micro_batches` is less than 1, or more while `loss_fn` needs the whole batch; and, from the step, that
-            it does not divide the batch, or that an array of the batch has another number of sequences than the others.
+        ValueError: `micro_batches` is less than 1, or more while `loss_fn` needs the whole batch; and, from the step,
+            that it does not divide the batch, or that an array has another number of sequences than the others.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
