@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
@@ -213,7 +214,7 @@ def hoisted(
 
     def function(*arguments):
         own, closed_over = arguments[:num_arguments], arguments[num_arguments:]
-        return jax.core.eval_jaxpr(traced.jaxpr, closed_over, *own)[0].astype(jnp.float32)
+        return eval_jaxpr(traced.jaxpr, closed_over, *own)[0].astype(jnp.float32)
 
     return function, tuple(jnp.asarray(x) for x in traced.consts)
 

@@ -35,8 +35,9 @@ def labels_of(rng, n=N, v=V):
     return jnp.asarray(rng.integers(0, v, n))
 
 
-def tokens_of(rng, hidden, weight, bias, labels, **options):
+def tokens_of(rng, head, labels, **options):
     """Old and reference log-probabilities, near the policy's, and advantages."""
+    hidden, weight, bias = head
     weight = weight.T if options.get("weight_layout") == "dv" else weight
     log_probs = fused_linear_log_probs(hidden, weight, labels, bias=bias, **options).log_probs
     near = lambda: jnp.asarray(log_probs + 0.3 * rng.standard_normal(labels.shape), jnp.float32)
@@ -87,14 +88,14 @@ def op_and_truth(labels, entropy, scale_by_c=True, **options):
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 def test_a_policy_loss_has_exact_gradients_by_all_that_it_reads(options, entropy, mode, rng):
     labels, head = labels_of(rng), heads(rng)
-    tokens = tokens_of(rng, *head, labels, **options)
+    tokens = tokens_of(rng, head, labels, **options)
     op, truth = op_and_truth(labels, entropy, mode=mode, chunk_size=8 if mode == "fast" else 16, **options)
     check_float32(op, truth, [*head, *tokens, jnp.float32(1.7)], rng)
 
 
 def test_kernels_make_it_too(implementation, rng):
     labels, head = labels_of(rng), heads(rng)
-    tokens = tokens_of(rng, *head, labels)
+    tokens = tokens_of(rng, head, labels)
     op, truth = op_and_truth(labels, True, implementation=implementation)
     check_float32(op, truth, [*head, *tokens, jnp.float32(1.7)], rng)
 
@@ -102,7 +103,7 @@ def test_kernels_make_it_too(implementation, rng):
 @all_modes
 def test_half_precision_is_as_exact_as_plain_jax(mode, rng):
     labels, head = labels_of(rng), heads(rng, dtype=jnp.bfloat16)
-    old, ref, advantage = tokens_of(rng, *head, labels)
+    old, ref, advantage = tokens_of(rng, head, labels)
 
     def op(hidden, weight, bias):
         per_token = old, ref, advantage
@@ -154,12 +155,13 @@ def test_integers_are_read_and_closed_over(mode, rng):
 @all_modes
 def test_the_parts_of_the_loss_are_there_without_gradient(mode, rng):
     labels, head = labels_of(rng).at[2].set(-100), heads(rng)
-    tokens = tokens_of(rng, *head, labels)
+    tokens = tokens_of(rng, head, labels)
     hidden, weight, bias = head
     with_bonus = lambda log_prob, entropy, *rest: dapo(log_prob, *rest) - BONUS * entropy
     op = functools.partial(fused_linear_token_loss, with_bonus, denominator=4, entropy=True, bias=bias, mode=mode)
     loss, of_tokens = op(hidden, weight, labels, tokens)
     found = fused_linear_log_probs(hidden, weight, labels, bias=bias, entropy=True)
+    assert of_tokens.entropy is not None and found.entropy is not None
     for x, y in ((of_tokens.log_probs, found.log_probs), (of_tokens.entropy, found.entropy)):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(jnp.sum(of_tokens.losses) / 4, loss, rtol=1e-5)
@@ -265,7 +267,7 @@ def test_sharded_vocabulary_equals_the_whole_one(rng):
     mesh = jax.make_mesh((4,), ("shard",), axis_types=(AxisType.Auto,))
     head = heads(rng, v=64)
     labels = labels_of(rng, v=64).at[1].set(-100)
-    tokens = tokens_of(rng, *head, labels)
+    tokens = tokens_of(rng, head, labels)
 
     def total(hidden, weight, bias, advantage, sharded):
         def local(hidden, weight, bias, advantage):
@@ -290,7 +292,7 @@ def test_tokens_on_an_explicit_mesh_stay_where_they_are(mode, rng):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     hidden, weight, bias = heads(rng, n=8, d=16, v=64)
     labels = labels_of(rng, n=8, v=64)
-    tokens = tokens_of(rng, hidden, weight, bias, labels)
+    tokens = tokens_of(rng, [hidden, weight, bias], labels)
 
     def total(hidden, weight, c, labels, per_token):
         loss_fn = lambda log_prob, *rest: c * dapo(log_prob, *rest)
