@@ -41,7 +41,8 @@ def tokens_of(rng, head, labels, **options):
     weight = weight.T if options.get("weight_layout") == "dv" else weight
     log_probs = fused_linear_log_probs(hidden, weight, labels, bias=bias, **options).log_probs
     near = lambda: jnp.asarray(log_probs + 0.3 * rng.standard_normal(labels.shape), jnp.float32)
-    return near(), near(), jnp.asarray(rng.standard_normal(labels.shape), jnp.float32)
+    # Of both signs, and of a sum that is far from 0, by which errors are divided.
+    return near(), near(), jnp.asarray(rng.uniform(-0.5, 1.5, labels.shape), jnp.float32)
 
 
 def dapo(log_prob, old, ref, advantage):
