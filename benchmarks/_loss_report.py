@@ -31,6 +31,7 @@ class Row:
     extra_mib: float | None = None
     weight_error: float | None = None  # RMS, absolute
     loss: float | None = None
+    true_loss: float | None = None  # of its own data, where that is not the shape's
     failure: str | None = None
     key: str = ""  # of its programs, while they wait to be timed
 
@@ -63,10 +64,11 @@ def table_lines(shape: tuple[int, int, int], three_ms: float, rows: list[Row]) -
     return lines
 
 
-def notes(rows: list[Row], true_loss: float) -> Iterator[str]:
+def notes(rows: list[Row], shape_loss: float) -> Iterator[str]:
     """Why some did not run, and which losses are off by more than bf16's rounding."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
+        true_loss = shape_loss if row.true_loss is None else row.true_loss
         if row.failure is not None:
             reasons.setdefault(row.failure, []).append(row.who)
         elif row.loss is not None and not abs(row.loss - true_loss) <= 2e-3 * abs(true_loss):

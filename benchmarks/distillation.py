@@ -8,8 +8,8 @@ same run, as bare bf16 products. Times are medians over rounds in which every pr
 (`_measure.in_rounds`). "Extra" memory is beside inputs and gradients: for JAX the compiler's figure, for torch the peak
 of its allocator.
 
-Errors are the RMS of (dW − truth), divided by that of plain JAX in bf16, whose logits are rounded. The truth is plain JAX
-in float64, on as many tokens as `--truth` says and 16,384 entries of the vocabulary.
+Errors are the RMS of (dW − truth), divided by that of plain JAX in bf16, whose logits are rounded. The truth is plain
+JAX in float64, on as many tokens as `--truth` says and 16,384 entries of the vocabulary.
 
 `--memory` compiles the losses for 1,024 to 65,536 tokens, and draws the extra memory.
 """

@@ -34,6 +34,7 @@ from benchmarks import _measure, _peers
 from benchmarks._loss_report import HEADER, REFERENCE, Results, Row, draw, notes, table_lines
 from benchmarks._shapes import HEADS, SHAPES
 from liger_jax import fused_linear_cross_entropy
+from liger_jax.pallas_kernels._tiles import round_up
 
 DEFAULT_SHAPES = [*HEADS, "small"]
 MODES = ("fast", "bounded", "lean", "auto")
@@ -122,8 +123,16 @@ class JaxPrograms:
         matmul = jax.jit(lambda x, w: x @ w.T).lower(*matmul_arguments).compile()
         self.programs: dict[str, Callable[[], Any]] = {"matmul": lambda: matmul(*matmul_arguments)}
 
-    def row(self, who: str, family: str, loss: Callable[..., jax.Array], weight_layout: str = "vd") -> Row:
-        data = self.data
+    def row(
+        self,
+        who: str,
+        family: str,
+        loss: Callable[..., jax.Array],
+        weight_layout: str = "vd",
+        data: Data | None = None,
+    ) -> Row:
+        """A row of the loss on the shape's own data, or on other data."""
+        data = data or self.data
         weight = data.weight if weight_layout == "vd" else jnp.array(data.weight.T)
         args = data.hidden, weight, data.labels
         forward = jax.jit(loss).lower(*args)
@@ -132,14 +141,14 @@ class JaxPrograms:
         claimed = self.checked.setdefault(step.as_text(), future)
         if claimed is future:
             try:
-                future.set_result(self._check(who, forward, step, args, weight_layout))
+                future.set_result(self._check(who, forward, step, args, weight_layout, data))
             except Exception as error:
                 future.set_exception(error)
         return dataclasses.replace(claimed.result(), who=who, family=family)
 
-    def _check(self, key: str, forward, step, args, weight_layout: str) -> Row:
+    def _check(self, key: str, forward, step, args, weight_layout: str, data: Data) -> Row:
         """Measures all but the times, for which the programs wait until `times`."""
-        forward, row = forward.compile(), Row("", "", key=key)
+        forward, row = forward.compile(), Row("", "", key=key, true_loss=data.loss)
         row.loss = float(forward(*args))
         self.programs[f"forward {row.key}"] = lambda: forward(*args)
         step = step.compile() if TRAINED[self.what] else forward
@@ -151,8 +160,8 @@ class JaxPrograms:
         row.loss = float(row.loss)
         if 1 in TRAINED[self.what]:
             dw = gradients[-1] if weight_layout == "vd" else gradients[-1].T
-            dw = np.asarray(dw[self.data.rows].astype(jnp.float32), np.float64)
-            row.weight_error = rms(dw - self.data.weight_gradient)
+            dw = np.asarray(dw[data.rows].astype(jnp.float32), np.float64)
+            row.weight_error = rms(dw - data.weight_gradient)
         return row
 
     def times(self, rows: list[Row], rounds: int) -> float:
@@ -199,9 +208,16 @@ def attempt(who: str, family: str, measure: Callable[[], Row]) -> Row:
 def our_rows(
     shape: tuple[int, int, int], options: argparse.Namespace, programs: JaxPrograms
 ) -> Iterator[Callable[[], Row]]:
-    """Attempts at our rows. "Bounded" is the fast mode within the bytes of a 16-bit dW and 2,048 tokens' logits."""
-    for mode, implementation in itertools.product(options.modes, options.implementations):
-        _, d, v = shape
+    """Attempts at our rows. "Bounded" is the fast mode within the bytes of a 16-bit dW and 2,048 tokens' logits.
+
+    Where another size stands beside a shape's own, both take part in the same rounds.
+    """
+    sizes = [(shape, programs.data, "")]
+    if options.beside is not None and shape[2] % options.beside:
+        v = round_up(shape[2], options.beside)
+        sizes.append(((*shape[:2], v), make_data((*shape[:2], v), options.data, options.weight_dtype), f", V = {v:,}"))
+    choices = itertools.product(options.modes, options.implementations, sizes)
+    for mode, implementation, ((_, d, v), data, suffix) in choices:
         loss = functools.partial(
             fused_linear_cross_entropy,
             mode="fast" if mode == "bounded" else mode,
@@ -209,13 +225,14 @@ def our_rows(
             implementation=None if implementation == "auto" else implementation,
             chunk_size=options.chunk_size,
         )
-        who = f"liger-jax {mode}, {implementation}"
-        yield functools.partial(attempt, who, "liger-jax", functools.partial(programs.row, who, "liger-jax", loss))
+        who = f"liger-jax {mode}, {implementation}{suffix}"
+        row = functools.partial(programs.row, who, "liger-jax", loss, data=data)
+        yield functools.partial(attempt, who, "liger-jax", row)
 
 
 def jax_rows(options: argparse.Namespace, programs: JaxPrograms, absent: set[str]) -> Iterator[Callable[[], Row]]:
     """Attempts at the rows of plain JAX and of peers in JAX."""
-    plain = {REFERENCE: full_logits}
+    plain = {} if options.ours_alone else {REFERENCE: full_logits}
     if options.peers:
         plain["XLA full logits, float32"] = functools.partial(full_logits, accumulate=jnp.float32)
     for who, loss in plain.items():
@@ -257,10 +274,12 @@ def shape_results(shape: tuple[int, int, int], options: argparse.Namespace, abse
     print(f"{shape}: loss {data.loss:.4f}", flush=True)
     programs = JaxPrograms(data, options.what)
     attempts = [*our_rows(shape, options, programs), *jax_rows(options, programs, absent)]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # most of an attempt is compilation
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:  # most of an attempt is compilation
         rows = list(pool.map(lambda attempt: attempt(), attempts))
     matmul_ms = programs.times(rows, options.rounds)
     print(f"{shape}: one matmul {matmul_ms:.3f} ms", flush=True)
+    if options.ours_alone:
+        return Results(3 * matmul_ms, rows, data.loss)
     if importlib.util.find_spec("torch") is None:
         absent.update(f"{name} (no torch)" for name in options.peers if name in _peers.TORCH_PEERS)
         return Results(3 * matmul_ms, rows, data.loss)
@@ -301,6 +320,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--implementations", nargs="*", default=["xla", "triton", "mosaic_gpu", "auto"])
     peers = [*_peers.JAX_PEERS, *_peers.TORCH_PEERS]
     parser.add_argument("--peers", nargs="*", choices=peers, default=peers)
+    parser.add_argument("--ours-alone", action="store_true", help="beside JAX's matmul alone; --peers without names")
+    parser.add_argument("--beside", type=int, help="our rows too with the next vocabulary that is a multiple of it")
     parser.add_argument("--data", choices=("random", "confident"), default="random")
     parser.add_argument("--weight-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--chunk-size", type=int, help="of our rows alone")

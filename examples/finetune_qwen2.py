@@ -2,6 +2,7 @@
 
     python -m examples.finetune_qwen2 --model Qwen/Qwen2-0.5B --data 'books/*.txt'
     python -m examples.finetune_qwen2 --model ./qwen2 --dataset Salesforce/wikitext --subset wikitext-2-raw-v1
+    python -m examples.finetune_qwen2 --data 'letters/*.txt' --pack  # whole documents share rows, none sees another
 
 Started again, it goes on from its last checkpoint. The second form needs the package `datasets`.
 """
@@ -31,7 +32,7 @@ with needed_packages(__name__):
     from examples._lib.configuration import Training, add_flags, from_flags
     from liger_jax.models import AutoModelForCausalLM
     from liger_jax.models.hugging_face import checkpoint
-    from liger_jax.training import make_step
+    from liger_jax.training import Batch, make_step, model_arguments
 
 TOKENIZER = "tokenizer.json"
 DEFAULT = Training(batch=8, length=512, steps=100, learning_rate=1e-5, remat="none")
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = checkpoint.find(args.model)
         model = AutoModelForCausalLM.from_pretrained(folder, **training.model_options())
     corpus = _tokens(_documents(args), folder / TOKENIZER, model.config.vocab_size, training.length)
+    batch_of = text.batches(corpus, training.batch, training.length, packed=training.pack)
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(training.learning_rate, weight_decay=0.01))
     graph, params = nnx.split(model)
@@ -59,8 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     train_step = jax.jit(step, donate_argnums=0)
     with tqdm(total=training.steps, initial=len(log["loss"]), unit="step", dynamic_ncols=True) as bar:
         while len(log["loss"]) < training.steps:
-            batch = corpus.batch(len(log["loss"]), training.batch, training.length)
-            state, (loss, accuracy) = train_step(state, batch)
+            state, (loss, accuracy) = train_step(state, batch_of(len(log["loss"])))
             log["loss"].append(float(loss))
             log["train_mean_token_accuracy"].append(float(accuracy))
             bar.set_postfix({name: f"{values[-1]:.3f}" for name, values in log.items()}, refresh=False)
@@ -73,19 +74,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def loss_and_accuracy(
-    model: nnx.Module, tokens: jax.Array, normalizer: jax.Array | None = None
+    model: nnx.Module, batch: Batch, normalizer: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The mean loss and the share of tokens that the model predicts, which costs nothing more.
 
     Args:
         model: a causal language model.
-        tokens: (B, T) token ids.
+        batch: (B, T) token ids, or the model's arguments.
         normalizer: the denominator of both means; `None` for the batch's own number of scored tokens.
 
     Returns:
         Two float32 scalars, which add up over micro-batches.
     """
-    out = model(tokens, labels=tokens, loss_normalizer=normalizer, return_metrics=True)
+    out = model(**model_arguments(batch), loss_normalizer=normalizer, return_metrics=True)
     share = 1.0 if normalizer is None else out.metrics.num_tokens / normalizer
     return out.loss, jnp.asarray(share * out.metrics.accuracy)
 
@@ -119,9 +120,10 @@ def _documents(args) -> list[str]:
 def _tokens(documents, tokenizer, vocab_size, length) -> text.Text:
     encoded = Tokenizer.from_file(str(tokenizer)).encode_batch_fast(documents)
     tokens = np.array([token for document in encoded for token in document.ids], np.int32)
+    ends = np.cumsum([len(document.ids) for document in encoded])
     if len(tokens) < length:
         raise UserError(f"The text has {len(tokens)} tokens; --length={length} of them are the least.")
-    return text.Text(tokens, tokens[:0], vocab_size, "")
+    return text.Text(tokens, ends, tokens[:0], vocab_size, "")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m examples.train_llama                              # the text that comes with Python
     python -m examples.train_llama --data 'books/*.txt'         # one's own
     python -m examples.train_llama --size 100m --steps 100      # for a GPU or TPU
+    python -m examples.train_llama --pack                       # whole documents share rows, and none sees another
     python -m examples.train_llama --no-rms-norm --loss logits  # without this kernel, and on logits
     python -m examples.train_llama --kernels off                # all in plain jnp
 
@@ -26,7 +27,6 @@ from examples._lib.command import UserError, needed_packages, run, user_errors, 
 
 with needed_packages(__name__):
     import jax
-    import jax.numpy as jnp
     import numpy as np
     import optax
     from flax import nnx
@@ -100,6 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"model: LLaMA, {millions:.1f} million parameters, on {device.device_kind}")
     print(f"training: {training}")
 
+    batch_of = text.batches(corpus, training.batch, training.length, packed=training.pack)
     held_out = corpus.held_out_batches(
         training.batch, training.length, most=max(1, HELD_OUT_TOKENS // training.batch // training.length)
     )
@@ -113,11 +114,11 @@ def main(argv: list[str] | None = None) -> None:
     train_step = jax.jit(make_step(graph, optimizer, micro_batches=training.micro_batches), donate_argnums=0)
 
     score = lambda params: float(evaluate(params, held_out[0]))
-    state, step_seconds = _train(train_step, state, log, corpus, training, checkpoints, score)
+    state, rates = _train(train_step, state, log, batch_of, training.steps, checkpoints, score)
     if len(log["losses"]) < training.steps:
         print(f"stopped after step {len(log['losses'])} of {training.steps}; the same command goes on from there")
         return
-    _print_speed(train_step, state, step_seconds, training, device)
+    _print_speed(train_step, state, rates, batch_of(0), device)
     scores = {
         "start": log["held_out_start"],
         "unigram model": text.unigram_loss(corpus, held_out),
@@ -174,12 +175,12 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01))
 
 
-def _train(train_step, state, log, corpus, training, checkpoints, score):
-    """Runs the steps that are missing, or until a signal; appends to the log; returns state and seconds a step.
+def _train(train_step, state, log, batch_of, steps, checkpoints, score):
+    """Runs the steps that are missing, or until a signal; appends to the log; returns state and each step's tokens/s.
 
     What is saved has a finite loss: each step's is the loss before its update, so that `score` has to tell it.
     """
-    losses, signals, step_seconds, since_save = log["losses"], [], [], time.monotonic()
+    losses, signals, rates, since_save = log["losses"], [], [], time.monotonic()
     stop = lambda number, frame: signals.append(number)  # a step's donated state must not be torn: stop between steps
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -188,14 +189,14 @@ def _train(train_step, state, log, corpus, training, checkpoints, score):
         checkpoints.save(len(losses), state, log)
 
     try:
-        with tqdm(total=training.steps, initial=len(losses), unit="step", dynamic_ncols=True) as bar:
-            while len(losses) < training.steps and not signals:
-                start = time.perf_counter()
-                state, loss = train_step(state, corpus.batch(len(losses), training.batch, training.length))
+        with tqdm(total=steps, initial=len(losses), unit="step", dynamic_ncols=True) as bar:
+            while len(losses) < steps and not signals:
+                start, batch = time.perf_counter(), batch_of(len(losses))
+                state, loss = train_step(state, batch)
                 _check_finite(float(loss), len(losses) + 1, checkpoints)
                 losses.append(float(loss))
-                step_seconds.append(time.perf_counter() - start)
-                rate = training.batch * training.length / statistics.median(step_seconds[-20:])
+                rates.append(text.num_tokens(batch) / (time.perf_counter() - start))
+                rate = statistics.median(rates[-20:])
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
                 bar.update()
                 if time.monotonic() - since_save > SECONDS_BETWEEN_CHECKPOINTS:
@@ -205,7 +206,7 @@ def _train(train_step, state, log, corpus, training, checkpoints, score):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return state, step_seconds
+    return state, rates
 
 
 def _check_finite(loss, step, checkpoints):
@@ -219,15 +220,13 @@ def _check_finite(loss, step, checkpoints):
     )
 
 
-def _print_speed(train_step, state, step_seconds, training, device):
-    warm = step_seconds[min(3, len(step_seconds) - 1) :]  # the first step compiles
+def _print_speed(train_step, state, rates, batch, device):
+    warm = rates[min(3, len(rates) - 1) :]  # the first step compiles
     if not warm:
         return
-    speed = training.batch * training.length / statistics.median(warm)
-    print(f"speed: {speed:,.0f} tokens/s, median of {len(warm)} warm steps")
-    tokens = jax.ShapeDtypeStruct((training.batch, training.length), jnp.int32)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    peaks = [f"{memory.compiled_bytes(train_step, shapes, tokens) / 2**20:,.0f} MiB by the compiler"]
+    print(f"speed: {statistics.median(warm):,.0f} tokens/s, median of {len(warm)} warm steps")
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
+    peaks = [f"{memory.compiled_bytes(train_step, *shapes) / 2**20:,.0f} MiB by the compiler"]
     if allocator := device.memory_stats():
         peaks.append(f"{allocator['peak_bytes_in_use'] / 2**20:,.0f} MiB by the allocator")
     print(f"peak memory of the training step: {', '.join(peaks)}")

@@ -83,7 +83,7 @@ def make_step(
     has_aux: bool = False,
     micro_batches: int = 1,
     state_on_host: bool = False,
-) -> Callable[[Any, Batch], tuple[Any, Any]]:
+) -> Callable[..., tuple[Any, Any]]:
     """The step of a model that is split into `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
 
     With micro-batches, a step holds the activations of one micro-batch at a time. Gradients are summed in float32, and
@@ -106,7 +106,9 @@ def make_step(
         state_on_host: the optimizer's arrays lie in the host's memory, and come to the device for the update.
 
     Returns:
-        `step(state, batch) -> (state, loss)` with `state = (params, optimizer.init(params))`.
+        `step(state, batch, *frozen) -> (state, loss)` with `state = (params, optimizer.init(params))`. `frozen` are
+        other parts of the model's state, which are not differentiated and not updated:
+        `graph, params, frozen = nnx.split(model, trained, ...)`.
 
     Raises:
         ValueError: `micro_batches` is less than 1, or more while `loss_fn` needs the whole batch; and, from the step,
@@ -130,11 +132,13 @@ def make_step(
             "sequences. Pass micro_batches=1, or a loss that is one, such as KTO's with a baseline that is given."
         )
 
-    def value_and_grad(params, batch, normalizer):
-        return jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch, normalizer), has_aux=has_aux)(params)
-
-    def step(state, batch):
+    def step(state, batch, *frozen):
         params, opt_state = state
+
+        def value_and_grad(params, batch, normalizer):
+            loss = lambda params: loss_fn(nnx.merge(graph, params, *frozen), batch, normalizer)
+            return jax.value_and_grad(loss, has_aux=has_aux)(params)
+
         if micro_batches == 1:
             # The default's denominator is the loss's own: it need not be made twice.
             denominator = None if normalizer is scored_tokens else normalizer(batch)

@@ -159,8 +159,8 @@ class CausalLM(nnx.Module):
                 chat_template.jinja, which replace those in `path`. `None` leaves those in `path` as they are.
 
         Raises:
-            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`), or `tokenizer_from`
-                is not a folder with a tokenizer's files.
+            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`; `lora.merge_lora`
+                adds them to the weights), or `tokenizer_from` is not a folder with a tokenizer's files.
         """
         pretrained.write(self, path, max_shard_bytes, config_fields, tokenizer_from)
 
@@ -306,8 +306,8 @@ class CausalLM(nnx.Module):
             entropy: whether entropies are wanted, too.
             logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
             positions: as the call takes them.
-            segment_ids: likewise.
-            attention_mask: likewise.
+            segment_ids: as the call takes them.
+            attention_mask: as the call takes it.
 
         Returns:
             `TokenLogProbs` of (B, kept) arrays; `log_probs` and `entropy` are differentiable.

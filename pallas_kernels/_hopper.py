@@ -25,12 +25,12 @@ def tile_layout() -> Any:
 
 
 def row_layout() -> Any:
-    """How they hold one number for each of its rows."""
+    """How a warpgroup's registers hold one number for each row of a tile."""
     return tile_layout().reduce(1)
 
 
 def column_layout() -> Any:
-    """How they hold one number for each of its columns."""
+    """How a warpgroup's registers hold one number for each column of a tile."""
     return tile_layout().reduce(0)
 
 

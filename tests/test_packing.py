@@ -1,14 +1,14 @@
 """Packing loses no token, mixes no documents, and leaves few places empty."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from liger_jax.losses import shifted_labels
-from liger_jax.models import LlamaConfig, LlamaForCausalLM
 from liger_jax.packing import pack, share_of_padding
+from tests.models._convergence import FAMILIES
+from tests.ops._oracle import first
 
 
 def random_documents(rng, count, longest):
@@ -52,18 +52,22 @@ def test_real_lengths_leave_little_padding(rng):
     assert share_of_padding(batch) < 0.03
 
 
-def test_a_packed_batch_has_the_loss_of_its_documents(rng):
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config, rngs=nnx.Rngs(0))
-    documents = [d for d in random_documents(rng, 9, 12) if len(d) > 1]
-    batch = jax.tree.map(jnp.asarray, pack(documents, 16, pad_id=95))
-    alone = [jnp.asarray(d[None]) for d in documents]
-    sums = [float(model(d, labels=d, loss_normalizer=1.0).loss) for d in alone]
+@pytest.mark.parametrize("family", first(1, ["gemma2", *(name for name in FAMILIES if name != "gemma2")]))
+def test_a_packed_batch_has_loss_and_gradients_of_its_documents_one_to_a_row(family, rng):
+    """In every family; windows are shorter than documents."""
+    model_type, fields = FAMILIES[family]
+    graph, params = nnx.split(model_type(model_type.config_type(**fields), rngs=nnx.Rngs(0)))
+    documents = random_documents(rng, 9, 12)
+    packed, rows = pack(documents, 16, pad_id=95), [pack([document], 16) for document in documents if len(document)]
+    alone = {name: np.concatenate([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    loss = lambda params, batch: nnx.merge(graph, params)(**batch, loss_normalizer=1.0).loss
     with jax.default_matmul_precision("highest"):
-        packed = float(model(**batch, loss_normalizer=1.0).loss)
-    np.testing.assert_allclose(packed, sum(sums), rtol=2e-5)
+        expected, truth = jax.jit(jax.value_and_grad(loss))(params, alone)
+        value, gradients = jax.jit(jax.value_and_grad(loss))(params, packed)
+        in_evaluation = jax.jit(loss)(params, packed)
+    np.testing.assert_allclose([value, in_evaluation], expected, rtol=2e-5)
+    for found, gradient in zip(jax.tree.leaves(gradients), jax.tree.leaves(truth), strict=True):
+        assert np.abs(found - gradient).max() < 2e-5 * np.abs(gradient).max()
 
 
 def test_labels_go_where_their_tokens_go_and_empty_places_are_not_scored(rng):

@@ -1,5 +1,6 @@
 """How a program ends: a user's error is one sentence and exit code 2; a bug is a traceback."""
 
+import argparse
 import contextlib
 import sys
 import tempfile
@@ -59,6 +60,30 @@ def run(main: Callable[[list[str] | None], None], argv: list[str] | None = None)
         _print_error(" ".join(str(error).split()))
         return 2
     return 0
+
+
+def steps_and_folder(argv: list[str] | None, steps: int, out: str) -> tuple[int, Path]:
+    """The two flags of a program that trains a tiny model: --steps and --out.
+
+    Args:
+        argv: the program's arguments; the command line's if none.
+        steps: the default of --steps.
+        out: the default of --out.
+
+    Returns:
+        The number of steps, and the folder for the picture, which exists.
+
+    Raises:
+        UserError: there is no step to take, or nothing can be written to the folder.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=steps, help="training steps (default: %(default)s)")
+    parser.add_argument("--out", default=out, help="folder for the picture (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.steps < 1:
+        raise UserError(f"--steps={args.steps} must be at least 1.")
+    writable_folder(Path(args.out))
+    return args.steps, Path(args.out)
 
 
 def writable_folder(folder: Path) -> None:

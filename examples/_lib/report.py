@@ -1,6 +1,8 @@
 """The pictures that a training run leaves behind."""
 
+import itertools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it announces its first look at the fonts
@@ -32,6 +34,25 @@ def loss_curve(losses: list[float], held_out: dict[str, float], path: Path) -> N
     axes.set(xlabel="step", ylabel="nats per token", title="Loss")
     axes.legend()
     axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def curves(panels: dict[str, dict[str, tuple[Sequence[float], list[float]]]], title: str, path: Path) -> None:
+    """Draws what moves while a program trains, a panel for each quantity.
+
+    Args:
+        panels: by the quantity's name and then the curve's: the steps, and the values after them.
+        title: what the picture shows, in words.
+        path: the PNG's path.
+    """
+    figure = Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
+    for axes, (quantity, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for style, (name, (steps, values)) in zip(itertools.cycle(["-", "--", ":"]), lines.items(), strict=False):
+            axes.plot(steps, values, style, linewidth=1.5, label=name)  # curves that lie on each other show
+        axes.set(xlabel="step", ylabel=quantity)
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
 

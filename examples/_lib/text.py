@@ -7,19 +7,22 @@ import dataclasses
 import glob
 import hashlib
 import importlib.util
+import itertools
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from examples._lib.command import UserError
+from liger_jax.packing import pack, share_of_padding
 
 PIECE = 8192  # characters; the text is cut into pieces of these, and one in twenty is never trained on
 HELD_OUT_EVERY = 20
 # Tests and character tables are more than half of the standard library, and little like other text.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "encodings", "lib2to3"}
+Batch = np.ndarray | dict[str, np.ndarray]  # tokens, or a model's arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +30,16 @@ class Text:
     """Token ids of a corpus.
 
     Attributes:
-        train: (tokens,) int32.
+        train: (tokens,) int32, document after document.
+        ends: (documents,) integers, the place behind each document's last token. A document is a file, or the part of
+            one that lies between two held-out pieces.
         held_out: (tokens,) int32, from other pieces of the text.
         vocab_size: number of entries in the vocabulary.
         source: what the text is, in words.
     """
 
     train: np.ndarray
+    ends: np.ndarray
     held_out: np.ndarray
     vocab_size: int
     source: str
@@ -75,6 +81,46 @@ class Text:
         return self.held_out[: count * batch * length].reshape(count, batch, length)
 
 
+def batches(text: Text, batch: int, length: int, *, packed: bool) -> Callable[[int], Batch]:
+    """What is trained on: random windows, or whole documents packed into rows, whose share of padding is printed.
+
+    Args:
+        text: the corpus.
+        batch: rows in a step.
+        length: tokens in a row.
+        packed: each row holds whole documents, or parts of one that is longer. Every row is in one step of an epoch.
+
+    Returns:
+        A step's batch by the step's number, whatever ran before: of `Text.batch`, or some rows of `pack`.
+    """
+    if not packed:
+        return lambda step: text.batch(step, batch, length)
+    rows = pack(np.split(text.train, text.ends[:-1]), length)
+    count = len(rows["input_ids"])
+    print(f"packing: {len(text.ends):,} documents in {count:,} rows, {share_of_padding(rows):.1%} of them padding")
+
+    def batch_of(step):  # rows in a new order each epoch
+        places = np.arange(step * batch, (step + 1) * batch)
+        epochs = range(places[0] // count, places[-1] // count + 1)
+        order = np.concatenate([np.random.default_rng(epoch).permutation(count) for epoch in epochs])
+        chosen = order[places - epochs[0] * count]
+        return {name: values[chosen] for name, values in rows.items()}
+
+    return batch_of
+
+
+def num_tokens(batch: Batch) -> int:
+    """The tokens of a batch, without its padding.
+
+    Args:
+        batch: of `batches`.
+
+    Returns:
+        Their number.
+    """
+    return int(np.count_nonzero(batch["segment_ids"])) if isinstance(batch, dict) else batch.size
+
+
 def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
     """Reads the text, trains the vocabulary on the training pieces and encodes; or takes it from the cache.
 
@@ -93,17 +139,18 @@ def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
         documents = [path.read_text(encoding="utf-8", errors="replace") for path in _python_files()]
     else:
         documents = read(pattern)
-    pieces = [text[i : i + PIECE] for text in documents for i in range(0, len(text), PIECE)]
-    if len(pieces) < HELD_OUT_EVERY:
-        raise UserError(f"The text has {sum(map(len, pieces))} characters; {HELD_OUT_EVERY * PIECE} are the least.")
-    fingerprint = hashlib.sha256(f"{vocab_size} {PIECE}\0{chr(0).join(documents)}".encode(errors="replace")).hexdigest()
+    files = [[text[i : i + PIECE] for i in range(0, len(text), PIECE)] for text in documents]
+    if sum(map(len, files)) < HELD_OUT_EVERY:
+        raise UserError(f"The text has {sum(map(len, documents))} characters; {HELD_OUT_EVERY * PIECE} are the least.")
+    made_of = f"{vocab_size} {PIECE} ends\0{chr(0).join(documents)}"
+    fingerprint = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
     folder = cache / f"tokens-{fingerprint[:12]}"
     if not (folder / "tokens.npz").exists():
-        _tokenize(pieces, vocab_size, folder)
+        _tokenize(files, vocab_size, folder)
     tokens = np.load(folder / "tokens.npz")
     what = "the source and documentation that come with Python" if pattern is None else pattern
     source = f"{what}: {len(documents)} files, {len(tokens['train']) + len(tokens['held_out']):,} tokens"
-    return Text(tokens["train"], tokens["held_out"], int(tokens["vocab_size"]), source)
+    return Text(tokens["train"], tokens["ends"], tokens["held_out"], int(tokens["vocab_size"]), source)
 
 
 def read(pattern: str) -> list[str]:
@@ -161,9 +208,24 @@ def _python_files() -> Iterator[Path]:
             yield path
 
 
-def _tokenize(pieces: list[str], vocab_size: int, folder: Path) -> None:
-    train = [piece for i, piece in enumerate(pieces) if (i + 1) % HELD_OUT_EVERY]
-    held_out = pieces[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+def _documents(files: list[list[str]]) -> tuple[list[list[str]], list[str]]:
+    """Files in pieces → documents in pieces, and the pieces that are held out, at which documents are cut."""
+    documents, held_out, count = [], [], 0
+    for file in files:
+        documents.append([])
+        for piece in file:
+            count += 1
+            if count % HELD_OUT_EVERY:
+                documents[-1].append(piece)
+            else:
+                held_out.append(piece)
+                documents.append([])
+    return [document for document in documents if document], held_out
+
+
+def _tokenize(files: list[list[str]], vocab_size: int, folder: Path) -> None:
+    documents, held_out = _documents(files)
+    train = list(itertools.chain(*documents))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -172,10 +234,16 @@ def _tokenize(pieces: list[str], vocab_size: int, folder: Path) -> None:
     tokenizer.train_from_iterator(train, trainer)
 
     def encode(texts):
-        return np.concatenate([np.asarray(e.ids, np.int32) for e in tokenizer.encode_batch_fast(texts)])
+        return [np.asarray(e.ids, np.int32) for e in tokenizer.encode_batch_fast(texts)]
 
+    pieces = encode(train)
+    ends_of_pieces = np.cumsum([len(piece) for piece in pieces])
+    last_pieces = np.cumsum([len(document) for document in documents]) - 1
+    tokens = dict(
+        train=np.concatenate(pieces), ends=ends_of_pieces[last_pieces], held_out=np.concatenate(encode(held_out))
+    )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     unfinished = folder / "unfinished.npz"  # renamed when whole: an interrupted run leaves no broken cache
-    np.savez(unfinished, train=encode(train), held_out=encode(held_out), vocab_size=tokenizer.get_vocab_size())
+    np.savez(unfinished, **tokens, vocab_size=tokenizer.get_vocab_size())
     unfinished.rename(folder / "tokens.npz")

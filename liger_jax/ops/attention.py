@@ -6,22 +6,23 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractDevice
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._device import device_of, is_hopper
-from liger_jax.ops._kernels import Implementation, Kernels
-from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, xla
+from liger_jax.ops._kernels import Choice, Implementation, Kernels
+from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
 _OP = "causal_attention"
-_MODULES = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "splash": splash}
-# Forward and backward on an H100, ours take 1.04 and 1.13 of cuDNN's time for one segment at widths 64 and 128, and as
-# long for a window (benchmarks/results/attention.md). Packed rows and softcaps cuDNN does not take.
-_KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("cudnn", "mosaic_gpu"), "tpu": ("splash",)})
-ATTENDED = "attended"  # `checkpoint_name` of what a backward would have to attend again for
+_MODULES = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": triton, "splash": splash}
+# On an H100, forward and backward of one segment take 1.04 and 1.19 of cuDNN's time at widths 64 and 128, and a window
+# as long as cuDNN's (benchmarks/results/attention.md). cuDNN takes neither packed rows nor softcaps.
+_KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("cudnn", "mosaic_gpu", "triton"), "tpu": ("splash",)})
+ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of what the backward needs of the forward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -30,7 +31,7 @@ def _attend(q, k, v, segments, forward, backward):
 
 
 def _forward_rule(q, k, v, segments, forward, backward):
-    out, log_sums = checkpoint_name(forward.run(*forward.guarded(q, k, v, segments)), ATTENDED)
+    out, log_sums = checkpoint_name(forward.run(*forward.guarded(q, k, v, segments)), ATTENTION_OUTPUT)
     return out, (q, k, v, segments, out, log_sums)
 
 
@@ -57,9 +58,10 @@ def causal_attention(
     A position sees itself and those before it: of its own segment, and inside of its window. No (T, T) array exists,
     forward or backward. Scores and their softmax are float32, whose weights are rounded to q.dtype for the product.
 
-    The default is splash attention on TPUs, and on NVIDIA GPUs cuDNN where there are neither segments nor a softcap,
-    else, on Hopper, kernels of ours whose cost falls with what is visible: packed documents of 512 positions on
-    average, 2 × 8,192, take a quarter of what cuDNN takes for one segment. Elsewhere it is XLA.
+    The default on TPUs is splash attention. On NVIDIA GPUs it is cuDNN where there are neither segments nor a softcap.
+    Packed and softcapped rows go to kernels of ours whose cost falls with what is visible. On Hopper, packed documents
+    of 512 positions on average, 2 × 8,192, take a quarter of what cuDNN takes for one segment. From Ampere on, other
+    GPUs have the same algorithm in Triton, which was compiled for an A100 and never timed on one. Elsewhere XLA runs.
 
     On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike.
 
@@ -73,8 +75,8 @@ def causal_attention(
         softcap: positive bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
         implementation: None for the platform's default, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs
-            from Ampere on: no segments, no softcap), "mosaic_gpu" (Hopper), "splash" (TPUs: lengths that 128 divides),
-            the last two's ":interpret" forms, or a tuple of these to try in order.
+            from Ampere on: no segments, no softcap), "mosaic_gpu" (Hopper), "triton" (Ampere and newer), "splash"
+            (TPUs), the last three's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         (B, T, Q, H) in q.dtype.
@@ -105,16 +107,25 @@ def causal_attention(
     if not q.size:
         return q
     device = device_of(q, k, v, ids)
-    case = options | {"is_hopper": is_hopper(device.device_kind)}
-    choice = _KERNELS.choose(implementation, q, k, v, ids, device=device, **case)
+    choice = choose(q, k, v, ids, device, **options, implementation=implementation)
     if segments is None and ids is not None:
         segments = Segments.of(ids)
     q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
     segments = Segments(*fields) if fields else None
-    if choice.name.startswith("mosaic_gpu"):
+    if choice.name.startswith(("mosaic_gpu", "triton")):
         return _attend(q, k, v, segments, choice.kernel("forward", **options), choice.kernel("backward", **options))
+    if choice.name.startswith("splash"):  # which has derivatives of its own, and names what they need
+        return choice.kernel("attend", **options, output_name=ATTENTION_OUTPUT).run(q, k, v, segments)
     out = choice.kernel("attend", **options).run(q, k, v, segments)
-    return checkpoint_name(out, ATTENDED) if choice.name == "xla" else out  # the others keep what they need themselves
+    return checkpoint_name(out, ATTENTION_OUTPUT) if choice.name == "xla" else out  # policies know cuDNN's own call
+
+
+def choose(
+    q: Any, k: Any, v: Any, segment_ids: Any, device: AbstractDevice, *, implementation: Implementation, **options: Any
+) -> Choice:
+    """The implementation that runs a case on a device that need not be there, from its arrays or their types."""
+    case = options | {"is_hopper": is_hopper(device.device_kind)}
+    return _KERNELS.choose(implementation, q, k, v, segment_ids, device=device, **case)
 
 
 def _on_mesh(q, k, v, segment_ids, **options: Any):

@@ -6,12 +6,13 @@ two modes:
     "fast"  goes over chunks of tokens. It makes the gradients together with the loss, with 3 products of 2·N·D·V
             operations.
     "lean"  goes over slices of the vocabulary, once for the loss and once for the gradients. That takes 4 products,
-            but no buffer as large as the weight.
+            but what grows with a slice takes a quarter of the logits in 16 bits at most, or has `least_entries`.
 
 The decision takes three steps, and nothing of it stands outside this file:
 
     problem_of    chooses the kernels and writes down all that the plan depends on: a `Problem`.
-    choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, and else "lean".
+    choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, and need no more than the
+                  unfused step's logits do, and else "lean".
     make_plan     chooses the chunk for the gradients that are asked for, and counts its bytes: a `Plan`.
 
 There are two budgets, both for what is needed beside inputs and gradients. The hard one is the caller's
@@ -59,7 +60,7 @@ ALL_GRADIENTS = Needs(hidden=True, weight=True, bias=True)
 SHARE_OF_MEMORY = 8  # the soft budget is an eighth of the device's memory
 LEAST_TOKENS = 128  # in a chunk of the fast mode
 LEAST_TOKENS_OF_AUTO = 1024  # with shorter chunks the fast mode is no faster than the lean one
-LEAST_ENTRIES = 512  # in a slice of the lean mode
+LEAST_ENTRIES = 512  # in a slice of the lean mode, but on a TPU, where a tile has 1,024
 _TILE = 128  # sizes of chunks and slices are multiples of it
 _MOST_SIZES = 4096  # of Hopper's chunks that are compared; for more than half a million tokens, in coarser steps
 _CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace on Hopper, for XLA's products
@@ -81,6 +82,7 @@ class Problem:
     gradients: Needs = ALL_GRADIENTS  # that may be asked for; the mode must be known before JAX says which ones are
     hard_budget_bytes: int | None = None
     soft_budget_bytes: int | None = None
+    vocab_dim: int = 0  # which axis of the weight is the vocabulary
     op: str = OP  # for messages
 
     @property
@@ -110,12 +112,16 @@ class Plan:
         mode: "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), vocabulary entries in a slice ("lean").
         extra_bytes: what the compiled loss and its gradients need beside inputs and gradients.
+        slice_bytes: what of it grows with the slice, in mode "lean": the logits of the slice and their gradient, and
+            the slice's part of the weight and of its gradient. The rest is dX's float32 sum, the statistics and a
+            weight's copy in another dtype. In mode "fast", what grows with the chunk.
     """
 
     implementation: str
     mode: str
     chunk_size: int
     extra_bytes: int
+    slice_bytes: int
 
 
 # --- from arrays to the problem ---------------------------------------------------------------------------------------
@@ -158,13 +164,12 @@ def problem_of(
     if mode == "auto" and options.logit.entropy:  # which not every kernel makes in mode "fast"
         as_fast = dataclasses.replace(options, mode="fast")
         mode = "auto" if choice.module.unsupported(hidden, weight, *others, options=as_fast) is None else "lean"
-    n, d = hidden.shape
     return Problem(
-        n,
-        d,
-        weight.shape[options.vocab_dim],
+        *hidden.shape,
+        v=weight.shape[options.vocab_dim],
         itemsize=hidden.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
+        vocab_dim=options.vocab_dim,
         platform=device.platform,
         implementation=choice.name,
         mode=mode,
@@ -268,11 +273,15 @@ def _first_that_fits(problem: Problem, mode: str, least_tokens: int) -> Plan | N
 
 
 def _plan_of_size(problem: Problem, mode: str, size: int) -> Plan:
-    extra_bytes = fast_bytes(problem, size) if mode == "fast" else lean_bytes(problem, size)
-    return Plan(problem.kernels, mode, size, extra_bytes)
+    if mode == "fast":
+        return Plan(problem.kernels, mode, size, fast_bytes(problem, size), chunk_bytes(problem, size))
+    return Plan(problem.kernels, mode, size, lean_bytes(problem, size), slice_bytes(problem, size))
 
 
 def _fits(problem: Problem, plan: Plan) -> bool:
+    """Whether a plan keeps to the budget, and if the mode was not named, does not need more than logits would."""
+    if problem.mode == "auto" and plan.mode == "fast" and plan.extra_bytes > logits_bytes(problem):
+        return False
     return problem.budget_bytes is None or plan.extra_bytes <= problem.budget_bytes
 
 
@@ -282,7 +291,7 @@ def _fits(problem: Problem, plan: Plan) -> bool:
 def _sizes(problem: Problem, mode: str, least_tokens: int) -> list[int]:
     """The sizes of chunks or slices to try, the best one first."""
     total = max(1, problem.n if mode == "fast" else problem.v)
-    least = min(least_tokens if mode == "fast" else LEAST_ENTRIES, total)
+    least = min(least_tokens if mode == "fast" else least_entries(problem), total)
     if problem.chunk_size:
         return [min(problem.chunk_size, total)]
     preferred = min(preferred_tokens(problem) if mode == "fast" else preferred_entries(problem), total)
@@ -310,17 +319,24 @@ def preferred_tokens(problem: Problem) -> int:
 def preferred_entries(problem: Problem) -> int:
     """Vocabulary entries in a slice of the lean mode where memory is no matter.
 
-    XLA and Triton take up to 128 MiB of logits and du, and a TPU up to 32 MiB of du. Hopper's kernels take up to 72 MiB
-    of du, and of such slices those that leave few cores idle.
+    What grows with the slice takes up to a quarter of the logits in 16 bits, unless that is less than `least_entries`
+    need. Of long vocabularies XLA and Triton take up to 128 MiB of logits and du, and a TPU up to 32 MiB of du.
+    Hopper's kernels take up to 72 MiB of du, and of such slices those that leave few cores idle.
     """
-    n, itemsize = max(problem.n, 1), problem.itemsize
+    n, itemsize, least = max(problem.n, 1), problem.itemsize, least_entries(problem)
+    quarter = n * problem.v // 2 // slice_bytes(problem, 1)
     if problem.kernels == "mosaic_gpu":
-        most = max(4096, 72 * 2**20 // (itemsize * n) // 256 * 256)
-        sizes = range(4096, min(most, 16384) + 1, 256)
+        most = max(least, min(max(4096, 72 * 2**20 // (itemsize * n)), 16384, quarter) // 256 * 256)
+        sizes = range(min(4096, most), most + 1, 256)
         return min(sizes, key=lambda size: (config.mosaic_gpu_entry_cost(problem.n, problem.d, size), size))
     if problem.kernels == "mosaic_tpu":
-        return max(2048, 2**25 // (itemsize * n) // 1024 * 1024)
-    return max(LEAST_ENTRIES, 2**27 // ((4 + itemsize) * n) // 256 * 256)
+        return max(least, min(max(2048, 2**25 // (itemsize * n)), quarter) // 1024 * 1024)
+    return max(least, min(2**27 // ((4 + itemsize) * n), quarter) // 256 * 256)
+
+
+def least_entries(problem: Problem) -> int:
+    """The fewest entries of a slice: a few tiles, below which products take longer without needing much less."""
+    return 1024 if problem.kernels == "mosaic_tpu" else LEAST_ENTRIES
 
 
 def _by_cost(problem: Problem, most: int, least: int) -> list[int]:
@@ -347,42 +363,84 @@ def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], b
 # --- bytes: those of the compiled programs, which tests/aot compares, with a term for each live buffer ----------------
 
 
+def logits_bytes(problem: Problem) -> int:
+    """What the unfused step needs: logits in float32 and their gradient in hidden's dtype, and cuBLAS's workspace."""
+    workspace = _CUBLAS_BYTES if problem.kernels == "mosaic_gpu" else 0
+    return (4 + problem.itemsize) * problem.n * problem.v + workspace
+
+
 def fast_bytes(problem: Problem, tokens: int) -> int:
     """What the fast mode needs beside inputs and gradients, with chunks of so many tokens."""
-    n, d, v, itemsize, needs_weight = problem.n, problem.d, problem.v, problem.itemsize, problem.gradients.weight
-    du = tokens * v * itemsize
+    n, d, v, needs_weight = problem.n, problem.d, problem.v, problem.gradients.weight
     float32_dw = 4 * v * d if needs_weight and problem.weight_itemsize < 4 else 0
+    chunk = chunk_bytes(problem, tokens)
     if problem.kernels == "mosaic_gpu":
         is_whole = tokens >= n
-        tile_statistics = 3 * 4 * tokens * cdiv(v, 256)
         dw_low_byte = 0 if is_whole else float32_dw // 4  # the lowest of the sum's three; dW holds the upper two
         # With one chunk dW is written last. Until then the weight's copy lies in its place.
         weight_copy = 0 if is_whole and needs_weight else problem.weight_copy_bytes
-        chunk = 0 if is_whole else tokens * d * itemsize  # of hidden, and then of its gradient
-        return du + tile_statistics + dw_low_byte + weight_copy + chunk + _CUBLAS_BYTES
-    logits = 4 * tokens * v
+        of_parts = 0
+        if not mosaic_gpu.takes(v, "fast", problem.vocab_dim):
+            is_copied = mosaic_gpu.copies_slices(problem.vocab_dim)
+            # The weight's whole tiles, and their part of dW until it is put in its place.
+            weight_slice = v * d * problem.itemsize if is_copied and not problem.weight_copy_bytes else 0
+            part_of_dw = v * d * problem.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
+            of_parts = max(weight_slice, part_of_dw)  # one after the other
+            if part_of_dw and not is_whole:  # at a time, and the largest buffer beside it lies where dW will be
+                of_parts = weight_slice + part_of_dw - max(weight_slice, dw_low_byte, weight_copy)
+        return chunk + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
     # dW is written last, from its float32 sum. Until then the largest buffer that fits lies in its place.
     room = v * d * problem.weight_itemsize if float32_dw else 0
+    logits, du = 4 * tokens * v, tokens * v * problem.itemsize
     in_its_place = max((size for size in (logits, du) if size <= room), default=0)
-    return du + logits - in_its_place + float32_dw + problem.weight_copy_bytes
+    return chunk - in_its_place + float32_dw + problem.weight_copy_bytes
+
+
+def chunk_bytes(problem: Problem, tokens: int) -> int:
+    """What grows with the chunk of the fast mode: logits and du, or E, in whose place du is written."""
+    du = tokens * problem.v * problem.itemsize
+    if problem.kernels != "mosaic_gpu":
+        return du + 4 * tokens * problem.v
+    # Each tile of logits leaves a row's maximum; a tile has 128 columns where the depth is short, and else 256 or 192.
+    tile_maxima = 4 * tokens * cdiv(problem.v, 128 if problem.d < config.SHORT_DEPTH else 256)
+    hidden = tokens * problem.d * problem.itemsize  # without the rows that do not count, and then its gradient
+    return du + tile_maxima + hidden
 
 
 def lean_bytes(problem: Problem, entries: int) -> int:
     """What the lean mode needs beside inputs and gradients, with slices of so many vocabulary entries."""
     n, d, v, itemsize, weight_copy = problem.n, problem.d, problem.v, problem.itemsize, problem.weight_copy_bytes
-    du = n * entries * itemsize
+    of_slice = slice_bytes(problem, entries)
     float32_dx = 4 * n * d if problem.gradients.hidden and itemsize < 4 else 0
     if problem.kernels == "mosaic_gpu":
         tile_statistics = 2 * 4 * n * cdiv(v, 256)
-        return weight_copy + max(du + float32_dx, tile_statistics)
+        # Beside slices of the weight, hidden without the rows that do not count finds no place in dX or dW.
+        is_sliced = not mosaic_gpu.takes(v, "lean", problem.vocab_dim) and not weight_copy
+        masked_hidden = n * d * itemsize if is_sliced else 0
+        if is_sliced and not problem.gradients.weight and mosaic_gpu.copies_slices(problem.vocab_dim):
+            tile_statistics += v * d * itemsize  # whole tiles of the weight, until they are read; else in dW's place
+        of_slice += masked_hidden
+        return weight_copy + max(of_slice + float32_dx, tile_statistics)
     if problem.kernels == "mosaic_tpu":
-        weight_slice, token_operand = entries * d * itemsize, 4 * 128 * n  # a token's numbers, in 128 lanes
-        return du + float32_dx + weight_slice + token_operand + weight_copy
+        return of_slice + float32_dx + 4 * 128 * n + weight_copy  # a token's numbers, in 128 lanes
     masked_hidden = n * d * itemsize
-    slices = entries * d * (4 + itemsize)  # of the weight and of dW
-    if problem.kernels == "xla":  # casts a slice of the weight at a time
-        return du + 4 * n * entries + float32_dx + masked_hidden + slices
-    return du + float32_dx + masked_hidden + slices + weight_copy
+    # XLA casts a slice of the weight at a time.
+    return of_slice + float32_dx + masked_hidden + (0 if problem.kernels == "xla" else weight_copy)
+
+
+def slice_bytes(problem: Problem, entries: int) -> int:
+    """What grows with the slice of the lean mode: logits, their gradient du, and parts of the weight and of dW."""
+    n, d, itemsize = max(problem.n, 1), problem.d, problem.itemsize
+    du = n * entries * itemsize
+    if problem.kernels == "mosaic_gpu":
+        if mosaic_gpu.takes(problem.v, "lean", problem.vocab_dim):
+            return du
+        part_of_dw = problem.weight_itemsize if mosaic_gpu.copies_slices(problem.vocab_dim) else 0
+        return du + entries * d * (itemsize + part_of_dw)
+    if problem.kernels == "mosaic_tpu":
+        return du + entries * d * itemsize
+    logits = 4 * n * entries if problem.kernels == "xla" else 0
+    return du + logits + entries * d * (4 + itemsize)
 
 
 # --- beside a model's layers ------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     if "JAX_PLATFORMS" not in os.environ:  # nothing is run, and looking for an accelerator takes seconds
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
-    names = "optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches".split()
+    names = "optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches packed".split()
     options = {name: getattr(args, name) for name in names}
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
     try:
@@ -76,6 +76,7 @@ def _arguments(argv):
     command.add_argument(
         "--micro-batches", type=int, default=1, help="equal parts of a step's batch, one after the other"
     )
+    command.add_argument("--packed", action="store_true", help="rows hold several documents, each by itself")
     command.add_argument("--state-memory", choices=STATE_MEMORIES, default="device", help="where the moments lie")
     command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
     command.add_argument(

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from liger_jax.ops import attention
+from liger_jax.pallas_kernels.attention import xla
 from liger_jax.planner.sharding import split
 from liger_jax.planner.step import Run
 
@@ -184,15 +186,45 @@ def estimate(run: Run) -> Estimate:
 
 def _work_of_a_layer(run: Run) -> int:
     """The backward of one layer: the activations that it computes again, and their gradients."""
-    c, size = run.model.config, jnp.dtype(run.dtype).itemsize
+    c, kept = run.model.config, _values_kept(run)
     heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    everything = (7 if run.model.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
-    everything += 2 * c.hidden_size  # gradients
+    values = (7 if run.model.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
+    values += 2 * c.hidden_size  # gradients
     # Gate, up, their product and two gradients. A single GPU computes them again one half at a time, in place. On
     # several GPUs XLA orders the halves in another way, and holds both.
     in_halves = run.target.platform == "gpu" and run.target.count == 1 and run.remat in ("full", "offload")
-    everything += (3 * c.intermediate_size + 1) // 2 if in_halves else 5 * c.intermediate_size
-    return run.tokens * size * (everything - sum(_values_kept(run).values()))
+    feed_forward = (3 * c.intermediate_size + 1) // 2 if in_halves else 5 * c.intermediate_size
+    values -= kept["layer inputs"] + kept["attention"]
+    size = run.tokens * jnp.dtype(run.dtype).itemsize
+    return size * values + max(size * (feed_forward - kept["feed-forward"]), _scores_in_chunks(run))
+
+
+def _scores_in_chunks(run: Run) -> int:
+    """What XLA's attention makes of a chunk of queries in the backward; 0 where a kernel runs, which has none."""
+    c = run.model.config
+    if not run.packed and c.attn_logit_softcapping is None:
+        return 0  # cuDNN's rows or splash attention's; whether cuDNN is installed here does not matter
+    windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if _attention_of(run, w) == "xla"]
+    keys = max([min(run.seq, xla.CHUNK + w - 1) if w else run.seq for w in windows], default=0)
+    scores = run.tokens // run.seq * c.num_attention_heads * min(xla.CHUNK, run.seq) * keys
+    # Scores, weights and the gradients of both in float32, and the weights in the computation's dtype.
+    return (4 * 4 + jnp.dtype(run.dtype).itemsize) * scores
+
+
+def _attention_of(run: Run, window: int | None) -> str:
+    """The name of the implementation that layers with this window attend by."""
+    c, rows = run.model.config, (run.tokens // run.seq, run.seq)
+    options = dict(window=window, softcap=c.attn_logit_softcapping, scale=c.attention_scale, implementation=None)
+    names = []
+
+    def attend(q, k, ids):
+        names.append(attention.choose(q, k, k, ids, run.target.description, **options).name)
+
+    q, k = (
+        jax.ShapeDtypeStruct((*rows, n, c.head_dim), run.dtype) for n in (c.num_attention_heads, c.num_key_value_heads)
+    )
+    jax.eval_shape(attend, q, k, jax.ShapeDtypeStruct(rows, jnp.int32) if run.packed else None)
+    return names[0]
 
 
 @dataclasses.dataclass(frozen=True)

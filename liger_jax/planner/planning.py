@@ -138,8 +138,8 @@ def plan(
             optimizer state are sharded. The batch is sharded over both.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat` ("none", "full",
-            "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number) and `state_memory` ("device",
-            "host"), as `Run` explains them.
+            "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number), `state_memory` ("device",
+            "host") and `packed` (True or False), as `Run` explains them.
 
     Returns:
         The plan.

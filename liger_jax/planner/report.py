@@ -32,7 +32,7 @@ def heading(plan: MemoryPlan) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in run.mesh.items())
     where = " on the host" if run.state_memory == "host" else ""
     state = f" ({run.state_dtype} state{where})" if run.optimizer == "adamw" else ""
-    parts = f" in {run.micro_batches} parts" if run.micro_batches > 1 else ""
+    parts = (" packed" if run.packed else "") + (f" in {run.micro_batches} parts" if run.micro_batches > 1 else "")
     return (
         f"{run.model.name}, {run.batch} × {run.seq} tokens{parts} on {run.target.name} ({run.target.kind}, {mesh}), "
         f"{run.optimizer}{state}, {run.param_dtype} parameters, {run.dtype} computation, remat {run.remat}"

@@ -42,6 +42,7 @@ class Run:
         loss: "fused" or "logits".
         micro_batches: into how many equal parts a step cuts the batch.
         state_memory: where the optimizer's moments lie, "device" or "host".
+        packed: rows hold several documents, as `liger_jax.packing.pack` makes them.
     """
 
     model: Architecture
@@ -57,6 +58,7 @@ class Run:
     loss: str = "fused"
     micro_batches: int = 1
     state_memory: str = "device"
+    packed: bool = False
 
     def __post_init__(self):
         for name, size in dict(batch=self.batch, seq=self.seq, micro_batches=self.micro_batches).items():
@@ -169,7 +171,7 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
         mesh: the devices' mesh.
 
     Returns:
-        A jitted `step(state, tokens) -> (state, loss)` with `state = (params, opt_state)`, donated, to be traced with
+        A jitted `step(state, batch) -> (state, loss)` with `state = (params, opt_state)`, donated, to be traced with
         the mesh in context; and its abstract arguments.
     """
     graph, params = run.model.abstract(
@@ -182,10 +184,10 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
         on_host = lambda x, sharding: sharding.with_memory_kind("pinned_host") if x.ndim else sharding
         of_moments = jax.tree.map(on_host, state[1], of_moments)
     of_state = (of_params, of_moments)
-    of_tokens = NamedSharding(mesh, P(tuple(run.mesh)))
     typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     step = make_step(graph, optimizer, micro_batches=run.micro_batches, state_on_host=run.state_memory == "host")
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
-    tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=of_tokens)
-    return jitted, (jax.tree.map(typed, state, of_state), tokens)
+    tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=NamedSharding(mesh, P(tuple(run.mesh))))
+    packed = dict.fromkeys(("input_ids", "labels", "segment_ids", "positions"), tokens)
+    return jitted, (jax.tree.map(typed, state, of_state), packed if run.packed else tokens)

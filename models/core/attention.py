@@ -15,7 +15,7 @@ from liger_jax import ops
 from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.remat import ATTENDED
+from liger_jax.models.core.remat import ATTENTION_OUTPUT
 from liger_jax.models.core.sharding import on_batch_shards
 
 
@@ -95,11 +95,15 @@ class Attention(nnx.Module):
         of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
         q, k = on_batch_shards(rope, self.kernels.batch_axes, of_batch, shared)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
-            q, k, v = checkpoint_name((q, k, v), ATTENDED)
+            q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
-        if cache is None:
+
+        def attend_to_own(q, k, v):
             attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
-            out = on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segments))
+            return on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segments))
+
+        if cache is None:
+            out = attend_to_own(q, k, v)
         else:
-            out = cache.attend(q, k, v, **options)
+            out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
         return self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]))

@@ -5,6 +5,7 @@ not after its own in their row. Padding does not count in that order, so a row m
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -112,16 +113,21 @@ class LayerCache:
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         *,
+        attend_to_own: Callable[..., Any],
         window: int | None,
         softcap: float | None,
         scale: float | None,
     ) -> Float[Array, "B T Q H"]:
         """Writes T keys and values, and attends to all keys in the cache.
 
+        In an empty cache, only the T themselves are there: `attend_to_own` then attends to them, unless a row has
+        padding between its tokens, which a window would count.
+
         Args:
             q: queries, after the rotary embedding.
             k: keys, after the rotary embedding.
             v: values.
+            attend_to_own: causal attention to the call's own keys and values, a function of `q`, `k` and `v`.
             window: how many positions a query sees, as in `cached_attention`.
             softcap: bound of the scores, as in `cached_attention`.
             scale: factor of the scores, as in `cached_attention`.
@@ -131,14 +137,23 @@ class LayerCache:
         """
         cache = self.cache
         start = (self.layer, 0, cache.length, 0, 0)
-        keys, values = (
-            jax.lax.dynamic_update_slice(all_layers, new[None].astype(all_layers.dtype), start)
-            for all_layers, new in ((cache.keys, k), (cache.values, v))
-        )
+        # What is attended to now is rounded as later calls will find it.
+        k, v = k.astype(cache.keys.dtype), v.astype(cache.values.dtype)
+        keys = jax.lax.dynamic_update_slice(cache.keys, k[None], start)
+        values = jax.lax.dynamic_update_slice(cache.values, v[None], start)
         self.cache = dataclasses.replace(cache, keys=keys, values=values)
-        keys, values = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
         own = jax.lax.dynamic_slice_in_dim(cache.positions, cache.length, q.shape[1], axis=1)
-        return cached_attention(q, keys, values, own, cache.positions, window=window, softcap=softcap, scale=scale)
+
+        def attend_to_all() -> Array:
+            k, v = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
+            return cached_attention(q, k, v, own, cache.positions, window=window, softcap=softcap, scale=scale)
+
+        if q.shape[1] == 1:
+            return attend_to_all()
+        is_token = jnp.pad(own >= 0, ((0, 0), (1, 0)))
+        runs = jnp.sum(is_token[:, 1:] & ~is_token[:, :-1], axis=1)
+        is_prompt = (cache.length == 0) & jnp.all(runs <= 1)
+        return jax.lax.cond(is_prompt, lambda: attend_to_own(q, k.astype(q.dtype), v.astype(q.dtype)), attend_to_all)
 
 
 def cached_attention(

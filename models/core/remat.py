@@ -4,12 +4,14 @@ from typing import Any, Literal
 
 import jax
 
-from liger_jax.ops.attention import ATTENDED
+from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.gated_mlp import UP_PROJECTION
 
 Remat = Literal["none", "full", "dots", "offload"]
 
 INPUT = "layer_input"
+# The sum of a projection and its adapter. Where it is kept, neither of its terms is, which would be twice the memory.
+ADAPTED = "adapted_projection"
 
 
 def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
@@ -17,7 +19,7 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     if primitive.name == "pallas_call":
         return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
     if primitive.name == "name":
-        return params["name"] in (ATTENDED, UP_PROJECTION)
+        return params["name"] in (ADAPTED, ATTENTION_OUTPUT, UP_PROJECTION)
     is_cudnn = primitive.name.startswith("dot_product_attention")
     return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 
@@ -28,7 +30,10 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
 POLICIES = {
     "none": _more_than_one_pass,
     "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(ADAPTED),
+    ),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[INPUT],

@@ -53,7 +53,8 @@ def write(
     if added := [".".join(map(str, path)) for path, parameter in flat if type(parameter) is not nnx.Param]:
         raise ValueError(
             f"save_pretrained: {added} are parameters that Hugging Face's model does not have. Add adapters to the "
-            "weights that they change, or save the state with orbax."
+            "weights that they change, merge_lora(model), or save them alone, save_adapters(model, path); both are in "
+            "liger_jax.models.lora."
         )
     model_class = type(model)
     values = json.loads(model.kept.config)

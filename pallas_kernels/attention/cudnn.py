@@ -1,4 +1,4 @@
-"""Causal attention by cuDNN, as JAX calls it: the fastest there is on NVIDIA GPUs where nothing is packed or capped."""
+"""Causal attention by cuDNN, as JAX calls it: the fastest on NVIDIA GPUs for one segment without a softcap."""
 
 import functools
 from typing import Any

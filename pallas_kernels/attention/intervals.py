@@ -5,13 +5,17 @@ between holds foreign keys, which kernels have to look for; such rows are told. 
 what somebody in the block sees, and know which of it everybody sees: there nothing is masked.
 """
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-COLUMNS = 7  # of a block's entry in a table: see `Table`
+COLUMNS = 7  # of a block's entry in a `table`
+_FARTHEST = 2**30  # between any two positions
 
 
 class Segments(NamedTuple):
@@ -45,40 +49,81 @@ class Segments(NamedTuple):
         Returns:
             The segments.
         """
-        batch, length = ids.shape
-        place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
+        place = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
         by_id, position = jax.lax.sort((ids, place), dimension=1, num_keys=1, is_stable=True)
-        changes = by_id[:, 1:] != by_id[:, :-1]
-        edge = jnp.ones((batch, 1), bool)
-        begins = jnp.concatenate([edge, changes], axis=1)
-        ends = jnp.concatenate([changes, edge], axis=1)
-        # Positions grow within a run of equal ids, and the next run's are not looked at before it begins.
-        begin = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
-        end = jax.lax.cummin(jnp.where(ends, place, length - 1), axis=1, reverse=True)
-        of_run = lambda at: jnp.take_along_axis(position, at, axis=1)
-        first, last = of_run(begin), of_run(end)
-        is_foreign = jnp.any(last - first != end - begin, axis=1)
-        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        back = lambda x: jnp.zeros_like(x).at[rows, position].set(x, unique_indices=True)
-        return cls(ids, back(first), back(last), is_foreign)
+        # Searches are a few gathers, of which XLA makes one kernel; running maxima would be a dozen.
+        find = lambda side: jax.vmap(functools.partial(jnp.searchsorted, side=side, method="scan_unrolled"))(by_id, ids)
+        begin, end = find("left").astype(jnp.int32), find("right").astype(jnp.int32) - 1
+        first, last = (jnp.take_along_axis(position, at, axis=1) for at in (begin, end))
+        return cls(ids, first, last, jnp.any(last - first != end - begin, axis=1))
+
+
+class Bounds(NamedTuple):
+    """What rows see of columns: low ≤ column ≤ high, and where ids are given, only columns of a row's own id.
+
+    `low` and `high` are int32 of (B, rows), or (1, rows) for the whole batch. A row with low > high sees nothing.
+    """
+
+    low: Any
+    high: Any
+    is_foreign: Any  # (B,), or (1,): whether a row's intervals hold columns of other segments
+    row_ids: Any = None  # (B, rows)
+    column_ids: Any = None  # (B, columns)
 
 
 class Intervals(NamedTuple):
-    """For queries (B, T) and keys (B, T), int32; one row serves the whole batch where ids are the same."""
+    """For Tq queries and Tk keys, int32; one row serves the whole batch where ids are the same."""
 
-    first: Any  # key that a query sees
-    last: Any  # query that sees a key
+    first: Any  # (B, Tq), the first key that a query sees
+    until: Any  # (B, Tq), the last key that it sees
+    since: Any  # (B, Tk), the first query that sees a key
+    last: Any  # (B, Tk), the last query that sees it
     is_foreign: Any  # (B,), whether a row's intervals hold keys of other segments
+    query_ids: Any = None  # (B, Tq)
+    key_ids: Any = None  # (B, Tk)
+
+    @property
+    def of_queries(self) -> Bounds:
+        """What queries see of keys."""
+        return Bounds(self.first, self.until, self.is_foreign, self.query_ids, self.key_ids)
+
+    @property
+    def of_keys(self) -> Bounds:
+        """Which queries see a key."""
+        return Bounds(self.since, self.last, self.is_foreign, self.key_ids, self.query_ids)
 
 
-def intervals(length: int, segments: Segments | None = None, window: int | None = None) -> Intervals:
-    """Without segments NumPy arrays of (1, T): constants of the program; with them arrays of (B, T)."""
-    t = np.arange(length, dtype=np.int32)[None]
-    reach = length if window is None else min(window, length)
-    first, last = np.maximum(t - (reach - 1), 0), np.minimum(t + (reach - 1), length - 1)
+def intervals(
+    length: int,
+    segments: Segments | None = None,
+    window: int | None = None,
+    *,
+    q_length: int | None = None,
+    q_offset: jax.Array | int = 0,
+) -> Intervals:
+    """Without segments NumPy arrays of (1, T): constants of the program; with them arrays of (B, T).
+
+    Args:
+        length: Tk, of the row of keys.
+        segments: of that row.
+        window: how many keys a query sees at most.
+        q_length: Tq; None for Tk.
+        q_offset: where in the row of keys the first query stands.
+    """
+    q_length = length if q_length is None else q_length
+    key, query = (np.arange(n, dtype=np.int32)[None] for n in (length, q_length))
+    xp: Any = jnp if isinstance(q_offset, jax.Array) else np
+    query = query + xp.int32(q_offset)
+    before = _FARTHEST if window is None else min(window - 1, _FARTHEST)
+    first, until = xp.maximum(query - before, 0), xp.minimum(query, length - 1)
+    since, last = xp.maximum(key - xp.int32(q_offset), 0), xp.minimum(key - xp.int32(q_offset) + before, q_length - 1)
     if segments is None:
-        return Intervals(first, last, np.zeros(1, bool))
-    return Intervals(jnp.maximum(first, segments.first), jnp.minimum(last, segments.last), segments.is_foreign)
+        return Intervals(first, until, since, last, np.zeros(1, bool))
+    is_all = q_length == length and isinstance(q_offset, int) and q_offset == 0
+    own = lambda x: x if is_all else jax.lax.dynamic_slice_in_dim(x, q_offset, q_length, axis=1)
+    first = jnp.maximum(first, own(segments.first))
+    last = jnp.minimum(last, segments.last - q_offset)
+    return Intervals(first, until, since, last, segments.is_foreign, own(segments.ids), segments.ids)
 
 
 def table(low: Any, high: Any, is_foreign: Any, batch: int, row_block: int, column_block: int) -> Any:
@@ -95,7 +140,7 @@ def table(low: Any, high: Any, is_foreign: Any, batch: int, row_block: int, colu
     all_begin, all_end = -(-low.max(axis=2) // column_block), (high.min(axis=2) + 1) // column_block
     foreign = is_foreign[:, None]
     count = xp.where(foreign, 0, xp.maximum(all_end - all_begin, 0))
-    fields = [begin, xp.where(count > 0, all_begin, end), count, end - begin, foreign]
+    fields = [begin, xp.where(count > 0, all_begin, end), count, xp.maximum(end - begin, 0), foreign]
     fields = [xp.broadcast_to(x, (batch, blocks)).reshape(-1).astype(np.int32) for x in fields]
     number = np.arange(batch * blocks, dtype=np.int32)
     entries = xp.stack([number // blocks, number % blocks, *fields], axis=1)
@@ -106,3 +151,39 @@ def whole_blocks(x: Any, block: int) -> Any:
     """(B, T) → T rounded up: what is added is as the last."""
     xp: Any = np if isinstance(x, np.ndarray) else jnp
     return xp.pad(x, ((0, 0), (0, -x.shape[1] % block)), mode="edge")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a block computes at a time: an entry of `intervals.table`, and a head."""
+
+    batch: Any
+    rows: Any
+    begin: Any
+    all_begin: Any
+    all_count: Any
+    count: Any
+    is_foreign: Any
+    head: Any
+
+    @classmethod
+    def read(cls, table_ref: Any, entry: Any, head: Any) -> "Tile":
+        """The tile of a head at an entry of the flat table."""
+        return cls(*[table_ref[entry * COLUMNS + i] for i in range(COLUMNS)], head=head)
+
+    @property
+    def num_masked(self) -> Any:
+        """How many blocks of columns are seen by some rows, but not by all."""
+        return self.count - self.all_count
+
+    def column_block(self, n: Any) -> Any:
+        """The n-th block of columns: first those that are masked, before and after those that all rows see."""
+        masked = self.begin + n
+        masked = jnp.where(masked < self.all_begin, masked, masked + self.all_count)
+        return jnp.where(n < self.num_masked, masked, self.all_begin + n - self.num_masked)
+
+    def over_columns(self, step: Callable[..., Any], carry: Any) -> Any:
+        """carry = step(n, carry, is_masked=…) for all blocks of columns; what all rows see needs no mask."""
+        num_masked = self.count - self.all_count
+        carry = jax.lax.fori_loop(0, num_masked, functools.partial(step, is_masked=True), carry)
+        return jax.lax.fori_loop(num_masked, self.count, functools.partial(step, is_masked=False), carry)

@@ -7,7 +7,7 @@ Backward: dq tile by tile of queries, dk and dv tile by tile of keys, each from 
 products, no sums in memory, and so the same bits in every run.
 Rounding: scores, softmax, sums and accumulators are float32; weights and scores' gradients are rounded to q's dtype for
 their products.
-On an H100 packed rows take 0.24 to 0.79 of cuDNN's time without segments, by what is visible
+On an H100 packed rows take 0.22 to 0.64 of cuDNN's time without segments, by what is visible
 (benchmarks/results/attention.md).
 """
 
@@ -22,8 +22,8 @@ from liger_jax.pallas_kernels.attention import (
     mosaic_gpu_key_gradients,
     mosaic_gpu_query_gradient,
 )
-from liger_jax.pallas_kernels.attention.intervals import Segments, intervals, whole_blocks
-from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import Scores
+from liger_jax.pallas_kernels.attention.formulas import Scores
+from liger_jax.pallas_kernels.attention.intervals import Segments, intervals
 
 _ROWS = 8  # the copy engine moves so many at a time
 
@@ -44,19 +44,10 @@ def unsupported(
 
 def _padded(*arrays: jax.Array) -> list[jax.Array]:
     """(B, T, heads, H) → T of whole rows of the copy engine's, which nobody sees, and a width of `config.WIDTHS`."""
-    length, width = arrays[0].shape[1], arrays[0].shape[3]
+    width = arrays[0].shape[3]
     wider = next(size for size in config.WIDTHS if size >= width)
-    padding = (0, 0), (0, -length % _ROWS), (0, 0), (0, wider - width)
-    return [jnp.pad(x, padding) if any(end for _, end in padding) else x for x in arrays]
-
-
-def _padded_segments(segments: Segments | None) -> Segments | None:
-    """The segments of T rounded up as `_padded` does. Nobody sees what is added."""
-    if segments is None:
-        return None
-    return segments._replace(
-        **{name: whole_blocks(getattr(segments, name), _ROWS) for name in ("ids", "first", "last")}
-    )
+    padding = lambda x: ((0, 0), (0, -x.shape[1] % _ROWS), (0, 0), (0, wider - width))
+    return [jnp.pad(x, padding(x)) if any(end for _, end in padding(x)) else x for x in arrays]
 
 
 def _scores(softcap: float | None, scale: float | None, width: int) -> Scores:
@@ -72,15 +63,18 @@ def forward(
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    q_offset: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """q (B, T, Q, H), k and v (B, T, K, H) → out (B, T, Q, H), and what `backward` takes as `lse`."""
-    _, length, _, width = q.shape
+    """q (B, Tq, Q, H), k and v (B, Tk, K, H) → out (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq or more).
+
+    The queries stand in the row of keys from `q_offset` on, and `segments` are that row's.
+    """
+    _, q_length, _, width = q.shape
+    found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
     scores = _scores(softcap, scale, width)
-    segments = _padded_segments(segments)
     q, k, v = _padded(q, k, v)
-    ids = None if segments is None else segments.ids
-    out, lse = mosaic_gpu_forward.forward(q, k, v, ids, intervals(q.shape[1], segments, window), scores)
-    return out[:, :length, :, :width], lse
+    out, lse = mosaic_gpu_forward.forward(q, k, v, found, scores)
+    return out[:, :q_length, :, :width], lse
 
 
 def backward(
@@ -95,16 +89,15 @@ def backward(
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    q_offset: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dv, like q, k and v."""
-    _, length, _, width = q.shape
+    """dq, dk, dv, like q, k and v; `lse` is as `forward` gives it."""
+    (_, q_length, _, width), k_length = q.shape, k.shape[1]
+    found = intervals(k_length, segments, window, q_length=q_length, q_offset=q_offset)
     scores = _scores(softcap, scale, width)
     delta = jnp.einsum("btqh,btqh->bqt", out.astype(jnp.float32), do.astype(jnp.float32))
-    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - length)))
-    segments = _padded_segments(segments)
+    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - q_length)))
     q, k, v, do = _padded(q, k, v, do)
-    ids = None if segments is None else segments.ids
-    arrays = q, k, v, ids, do, lse, delta, intervals(q.shape[1], segments, window), scores
-    gradients = mosaic_gpu_query_gradient.query_gradient(*arrays), *mosaic_gpu_key_gradients.key_gradients(*arrays)
-    dq, dk, dv = (x[:, :length, :, :width] for x in gradients)
-    return dq, dk, dv
+    dq = mosaic_gpu_query_gradient.query_gradient(q, k, v, do, lse, delta, found, scores)
+    dk, dv = mosaic_gpu_key_gradients.key_gradients(q, k, v, do, lse, delta, found, scores)
+    return dq[:, :q_length, :, :width], dk[:, :k_length, :, :width], dv[:, :k_length, :, :width]

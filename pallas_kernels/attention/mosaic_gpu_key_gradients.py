@@ -1,6 +1,9 @@
 """Hopper's dk and dv: tile by tile of keys, from scores that are made again; a group's heads add up in registers."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,37 +12,44 @@ from jax.experimental import pallas as pl
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._hopper import column_layout, tile_layout
-from liger_jax.pallas_kernels._tiles import out_like
+from liger_jax.pallas_kernels._tiles import cdiv, out_like
 from liger_jax.pallas_kernels.attention import config
-from liger_jax.pallas_kernels.attention.intervals import Intervals, table, whole_blocks
+from liger_jax.pallas_kernels.attention.formulas import Scores
+from liger_jax.pallas_kernels.attention.intervals import Intervals, Tile
 from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     NUM_CONSUMERS,
     ROWS,
     WARPGROUP_ROWS,
-    Scores,
+    Sight,
     Slots,
-    Tile,
     Walk,
+    consume,
     filled,
     over_columns,
-    over_rows,
-    own_rows,
-    pair_of_ids,
-    positions,
     produce,
     product,
-    row_of,
-    rows_of,
     vector,
-    visible,
 )
+
+FEW_TILES = 3  # to a core
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """Which gradients a warpgroup makes, and from which blocks of queries.
+
+    With `takes_turns` both warpgroups have the same 64 keys, take every other block, and add up in the end.
+    """
+
+    of_keys: bool = True
+    of_values: bool = True
+    takes_turns: bool = False
 
 
 def key_gradients(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array | None,
     do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
@@ -47,127 +57,172 @@ def key_gradients(
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and dv like k, tile by tile of keys, summed over the group's query heads in registers."""
-    batch, length, query_heads, width = q.shape
-    kv_heads = k.shape[2]
-    group = query_heads // kv_heads
-    blocks = config.KEY_GRADIENTS[width]
-    queries = blocks.columns
-    shape = (WARPGROUP_ROWS, queries)
-    # Where a warpgroup's registers do not hold both gradients of 64 keys, one makes dv of them and the other dk.
-    is_split = width > 128
-    rows = WARPGROUP_ROWS if is_split else ROWS
-    entries = table(positions(length), found.last, found.is_foreign, batch, rows, queries)
-    walk = Walk(entries.shape[0], kv_heads)
-    high = whole_blocks(found.last, ROWS)
-    ids = [] if segment_ids is None else [whole_blocks(segment_ids, max(ROWS, queries))]
-    has_ids = bool(ids)
+    batch, length, kv_heads, width = k.shape
+    tasks = _tasks(width, batch * kv_heads * cdiv(length, ROWS))
+    takes_turns = tasks[0].takes_turns
+    blocks = config.KEY_GRADIENTS_IN_TURNS[width] if takes_turns else config.KEY_GRADIENTS[width]
+    rows = ROWS if tasks == (_Task(), _Task()) else WARPGROUP_ROWS
+    walk = Walk.over(
+        found.of_keys, batch, kv_heads, rows=rows, columns=blocks.columns, one_each=rows == WARPGROUP_ROWS
+    )  # fmt: skip
+    consumers = 1 if takes_turns else NUM_CONSUMERS
 
-    def body(table_ref, high_ref, *refs):
-        ids_refs, refs = refs[:has_ids], refs[has_ids:]
-        q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, *scratch = refs
-        k_stages, v_stages, k_arrived, v_arrived, q_ring, do_ring = scratch
-        warpgroup = jax.lax.axis_index("warpgroup")
-
-        def compute_tile(tile: Tile, done, *, of_keys: bool, of_values: bool):
-            row = tile.rows * rows + (0 if is_split else warpgroup * WARPGROUP_ROWS)
-            own = pl.ds(row, WARPGROUP_ROWS)
-            here = (tile.batch, own, tile.head)
-            k_stage, v_stage = k_stages.at[warpgroup], v_stages.at[0 if is_split else warpgroup]
-            plgpu.copy_gmem_to_smem(k_ref.at[here], k_stage, k_arrived.at[warpgroup])
-            if of_keys:
-                plgpu.copy_gmem_to_smem(v_ref.at[here], v_stage, v_arrived.at[warpgroup])
-            last = rows_of(high_ref, row_of(high, tile.batch), own)
-            own_ids = [rows_of(ref, tile.batch, own) for ref in ids_refs]
-            plgpu.barrier_wait(k_arrived.at[warpgroup])
-            if of_keys:
-                plgpu.barrier_wait(v_arrived.at[warpgroup])
-
-            def of_head(g, carry):
-                begun = done + g * tile.count
-
-                def step(n, carry, *, mask):
-                    dk, dv = carry
-                    slot = q_ring.wait(begun + n)
-                    q_stage, lse_stage = q_ring.stages
-                    capped = scores.capped(product(k_stage, q_stage.at[slot], shape))
-                    lse = _hopper.load(lse_stage, (slot,), column_layout())
-                    p = jnp.exp2(capped * scores.factor - over_columns(lse, shape))
-                    if mask is not None:
-                        query = tile.column_block(n) * queries
-                        pair = pair_of_ids(ids_refs, mask, own_ids, tile.batch, pl.ds(query, queries))
-                        low, high = own_rows(shape) + (row - query), over_rows(last - query, shape)
-                        p = jnp.where(visible(shape, low, high, pair), p, 0.0)
-                    do_slot = do_ring.wait(begun + n)
-                    do_stage, delta_stage = do_ring.stages
-                    ds = None
-                    if of_keys:
-                        dp = product(v_stage, do_stage.at[do_slot], shape)
-                        delta = _hopper.load(delta_stage, (do_slot,), column_layout())
-                        ds = scores.slope(p * (dp - over_columns(delta, shape)), capped).astype(q_stage.dtype)
-                    if of_values:
-                        dv = _hopper.add_product(dv, p.astype(do_stage.dtype), do_stage, do_slot)
-                    do_ring.release(begun + n, was_loaded=True)
-                    if ds is not None:
-                        dk = _hopper.add_product(dk, ds, q_stage, slot)
-                    q_ring.release(begun + n, was_loaded=True)
-                    return dk, dv
-
-                return tile.over_columns(step, carry, has_ids)
-
-            nothing = filled((WARPGROUP_ROWS, width), 0.0, tile_layout())
-            start = nothing if of_keys else None, nothing if of_values else None
-            dk, dv = jax.lax.fori_loop(0, group, of_head, start)
-            if of_keys:
-                v_stage[...] = (dk * scores.scale).astype(v_stage.dtype)
-            if of_values:
-                k_stage[...] = dv.astype(k_stage.dtype)
-            plgpu.commit_smem()
-            if of_keys:
-                plgpu.copy_smem_to_gmem(v_stage, dk_ref.at[here])
-            if of_values:
-                plgpu.copy_smem_to_gmem(k_stage, dv_ref.at[here])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            return done + group * tile.count
-
-        def copy_tile(tile: Tile, done):
-            def copy(i, _):
-                head = tile.head * group + jax.lax.div(i, tile.count)
-                own = pl.ds(tile.column_block(jax.lax.rem(i, tile.count)) * queries, queries)
-                there, of_head = (tile.batch, own, head), (tile.batch, head, own)
-                q_ring.fill(done + i, q_ref.at[there], lse_ref.at[of_head])
-                do_ring.fill(done + i, do_ref.at[there], delta_ref.at[of_head])
-
-            jax.lax.fori_loop(0, group * tile.count, copy, None)
-            return done + group * tile.count
-
-        produce(warpgroup, walk, table_ref, copy_tile)
-
-        def compute(**parts):
-            plgpu.set_max_registers(232, action="increase")
-            walk.for_each(table_ref, functools.partial(compute_tile, **parts))
-            plgpu.wait_smem_to_gmem(0)
-
-        if is_split:
-            pl.when(warpgroup == 0)(lambda: compute(of_keys=False, of_values=True))
-            pl.when(warpgroup == 1)(lambda: compute(of_keys=True, of_values=False))
-        else:
-            pl.when(warpgroup < NUM_CONSUMERS)(lambda: compute(of_keys=True, of_values=True))
+    def body(*refs):
+        _compute(walk, scores, q.shape[2] // kv_heads, tasks, *walk.split(refs))
 
     own_stage = lambda count: _hopper.shared_tile((count, WARPGROUP_ROWS, width), k.dtype)
-    stages = blocks.stages
-    ring_stage = lambda: _hopper.shared_tile((stages, queries, width), q.dtype)
+    ring_stage = lambda: _hopper.shared_tile((blocks.stages, blocks.columns, width), q.dtype)
+    numbers = lambda: vector(blocks.stages, blocks.columns, jnp.float32)
+    sums = [_hopper.shared_tile((WARPGROUP_ROWS, width), jnp.float32), plgpu.Barrier(num_arrivals=NUM_CONSUMERS)]
     dk, dv = _hopper.launch(
-        body, entries.reshape(-1), high, *ids, q, k, v, do, lse, delta,
+        body, *walk.operands, q, k, v, do, lse, delta,
         num_blocks=walk.num_blocks,
         out_types=[out_like(k, k.shape, k.dtype), out_like(v, v.shape, v.dtype)],
         scratch=[
             own_stage(NUM_CONSUMERS),
-            own_stage(1 if is_split else NUM_CONSUMERS),
+            own_stage(sum(task.of_keys for task in tasks)),
             plgpu.Barrier(num_barriers=NUM_CONSUMERS),
             plgpu.Barrier(num_barriers=NUM_CONSUMERS),
-            Slots.scratch([ring_stage(), vector(stages, queries, jnp.float32)]),
-            Slots.scratch([ring_stage(), vector(stages, queries, jnp.float32)]),
+            Slots.scratch(ring_stage(), numbers(), consumers=consumers),
+            Slots.scratch(ring_stage(), numbers(), consumers=consumers),
+            *(sums if takes_turns else []),
         ],
         name="causal_attention_key_gradients",
     )  # fmt: skip
     return dk, dv
+
+
+def _tasks(width: int, num_tiles: int) -> tuple[_Task, _Task]:
+    """What the two warpgroups do: each its own 64 keys, but for wide heads and for few tiles."""
+    if width > 128:  # registers do not hold both gradients
+        return _Task(of_keys=False), _Task(of_values=False)
+    # The tile of a long segment may be more than a core's share of the work.
+    task = _Task(takes_turns=num_tiles < FEW_TILES * _hopper.NUM_CORES)
+    return task, task
+
+
+def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task], walk_refs, refs) -> None:
+    """The kernel's body."""
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, *scratch = refs
+    k_stages, v_stages, k_arrived, v_arrived, q_ring, do_ring, *shared = scratch
+    warpgroup = jax.lax.axis_index("warpgroup")
+
+    def compute_tile(tile: Tile, done, *, task: _Task):
+        row = tile.rows * walk.rows + (warpgroup * WARPGROUP_ROWS if walk.rows == ROWS else 0)
+        here = (tile.batch, pl.ds(row, WARPGROUP_ROWS), tile.head)
+        k_stage, v_stage = k_stages.at[warpgroup], v_stages.at[warpgroup if v_stages.shape[0] > 1 else 0]
+        plgpu.copy_gmem_to_smem(k_ref.at[here], k_stage, k_arrived.at[warpgroup])
+        if task.of_keys:
+            plgpu.copy_gmem_to_smem(v_ref.at[here], v_stage, v_arrived.at[warpgroup])
+        sight = walk.sight(walk_refs, tile, row)
+        plgpu.barrier_wait(k_arrived.at[warpgroup])
+        if task.of_keys:
+            plgpu.barrier_wait(v_arrived.at[warpgroup])
+        step = functools.partial(_step, task, scores, sight, k_stage, v_stage, q_ring, do_ring)
+        dk, dv = _over_blocks(task, tile, group, done, step, filled(k_stage.shape, 0.0, tile_layout()))
+        if task.takes_turns:
+            dk, dv = (_sum_of_both(x, owner, *shared) for owner, x in enumerate((dk, dv)))
+        outputs = [(0, dk * scores.scale, v_stage, dk_ref)] if task.of_keys else []
+        outputs += [(1, dv, k_stage, dv_ref)] if task.of_values else []
+        for owner, x, stage, ref in outputs:
+            write = functools.partial(_write, x, stage, ref.at[here])
+            pl.when(warpgroup == owner)(write) if task.takes_turns else write()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return done + group * tile.count
+
+    def copy_tile(tile: Tile, done):
+        for count, begin in _blocks_of(tile):
+
+            def copy(i, _, *, done=done, count=count, begin=begin):
+                head = tile.head * group + jax.lax.div(i, count)
+                own = pl.ds(tile.column_block(begin + jax.lax.rem(i, count)) * walk.columns, walk.columns)
+                there, of_head = (tile.batch, own, head), (tile.batch, head, own)
+                q_ring.fill(done + i, q_ref.at[there], lse_ref.at[of_head])
+                do_ring.fill(done + i, do_ref.at[there], delta_ref.at[of_head])
+
+            jax.lax.fori_loop(0, group * count, copy, None)
+            done += group * count
+        return done
+
+    compute_all = lambda task: walk.for_each(walk_refs, functools.partial(compute_tile, task=task))
+    produce(lambda: walk.for_each(walk_refs, copy_tile))
+    if tasks[0] == tasks[1]:
+        consume(lambda: compute_all(tasks[0]))
+    else:
+        for number, task in enumerate(tasks):
+            consume(functools.partial(compute_all, task), number)
+
+
+def _blocks_of(tile: Tile) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """How many blocks of queries each head has, and the first of them: those that are masked, then the others."""
+    return (tile.num_masked, 0), (tile.all_count, tile.num_masked)
+
+
+def _over_blocks(task: _Task, tile: Tile, group: int, done: Any, step: Callable[..., Any], nothing: jax.Array) -> Any:
+    """dk and dv, the sums of what `step` adds over all blocks of queries of all heads of the group."""
+    sums = nothing if task.of_keys else None, nothing if task.of_values else None
+    for (count, _), is_masked in zip(_blocks_of(tile), (True, False), strict=True):
+        first, every = 0, 1
+        if task.takes_turns:  # a place of the rings always serves the same warpgroup
+            first, every = jax.lax.rem(done + jax.lax.axis_index("warpgroup"), 2), 2
+
+        def add(j, sums, *, done=done, count=count, is_masked=is_masked, first=first, every=every):
+            i = first + every * j
+            return step(done + i, jax.lax.rem(i, count) if is_masked else None, sums)
+
+        sums = jax.lax.fori_loop(0, (group * count - first + every - 1) // every, add, sums)
+        done += group * count
+    return sums
+
+
+def _step(
+    task: _Task, scores: Scores, sight: Sight, k_stage, v_stage, q_ring: Slots, do_ring: Slots, i: Any, n: Any, sums
+):
+    """Adds to dk and dv what the i-th block in the rings gives, the tile's n-th; None for n where all is seen."""
+    dk, dv = sums
+    slot = q_ring.wait(i)
+    q_stage, lse_stage = q_ring.stages
+    capped = scores.capped(product(k_stage, q_stage.at[slot]))
+    lse = _hopper.load(lse_stage, (slot,), column_layout())
+    p = jnp.exp2(capped * scores.factor - over_columns(lse, capped.shape))
+    if n is not None:
+        p = sight.only(p, n, 0.0)
+    weights, sloped = p.astype(q_stage.dtype), scores.slope(p, capped)
+    do_slot = do_ring.wait(i)
+    do_stage, delta_stage = do_ring.stages
+    ds: Any = None
+    if task.of_keys:
+        dp = product(v_stage, do_stage.at[do_slot])
+        delta = _hopper.load(delta_stage, (do_slot,), column_layout())
+        ds = (sloped * (dp - over_columns(delta, dp.shape))).astype(q_stage.dtype)
+    if task.of_values:
+        dv = _hopper.add_product(dv, weights, do_stage, do_slot)
+    do_ring.release(i, was_loaded=True)
+    if task.of_keys:
+        dk = _hopper.add_product(dk, ds, q_stage, slot)
+    q_ring.release(i, was_loaded=True)
+    return dk, dv
+
+
+def _sum_of_both(x: jax.Array, owner: int, stage, met) -> jax.Array:
+    """For the warpgroup that owns it, the sum of both warpgroups' x."""
+
+    def hand_over():
+        stage[...] = x
+        plgpu.commit_smem()
+
+    def meet():
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+
+    pl.when(jax.lax.axis_index("warpgroup") != owner)(hand_over)
+    meet()
+    summed = x + _hopper.load(stage, (), tile_layout())
+    meet()
+    return summed
+
+
+def _write(x: jax.Array, stage, ref) -> None:
+    stage[...] = x.astype(stage.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(stage, ref)

@@ -1,119 +1,130 @@
-"""What Hopper's attention kernels share: tiles and the walk over them, rings of copies, products and masks."""
+"""What Hopper's attention kernels share: the walk over tiles, what rows see, rings of copies, and products."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._hopper import column_layout, row_layout, tile_layout
-from liger_jax.pallas_kernels._tiles import cdiv
-from liger_jax.pallas_kernels.attention.intervals import COLUMNS
+from liger_jax.pallas_kernels._tiles import cdiv, split
+from liger_jax.pallas_kernels.attention.intervals import Bounds, Tile, table, whole_blocks
 
-LOG2_E = math.log2(math.e)
-NO_SCORE = -1e30  # a maximum of no scores; finite, so that what is masked has the weight exp2(−inf) = 0, and no NaN
 NUM_CONSUMERS = 2
 WARPGROUP_ROWS = 64
 ROWS = WARPGROUP_ROWS * NUM_CONSUMERS  # of a tile of queries; log-sum-exps are padded to it
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """How a product of a query and a key becomes an exponent of 2: factor · capped(q·k)."""
-
-    softcap: float | None
-    scale: float
-
-    @property
-    def factor(self) -> float:
-        """What a capped product is multiplied by: base 2 and the scale, or the softcap in the scale's place."""
-        return LOG2_E * (self.scale if self.softcap is None else self.softcap)
-
-    def capped(self, products: jax.Array) -> jax.Array:
-        """With a softcap in [−1, 1]."""
-        return products if self.softcap is None else _hopper.tanh(products * (self.scale / self.softcap))
-
-    def slope(self, gradient: jax.Array, capped: jax.Array) -> jax.Array:
-        """The gradient by the capped score → that by the product, but for the scale."""
-        return gradient if self.softcap is None else gradient * (1.0 - jnp.square(capped))
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """What a block computes at a time: an entry of `intervals.table`, and a head."""
-
-    batch: Any
-    rows: Any
-    begin: Any
-    all_begin: Any
-    all_count: Any
-    count: Any
-    is_foreign: Any
-    head: Any
-
-    @classmethod
-    def read(cls, table_ref: Any, entry: Any, head: Any) -> "Tile":
-        """The tile of a head at an entry of the flat table."""
-        return cls(*[table_ref[entry * COLUMNS + i] for i in range(COLUMNS)], head=head)
-
-    def column_block(self, n: Any) -> Any:
-        """The n-th block of columns: first those that are masked, before and after those that all rows see."""
-        masked = self.begin + n
-        masked = jnp.where(masked < self.all_begin, masked, masked + self.all_count)
-        num_masked = self.count - self.all_count
-        return jnp.where(n < num_masked, masked, self.all_begin + n - num_masked)
-
-    def over_columns(self, step: Callable[..., Any], carry: Any, has_ids: bool) -> Any:
-        """carry = step(n, carry, mask=…) for all blocks of columns, where mask is "ids", "interval" or None."""
-        num_masked = self.count - self.all_count
-        begin = 0
-        if has_ids:
-            begin = jnp.where(self.is_foreign == 1, num_masked, 0)
-            carry = jax.lax.fori_loop(0, begin, functools.partial(step, mask="ids"), carry)
-        carry = jax.lax.fori_loop(begin, num_masked, functools.partial(step, mask="interval"), carry)
-        return jax.lax.fori_loop(num_masked, self.count, functools.partial(step, mask=None), carry)
+_COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # a thread; of 65,536 two warpgroups compute, and one copies
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """Which tiles a block goes through: to and fro over them, the largest first, by which work evens out."""
+    """Tiles of so many rows against blocks of so many columns, for each head, and which block goes through which.
 
-    entries: int
+    By default there is a block for each core, which goes to and fro over the tiles, the largest first, and copies the
+    next tile's columns while it computes. With `one_each` every tile has a block of its own, which the hardware starts
+    on the next free core: that evens out few tiles of different sizes, and spares the loop's registers.
+    """
+
+    bounds: Bounds
+    entries: Any
     heads: int
+    rows: int
+    columns: int
+    one_each: bool
+
+    @classmethod
+    def over(cls, bounds: Bounds, batch: int, heads: int, *, rows: int, columns: int, one_each: bool) -> "Walk":
+        """All tiles of all heads."""
+        return cls(bounds, table(*bounds[:3], batch, rows, columns), heads, rows, columns, one_each)
 
     @property
     def num_tiles(self) -> int:
         """How many tiles all blocks go through: each entry for each head."""
-        return self.entries * self.heads
+        return self.entries.shape[0] * self.heads
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks are launched: one for each core, if there are tiles for all."""
-        return min(_hopper.NUM_CORES, self.num_tiles)
+        """How many blocks are launched."""
+        return self.num_tiles if self.one_each else min(self.num_tiles, _hopper.NUM_CORES)
+
+    @property
+    def operands(self) -> list[Any]:
+        """What `refs` are of: the table, the bounds, and perhaps ids of rows and of columns."""
+        bounds = self.bounds
+        operands = [self.entries.reshape(-1), *(whole_blocks(x, ROWS) for x in bounds[:2])]
+        if bounds.row_ids is not None:
+            operands += [whole_blocks(bounds.row_ids, ROWS), whole_blocks(bounds.column_ids, self.columns)]
+        return operands
+
+    def split(self, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Refs of `operands`, and of what else a kernel has."""
+        own, others = split(refs, [3 if self.bounds.row_ids is None else 5])
+        return own, others
 
     def _number(self, i: Any) -> Any:
         """The number of the block's i-th tile."""
         own = jax.lax.axis_index("block")
         return i * self.num_blocks + jnp.where(jax.lax.rem(i, 2) == 0, own, self.num_blocks - 1 - own)
 
-    def for_each(self, table_ref: Any, body: Callable[[Tile, Any], Any]) -> None:
+    def for_each(self, refs: Sequence[Any], body: Callable[[Tile, Any], Any]) -> None:
         """done = body(tile, done) for all tiles of this block, where `done` counts what went through the ring."""
 
         def step(i, done):
             number = self._number(i)
-            tile = Tile.read(table_ref, jax.lax.div(number, self.heads), jax.lax.rem(number, self.heads))
+            tile = Tile.read(refs[0], jax.lax.div(number, self.heads), jax.lax.rem(number, self.heads))
             return body(tile, done)
 
+        if self.one_each:
+            step(jnp.int32(0), jnp.int32(0))
+            return
         last = jnp.int32(cdiv(self.num_tiles, self.num_blocks) - 1)
         own = last + (self._number(last) < self.num_tiles).astype(jnp.int32)
         jax.lax.fori_loop(0, own, step, jnp.int32(0))
+
+    def sight(self, refs: Sequence[Any], tile: Tile, row: Any) -> "Sight":
+        """What 64 rows from `row` on see."""
+        _, low_ref, high_ref, *ids_refs = refs
+        own = pl.ds(row, WARPGROUP_ROWS)
+        load = lambda ref, batch: rows_of(ref, batch, own)
+        low, high = (load(ref, 0 if ref.shape[0] == 1 else tile.batch) for ref in (low_ref, high_ref))
+        ids = load(ids_refs[0], tile.batch) if ids_refs else None
+        return Sight(tile, self.columns, low, high, ids, ids_refs[1] if ids_refs else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What a warpgroup's 64 rows see of a tile's columns. Ids are compared so seldom that no ring has them."""
+
+    tile: Tile
+    columns: int
+    low: jax.Array
+    high: jax.Array
+    ids: jax.Array | None
+    column_ids_ref: Any
+
+    def only(self, x: jax.Array, n: Any, hidden: float) -> jax.Array:
+        """The tile's n-th block of columns, with `hidden` where a row does not see a column."""
+        begin = self.tile.column_block(n) * self.columns
+        column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=tile_layout())
+        low, high = (over_rows(bound - begin, x.shape) for bound in (self.low, self.high))
+        x = jnp.where((column >= low) & (column <= high), x, hidden)
+        if self.ids is None:
+            return x
+
+        def of_own_id(x):
+            index = self.tile.batch, pl.ds(begin, self.columns)
+            ids = _hopper.load(self.column_ids_ref, index, column_layout(), optimized=False)
+            return jnp.where(over_rows(self.ids, x.shape) == over_columns(ids, x.shape), x, hidden)
+
+        return jax.lax.cond(self.tile.is_foreign == 1, of_own_id, lambda x: x, x)
+
+    def only_where_masked(self, x: jax.Array, n: Any, hidden: float) -> jax.Array:
+        """`only` by a branch, for loops over blocks of both kinds."""
+        return jax.lax.cond(n < self.tile.num_masked, lambda x: self.only(x, n, hidden), lambda x: x, x)
 
 
 class Slots(NamedTuple):
@@ -124,11 +135,11 @@ class Slots(NamedTuple):
     emptied: Any
 
     @classmethod
-    def scratch(cls, stages: Sequence[Any]) -> "Slots":
-        """Each of `stages` has a leading axis, of as many as the ring has places."""
+    def scratch(cls, *stages: Any, consumers: int = NUM_CONSUMERS) -> "Slots":
+        """Each of `stages` has a leading axis, of as many as the ring has places, each for so many `consumers`."""
         count = stages[0].shape[0]
         barrier = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-        return cls(stages, barrier(len(stages)), barrier(NUM_CONSUMERS))
+        return cls(stages, barrier(len(stages)), barrier(consumers))
 
     def slot(self, i: Any) -> Any:
         """The place of the i-th copy."""
@@ -169,7 +180,7 @@ def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], None] | None = None) -> jax.Array:
+def product(a: Any, b: Any, meanwhile: Callable[[], None] | None = None) -> jax.Array:
     """a · bᵀ of two refs in shared memory."""
 
     def multiply(accumulator_ref):
@@ -178,17 +189,7 @@ def product(a: Any, b: Any, shape: tuple[int, int], meanwhile: Callable[[], None
             meanwhile()
         return accumulator_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-
-
-def row_of(x: Any, batch: Any) -> Any:
-    """Which row of x belongs to this member of the batch: its own, or the one that all share."""
-    return 0 if x.shape[0] == 1 else batch
-
-
-def positions(length: int) -> Any:
-    """0 to length − 1 as (1, T): the bound that causality alone gives."""
-    return np.arange(length, dtype=np.int32)[None]
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
 
 
 def vector(count: int, length: int, dtype: Any) -> Any:
@@ -201,35 +202,14 @@ def rows_of(ref: Any, *index: Any) -> jax.Array:
     return _hopper.load(ref, index, row_layout(), optimized=False)
 
 
-def pair_of_ids(ids_refs: Sequence[Any], mask: str | None, own_ids: Sequence[jax.Array], *index: Any) -> Any:
-    """Ids of rows and of columns where they have to be compared: so seldom that no ring holds them."""
-    if mask != "ids":
-        return None
-    return own_ids[0], _hopper.load(ids_refs[0], index, column_layout(), optimized=False)
-
-
-def visible(shape: tuple[int, int], low: Any, high: Any, ids: tuple[Any, Any] | None) -> jax.Array:
-    """Where low ≤ column ≤ high, of vectors over rows, and perhaps ids of row and column are equal."""
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tile_layout())
-    inside = (column >= low) & (column <= high)
-    if ids is not None:
-        inside = inside & (over_rows(ids[0], shape) == over_columns(ids[1], shape))
-    return inside
-
-
-def own_rows(shape: tuple[int, int]) -> jax.Array:
-    """The number of each row, in all columns of a tile."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tile_layout())
-
-
 def copies_of_keys(
-    k_ref: Any, v_ref: Any, k_ring: Slots, v_ring: Slots, keys: int, group: int
+    walk: Walk, group: int, k_ref: Any, v_ref: Any, k_ring: Slots, v_ring: Slots
 ) -> Callable[[Tile, Any], Any]:
     """copy_tile(tile, done) for `Walk.for_each`: fills the rings with all blocks of keys and values of a tile."""
 
     def copy_tile(tile: Tile, done):
         def copy(n, _):
-            own = pl.ds(tile.column_block(n) * keys, keys)
+            own = pl.ds(tile.column_block(n) * walk.columns, walk.columns)
             there = (tile.batch, own, jax.lax.div(tile.head, group))
             k_ring.fill(done + n, k_ref.at[there])
             v_ring.fill(done + n, v_ref.at[there])
@@ -240,10 +220,21 @@ def copies_of_keys(
     return copy_tile
 
 
-def produce(warpgroup: Any, walk: Walk, table_ref: Any, copy_tile: Callable[[Tile, Any], Any]) -> None:
+def produce(copy_all: Callable[[], None]) -> None:
     """What the last warpgroup does: it copies, and leaves its registers to those that compute."""
 
-    @pl.when(warpgroup == NUM_CONSUMERS)
+    @pl.when(jax.lax.axis_index("warpgroup") == NUM_CONSUMERS)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
-        walk.for_each(table_ref, copy_tile)
+        plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+        copy_all()
+
+
+def consume(compute_all: Callable[[], None], warpgroup: int | None = None) -> None:
+    """What the others do, or the one of that number: they compute, and wait until all is written."""
+    own = jax.lax.axis_index("warpgroup")
+
+    @pl.when(own < NUM_CONSUMERS if warpgroup is None else own == warpgroup)
+    def _():
+        plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        compute_all()
+        plgpu.wait_smem_to_gmem(0)

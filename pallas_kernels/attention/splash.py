@@ -1,22 +1,79 @@
-"""Causal attention by JAX's splash attention for TPUs, which skips blocks of keys that nobody sees."""
+"""Causal attention by JAX's splash attention for TPUs, which skips blocks of keys that nobody sees.
 
-import functools
+Lengths are padded to whole blocks: what comes after a row is seen by nothing in it. The backward is one kernel of five
+products where its dq, which comes in a piece for each block of keys, takes few pieces, and else two kernels of seven
+products (`block_sizes`). benchmarks/results/attention_schedule.md has the compiler's schedules; no TPU was there.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from liger_jax.pallas_kernels.attention.intervals import Segments
+from liger_jax.pallas_kernels._tiles import round_up
+from liger_jax.pallas_kernels.attention.intervals import Segments, whole_blocks
 
-# Positions in a block: the largest that divides the sequence. 512 × 512 scores are 1 MiB of VMEM in float32.
-_BLOCKS = (128, 256, 512)
+_BLOCKS = (512, 384, 256, 128)  # positions in a block of scores: 512 × 512 are 1 MiB of VMEM in float32
+_STEP = 180_000  # pairs of width 128 whose product takes as long on a v5e as what a step does beside products
+_MOST_PIECES = 4  # of dq in a fused backward; each takes the memory of q
+_LARGEST_KEY_BLOCK = 2048  # of keys, values and their float32 gradients that lie in VMEM: 6 MiB at width 128
+_PRODUCTS_A_BYTE = 200  # multiply-adds that a core does while it reads a byte: 120 on a v5e, 280 on a v6e
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, **_) -> str | None:
-    """Whole blocks of positions only."""
-    if q.shape[1] % _BLOCKS[0]:
-        return f"splash attention takes lengths that {_BLOCKS[0]} divides, and the length is {q.shape[1]}; use 'xla'."
+    """Everything runs."""
     return None
+
+
+def num_blocks(length: int, window: int | None, q_block: int, kv_block: int) -> int:
+    """How many blocks of queries and keys hold a pair that is visible."""
+    reach = length if window is None else window
+    first_keys = (max(0, start - reach + 1) for start in range(0, length, q_block))
+    last_keys = range(q_block - 1, length, q_block)
+    return sum(last // kv_block - first // kv_block + 1 for first, last in zip(first_keys, last_keys, strict=True))
+
+
+def whole_length(length: int, window: int | None) -> tuple[int, int]:
+    """The positions that are computed, and in blocks of how many: what takes least, steps and padding counted."""
+
+    def cost(block: int) -> int:
+        return num_blocks(round_up(length, block), window, block, block) * (block**2 + _STEP)
+
+    block = min(_BLOCKS, key=cost)
+    return round_up(length, block), block
+
+
+def block_sizes(length: int, window: int | None, block: int) -> splash.BlockSizes:
+    """The blocks for a length that `block` divides.
+
+    The fused backward makes scores once, which saves two of seven products. It goes through larger blocks of keys, and
+    sums dq's pieces at the end. It is taken where it multiplies less, and reading the pieces is counted.
+    """
+    forward = dict(block_q=block, block_kv=block, block_kv_compute=block)
+    two_kernels = splash.BlockSizes(
+        **forward,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    sizes = [block, 2 * block, 4 * block]
+    fitting = [
+        size for size in sizes if length % size == 0 and size <= _LARGEST_KEY_BLOCK and length <= _MOST_PIECES * size
+    ]
+    if not fitting:
+        return two_kernels
+    kv_block = fitting[0]
+    products = lambda kv_block: num_blocks(length, window, block, kv_block) * block * kv_block
+    pieces = length // kv_block
+    read = _PRODUCTS_A_BYTE * 2 * length * pieces if pieces > 1 else 0  # in bfloat16; as products, over the width
+    if 5 * products(kv_block) + read > 7 * products(block):
+        return two_kernels
+    return splash.BlockSizes(
+        **forward, block_q_dkv=block, block_kv_dkv=kv_block, block_kv_dkv_compute=block, use_fused_bwd_kernel=True
+    )
 
 
 def attend(
@@ -28,24 +85,33 @@ def attend(
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    output_name: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """q (B, T, Q, H), k and v (B, T, K, H) → (B, T, Q, H)."""
+    """q (B, T, Q, H), k and v (B, T, K, H) → (B, T, Q, H).
+
+    `output_name` is the `checkpoint_name` of the output and of its log-sum-exp, one number for a query and head.
+    """
     _, length, query_heads, width = q.shape
-    block = max(size for size in _BLOCKS if length % size == 0)
-    shape = length, length
+    padded, block = whole_length(length, window)
+    shape = padded, padded
     mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), offset=0)
-    sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=block,
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
-        block_q_dq=block, block_kv_dq=block,
-    )  # fmt: skip
     kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([mask] * query_heads), block_sizes=sizes, attn_logits_soft_cap=softcap, interpret=interpret
+        splash.MultiHeadMask([mask] * query_heads),
+        block_sizes=block_sizes(padded, window, block),
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=output_name,
+        interpret=interpret,
     )
-    ids = None if segments is None else splash.SegmentIds(segments.ids, segments.ids)
-    heads_first = functools.partial(jnp.swapaxes, axis1=1, axis2=2)  # splash works on (heads, T, H), unscaled
-    out = jax.vmap(kernel)(
-        heads_first(q) * (width**-0.5 if scale is None else scale), heads_first(k), heads_first(v), ids
+    ids = None if segments is None else whole_blocks(segments.ids, block)
+
+    def heads_first(x):
+        """(B, T, heads, H) → (B, heads, T in whole blocks, H): splash's order."""
+        x = jnp.pad(x, ((0, 0), (0, padded - length), (0, 0), (0, 0))) if padded > length else x
+        return x.swapaxes(1, 2)
+
+    scaled = heads_first(q) * (width**-0.5 if scale is None else scale)  # splash has no scale of its own
+    out: Any = jax.vmap(kernel)(
+        scaled, heads_first(k), heads_first(v), None if ids is None else splash.SegmentIds(ids, ids)
     )
-    return heads_first(out)
+    return out.swapaxes(1, 2)[:, :length]

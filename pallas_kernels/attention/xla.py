@@ -1,6 +1,6 @@
 """Causal attention in XLA, on any device: 256 queries at a time, whose scores are made anew in the backward.
 
-No (T, T) array exists. Segments are a mask: scores of other segments' keys are computed, and thrown away.
+No (T, T) array exists. Segments are a mask: the scores of other segments' keys are computed and masked.
 """
 
 import functools
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
 CHUNK = 256  # queries at a time
-_SPANS = 8  # of queries, each with keys of its own length: 9/16 of all scores are computed, where 8/16 are needed
-MASKED_SCORE = -1e30  # of a key that a query does not see; finite, so that a row that sees nothing is no NaN
+_SPANS = 8  # groups of chunks, each with its own number of keys: 9/16 of all scores are computed, 8/16 are needed
+MASKED_SCORE = -1e30  # the score of a key that a query does not see; finite, so a row that sees nothing is no NaN
 
 
 def unsupported(*_: Any, **__: Any) -> str | None:
@@ -57,7 +57,7 @@ def attend(
         return jnp.einsum("bkgcs,bskh->bckgh", weights.astype(dtype), seen_v)
 
     def span(first_query: int, chunks: int) -> Any:
-        """So many whole chunks of queries, one after the other, each with as many keys as the last of them needs."""
+        """Attends whole chunks of queries one after the other, each to as many keys as the last chunk needs."""
         end = first_query + chunks * chunk
         keys = end if window is None else min(end, chunk + window - 1)
         in_chunks = lambda x: x[:, first_query:end].reshape(batch, chunks, chunk, *x.shape[2:]).swapaxes(0, 1)

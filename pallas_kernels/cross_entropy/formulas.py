@@ -26,7 +26,7 @@ class Statistics(NamedTuple):
     """What a row of logits is reduced to; each field is (N,), or (N, 1) inside kernels."""
 
     log_normalizer: jax.Array  # float32
-    target_logit: jax.Array  # float32; 0 where the label is none of the columns
+    target_logit: jax.Array  # float32; 0 where no column is the label's
     logit_sum: jax.Array | None  # float32, Σ_v c_v·z_v
     max_logit: jax.Array | None  # float32
     predicted_token: jax.Array | None  # int32

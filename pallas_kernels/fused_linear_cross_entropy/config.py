@@ -11,6 +11,8 @@ from liger_jax.pallas_kernels._hopper_product import ROWS, Tiles
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
+SHORT_DEPTH = 1536  # of a product: below it, tiles in turn are faster (benchmarks/results/tiles.md)
+
 Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 
 
@@ -105,7 +107,7 @@ def mosaic_gpu_tiles(depth: int, rows: int, columns: int) -> Tiles:
     With tiles in turn, a tile's epilogue is hidden behind the other warpgroup's product, but twice as much of b is
     read. On an H200 they win below a depth of about 1,500 (benchmarks/results/tiles.md).
     """
-    if depth < 1536:
+    if depth < SHORT_DEPTH:
         return Tiles(columns=128, in_turn=True, stages=5)
     return min((Tiles(columns=256), Tiles(columns=192)), key=lambda tiles: mosaic_gpu_rounds(tiles, rows, columns))
 

@@ -67,8 +67,12 @@ def _logit_gradient(tile: Tile, z, exponent, probability, labels, g: Cotangents,
     return du if isinstance(slope, float) and slope == 1.0 else du * slope
 
 
-def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tuple[OnlineState, jax.Array | None]:
+def partial_statistics(
+    inputs: Inputs, options: LinearOptions, vocab_size: int, keep: bool
+) -> tuple[OnlineState, jax.Array | None]:
     """The statistics of each tile of the vocabulary, (tiles, N); with `keep` also E = exp(z − the tile's maximum).
+
+    Of the weight's entries the first `vocab_size` count. E is 0 for the others.
 
     Where nobody asks for the maximum, a tile's log-sum-exp takes the place of maximum and sum. Then there are two
     float32 for each row and tile.
@@ -86,8 +90,8 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
     def epilogue(tile: Tile, refs, scratch):
         z = _logits(tile, has_bias, options.logit)
         columns = tile.column_indices()
-        in_vocab = columns < v - tile.column
-        masked = jnp.where(in_vocab, z, -jnp.inf) if v % tiles.columns else z
+        in_vocab = columns < vocab_size - tile.column
+        masked = jnp.where(in_vocab, z, -jnp.inf) if vocab_size % tiles.columns else z
         maximum = jnp.max(masked, axis=1)
         # exp(−inf − (−inf)) would be NaN; with log2 e multiplied in, z costs one fused operation.
         shift = tile.over_rows(jnp.where(maximum == -jnp.inf, 0.0, maximum * _LOG2_E))
@@ -137,21 +141,21 @@ def partial_statistics(inputs: Inputs, options: LinearOptions, keep: bool) -> tu
     exponentials = fields.pop() if keep else None
     maximum = fields.pop(0)
     exp_sum = fields.pop(0) if wants_maximum else jnp.ones_like(maximum)
-    target = fields.pop(0) if seeks_target else _target_logits(inputs, options)[None, :]
+    target = fields.pop(0) if seeks_target else _target_logits(inputs, options, vocab_size)[None, :]
     logit_sum = fields.pop(0) if options.logit.logit_sum else None
     weighted_sum, square_sum = (fields.pop(0), fields.pop(0)) if wants_entropy else (None, None)
     predicted = fields.pop(0) if options.logit.metrics else None
     return OnlineState(maximum, exp_sum, target, logit_sum, predicted, weighted_sum, square_sum), exponentials
 
 
-def _target_logits(inputs: Inputs, options: LinearOptions) -> jax.Array:
+def _target_logits(inputs: Inputs, options: LinearOptions, vocab_size: int) -> jax.Array:
     """The target logits (N,), made from the labels' rows of the weight; 0 where a label is not in the vocabulary."""
-    labels, v = inputs.labels, inputs.weight.shape[options.vocab_dim]
+    labels = inputs.labels
     weight = jnp.take(inputs.weight, labels, axis=options.vocab_dim, mode="clip").astype(jnp.float32)
     u = jnp.sum(inputs.hidden.astype(jnp.float32) * (weight.T if options.vocab_dim else weight), axis=1)
     if inputs.bias is not None:
         u += jnp.take(inputs.bias, labels, mode="clip").astype(jnp.float32)
-    return jnp.where((labels >= 0) & (labels < v), row_formulas.transform(u, options.logit), 0.0)
+    return jnp.where((labels >= 0) & (labels < vocab_size), row_formulas.transform(u, options.logit), 0.0)
 
 
 def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:
@@ -162,9 +166,14 @@ def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: int, options: LinearOptions):
-    """du (N, size) for the vocabulary from `start` on; the number of columns is rounded up to whole pieces."""
-    (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
+def logit_gradients(
+    inputs: Inputs, lse, cotangents: Cotangents, start, size: int, options: LinearOptions, vocab_size: int
+):
+    """du (N, size) for the vocabulary from `start` on; the number of columns is rounded up to whole pieces.
+
+    It is 0 for entries from `vocab_size` on.
+    """
+    n, d = inputs.hidden.shape
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
 
     def epilogue(tile: Tile, refs, scratch):
@@ -175,8 +184,8 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
         g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
         weights = tile.column_vectors[-1] if has_weights else None
         du = _logit_gradient(tile, z, exponent, jnp.exp2(exponent), labels, g, weights, options.logit)
-        if v % 64:  # the last piece reaches past the vocabulary: the weights there are zeros, but probabilities are not
-            du = jnp.where(tile.column_indices() < v - tile.column, du, 0.0)
+        if vocab_size % 64:  # the last piece reaches past it: the weights there are zeros, but probabilities are not
+            du = jnp.where(tile.column_indices() < vocab_size - tile.column, du, 0.0)
         store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.start)
 
     (du,) = product(
@@ -194,6 +203,46 @@ def logit_gradients(inputs: Inputs, lse, cotangents: Cotangents, start, size: in
         num_columns=size,
     )
     return du
+
+
+def hidden_gradient(du: jax.Array, weight: jax.Array, options: LinearOptions, dtype: Any) -> jax.Array:
+    """du · W (N, D)."""
+
+    def epilogue(tile: Tile, refs, scratch):
+        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column)
+
+    shape = du.shape[0], weight.shape[1 - options.vocab_dim]
+    (dx,) = product(
+        du,
+        weight,
+        (1, options.vocab_dim),
+        config.mosaic_gpu_tiles(du.shape[1], *shape),
+        epilogue,
+        name="fused_linear_cross_entropy_hidden_gradient",
+        out_types=[out_like(du, shape, dtype)],
+        scratch=[staging(dtype)],
+    )
+    return dx
+
+
+def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dtype: Any) -> jax.Array:
+    """duᵀ · X in the weight's layout."""
+
+    def epilogue(tile: Tile, refs, scratch):
+        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column)
+
+    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    shape = operands[0].shape[1], operands[1].shape[1]
+    (dw,) = product(
+        *operands,
+        (0, 0),
+        config.mosaic_gpu_tiles(du.shape[0], *shape),
+        epilogue,
+        name="fused_linear_cross_entropy_weight_gradient",
+        out_types=[out_like(du, shape, dtype)],
+        scratch=[staging(dtype)],
+    )
+    return dw
 
 
 def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Array, options: LinearOptions):
@@ -327,10 +376,13 @@ def add_to_sum(
     )
 
 
-def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions):
+def make_logit_gradients(
+    exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions, vocab_size: int
+):
     """Writes du where E (N, V) is: p = E · exp(maximum − lse), and for the softcap z = maximum + log E.
 
-    `maximum` (tiles, N) is the maximum of each row in each tile of the vocabulary.
+    `maximum` (tiles, N) is the maximum of each row in each tile of the vocabulary. du is 0 for entries from
+    `vocab_size` on.
     """
     (n, v), num_tiles = exponentials.shape, maximum.shape[0]
     columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1], n, v).columns
@@ -386,6 +438,9 @@ def make_logit_gradients(exponentials, maximum, inputs: Inputs, lse, cotangents:
             if options.logit.softcap is not None:
                 z = tile.over_rows(maximum) + jnp.log(jnp.maximum(e, _SMALLEST))
             du = _logit_gradient(tile, z, None, probability, labels, g, weights, options.logit)
+            # Without the sum of logits, or with class weights, which are 0 there, E = 0 makes du 0 by itself.
+            if options.logit.logit_sum and weights is None and vocab_size % 64:
+                du = jnp.where(tile.column_indices() < vocab_size - tile.column, du, 0.0)
             e_stage[own, slot] = du.astype(e_ref.dtype)
             plgpu.commit_smem()
             destination = du_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]

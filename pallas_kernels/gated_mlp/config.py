@@ -9,8 +9,9 @@ from liger_jax.pallas_kernels._tiles import cdiv
 # tiles of 256 columns 853 and 1122. Snakes 16 wide were within 1 %, 32 wide took 3 and 8 % longer.
 TILES = Tiles(columns=128, in_turn=True, stages=5, snake_width=8)
 NUM_SLOTS = 3  # pieces of each matrix that are there at a time
-NUM_NEW_SLOTS = 2  # of what is only written
-# Under it, in benchmarks/results/gated_mlp.md, up pays at all depths but 4,096, where it loses 1 %.
+NUM_NEW_SLOTS = 2  # pieces of a matrix that is only written
+# Under the power limit (benchmarks/results/gated_mlp.md), the product that makes up pays at every depth but 4,096.
+# There it loses 1 %.
 DEEPEST_UP = 3072  # between 2,304 and 4,096
 LEAST_TILES = 1024  # almost eight for each core, the fewest that were measured
 

@@ -34,6 +34,6 @@ def gradients_and_product(
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F)."""
-    del in_place  # always
+    del in_place  # this kernel always writes in place
     dh = down_gradient(dy, down_kernel, precision)
     return glu.gradients_and_product(dh, gate, up, activation=activation, interpret=interpret)

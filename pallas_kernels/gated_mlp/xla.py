@@ -34,5 +34,5 @@ def gradients_and_product(
     in_place: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dy (..., D), down_kernel (F, D), gate, up (..., F) → dgate, dup, act(gate) · up (..., F)."""
-    del in_place  # the compiler's choice
+    del in_place  # the compiler decides this
     return glu.gradients_and_product(down_gradient(dy, down_kernel, precision), gate, up, activation=activation)

@@ -224,6 +224,12 @@ def packed_attention(**options):
     return with_gradient(functools.partial(causal_attention, **options), (0, 1, 2))
 
 
+GPU_ONLY += [
+    Case("attention", packed_attention(), attention_types(8, 2047, 32, 8, 64), ATTENTION),
+    Case("attention_128", packed_attention(window=1024), attention_types(2, 8192, 32, 8, 128), ATTENTION, full=True),
+    Case("attention_256", packed_attention(softcap=50.0), attention_types(2, 8192, 8, 4, 256), ATTENTION, full=True),
+]
+
 HOPPER_KERNELS = (*FLCE, "fused_linear_cross_entropy_hidden_gradient", "fused_linear_cross_entropy_weight_gradient")
 LLAMA_8B_MIXED_HEAD = (((8192, 4096), BF16), ((128256, 4096), F32), ((8192,), INT))
 # The bytes that 16-bit halves of dW and the logits of 2,048 tokens take.

@@ -67,9 +67,12 @@ print("done")
     assert "done" in run("-c", script)
 
 
-@pytest.mark.parametrize("kind, target", [("tpu", "v5e"), ("gpu", "h200")])
-def test_no_scores_of_all_tokens_exist_in_a_compiled_model(kind, target):
-    """On TPUs splash attention's kernels; on GPUs cuDNN's where it is installed, else chunks of queries."""
+@pytest.mark.parametrize(
+    "kind, target, is_packed",
+    [("tpu", "v5e", True), ("gpu", "h200", False), ("gpu", "h200", True), ("gpu", "a100-80g", True)],
+)
+def test_no_scores_of_all_tokens_exist_in_a_compiled_model(kind, target, is_packed):
+    """Packed rows run in kernels; one segment in cuDNN where it is installed, else in chunks of queries."""
     need_compiler(kind)
     script = f"""
 import re
@@ -83,16 +86,19 @@ make = lambda: LlamaForCausalLM(config, dtype=jnp.bfloat16, param_dtype=jnp.bflo
 graph, params = nnx.split(nnx.eval_shape(make))
 leaves, tree = jax.tree.flatten(params)
 
-def gradient(tokens, *leaves):
-    loss = lambda params: nnx.merge(graph, params)(tokens, labels=tokens).loss
+def gradient(tokens, ids, *leaves):
+    segment_ids = ids if {is_packed} else None
+    loss = lambda params: nnx.merge(graph, params)(tokens, labels=tokens, segment_ids=segment_ids).loss
     return jax.grad(loss)(jax.tree.unflatten(tree, leaves))
 
-types = [((1, 1536), jnp.int32), *((leaf.shape, leaf.dtype) for leaf in leaves)]
+types = [((1, 1536), jnp.int32)] * 2 + [(leaf.shape, leaf.dtype) for leaf in leaves]
 text = compile_for(gradient, types, device, "{kind}").as_text()
 assert re.search(r"\\[(\\d+,)*1536,(\\d+,)*256\\]", text), "the tokens' own arrays are not found"
 assert not re.search(r"\\[(\\d+,)*1536,(\\d+,)*1536(,|\\])", text)
 if "{kind}" == "tpu":
     assert len(set(re.findall(r"splash_m[hq]a\\w*", text))) >= 2, "splash attention's kernels, forward and backward"
+elif {is_packed}:
+    assert "causal_attention_forward" in text and "causal_attention_key_gradients" in text
 print("done")
 """
     assert "done" in run("-c", script)

@@ -70,6 +70,15 @@ def test_it_learns_and_goes_on_where_it_stopped(tune, source, tmp_path):
         assert (model / name).read_bytes() == (source / name).read_bytes()
 
 
+def test_packed_documents_are_learnt(tune, source, tmp_path):
+    for i in range(12):
+        (tmp_path / f"letter{i}.txt").write_text(" ".join((WORDS * 4)[i % 5 : i + 7]))
+    printed = tune("--pack", "--steps=16", "--micro-batches=2", data=[f"--data={tmp_path / 'letter*.txt'}"]).out
+    documents, rows = map(int, re.search(r"packing: (\d+) documents in (\d+) rows", printed).groups())
+    first, last = map(float, re.search(r"16 steps; loss ([\d.]+) → ([\d.]+)", printed).groups())
+    assert rows < documents == 12 and last < 0.7 * first
+
+
 @pytest.mark.full
 def test_a_hugging_face_dataset_is_read_by_its_column(tune, monkeypatch):
     def load_dataset(name, subset, split):

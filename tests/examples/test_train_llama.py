@@ -41,6 +41,9 @@ def train(data, tmp_path, capsys):
     return train
 
 
+SCORES = r"held-out loss: start ([\d.]+), unigram model ([\d.]+), end ([\d.]+)"
+
+
 def losses_of(folder):
     checkpoint = max((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
     return json.loads((checkpoint / "log" / "metadata").read_text())["losses"]
@@ -48,9 +51,7 @@ def losses_of(folder):
 
 def test_a_run_learns_more_than_word_frequencies_and_leaves_a_picture(train, tmp_path):
     printed = train("--steps=60")
-    start, unigram, end = (float(x) for x in re.search(
-        r"held-out loss: start ([\d.]+), unigram model ([\d.]+), end ([\d.]+)", printed.out
-    ).groups())  # fmt: skip
+    start, unigram, end = map(float, re.search(SCORES, printed.out).groups())
     assert end < unigram < start
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "tokens/s" in printed.out and "by the compiler" in printed.out
@@ -77,6 +78,20 @@ def test_a_killed_run_goes_on_with_the_same_losses(train, tmp_path, monkeypatch)
     np.testing.assert_array_equal(
         losses_of(tmp_path / "run" / "checkpoints"), losses_of(tmp_path / "whole" / "checkpoints")
     )
+
+
+def test_a_packed_run_learns_from_whole_documents_and_is_scored_as_others_are(train, tmp_path, rng):
+    for i, size in enumerate(rng.integers(4, 24, 200)):
+        (tmp_path / f"letter{i:03}.txt").write_text(" ".join(f"{(i + j) % 20} then" for j in range(size)))
+    data = f"--data={tmp_path / 'letter*.txt'}"
+    printed = train("--pack", "--steps=60", "--micro-batches=2", data).out
+    documents, rows = map(int, re.search(r"packing: (\d+) documents in (\d+) rows, [\d.]+% of them", printed).groups())
+    start, unigram, end = map(float, re.search(SCORES, printed).groups())
+    assert rows < documents == 190 and end < unigram < start  # ten files are held out
+    with pytest.raises(UserError, match="pack=True became False"):
+        train("--steps=60", "--micro-batches=2", data)
+    corpus = text.load(str(tmp_path / "letter*.txt"), train_llama.SIZES["tiny"].vocab, tmp_path / "run")
+    assert unigram == round(text.unigram_loss(corpus, corpus.held_out_batches(2, 64, most=512)), 3)
 
 
 def test_another_setting_is_refused_and_fresh_starts_over_once_it_has_a_checkpoint(train, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import causal_attention
 from liger_jax.models import (
@@ -258,6 +259,17 @@ def test_attention_with_a_cache_is_causal_attention(options, monkeypatch, rng):
     keys = jnp.pad(order, ((0, 0), (0, 4)), constant_values=-1)
     found = jax.jit(functools.partial(cached_attention, **options))(q, longer(k), longer(v), order, keys)
     np.testing.assert_allclose(found, causal_attention(q, k, v, **options), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("length, is_the_op_s", [(12, True), (1, False)])
+def test_a_prompt_is_attended_to_as_in_training_and_a_token_by_the_cache(length, is_the_op_s):
+    model = make_model(dtype=jnp.bfloat16)
+    tokens, mask = jnp.zeros((2, length), jnp.int32), jnp.ones((2, length), bool)
+    device = AbstractDevice("NVIDIA H200", None, "gpu")  # whose kernel has a name
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)):
+        run = lambda tokens, mask: model(tokens, attention_mask=mask, cache=model.init_cache(2, 15)).logits
+        jaxpr = str(jax.make_jaxpr(run)(tokens, mask))
+    assert ("causal_attention_forward" in jaxpr) == is_the_op_s
 
 
 def test_a_cache_has_the_computation_s_dtype_or_another():

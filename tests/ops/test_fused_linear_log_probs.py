@@ -30,7 +30,7 @@ def labels_of(rng, n=N, v=V):
 
 
 def entropy_of(found):
-    """Of a call with entropy=True."""
+    """The entropies that a call with entropy=True found."""
     assert found.entropy is not None
     return found.entropy
 

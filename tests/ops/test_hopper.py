@@ -111,6 +111,35 @@ def test_lean_mode_takes_vocabularies_that_are_no_multiple_of_64(hopper, rng):
         assert relative_error(grad, truth_grad) < 1e-2
 
 
+@pytest.mark.parametrize("layout", ["vd", pytest.param("dv", marks=pytest.mark.full)])
+def test_any_vocabulary_and_any_width_are_right(hopper, mode, layout, rng):
+    """Drawn at random: vocabularies that end within the second tile or later, and on a GPU within the first as well."""
+    for least, most in [(257, 512)] if hopper != "mosaic_gpu" else [(1, 256), (257, 512), (513, 5000)]:
+        d, v = int(rng.integers(1, 64)), int(rng.integers(least, most))
+        case, (hidden, weight, bias) = rounded_case(rng, n=100, d=d, v=v)
+        truth, truth_grads = FUSED.oracle(case, class_weights=True, **EVERYTHING)
+        token_weights, class_weights = arrays([case.token_weights, case.class_weights])
+
+        fused = functools.partial(
+            fused_linear_cross_entropy, labels=jnp.asarray(case.labels), weight_layout=layout, return_metrics=True,
+            class_weights=class_weights, mode=mode, chunk_size=256, implementation=hopper, **EVERYTHING,
+        )  # fmt: skip
+
+        def loss(hidden, weight, bias, token_weights, fused=fused):
+            return fused(hidden, weight, bias=bias, token_weights=token_weights)
+
+        run = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
+        (value, metrics), grads = run(hidden, weight if layout == "vd" else weight.T, bias, token_weights)
+        assert relative_error(value, truth) < 2e-5
+        for grad, truth_grad in zip(grads, truth_grads, strict=True):
+            grad = grad if grad.shape == truth_grad.shape else grad.T
+            assert relative_error(grad, truth_grad) < 1e-2, (d, v)
+        logits = (case.hidden @ case.weight.T + case.bias)[case.counts]
+        largest = EVERYTHING["logit_softcap"] * np.tanh(np.max(logits, axis=1) / EVERYTHING["logit_softcap"])
+        assert relative_error(np.asarray(metrics.max_logit)[case.counts], largest) < 1e-5
+        assert np.mean(np.asarray(metrics.predicted_tokens)[case.counts] == np.argmax(logits, axis=1)) > 0.98
+
+
 def test_tokens_that_do_not_count_may_hold_anything(hopper, mode, rng):
     case, (hidden, weight, _) = rounded_case(rng, n=200, d=64, v=448, ignored=0.5)
     dirty = hidden.at[jnp.asarray(~case.counts)].set(jnp.nan)

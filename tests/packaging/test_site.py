@@ -24,13 +24,13 @@ def reexports(module: str) -> list[str]:
 
 def public_names() -> list[str]:
     """Every public name by the path that users import it from."""
-    training = importlib.import_module("liger_jax.training")
     functions = [
-        name for name, x in inspect.getmembers(training, inspect.isfunction) if x.__module__ == training.__name__
+        f"{module}.{name}"
+        for module in ("liger_jax.training", "liger_jax.packing")
+        for name, x in inspect.getmembers(importlib.import_module(module), inspect.isfunction)
+        if x.__module__ == module and not name.startswith("_")
     ]
-    return [f"{module}.{name}" for module in MODULES for name in reexports(module)] + [
-        f"liger_jax.training.{name}" for name in functions if not name.startswith("_")
-    ]
+    return [f"{module}.{name}" for module in MODULES for name in reexports(module)] + functions
 
 
 @pytest.fixture(scope="module")

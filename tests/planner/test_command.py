@@ -27,8 +27,9 @@ def refused(arguments, capsys):
 
 def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tmp_path):
     picture = tmp_path / "plan.png"
-    assert main([*SMALL, "--picture", str(picture)]) == 0
+    assert main([*SMALL, "--packed", "--picture", str(picture)]) == 0
     printed = capsys.readouterr().out
+    assert "8 × 512 tokens packed on h200" in printed
     for word in ("Fits: ", "fused", "logits", "parameters", "a process can have", "free", "estimates", "saves"):
         assert word in printed
     assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -93,9 +93,11 @@ def tiny(tmp_path):
     return path
 
 
-def test_a_sharded_step_compiled_for_gpus_calls_our_kernels_and_holds_its_share_of_the_state(tiny):
-    found = compiled(PLAN, tiny, 8, 256, "h200:8", "{}")
+def test_a_sharded_packed_step_compiled_for_gpus_calls_our_kernels_and_holds_its_share_of_the_state(tiny):
+    found = compiled(PLAN, tiny, 8, 256, "h200:8", '{"packed": true}')
     assert {"fused_linear_cross_entropy_statistics", "rms_norm_forward", "rms_norm_backward"} <= set(found["kernels"])
+    attention = {f"causal_attention_{name}" for name in ("forward", "query_gradient", "key_gradients")}
+    assert attention <= set(found["kernels"])
     static = found["parts"]["parameters"] + found["parts"]["optimizer state"]
     assert found["arguments"] == pytest.approx(static, rel=0.01)
 
@@ -149,6 +151,22 @@ def test_estimate_is_within_10_percent_of_what_is_compiled_for_an_h200(model, ba
     if found["without_cudnn"] and model == "llama-3.2-1b":  # whose peak then is the work of XLA's attention
         pytest.skip(found["without_cudnn"])
     assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "model, batch, seq, device, options",
+    [
+        ("qwen2-0.5b", 8, 512, "h200", dict(remat="none")),
+        ("llama-3.2-1b", 8, 2048, "h200", {}),
+        ("qwen2-0.5b", 8, 2048, "a100-80g", {}),
+        ("qwen2-0.5b", 8, 2048, "t4", dict(dtype="float16")),
+    ],
+)
+def test_estimate_of_packed_rows_is_within_10_percent_of_what_is_compiled(model, batch, seq, device, options):
+    found = compiled(PLAN, model, batch, seq, device, json.dumps(options | dict(packed=True)))
+    assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
+    assert ("causal_attention_forward" in found["kernels"]) == (device != "t4")
 
 
 @pytest.mark.full

@@ -107,6 +107,16 @@ def test_what_a_norm_takes_is_kept_for_its_backward(remat, tmp_path):
     assert result == (0 if remat == "full" else 64)
 
 
+@pytest.mark.parametrize("model, seq", [("qwen2-0.5b", 2048), ("gemma-2-2b", 8192)])
+def test_packed_rows_take_memory_for_scores_only_where_no_kernel_takes_them(model, seq):
+    for device, dtype in dict(h200="bfloat16", t4="float16").items():
+        run = make_run(model, batch=8, seq=seq, device=device, dtype=dtype, packed=True)
+        one_segment = dataclasses.replace(run, packed=False)
+        more = estimate(run).total - estimate(one_segment).total
+        is_chunked = device == "t4" and not run.model.config.attn_logit_softcapping  # else both rows are
+        assert (more > 2**29) if is_chunked else (more == 0), (device, more)
+
+
 def test_micro_batches_hold_the_activations_of_one_and_a_sum_of_gradients():
     run = make_run("qwen2-0.5b", batch=64, seq=2048, device="h200", remat="none", loss="logits")
     one, four = estimate(run), estimate(dataclasses.replace(run, micro_batches=4))

@@ -86,16 +86,18 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(family, split, remat
     tokens = jnp.asarray(rng.integers(0, SIZES["vocab_size"], (8, 37)))
     labels = jnp.where(jnp.asarray(rng.random((8, 37)) < 0.3), -100, tokens)  # unequal numbers count on each device
     weights = jnp.asarray(rng.random((8, 37)), jnp.float32)
+    segments = jnp.asarray(np.cumsum(rng.random((8, 37)) < 0.1, axis=1), jnp.int32)
+    batch = tokens, labels, weights, segments
 
     def value_and_grad(batch_axes):
         kernels = KernelOptions(fused_linear_cross_entropy=loss == "fused", batch_axes=batch_axes)
         graph, params = nnx.split(FAMILIES[family](kernels=kernels, remat=remat))
-        call = lambda p, t, y, w: nnx.merge(graph, p)(t, labels=y, loss_weights=w).loss
+        call = lambda p, t, y, w, s: nnx.merge(graph, p)(t, labels=y, loss_weights=w, segment_ids=s).loss
         return jax.value_and_grad(call), params
 
     single, params = value_and_grad(None)
-    expected = jax.jit(single)(params, tokens, labels, weights)
-    (value, grads), text = on_mesh(value_and_grad(AXES)[0], params, mesh, tokens, labels, weights)
+    expected = jax.jit(single)(params, *batch)
+    (value, grads), text = on_mesh(value_and_grad(AXES)[0], params, mesh, *batch)
 
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     for (path, grad), truth in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected[1]), strict=True):

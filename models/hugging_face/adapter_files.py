@@ -1,0 +1,158 @@
+"""The files of PEFT's adapters: adapter_config.json and adapter_model.safetensors.
+
+PEFT stores A as (rank, in) and B as (out, rank), the transposes of ours, and one tensor for each layer.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from liger_jax.models.hugging_face.weights import open_weights
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+# What PEFT's fields must say, if they are there: other values change which weights are adapted, or how.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    # The others begin from changed base weights, which are not in the files.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says.
+
+    Attributes:
+        rank: columns of A.
+        alpha: numerator of the scale.
+        targets: names of the projections.
+        dropout: the share of inputs that training drops.
+        rslora: whether the scale is alpha/√rank.
+        dora: whether there are magnitudes.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float
+    rslora: bool
+    dora: bool
+
+
+def write(
+    folder: pathlib.Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], base_model: str | None
+) -> None:
+    """Writes both files. Each is complete before it replaces an earlier one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": list(config.targets),
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+    unfinished = folder / f".{WEIGHTS}", folder / f".{CONFIG}"
+    save_file(dict(tensors), unfinished[0], metadata={"format": "pt"})
+    unfinished[1].write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    for path in unfinished:
+        path.replace(folder / path.name[1:])
+
+
+def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
+    """Reads both files.
+
+    Raises:
+        FileNotFoundError: one of them is absent.
+        ValueError: one is damaged, or says something that is not supported.
+    """
+    if absent := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+        raise FileNotFoundError(f"load_adapters: {folder} lacks {absent}. Pass the folder that PEFT saved.")
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        other = {name: values[name] for name, may in _FIXED.items() if name in values and values[name] not in may}
+        rank, alpha = int(values["r"]), float(values["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"load_adapters: {path} is damaged: {error!r}.") from error
+    if other:
+        supported = {name: _FIXED[name][0] for name in other}
+        raise ValueError(
+            f"load_adapters: {path} has {other}, and {supported} is what these fields must say. Merge the adapters in "
+            "PEFT, and load the merged model."
+        )
+    with open_weights(folder / WEIGHTS) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    suffix = f".{_PARTS['lora_a']}"
+    # The config may hold a regular expression, so the tensors' names say what is adapted.
+    targets = sorted({name.removesuffix(suffix).rpartition(".")[2] for name in tensors if name.endswith(suffix)})
+    if not targets:
+        raise ValueError(f"load_adapters: {folder / WEIGHTS} has no tensor whose name ends in {suffix}.")
+    options = dict(dropout=values.get("lora_dropout", 0.0), rslora=values.get("use_rslora", False))
+    return AdapterConfig(rank, alpha, tuple(targets), dora=values.get("use_dora", False), **options), tensors
+
+
+def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a projection's tensors: `names` are its names in a checkpoint, `widths` those of in and out."""
+    in_width, out_width = widths
+    parts = {"lora_a": (config.rank, in_width), "lora_b": (out_width, config.rank), "magnitude": (out_width,)}
+    if not config.dora:
+        del parts["magnitude"]
+    return {f"{_PREFIX}{name}.{_PARTS[part]}": shape for name in names for part, shape in parts.items()}
+
+
+def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises a ValueError that lists all names and shapes that do not fit."""
+    missing, left = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    shared = sorted(expected.keys() & tensors.keys())
+    wrong = [
+        f"{name} {tensors[name].shape}, expected {expected[name]}"
+        for name in shared
+        if tensors[name].shape != expected[name]
+    ]
+    if missing or left or wrong:
+        raise ValueError(
+            f"load_adapters: {folder} does not fit the model. Missing: {missing or 'none'}; left over: "
+            f"{left or 'none'}; shapes: {'; '.join(wrong) or 'all fit'}. Do the adapters belong to this model?"
+        )
+
+
+def tensors(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A projection's tensors, from arrays with a first axis of one entry for each name."""
+    return {
+        f"{_PREFIX}{name}.{_PARTS[part]}": np.ascontiguousarray(layer.T)
+        for part, array in arrays.items()
+        for name, layer in zip(names, array, strict=True)
+    }
+
+
+def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str) -> np.ndarray:
+    """One array of a projection in float32, with a first axis of one entry for each name."""
+    return np.stack([tensors[f"{_PREFIX}{name}.{_PARTS[part]}"].T.astype(np.float32) for name in names])

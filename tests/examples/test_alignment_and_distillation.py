@@ -1,0 +1,90 @@
+"""DPO, GRPO and distillation: a few steps of each example move what its picture shows."""
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from examples import distill, dpo, grpo
+from examples._lib import tiny
+from examples._lib.command import run
+from liger_jax.training import make_step, scored_tokens
+
+
+def test_the_reward_margin_starts_at_zero_and_rises_on_pairs_held_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dpo, "PRETRAINING_STEPS", 0)
+    log = dpo.main(["--steps=12", f"--out={tmp_path}"])
+    before, halfway, after = log["pairs held out"]
+    np.testing.assert_allclose([before, log["trained pairs"][0]], 0, atol=1e-5)  # the policy is the reference
+    assert 0 < halfway < after < np.inf
+    assert (tmp_path / "dpo.png").stat().st_size and "12/12" in capsys.readouterr().err
+
+
+def test_pairs_differ_in_their_answers_only_and_prompts_held_out_are_not_trained_on():
+    pairs, held_out = map(np.asarray, dpo.make_pairs())
+    assert (pairs[:, 0, 0] == pairs[:, 1, 0]).all() and not set(pairs[:, 0, 0]) & set(held_out[:, 0, 0])
+    assert (np.diff(pairs[:, 0]) % dpo.VOCAB <= 3).all() and (-np.diff(pairs[:, 1]) % dpo.VOCAB <= 3).all()
+
+
+def test_the_reward_is_one_for_the_right_sum_alone():
+    right = grpo.sums(0)
+    assert grpo.reward(right).all() and not grpo.reward(right.at[:, 5].set((right[:, 5] + 1) % 12)).any()
+
+
+def test_rollouts_keep_their_prompts_and_the_penalty_is_finite(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(grpo, "PRETRAINING_STEPS", 0)
+    log = grpo.main(["--steps=2", f"--out={tmp_path}"])
+    assert all(0 <= reward <= 1 for reward in log["reward"]) and all(0 <= kl < 1 for kl in log["kl"])
+    assert (tmp_path / "grpo.png").stat().st_size and "2/2" in capsys.readouterr().err
+
+
+def test_an_update_makes_rewarded_answers_likelier_than_the_others():
+    graph, params = tiny.llama(grpo.VOCAB)
+    right = grpo.sums(0, 8)
+    tokens = jnp.concatenate([right, right.at[:, 5].set((right[:, 5] + 1) % 10)])
+    log_probs = jax.jit(lambda params: grpo.answer_log_probs(nnx.merge(graph, params), tokens))
+    old, advantages = log_probs(params), 2 * grpo.reward(tokens) - 1
+    optimizer = optax.adam(1e-3)
+    step = jax.jit(make_step(graph, optimizer, grpo.policy_loss, has_aux=True))
+    batch = dict(input_ids=tokens, advantages=advantages, old=old, reference=old)
+    (params, _), _ = step((params, optimizer.init(params)), batch)
+    assert jnp.sum(advantages[:, None] * (log_probs(params) - old)) > 0
+
+
+def test_students_come_nearer_to_their_teacher(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(distill, "PRETRAINING_STEPS", 20)
+    monkeypatch.setattr(distill, "SEQUENCES", 16)
+    log = distill.main(["--steps=12", f"--out={tmp_path}"])
+    assert list(log) == ["labels alone", "top 16", "all probabilities"]
+    for before, _, after in (log["top 16"], log["all probabilities"]):
+        assert 0 < after < before < np.inf
+    assert (tmp_path / "distill.png").stat().st_size and "12/12" in capsys.readouterr().err
+
+
+def test_micro_batches_of_the_distillation_losses_add_up_to_the_batch():
+    def bigram(seed, width) -> Any:
+        head = jax.random.normal(jax.random.key(seed), (distill.VOCAB, width))
+        return types.SimpleNamespace(head=head, hidden_states=lambda tokens: head[tokens])
+
+    student, teacher = bigram(0, 8), bigram(1, 16)
+    whole = distill.lesson(teacher, distill.markov_text(0, 4))
+    whole["labels"] = whole["labels"].at[0, :40].set(-100)  # one part counts fewer tokens than the other
+    parts = [{name: x[i::2] for name, x in whole.items()} for i in range(2)]
+    losses = [
+        functools.partial(distill.full_loss, student, teacher.head),
+        functools.partial(distill.topk_loss, student),
+    ]
+    for loss in losses:
+        added = sum(loss(part, scored_tokens(whole)) for part in parts)
+        np.testing.assert_allclose(added, loss(whole), rtol=1e-5)
+
+
+def test_a_number_of_steps_that_is_none_is_one_sentence(tmp_path, capsys):
+    for program in (dpo, grpo, distill):
+        assert run(program.main, ["--steps=0", f"--out={tmp_path}"]) == 2
+        assert "--steps=0 must be at least 1." in capsys.readouterr().err

@@ -1,0 +1,442 @@
+"""Adapters: their numbers and gradients, what frozen weights cost, their files, and the model without them."""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+from liger_jax.models import AutoModelForCausalLM, KernelOptions
+from liger_jax.models.lora import (
+    TARGETS,
+    add_lora,
+    load_adapters,
+    merge_lora,
+    save_adapters,
+    trainable,
+    with_adapters,
+    with_dropout,
+)
+from liger_jax.planner.sharding import shardings
+from liger_jax.training import make_step
+from tests.models import _hugging_face as hugging_face
+from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
+from tests.ops._oracle import first
+
+RANK, ALPHA = 3, 6.0
+SMALL = dataclasses.replace(CONFIG, num_hidden_layers=1)
+HAS_PEFT = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft"))
+
+
+def adapted(config=CONFIG, *, targets=TARGETS, seed=1, rslora=False, dora=False, dropout=0.0, **options):
+    """A model with adapters that have been trained: B is no longer zero, nor DoRA's lengths those of the weights."""
+    model = make_model(config, **options)
+    settings = dict(alpha=ALPHA, targets=targets, rslora=rslora, dora=dora, dropout=dropout)
+    return moved(add_lora(model, RANK, **settings, rngs=nnx.Rngs(seed)))
+
+
+def moved(model):
+    graph, adapters, base = trainable(model)
+    key = jax.random.key(7)
+    shifted = lambda x: x + 0.2 * jax.random.normal(jax.random.fold_in(key, x.size), x.shape)
+    return nnx.merge(graph, jax.tree.map(shifted, adapters), base)
+
+
+def by_path(state):
+    return {path: np.asarray(x[...], np.float64) for path, x in nnx.to_flat_state(state)}
+
+
+def close(found, truth, tolerance=2e-5):
+    assert np.abs(np.asarray(found, np.float64) - truth).max() <= tolerance * np.abs(truth).max()
+
+
+@jax.jit
+def loss_of(model, tokens):
+    return model(tokens, labels=tokens).loss
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_new_adapters_change_nothing_and_are_the_same_on_scanned_and_unrolled_layers(rng):
+    tokens = random_tokens(rng)
+    models = [make_model(scan_layers=scan) for scan in (True, False)]
+    before = [loss_of(model, tokens) for model in models]
+    for model, loss in zip(models, before, strict=True):
+        add_lora(model, RANK, alpha=ALPHA, rngs=nnx.Rngs(1))
+        close(loss_of(model, tokens), loss, 1e-6)
+    scanned, unrolled = (model.model.layers for model in models)
+    for of_scan, *of_layers in (
+        [holder(x) for x in (scanned, *unrolled)]
+        for holder in (lambda layer: layer.self_attn.k_proj, lambda layer: layer.mlp.down_proj)
+    ):
+        a = of_scan.lora_a[...]
+        np.testing.assert_array_equal(a, jnp.stack([layer.lora_a[...] for layer in of_layers]))
+        bound = a.shape[-2] ** -0.5
+        assert 0.9 * bound < jnp.abs(a).max() <= bound and len(np.unique(a)) == a.size  # each layer has its own
+        assert not of_scan.lora_b[...].any()
+
+
+CASES = {
+    "scanned": {},
+    "unrolled, q and v beside the fused feed-forward": dict(scan_layers=False, targets=("q_proj", "v_proj")),
+    "full": dict(remat="full", rslora=True),
+    "offload": dict(remat="offload", scan_layers=False),
+    "dots": dict(remat="dots"),
+    "plain": dict(kernels=KernelOptions.off()),
+}
+
+
+@pytest.mark.parametrize("options", first(3, list(CASES.values())), ids=CASES)
+def test_gradients_of_adapters_follow_from_those_of_the_merged_weights(options, rng):
+    """With W' = W + s·A·B the chain rule says dA = s·dW'·Bᵀ and dB = s·Aᵀ·dW'; dW' is the model's own gradient."""
+    model, tokens = adapted(**options), random_tokens(rng)
+    arguments = {"segment_ids": jnp.asarray(np.repeat([[0, 1, 2]], 4, axis=1).repeat(2, axis=0))}
+    merged = merge_lora(with_adapters(model, True))
+    truth, gradients = loss_and_gradients(merged, tokens, arguments)
+    of_weights = by_path(gradients)
+
+    graph, adapters, base = trainable(model)
+    loss = lambda adapters: nnx.merge(graph, adapters, base)(tokens, labels=tokens, **arguments).loss
+    value, found = jax.jit(jax.value_and_grad(loss))(adapters)
+    close(value, truth)
+    parts = by_path(adapters)
+    scale = ALPHA / (np.sqrt(RANK) if options.get("rslora") else RANK)
+    assert len(parts) == 2 * len(options.get("targets", TARGETS)) * (2 if options.get("scan_layers") is False else 1)
+    for (*path, part), gradient in by_path(found).items():
+        dw = scale * of_weights[(*path, "kernel")]
+        a, b = (parts[(*path, name)] for name in ("lora_a", "lora_b"))
+        close(gradient, dw @ b.swapaxes(-1, -2) if part == "lora_a" else a.swapaxes(-1, -2) @ dw)
+
+
+def test_dora_turns_the_weight_and_trains_the_length_of_its_columns(rng):
+    """y = m·V/‖V‖·x with V = W + s·A·B, against the same written with plain arrays; the norm is a constant."""
+    model, tokens = adapted(SMALL, targets=("v_proj",), dora=True), random_tokens(rng)
+    graph, adapters, base = trainable(model)
+    found = jax.jit(jax.grad(lambda p: nnx.merge(graph, p, base)(tokens, labels=tokens).loss))(adapters)
+
+    projection = model.model.layers.self_attn.v_proj
+    parts = {name: getattr(projection, name)[...] for name in ("lora_a", "lora_b", "magnitude")}
+    plain, rest = nnx.split(with_adapters(model, False))
+
+    def loss(parts):
+        v = projection.kernel[...] + ALPHA / RANK * parts["lora_a"] @ parts["lora_b"]
+        norm = jax.lax.stop_gradient(jnp.sqrt(jnp.sum(v**2, axis=1, keepdims=True)))
+        same = nnx.merge(plain, rest, copy=True)
+        same.model.layers.self_attn.v_proj.kernel[...] = v / norm * parts["magnitude"][:, None]
+        return same(tokens, labels=tokens).loss
+
+    for name, truth in jax.jit(jax.grad(loss))(parts).items():
+        close(getattr(found.model.layers.self_attn.v_proj, name)[...], truth)
+
+
+def test_dropout_needs_a_key_and_drops_an_adapter_s_inputs_by_the_rate():
+    model, x = adapted(SMALL, targets=("o_proj",), dropout=0.25, scan_layers=False), jnp.ones((1, 40, 32))
+    projection = lambda model: model.model.layers[0].self_attn.o_proj
+    layer, dropping = projection(model), projection(with_dropout(model, jax.random.key(0)))
+    assert jnp.ptp(layer(x), axis=1).max() == 0  # without a key all positions are alike
+    identity = jnp.eye(32)  # so that y shows what is dropped
+    dropping.lora_a, dropping.lora_b = nnx.LoRAParam(identity), nnx.LoRAParam(identity)
+    kept = np.asarray(dropping(x) - nnx.Linear.__call__(dropping, x)) / dropping.scale
+    np.testing.assert_allclose(kept, np.where(kept > 0.5, 1 / 0.75, 0), atol=1e-4)
+    assert abs((kept < 0.5).mean() - 0.25) < 5 * (0.25 * 0.75 / kept.size) ** 0.5
+
+
+def test_dropout_differs_by_key_and_by_layer_and_survives_rematerialisation(rng):
+    tokens = random_tokens(rng)
+
+    def gradient(key, **options):
+        graph, adapters, base = trainable(adapted(dropout=0.5, **options))
+
+        def loss(adapters, key):
+            return with_dropout(nnx.merge(graph, adapters, base), key)(tokens, labels=tokens).loss
+
+        return jax.jit(jax.grad(loss))(adapters, key)
+
+    one, other = (gradient(jax.random.key(seed)) for seed in (0, 1))
+    again = gradient(jax.random.key(0), remat="full")
+    for x, y, z in zip(*map(jax.tree.leaves, (one, other, again)), strict=True):
+        assert jnp.abs(x - y).max() > 0.01 * jnp.abs(x).max()
+        close(z, x)
+    keys = with_dropout(adapted(dropout=0.5), jax.random.key(0)).model.layers.self_attn.q_proj.dropout_key[...]
+    assert len(np.unique(jax.random.key_data(keys), axis=0)) == CONFIG.num_hidden_layers
+
+
+def test_adapters_are_float32_beside_bfloat16_weights_and_computed_in_the_model_s_dtype(rng):
+    options = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, scan_layers=False)
+    model, tokens = adapted(SMALL, **options), random_tokens(rng)
+    assert model.model.layers[0].mlp.up_proj(jnp.ones((1, 32), jnp.bfloat16)).dtype == jnp.bfloat16
+    graph, adapters, base = trainable(model)
+    gradient = jax.grad(lambda p: nnx.merge(graph, p, base)(tokens, labels=tokens).loss)
+    gradients = jax.eval_shape(gradient, adapters)
+    assert {x.dtype for x in jax.tree.leaves((adapters, gradients))} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in jax.tree.leaves(base)} == {jnp.dtype(jnp.bfloat16)}
+
+
+# --- what is frozen costs nothing -------------------------------------------------------------------------------------
+
+WIDE = dataclasses.replace(CONFIG, hidden_size=40, head_dim=6, intermediate_size=56)  # no two widths alike
+
+
+def gradient_shapes(config, frozen, **options):
+    """The shapes of weights' gradients among a step's products, sorted."""
+    model = nnx.eval_shape(lambda: adapted(config, **options))
+    graph, adapters, base = trainable(model)
+    tokens = jax.ShapeDtypeStruct((2, 7), jnp.int32)
+    loss = lambda adapters, base, tokens: nnx.merge(graph, adapters, base)(tokens, labels=tokens).loss
+    text = jax.jit(jax.grad(loss, 0 if frozen else (0, 1))).lower(adapters, base, tokens).as_text()
+    widths = {40, 24, 12, 48, 56, 61}  # D, queries, keys, all three, F, V
+    products = re.findall(r"stablehlo\.dot_general.*-> tensor<(\d+)x(\d+)xf32>", text)
+    return sorted((int(m), int(n)) for m, n in products if {int(m), int(n)} <= widths)
+
+
+@pytest.mark.parametrize(
+    "tied, options",
+    [
+        (False, {}),
+        (True, dict(scan_layers=False)),
+        (False, dict(scan_layers=False, targets=("q_proj", "v_proj"))),
+        (True, dict(remat="full", targets=("o_proj",))),
+    ],
+    ids=["scanned", "unrolled", "q and v", "full"],
+)
+def test_no_product_is_the_gradient_of_a_frozen_weight(tied, options):
+    """In layers, in the fused feed-forward beside adapters, and in the loss."""
+    config = dataclasses.replace(WIDE, tie_word_embeddings=tied)
+    assert gradient_shapes(config, frozen=True, **options) == []
+    assert len(gradient_shapes(config, frozen=False, **options)) >= 5  # some stand in one product
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_a_layer_keeps_the_sums_of_products_and_adapters_and_not_their_terms(remat):
+    config = dataclasses.replace(SMALL, intermediate_size=72)
+
+    def kept(model):
+        graph, params = nnx.split(nnx.eval_shape(model).model)
+        x, table = jax.ShapeDtypeStruct((2, 10, 32), jnp.float32), jnp.ones((1, 10, config.head_dim))
+        inputs = {"full_attention": (table, table, None, None)}
+        layer = lambda x, params: nnx.merge(graph, params).run_layers(x, inputs)
+        arrays = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(layer, *args)[1], x, params))
+        return sum(array.shape == (2, 10, 72) for array in arrays)
+
+    options = dict(scan_layers=False, remat=remat)
+    assert kept(lambda: make_model(config, **options)) == 2
+    assert kept(lambda: adapted(config, **options)) == kept(lambda: adapted(config, dora=True, **options)) == 2
+
+
+def test_a_step_trains_adapters_alone_and_micro_batches_give_the_batch_s_gradient(rng):
+    model, tokens = adapted(SMALL, targets=("q_proj", "down_proj")), random_tokens(rng, batch=4)
+    graph, adapters, base = trainable(model)
+    optimizer = optax.adamw(1e-2)
+    results = []
+    for micro_batches in (1, 2):
+        step = jax.jit(make_step(graph, optimizer, micro_batches=micro_batches))
+        state, loss = step((adapters, optimizer.init(adapters)), tokens, base)
+        results.append((state, loss))
+    (whole, loss), (parts, other_loss) = results
+    close(other_loss, loss)
+    (after, _), (other, _) = whole, parts
+    size = sum(x.size for x in jax.tree.leaves(adapters))
+    assert sum(x.size for x in jax.tree.leaves(whole)) == 3 * size + 1  # Adam's two moments and its count
+    for x, y, start in zip(*map(jax.tree.leaves, (after, other, adapters)), strict=True):
+        assert jnp.abs(x - start).max() > 1e-3
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+
+SHARDED = dataclasses.replace(CONFIG, vocab_size=64)
+AXES = ("data", "fsdp")
+AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+def make_mesh(axis_type):
+    if len(jax.devices()) < 2:
+        pytest.skip("a mesh needs several devices")
+    devices = jax.devices()[:4]
+    return jax.make_mesh((2, len(devices) // 2), AXES, axis_types=(axis_type,) * 2, devices=devices)
+
+
+def sharded_model(mesh):
+    graph, params = nnx.split(make_model(SHARDED, kernels=KernelOptions(batch_axes=AXES)))
+    return nnx.merge(graph, jax.device_put(params, shardings(params, mesh)))
+
+
+@AXIS_TYPES
+def test_sharded_loss_and_gradients_are_those_of_one_device(axis_type, rng):
+    mesh = make_mesh(axis_type)
+    tokens = random_tokens(rng, batch=8)
+
+    def value_and_gradients(model, tokens):
+        graph, adapters, base = trainable(model)
+
+        def loss(adapters, base, tokens):
+            model = with_dropout(nnx.merge(graph, adapters, base), jax.random.key(3))
+            return model(tokens, labels=tokens).loss
+
+        return adapters, jax.jit(jax.value_and_grad(loss))(adapters, base, tokens)
+
+    options = dict(dropout=0.3, dora=True)
+    _, (truth, expected) = value_and_gradients(adapted(SHARDED, **options), tokens)
+    with jax.set_mesh(mesh):
+        model = add_lora(sharded_model(mesh), RANK, alpha=ALPHA, rngs=nnx.Rngs(1), **options)
+        tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXES)))
+        adapters, (value, found) = value_and_gradients(moved(model), tokens)
+    assert model.model.layers.self_attn.q_proj.lora_a[...].sharding.spec == P(None, "fsdp", None)
+    close(value, truth)
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(np.asarray(x) - y).max() < 2e-5 * np.abs(y).max(), path
+
+
+@AXIS_TYPES
+def test_adapters_load_and_merge_on_a_mesh_and_kernels_stay_split(axis_type, tmp_path):
+    one, mesh = adapted(SHARDED, targets=("q_proj", "down_proj"), dora=True), make_mesh(axis_type)
+    save_adapters(one, tmp_path)
+    with jax.set_mesh(mesh):
+        model = merge_lora(load_adapters(sharded_model(mesh), tmp_path))
+    expected = by_path(nnx.state(merge_lora(one)))
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        close(variable[...], expected[path], 1e-6)
+    assert model.model.layers.mlp.down_proj.kernel[...].sharding.is_equivalent_to(
+        NamedSharding(mesh, P(None, "fsdp", None)), 3
+    )
+
+
+# --- the model without adapters, and with them merged ----------------------------------------------------------------
+
+
+def test_with_the_adapters_off_the_model_is_the_one_before_and_holds_the_same_arrays(rng):
+    tokens = random_tokens(rng)
+    policy, before = adapted(), make_model()
+    reference = with_adapters(policy, False)
+    assert loss_of(reference, tokens) == loss_of(before, tokens) != loss_of(policy, tokens)
+    assert loss_of(with_adapters(reference, True), tokens) == loss_of(policy, tokens)
+    shared = zip(*(jax.tree.leaves(nnx.state(model)) for model in (policy, reference)), strict=True)
+    assert all(x is y for x, y in shared)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_merged_model_computes_the_same_and_saves_as_any_other(dora, rng, tmp_path):
+    model, tokens = adapted(SMALL, dora=dora), random_tokens(rng)
+    with pytest.raises(ValueError, match=r"save_pretrained: .*lora_a.*merge_lora\(model\)"):
+        model.save_pretrained(tmp_path)
+    truth = loss_of(model, tokens)
+    merge_lora(model)
+    assert nnx.graphdef(model) == nnx.graphdef(make_model(SMALL))
+    close(loss_of(model, tokens), truth)
+    model.save_pretrained(tmp_path)
+    close(loss_of(AutoModelForCausalLM.from_pretrained(tmp_path), tokens), truth)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_saved_adapters_load_into_scanned_and_unrolled_models(scan_layers, rng, tmp_path):
+    targets = ("q_proj", "mlp.up_proj")
+    model = adapted(scan_layers=scan_layers, targets=targets, rslora=True, dora=True, dropout=0.1)
+    save_adapters(model, tmp_path, base_model="org/name")
+    loaded = load_adapters(make_model(scan_layers=not scan_layers), tmp_path)
+    again = load_adapters(make_model(scan_layers=scan_layers), tmp_path)
+    assert nnx.graphdef(again) == nnx.graphdef(model)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+    tokens = random_tokens(rng)
+    close(loss_of(loaded, tokens), loss_of(model, tokens))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "up_proj"] and config["base_model_name_or_path"] == "org/name"
+    shapes = {name: x.shape for name, x in load_file(tmp_path / "adapter_model.safetensors").items()}
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    assert shapes[name] == (RANK, 32) and len(shapes) == 2 * 2 * 3
+
+
+def test_adapters_that_do_not_fit_are_refused_and_leave_the_model_as_it_was(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"lacks \['adapter_config.json', 'adapter_model.safetensors'\]"):
+        load_adapters(make_model(), tmp_path)
+    save_adapters(adapted(targets=("q_proj",)), tmp_path)
+    model = make_model(dataclasses.replace(CONFIG, num_hidden_layers=1, hidden_size=16))
+    with pytest.raises(ValueError, match=r"Missing: none; left over: \[.*layers.1.*\]; shapes: .*\(3, 32\), expected"):
+        load_adapters(model, tmp_path)
+    assert not nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}, "init_lora_weights": "pissa"}))
+    with pytest.raises(
+        ValueError, match="has {'rank_pattern': {'q_proj': 2}, 'init_lora_weights': 'pissa'}, and {'rank"
+    ):
+        load_adapters(model, tmp_path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="adapter_config.json is damaged"):
+        load_adapters(model, tmp_path)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    model = make_model(SMALL)
+    add = lambda rank=2, **options: add_lora(model, rank, **{"alpha": 4, **options}, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"no projection is called \['c_attn'\]. The model has \['down_proj', 'gate"):
+        add(targets=("q_proj", "c_attn"))
+    with pytest.raises(ValueError, match=r"targets=\[\] must name one projection at least"):
+        add(targets=())
+    with pytest.raises(ValueError, match="rank=17 must be from 1 to 16, these projections' smallest width"):
+        add(17)
+    with pytest.raises(ValueError, match="alpha=0 must be more than 0"):
+        add(alpha=0)
+    with pytest.raises(ValueError, match=r"dropout=1.0 must be in \[0, 1\)"):
+        add(dropout=1.0)
+    with pytest.raises(ValueError, match="trainable: the model has no adapters, or they are off"):
+        trainable(model)
+    with pytest.raises(ValueError, match="with_adapters: the model has no adapters"):
+        with_adapters(model, False)
+    add()
+    with pytest.raises(ValueError, match=r"the model has adapters already. Merge them first: merge_lora\(model\)"):
+        add()
+
+
+# --- PEFT -------------------------------------------------------------------------------------------------------------
+
+
+def live(test):
+    """Marks a test that runs PEFT: `make parity` installs it."""
+    return pytest.mark.parity(pytest.mark.skipif(not HAS_PEFT, reason="torch, transformers or peft is absent")(test))
+
+
+@live
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize(
+    "case, options", [("llama", {}), ("qwen2", dict(use_dora=True)), ("gemma2", dict(use_rslora=True))]
+)
+def test_peft_s_adapters_are_ours_both_ways(case, options, rng, tmp_path):
+    torch, transformers, peft = map(importlib.import_module, ("torch", "transformers", "peft"))
+    folder, expected = hugging_face.committed(case)
+    load = lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float()
+    logits = lambda model: model(input_ids=torch.from_numpy(np.asarray(expected.tokens))).logits.detach().numpy()
+    tokens = jnp.asarray(expected.tokens, jnp.int32)
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=RANK, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    theirs = peft.get_peft_model(load(), config)
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    theirs.eval().save_pretrained(tmp_path / "theirs")
+    truth = logits(theirs)
+    assert np.abs(truth - expected.logits).max() > 0.1 * np.abs(truth).max()  # the adapters count
+    ours = load_adapters(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "theirs")
+    close(ours(tokens).logits, truth, 1e-4)
+
+    save_adapters(ours, tmp_path / "ours")
+    back = peft.PeftModel.from_pretrained(load(), tmp_path / "ours").eval()
+    close(logits(back), truth, 1e-6)
