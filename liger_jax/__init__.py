@@ -18,6 +18,7 @@ from liger_jax.ops import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops import fused_linear_distillation as fused_linear_distillation
 from liger_jax.ops import fused_linear_log_probs as fused_linear_log_probs
+from liger_jax.ops import fused_linear_token_loss as fused_linear_token_loss
 from liger_jax.ops import fused_linear_topk_distillation as fused_linear_topk_distillation
 from liger_jax.ops import gated_mlp as gated_mlp
 from liger_jax.ops import geglu as geglu

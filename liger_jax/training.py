@@ -79,6 +79,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     loss_fn: Callable = language_model_loss,
     *,
+    normalizer: Callable[[Batch], Any] = scored_tokens,
     has_aux: bool = False,
     micro_batches: int = 1,
     state_on_host: bool = False,
@@ -86,13 +87,19 @@ def make_step(
     """The step of a model that is split into `graph, params = nnx.split(model)`, for `jax.jit(…, donate_argnums=0)`.
 
     With micro-batches, a step holds the activations of one micro-batch at a time. Gradients are summed in float32, and
-    the sum is the gradient of the whole batch, because each loss is divided by the whole batch's denominator.
+    the sum is the gradient of the whole batch, because each loss is divided by the whole batch's denominator. So the
+    loss must be a sum over tokens or sequences, over a denominator that `normalizer` makes of the whole batch. DPO's
+    "aot" and "aot_unpaired", which sort a batch's pairs, and KTO with a baseline of the batch's own are not: a loss
+    function with such a loss has the attribute `needs_whole_batch = True`, and micro-batches are refused.
 
     Args:
         graph: the model's structure.
         optimizer: any optax transformation.
-        loss_fn: called with model, batch and the mean's denominator, which is `None` for one batch. What it returns is
-            summed over micro-batches.
+        loss_fn: called with model, batch and what `normalizer` made; with `None` for the latter where one batch meets
+            the default. What it returns is summed over micro-batches.
+        normalizer: makes the denominator, an array or a tree of them, from the whole batch. The default is the number
+            of scored tokens. `policy_weights` makes a policy loss's, and `lambda batch: len(batch["chosen"])` counts
+            the pairs of a preference loss.
         has_aux: `loss_fn` returns a pair (loss, others), and the step returns (state, (loss, others)).
         micro_batches: into how many equal parts a batch is cut. Sequence i belongs to part i mod `micro_batches`, so
             that each device of a mesh has its share of every part. `positions` of shape (1, T) go to every part.
@@ -104,8 +111,8 @@ def make_step(
         `graph, params, frozen = nnx.split(model, trained, ...)`.
 
     Raises:
-        ValueError: `micro_batches` is less than 1; and, from the step, that it does not divide the batch, or that an
-            array of the batch has another number of sequences than `input_ids`.
+        ValueError: `micro_batches` is less than 1, or more while `loss_fn` needs the whole batch; and, from the step,
+            that it does not divide the batch, or that an array has another number of sequences than the others.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -119,6 +126,11 @@ def make_step(
     """
     if micro_batches < 1:
         raise ValueError(f"make_step: micro_batches={micro_batches} must be at least 1; 1 takes the batch in one part.")
+    if micro_batches > 1 and getattr(loss_fn, "needs_whole_batch", False):
+        raise ValueError(
+            f"make_step: micro_batches={micro_batches}, but loss_fn.needs_whole_batch is set: its value is no sum over "
+            "sequences. Pass micro_batches=1, or a loss that is one, such as KTO's with a baseline that is given."
+        )
 
     def step(state, batch, *frozen):
         params, opt_state = state
@@ -128,9 +140,11 @@ def make_step(
             return jax.value_and_grad(loss, has_aux=has_aux)(params)
 
         if micro_batches == 1:
-            value, grads = value_and_grad(params, batch, None)
+            # The default's denominator is the loss's own: it need not be made twice.
+            denominator = None if normalizer is scored_tokens else normalizer(batch)
+            value, grads = value_and_grad(params, batch, denominator)
         else:
-            value, grads = _accumulated(value_and_grad, params, batch, micro_batches)
+            value, grads = _accumulated(value_and_grad, params, batch, normalizer, micro_batches)
         if state_on_host:
             opt_state = _moved(opt_state, jax.memory.Space.Device)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -141,15 +155,15 @@ def make_step(
     return step
 
 
-def _accumulated(value_and_grad, params, batch, micro_batches):
+def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
     """The sum of what `value_and_grad` returns for each micro-batch, gradients in their parameters' dtypes."""
-    normalizer, batches = scored_tokens(batch), _parts(batch, micro_batches)
+    denominator, batches = normalizer(batch), _parts(batch, micro_batches)
 
     def add(sums, micro_batch):
-        found = value_and_grad(params, micro_batch, normalizer)
+        found = value_and_grad(params, micro_batch, denominator)
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found), None
 
-    value, _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), normalizer)
+    value, _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), denominator)
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), (value, params))
     (value, grads), _ = jax.lax.scan(add, zeros, batches)
     return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
@@ -157,7 +171,7 @@ def _accumulated(value_and_grad, params, batch, micro_batches):
 
 def _parts(batch: Batch, micro_batches: int) -> Any:
     """The batch with a leading axis of micro-batches: sequence i is in part i mod `micro_batches`."""
-    num_sequences = model_arguments(batch)["input_ids"].shape[0]
+    num_sequences = _num_sequences(batch)
     if num_sequences % micro_batches:
         raise ValueError(
             f"micro_batches={micro_batches} does not divide a batch of {num_sequences} sequences. Choose another "
@@ -171,11 +185,18 @@ def _parts(batch: Batch, micro_batches: int) -> Any:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(
                 f"make_step: {name} has shape {x.shape}, but must begin with {num_sequences}, the number of sequences "
-                "in input_ids. Only positions may be one row for all sequences."
+                "in the batch. Only positions may be one row for all sequences."
             )
         return x.reshape(num_sequences // micro_batches, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
     return jax.tree_util.tree_map_with_path(parts, batch)
+
+
+def _num_sequences(batch: Batch) -> int:
+    """That of `input_ids`; in a batch without any, as of pairs, that of its first array."""
+    named = model_arguments(batch)
+    first = named["input_ids"] if "input_ids" in named else jax.tree.leaves(batch)[0]
+    return first.shape[0]
 
 
 def _moved(state: Any, space: Any) -> Any:

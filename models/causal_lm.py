@@ -22,7 +22,8 @@ from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, with_auto_axes
 from liger_jax.models.hugging_face import checkpoint, pretrained
-from liger_jax.ops import TokenLogProbs
+from liger_jax.ops import TokenLogProbs, TokenLosses
+from liger_jax.ops.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
 from liger_jax.ops.labels import as_labels
 
 Model = TypeVar("Model", bound="CausalLM")
@@ -323,6 +324,82 @@ class CausalLM(nnx.Module):
         hidden, head, _ = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)
         hidden, targets = arguments.keep(logits_to_keep, hidden, targets)
         return self._loss.log_probs(hidden, head, targets, temperature=temperature, entropy=entropy)
+
+    def token_loss(
+        self,
+        loss_fn: Callable[..., Any],
+        input_ids: Integer[Array, "B T"],
+        *,
+        labels: Integer[Array, "B T"] | None = None,
+        shift_labels: Integer[Array, "B T"] | None = None,
+        per_token: tuple[Any, ...] = (),
+        denominator: Any,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        logits_to_keep: int | Int[Array, "kept"] = 0,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, ""], TokenLosses]:
+        """The sum over scored positions of any loss of a log-probability, over a denominator, without logits in memory.
+
+        It is `fused_linear_token_loss` with the labels of `log_probs`: position t has that of labels[:, t + 1].
+
+        Args:
+            loss_fn: takes a token's log-probability, perhaps its entropy, and one number of each of `per_token`, and
+                returns its loss. It may close over traced values.
+            input_ids: as the call takes them.
+            labels: token ids, unshifted; -100 is not scored, nor is the last position of a sequence or a segment.
+            shift_labels: labels that are shifted already.
+            per_token: arrays that broadcast to (B, kept), by position, as `log_probs` returns them.
+            denominator: a number or a () array, of all devices and micro-batches together.
+            temperature: by which logits are divided, a Python number > 0.
+            entropy: whether `loss_fn` takes the entropy.
+            logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
+            positions: as the call takes them, and so are the others.
+            segment_ids: ids of packed segments.
+            attention_mask: 0 where a token is padding.
+
+        Returns:
+            (loss, `TokenLosses` of (B, kept) arrays).
+
+        Raises:
+            ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
+            TypeError: integers, a tuple or a Python number are expected and something else comes.
+        """
+        if labels is None and shift_labels is None:
+            raise ValueError("token_loss needs the labels whose probabilities are wanted. Pass labels=input_ids.")
+        per_token = as_tuple("token_loss", per_token)
+        function, constants = hoisted("token_loss", loss_fn, 1 + entropy, per_token)
+        return self._token_loss(
+            input_ids,
+            function=function,
+            constants=constants,
+            per_token=per_token,
+            denominator=jnp.asarray(denominator, jnp.float32),
+            labels=labels,
+            shift_labels=shift_labels,
+            temperature=temperature,
+            entropy=entropy,
+            logits_to_keep=logits_to_keep,
+            positions=positions,
+            segment_ids=segment_ids,
+            attention_mask=attention_mask,
+        )
+
+    @with_auto_axes
+    def _token_loss(
+        self, input_ids, *, function, constants, per_token, denominator, labels, shift_labels, temperature, entropy,
+        logits_to_keep, positions, segment_ids, attention_mask,
+    ):  # fmt: skip
+        arguments.check_call(input_ids, labels, shift_labels, None, None)
+        arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
+        targets = _targets(labels, shift_labels, segment_ids)
+        hidden, head, _ = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)
+        hidden, targets = arguments.keep(logits_to_keep, hidden, targets)
+        per_token = tuple(broadcast_to_tokens("token_loss", per_token, targets.shape))
+        options = dict(denominator=denominator, temperature=temperature, entropy=entropy)
+        return self._loss.token_loss(function, hidden, head, targets, per_token, constants, **options)
 
     def _hidden_and_head(self, input_ids, positions, segment_ids, attention_mask, cache=None):
         """Hidden states (B, T, D), the head (V, D), and the cache with these tokens, or None."""

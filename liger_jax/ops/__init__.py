@@ -11,6 +11,8 @@ from liger_jax.ops.fused_linear_cross_entropy import fused_linear_cross_entropy 
 from liger_jax.ops.fused_linear_distillation import fused_linear_distillation as fused_linear_distillation
 from liger_jax.ops.fused_linear_log_probs import TokenLogProbs as TokenLogProbs
 from liger_jax.ops.fused_linear_log_probs import fused_linear_log_probs as fused_linear_log_probs
+from liger_jax.ops.fused_linear_token_loss import TokenLosses as TokenLosses
+from liger_jax.ops.fused_linear_token_loss import fused_linear_token_loss as fused_linear_token_loss
 from liger_jax.ops.fused_linear_topk_distillation import (
     fused_linear_topk_distillation as fused_linear_topk_distillation,
 )

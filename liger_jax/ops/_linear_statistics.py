@@ -31,9 +31,11 @@ def check_sizes(op: str, hidden: jax.Array, weight: jax.Array, weight_layout: st
         )
 
 
-def kernel_of(problem: Problem, options: LinearOptions, function: str, needs: Needs | None = None) -> Kernel:
+def kernel_of(
+    problem: Problem, options: LinearOptions, function: str, needs: Needs | None = None, **static: Any
+) -> Kernel:
     """A function of the chosen implementation. Those that make gradients take `needs`, the others do not."""
-    static = {} if needs is None else {"needs": needs}
+    static = static if needs is None else {"needs": needs, **static}
     choice = KERNELS.named(problem.implementation)
     return choice.kernel(function, options=kernel_options(problem, options, needs), **static)
 

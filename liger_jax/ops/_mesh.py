@@ -26,15 +26,21 @@ def align_varying(*arrays: Any) -> tuple[Any, ...]:
     Returns:
         The arrays, in order.
     """
-    varying = frozenset().union(*(_varying(x) for x in arrays if x is not None))
-    return tuple(x if x is None else _cast(x, varying - _varying(x)) for x in arrays)
+    varying = varying_axes(*arrays)
+    return tuple(x if x is None else cast(x, varying - _varying(x)) for x in arrays)
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """The manual mesh axes that any of the arrays varies over; `None` entries have none."""
+    return frozenset().union(*(_varying(x) for x in arrays if x is not None))
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def _cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+def cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The array, varying over these manual mesh axes, too."""
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 

@@ -1,11 +1,9 @@
 """Softmax cross-entropy of a linear layer's output, without ever holding the logits."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
@@ -13,70 +11,13 @@ from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._device import memory_of_device
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops._linear_statistics import (
-    check_sizes,
-    guarded_inputs,
-    instantiated,
-    kernel_of,
-    linear_statistics,
-    needs_of,
-    values,
-)
+from liger_jax.ops._linear_statistics import check_sizes, linear_statistics
+from liger_jax.ops._linear_sum import RowLoss, linear_sum
 from liger_jax.ops.loss_plan import OP, choose_mode, problem_of, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import formulas
-from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
-# --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _summed_loss_vjp(
-    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, problem, options
-) -> tuple[jax.Array, Statistics]:
-    kernel = kernel_of(problem, options, "statistics")
-    statistics = kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
-    statistics = formulas.where(labels != formulas.NO_LABEL, statistics)
-    return jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum)), statistics
-
-
-def _summed_loss_forward_rule(
-    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels, problem, options
-):
-    needs = needs_of(hidden, weight, bias)
-    hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels = values(
-        hidden, weight, bias, coefficients, class_weights, class_weight_sum, labels
-    )
-    inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
-    if any(needs):
-        kernel = kernel_of(problem, options, "gradients_in_forward", needs)
-        statistics, grads = kernel.run(*kernel.guarded(inputs, coefficients, class_weight_sum))
-    else:  # only the token weights are differentiated
-        kernel = kernel_of(problem, options, "statistics")
-        statistics = formulas.where(labels != formulas.NO_LABEL, kernel.run(*kernel.guarded(inputs)))
-        grads = config.Gradients(None, None, None)
-    grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
-    loss = jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum))
-    return (loss, statistics), (grads, statistics, coefficients, class_weight_sum)
-
-
-def _summed_loss_backward_rule(problem, options, residuals, cotangents):
-    # A residual that is a constant of the trace comes as a literal.
-    grads, statistics, coefficients, class_weight_sum = jax.tree.map(jnp.asarray, residuals)
-    g = instantiated(cotangents[0])
-    scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
-
-    def loss_of(coefficients):  # linear in them
-        return jnp.sum(formulas.row_losses(statistics, coefficients, class_weight_sum))
-
-    coefficients_grad = jax.tree.map(lambda x: g * x, jax.grad(loss_of)(coefficients))
-    return *scaled, coefficients_grad, None, None, None
-
-
-_summed_loss_vjp.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
-_summed_loss = jax.jit(_summed_loss_vjp, static_argnums=(7, 8), inline=True)
-
+_CROSS_ENTROPY = RowLoss(formulas.row_losses, formulas.row_cotangents)
 
 # --- the public function ----------------------------------------------------------------------------------------------
 
@@ -248,7 +189,7 @@ def _local(
             hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients
         )
         coefficients = formulas.Coefficients(*coefficients)
-        loss, statistics = _summed_loss(h, w, b, coefficients, c, c_sum, y, problem, linear_options)
+        loss, statistics = linear_sum(h, w, b, coefficients, c, c_sum, y, problem, linear_options, _CROSS_ENTROPY)
         loss = options.sum(loss)  # of other devices, too
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)

@@ -44,10 +44,11 @@ class TokenLogProbs:
     log_sum_of_squares: jax.Array | None
 
 
-def _check_temperature(temperature: float) -> None:
-    _checks.check_number(OP, temperature=temperature)
+def check_temperature(op: str, temperature: float) -> None:
+    """Raises a TypeError or ValueError unless logits can be divided by it."""
+    _checks.check_number(op, temperature=temperature)
     if not 0.0 < temperature < math.inf:
-        raise ValueError(f"{OP}: temperature={temperature} must be finite and > 0; 1.0 leaves the logits as they are.")
+        raise ValueError(f"{op}: temperature={temperature} must be finite and > 0; 1.0 leaves the logits as they are.")
 
 
 def fused_linear_log_probs(
@@ -128,7 +129,7 @@ def fused_linear_log_probs(
     _checks.check_linear_choices(OP, weight_layout, "lean", chunk_size)
     check_sizes(OP, hidden, weight, weight_layout)
     vocab_size = weight.shape[weight_layout.index("v")]
-    _check_temperature(temperature)
+    check_temperature(OP, temperature)
     _loss.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
     loss_options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="none")

@@ -160,6 +160,10 @@ def problem_of(
     device = device or device_of(hidden, weight)
     kernels = dataclasses.replace(KERNELS, op=op)
     choice = kernels.choose(implementation, hidden, weight, *others, device=device, options=options)
+    mode = options.mode
+    if mode == "auto" and options.logit.entropy:  # which not every kernel makes in mode "fast"
+        as_fast = dataclasses.replace(options, mode="fast")
+        mode = "auto" if choice.module.unsupported(hidden, weight, *others, options=as_fast) is None else "lean"
     return Problem(
         *hidden.shape,
         v=weight.shape[options.vocab_dim],
@@ -168,7 +172,7 @@ def problem_of(
         vocab_dim=options.vocab_dim,
         platform=device.platform,
         implementation=choice.name,
-        mode=options.mode,
+        mode=mode,
         chunk_size=chunk_size,
         gradients=gradients,
         hard_budget_bytes=memory_budget_bytes,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, sum_over_batch_shards
-from liger_jax.ops import LossMetrics, TokenLogProbs
+from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._device import device_of
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.ops.loss_plan import budget_beside_layers
@@ -110,6 +111,61 @@ class LanguageModelLoss:
         )
         in_order = lambda hidden, targets, head: local(hidden, head, targets)
         return on_batch_shards(in_order, self.kernels.batch_axes, (hidden, targets), (head,))
+
+    def token_loss(
+        self,
+        function: Callable[..., jax.Array],
+        hidden: Float[Array, "B T D"],
+        head: Float[Array, "V D"],
+        targets: Int[Array, "B T"],
+        per_token: tuple[Array, ...],
+        constants: tuple[Array, ...],
+        *,
+        denominator: Float[Array, ""],
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Float[Array, ""], TokenLosses]:
+        """The sum over all devices' tokens of a function of the log-probability, over a denominator.
+
+        Args:
+            function: of one token's numbers, and of the constants.
+            hidden: hidden states after the last norm.
+            head: the head's weight.
+            targets: the label of each position, -100 where it is not scored.
+            per_token: (B, T) arrays that the function reads.
+            constants: what it reads besides; the same for all tokens.
+            denominator: of the sum.
+            temperature: by which logits are divided.
+            entropy: whether the function takes the entropy.
+
+        Returns:
+            The loss, and `TokenLosses` of (B, T) arrays.
+        """
+        num = len(per_token)
+
+        def local(hidden, targets, *others):
+            per_token, (head, denominator, *constants) = others[:num], others[num:]
+            return ops.fused_linear_token_loss(
+                lambda *numbers: function(*numbers, *constants),
+                hidden,
+                head,
+                targets,
+                per_token,
+                denominator=denominator,
+                entropy=entropy,
+                ignore_index=IGNORE_INDEX,
+                temperature=temperature,
+                mode=self.kernels.mode,
+                memory_budget_bytes=budget,
+                implementation=self.kernels.implementation,
+                **logit_options_of(self.config),
+            )
+
+        budget = self._budget_bytes(hidden, targets, head)
+        batch, shared = (hidden, targets, *per_token), (head, denominator, *constants)
+        if self.kernels.batch_axes:
+            return sum_over_batch_shards(local, self.kernels.batch_axes, batch, shared)
+        return local(*batch, *shared)
 
     def _sharded(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
         """The loss of a batch that is sharded: each device sums its tokens, and "mean" is the global mean."""

@@ -35,7 +35,9 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(model, input_ids, **arguments)
         _check_batch(jax.typeof(input_ids).sharding.spec, axes, arguments)
         graph, state = nnx.split(model)
-        arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
+        leaves_of = jax.tree.leaves
+        is_array = lambda x: leaves_of(x) and all(isinstance(leaf, jax.Array) for leaf in leaves_of(x))
+        arrays = {name: x for name, x in arguments.items() if is_array(x)}
         others = {name: x for name, x in arguments.items() if name not in arrays}
         structure: Any = None
 

@@ -84,14 +84,14 @@ def row_losses(statistics: Statistics, coefficients: Coefficients, class_weight_
     return losses
 
 
-def row_cotangents(log_normalizer: jax.Array, coefficients: Coefficients, class_weight_sum: jax.Array) -> Cotangents:
+def row_cotangents(statistics: Statistics, coefficients: Coefficients, class_weight_sum: jax.Array) -> Cotangents:
     """The derivatives of `row_losses` by the statistics."""
     g_lse, g_sum = coefficients.target, None
     if coefficients.smoothing is not None:
         g_lse = g_lse + coefficients.smoothing * class_weight_sum
         g_sum = -coefficients.smoothing
     if coefficients.squared is not None:
-        g_lse = g_lse + 2.0 * coefficients.squared * log_normalizer
+        g_lse = g_lse + 2.0 * coefficients.squared * statistics.log_normalizer
     return Cotangents(g_lse, -coefficients.target, g_sum)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import full_like
-from liger_jax.pallas_kernels.cross_entropy.formulas import NO_LABEL, Coefficients, Cotangents, is_live
+from liger_jax.pallas_kernels.cross_entropy.formulas import NO_LABEL, Cotangents, is_live
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
 
 
@@ -62,9 +62,7 @@ def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: 
     return jax.lax.fori_loop(0, parts, step, carry)
 
 
-def take_tokens(
-    inputs: Inputs, coefficients: Coefficients, start: Any, size: int, own: Any = None
-) -> tuple[Inputs, Coefficients]:
+def take_tokens(inputs: Inputs, terms: Any, start: Any, size: int, own: Any = None) -> tuple[Inputs, Any]:
     """The chunk of `size` tokens from `start` on, of which the first `own` are its own; all are if None.
 
     Tokens that do not count or are not its own become zeros without a label, because 0 · NaN is NaN.
@@ -73,7 +71,7 @@ def take_tokens(
     y = jnp.where(is_own, take(inputs.labels, start, size), NO_LABEL)
     x = take(inputs.hidden, start, size)
     x = jnp.where(y[:, None] == NO_LABEL, jnp.zeros((), x.dtype), x)
-    masked = jax.tree.map(lambda c: jnp.where(is_own, take(c, start, size), 0.0), coefficients)
+    masked = jax.tree.map(lambda c: jnp.where(is_own, take(c, start, size), jnp.zeros((), c.dtype)), terms)
     return inputs._replace(hidden=x, labels=y), masked
 
 

@@ -13,6 +13,7 @@ costs 2^-9 of a probability, where the rounding of a logit z would cost |z| · 2
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import full_like, round_up
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
-from liger_jax.pallas_kernels.cross_entropy.formulas import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
@@ -36,6 +37,8 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
     """16-bit operands, and in mode "fast" logits that can be recovered from what it keeps."""
     if hidden.dtype not in (jnp.bfloat16, jnp.float16):
         return f"Hopper's matrix units take bfloat16 and float16, and hidden is {hidden.dtype}; use 'xla'."
+    if options.mode == "fast" and options.logit.entropy:
+        return "its mode='fast' keeps no logits to make entropies of; use mode='lean', or 'xla'."
     softcap = (options.logit.softcap or 0.0) * abs(options.logit.scale)
     if options.mode != "lean" and softcap > _WIDEST_SOFTCAP:
         return (
@@ -205,12 +208,21 @@ def _unset(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def gradients_in_forward(
-    inputs: Inputs, coefficients: Coefficients, class_weight_sum: jax.Array, *, options: LinearOptions, needs: Needs
+    inputs: Inputs,
+    terms: Any,
+    constants: Any,
+    *,
+    options: LinearOptions,
+    needs: Needs,
+    row_cotangents: Callable[[Statistics, Any, Any], Cotangents],
 ) -> tuple[Statistics, Gradients]:
-    """The fast mode: for each chunk of tokens E and statistics, du in E's place, dX = du · W, and dW (+)= duᵀ · X."""
+    """The fast mode: for each chunk of tokens E and statistics, du in E's place, dX = du · W, and dW (+)= duᵀ · X.
+
+    `row_cotangents` makes the loss's derivatives from the statistics and the terms of a chunk's rows, and `constants`.
+    """
     like, n = inputs, inputs.hidden.shape[0]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
-    inputs, coefficients = _padded(inputs, options, coefficients)
+    inputs, terms = _padded(inputs, options, terms)
     padded = inputs.hidden.shape[0]
     chunk_size = min(round_up(options.chunk_size, ROWS), padded)
     one_chunk = chunk_size == padded
@@ -220,11 +232,11 @@ def gradients_in_forward(
 
     def body(carry, start, size):
         stats, (dhidden, dweight, dbias) = carry
-        chunk, chunk_coefficients = formulas.take_tokens(inputs, coefficients, start, size)
+        chunk, chunk_terms = formulas.take_tokens(inputs, terms, start, size)
         parts = _parts(chunk, options)
         chunk_stats, kept = _statistics_of(parts, options, keep=True)
         lse = chunk_stats.log_normalizer
-        cotangents = row_formulas.row_cotangents(lse, chunk_coefficients, class_weight_sum)
+        cotangents = row_cotangents(chunk_stats, chunk_terms, constants)
         dus = [
             kernels.make_logit_gradients(exponentials, maximum, part.inputs, lse, cotangents, options, part.size)
             for part, (maximum, exponentials) in zip(parts, kept, strict=True)

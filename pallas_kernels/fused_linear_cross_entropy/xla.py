@@ -8,6 +8,8 @@ products, as in an unfused step. In mode fast, dW is summed over chunks in float
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy import xla as cross_entropy
-from liger_jax.pallas_kernels.cross_entropy.formulas import Coefficients, Cotangents, Statistics
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import product, put, take
@@ -80,9 +82,18 @@ def gradients(
 
 
 def gradients_in_forward(
-    inputs: Inputs, coefficients: Coefficients, class_weight_sum: jax.Array, *, options: LinearOptions, needs: Needs
+    inputs: Inputs,
+    terms: Any,
+    constants: Any,
+    *,
+    options: LinearOptions,
+    needs: Needs,
+    row_cotangents: Callable[[Statistics, Any, Any], Cotangents],
 ) -> tuple[Statistics, Gradients]:
-    """The fast mode: for each chunk of tokens logits, statistics, du, dX = du · W and dW += duᵀ · X."""
+    """The fast mode: for each chunk of tokens logits, statistics, du, dX = du · W and dW += duᵀ · X.
+
+    `row_cotangents` makes the loss's derivatives from the statistics and the terms of a chunk's rows, and `constants`.
+    """
     hidden, weight, labels, bias, class_weights = inputs
     n, v = hidden.shape[0], weight.shape[options.vocab_dim]
     products_weight = weight.astype(hidden.dtype)
@@ -92,16 +103,15 @@ def gradients_in_forward(
 
     def body(carry, start, own):
         stats, (dhidden, dweight, dbias) = carry
-        (x, _, y, _, _), chunk_coefficients = formulas.take_tokens(inputs, coefficients, start, size, own)
+        (x, _, y, _, _), chunk_terms = formulas.take_tokens(inputs, terms, start, size, own)
         u = formulas.raw_logits(x, products_weight, bias, options)
         chunk_stats = logit_statistics(u, y, class_weights)
-        lse = chunk_stats.log_normalizer
         du = row_formulas.logit_gradient(
             u,
             jnp.arange(v, dtype=jnp.int32)[None, :],
             y[:, None],
-            lse[:, None],
-            jax.tree.map(lambda g: g[:, None], row_formulas.row_cotangents(lse, chunk_coefficients, class_weight_sum)),
+            chunk_stats.log_normalizer[:, None],
+            jax.tree.map(lambda g: g[:, None], row_cotangents(chunk_stats, chunk_terms, constants)),
             None if class_weights is None else class_weights[None, :],
             options.logit,
         )

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.losses import policy_token_loss
 from liger_jax.models import Gemma2Config, Gemma2ForCausalLM, KernelOptions, LlamaConfig
 from liger_jax.models.hugging_face import config_json
 from liger_jax.models.llama.params import FIXED
@@ -121,3 +122,48 @@ def test_config_json_has_it_under_cohere_s_name_and_granite_s():
     assert read(write(LlamaConfig(logit_scale=0.5))).logit_scale == 0.5
     with pytest.raises(ValueError, match="logits_scaling=0 must be a finite float32 above 0"):
         read({"logits_scaling": 0})
+
+
+# --- losses by token --------------------------------------------------------------------------------------------------
+
+
+def policy(model, tokens, advantages, denominator, c):
+    """The loss of a step of DAPO with an entropy bonus; c is what the loss closes over."""
+    old = jnp.full(tokens.shape, -4.0)
+    loss_fn = lambda log_prob, entropy, old, advantage: (
+        policy_token_loss(log_prob, old, advantage, epsilon_low=0.5) - c * entropy
+    )
+    per_token = old, advantages[:, None]
+    return model.token_loss(
+        loss_fn, tokens, labels=tokens, per_token=per_token, denominator=denominator, entropy=True, temperature=0.7
+    )
+
+
+def test_token_loss_is_that_of_the_log_probs(model, tokens):
+    advantages = jnp.array([1.0, -0.5])
+
+    def from_log_probs(model, c):
+        found = model.log_probs(tokens, labels=tokens, temperature=0.7, entropy=True)
+        every = jnp.broadcast_to(advantages[:, None], tokens.shape)
+        losses = policy_token_loss(found.log_probs, jnp.full(tokens.shape, -4.0), every, epsilon_low=0.5)
+        return jnp.sum(losses - c * found.entropy, where=found.log_probs != 0) / 5
+
+    by_both = lambda f: nnx.jit(nnx.value_and_grad(f, argnums=(0, 1)))(model, jnp.float32(0.1))
+    found = by_both(lambda model, c: policy(model, tokens, advantages, 5, c)[0])
+    expected = by_both(from_log_probs)
+    jax.tree.map(lambda x, y: close(x, y, atol=1e-4 * np.max(np.abs(x))), found, expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_token_loss_of_a_sharded_batch_is_the_whole_batch_s(axis_type, tokens):
+    run = nnx.jit(nnx.value_and_grad(policy, argnums=(0, 2, 4), has_aux=True))
+    (expected, _), gradients = run(make_model(), tokens, jnp.array([1.0, -0.5]), 5, jnp.float32(0.1))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(tokens, NamedSharding(mesh, P("data", None)))
+        advantages = jax.device_put(jnp.array([1.0, -0.5]), NamedSharding(mesh, P("data")))
+        model = make_model(kernels=KernelOptions(batch_axes=("data",)))
+        (loss, parts), found = run(model, sharded, advantages, 5, jnp.float32(0.1))
+    close(loss, expected)
+    jax.tree.map(lambda x, y: close(x, y, atol=1e-4 * np.max(np.abs(y))), found, gradients)
+    assert parts.losses.sharding.is_equivalent_to(sharded.sharding, 2)

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
+from liger_jax.losses import policy_token_loss
 from liger_jax.models import KernelOptions, LlamaConfig, LlamaForCausalLM
 from liger_jax.training import make_step, scored_tokens
 
@@ -154,3 +155,36 @@ def test_state_on_the_host_stays_there_and_updates_alike(batch, platform):
             np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state[0], expected[1][0])
         expected = None
+
+
+# --- other losses -----------------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_of_a_policy_loss_add_up_to_the_batch(rng):
+    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (8, 11)))
+    labels = jnp.where(jnp.arange(11)[None, :] < jnp.arange(8)[:, None], -100, tokens)  # prompts of unequal lengths
+    batch = dict(tokens=tokens, labels=labels, old=jnp.full((8, 11), -4.5), advantages=jnp.linspace(-1, 1, 8)[:, None])
+
+    def loss_fn(model, batch, denominator):
+        per_token = batch["old"], batch["advantages"]
+        loss = lambda *numbers: policy_token_loss(*numbers, epsilon_high=0.28)
+        labels = batch["labels"]
+        return model.token_loss(loss, batch["tokens"], labels=labels, per_token=per_token, denominator=denominator)[0]
+
+    scored = lambda batch: jnp.sum(batch["labels"][:, 1:] != -100)
+    options = dict(optimizer=RECORD, loss_fn=loss_fn, normalizer=scored)
+    whole, (_, expected) = stepped(batch, **options)
+    value, (_, gradients) = stepped(batch, **options, micro_batches=4)
+    np.testing.assert_allclose(value, whole, rtol=1e-5)
+    for found, truth in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert np.abs(found - truth).max() < 2e-5 * np.abs(truth).max()
+
+
+def test_a_loss_that_needs_the_whole_batch_has_no_micro_batches():
+    def loss_fn(model, batch, normalizer):
+        raise AssertionError
+
+    vars(loss_fn)["needs_whole_batch"] = True
+    make_step(split()[0], SGD, loss_fn)
+    with pytest.raises(ValueError, match="micro_batches=2, but loss_fn.needs_whole_batch is set: .* no sum over"):
+        make_step(split()[0], SGD, loss_fn, micro_batches=2)

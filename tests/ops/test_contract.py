@@ -28,6 +28,19 @@ HEADS = {"q": (1, 3, 2, 4), "k": (1, 3, 1, 4)}
 KERNELS = {"gate_kernel": (D, F), "up_kernel": (D, F), "down_kernel": (F, D)}
 FUSED = {"hidden": (4, D), "weight": (V, D), "bias": (V,), "token_weights": (4,)}
 fused = ops.fused_linear_cross_entropy
+TOKEN_LOSS = (
+    {name: FUSED[name] for name in ("hidden", "weight", "bias")} | {"factor": (4,)},
+    {**LABELS, "where": TOKENS["where"]},
+)
+
+
+def token_loss(hidden, weight, labels, factor, **options):
+    loss_fn = lambda log_prob, entropy, factor: factor * log_prob * entropy
+    return ops.fused_linear_token_loss(
+        loss_fn, hidden, weight, labels, (factor,), denominator=2, entropy=True, **options
+    )
+
+
 # By name: the op, the shapes of what it is differentiated by, and its other arrays.
 CASES = {
     "rms_norm": (ops.rms_norm, {"x": X, "scale": (D,)}, {}),
@@ -57,6 +70,8 @@ CASES = {
         {name: FUSED[name] for name in ("hidden", "weight", "bias")},
         {**LABELS, "where": TOKENS["where"]},
     ),
+    "fused_linear_token_loss, fast": (functools.partial(token_loss, mode="fast"), *TOKEN_LOSS),
+    "fused_linear_token_loss, lean": (functools.partial(token_loss, mode="lean"), *TOKEN_LOSS),
     "causal_lm_loss": (
         losses.causal_lm_loss,
         {"hidden": (1, *X), "head": (V, D)},
@@ -132,7 +147,7 @@ def vars_of(module):
 # --- which derivatives ------------------------------------------------------------------------------------------------
 
 LOSSES = [name for name in CASES if name.startswith(("fused_linear", "causal_lm"))]
-BEHIND_KERNELS = {"down_kernel", "token_weights"}  # the results of kernels are multiplied by them
+BEHIND_KERNELS = {"down_kernel", "token_weights", "factor"}  # the results of kernels are multiplied by them
 NO_KERNEL = (  # that an interpreter on a CPU runs, or none at all
     "causal_attention",
     "group_norm",

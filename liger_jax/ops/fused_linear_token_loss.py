@@ -1,0 +1,347 @@
+"""Losses that are separable by token, of a linear layer's log-probabilities, without ever holding the logits."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Integer
+
+from liger_jax._tree import tree_dataclass
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._device import memory_of_device
+from liger_jax.ops._kernels import Implementation
+from liger_jax.ops._linear_statistics import check_sizes, linear_statistics
+from liger_jax.ops._linear_sum import RowLoss, linear_sum
+from liger_jax.ops.fused_linear_log_probs import check_temperature
+from liger_jax.ops.loss_plan import choose_mode, problem_of, why_not_fast
+from liger_jax.pallas_kernels.cross_entropy import formulas
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
+
+OP = "fused_linear_token_loss"
+
+
+@tree_dataclass
+class TokenLosses:
+    """What a token loss is the sum of, without gradient; `...` is the labels' shape. 0 where a token does not count.
+
+    Attributes:
+        losses: (...) float32, what `loss_fn` returned.
+        log_probs: (...) float32, the log-probability of the label.
+        entropy: (...) float32, the entropy in nats; None without `entropy=True`.
+    """
+
+    losses: jax.Array
+    log_probs: jax.Array
+    entropy: jax.Array | None
+
+
+def fused_linear_token_loss(
+    loss_fn: Callable[..., Any],
+    hidden: Float[ArrayLike, "*tokens D"],
+    weight: Float[ArrayLike, "_ _"],
+    labels: Integer[ArrayLike, "*tokens"],
+    per_token: tuple[Any, ...] = (),
+    *,
+    denominator: Any,
+    entropy: bool = False,
+    bias: Float[ArrayLike, " V"] | None = None,
+    weight_layout: str = "vd",
+    where: Bool[ArrayLike, "*tokens"] | None = None,
+    ignore_index: int | None = -100,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    vocab_axis: str | None = None,
+    mode: str = "auto",
+    chunk_size: int | None = None,
+    memory_budget_bytes: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, TokenLosses]:
+    """The sum over tokens of any loss of a token's log-probability, over a denominator, with no logits in memory.
+
+    With ℓ = log p_y and H = −Σ_v p_v·log p_v, as `fused_linear_log_probs` makes them, the loss is
+
+        Σ loss_fn(ℓ, *per_token) / denominator          or, with entropy=True,
+        Σ loss_fn(ℓ, H, *per_token) / denominator
+
+    over the tokens that count. `loss_fn` may be any differentiable JAX function of one token's numbers, and may close
+    over traced values. It is traced for scalars, and mapped over tokens. All arrays that it reads have true gradients:
+    `per_token`, what it closes over, and `denominator`.
+
+    The modes are those of `fused_linear_cross_entropy`. "fast" makes a chunk's logits, ℓ, the derivative of `loss_fn`
+    and the gradients at once: 3 products of 2·N·D·V operations. "lean" makes the logits twice: 4 products. Hopper's
+    kernels make no entropies in mode "fast", so that "auto" is lean there with `entropy=True`.
+
+    Args:
+        loss_fn: takes scalars: ℓ, perhaps H, both float32, and one of each of `per_token`; returns a scalar.
+        hidden: (..., D), any float dtype.
+        weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
+        labels: (...), integers in [0, V), or `ignore_index`. Any other label makes the loss and its token's gradients
+            NaN under jit.
+        per_token: a tuple of arrays that broadcast to (...), such as old log-probabilities, advantages and weights.
+            What stands at tokens that do not count has no effect, and gradient 0.
+        denominator: a number or a () array, of all devices and micro-batches together; it is not summed here.
+        entropy: whether `loss_fn` takes the entropy.
+        bias: (V,) float, or None.
+        weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
+        where: (...) bool, which tokens count; None for all.
+        ignore_index: the label of tokens that do not count; None for no such label.
+        temperature: by which logits are divided, a finite Python number > 0.
+        logit_scale: a finite Python number.
+        logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
+        vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
+            while the tokens' arrays are the same on all; needs mode "lean".
+        mode: "auto", "fast" or "lean".
+        chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
+        memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
+        precision: of the products; None for `jax.default_matmul_precision`.
+        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "triton", "mosaic_tpu",
+            the last three's ":interpret" forms, or a tuple of these to try in order.
+
+    Returns:
+        (loss, `TokenLosses`): a () float32, and the tokens' parts of it, for `has_aux=True`.
+
+    Raises:
+        TypeError: a dtype is wrong, an option is no Python number, or per_token is no tuple.
+        ValueError: a shape does not fit, `loss_fn` does not return one float for one token, an option is out of range,
+            a concrete label lies outside [0, V), the budget is too small, or mode or implementation cannot run here;
+            and, when compiled for several devices outside of `jax.shard_map`, that the compiler would gather the
+            tokens.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> hidden, weight, labels = jnp.eye(2, 4), jnp.ones((8, 4)), jnp.array([3, 5])
+        >>> weighted = lambda log_prob, advantage: -advantage * log_prob
+        >>> loss, tokens = fused_linear_token_loss(
+        ...     weighted, hidden, weight, labels, (jnp.array([1.0, 0.5]),), denominator=2
+        ... )
+        >>> print(loss.round(4), tokens.losses.round(4))
+        1.5596 [2.0794 1.0397]
+
+    References:
+        Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward; Wijmans et al., "Cut Your
+        Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the lean mode.
+    """
+    hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
+    _checks.check_linear_choices(OP, weight_layout, mode, chunk_size)
+    check_sizes(OP, hidden, weight, weight_layout)
+    vocab_size = weight.shape[weight_layout.index("v")]
+    check_temperature(OP, temperature)
+    _loss.check_logit_options(OP, logit_scale, logit_softcap)
+    scale = logit_scale / temperature
+    loss_options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="sum")
+    labels, where = _loss.as_arrays(labels, where)
+    _loss.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
+    _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
+    per_token = tuple(broadcast_to_tokens(OP, as_tuple(OP, per_token), labels.shape))
+    # One device's results do not vary over the shards of the vocabulary.
+    varying = _mesh.varying_axes(hidden, weight, bias, labels, where, *per_token) - {vocab_axis}
+    function, closed_over = hoisted(OP, loss_fn, 1 + entropy, per_token, varying)
+    token_loss = _TokenLoss(function, entropy)
+
+    logit_options = dataclasses.replace(loss_options.logit_options(metrics=False), entropy=entropy)
+    static = dict(
+        options=loss_options,
+        linear=LinearOptions(logit_options, weight_layout, _checks.current_precision(precision), mode, 0),
+        token_loss=token_loss,
+        chunk_size=chunk_size,
+        memory_budget_bytes=memory_budget_bytes,
+        implementation=implementation,
+    )
+    constants = _as_denominator(denominator), *closed_over
+    arrays = hidden, weight, labels, bias, where, per_token, constants
+    if vocab_axis is not None:
+        return _local(*arrays, vocab_axis=vocab_axis, **static)
+    _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    return (_on_parts if _explicit.is_explicit(hidden) else _local)(*arrays, **static)
+
+
+# --- the function of one token ----------------------------------------------------------------------------------------
+
+
+def as_tuple(op: str, per_token: Any) -> tuple[jax.Array, ...]:
+    """The arrays that a loss reads beside the log-probability."""
+    if not isinstance(per_token, tuple):
+        raise TypeError(f"{op}: per_token is a {type(per_token).__name__}, but must be a tuple of arrays: (x,).")
+    return tuple(jnp.asarray(x) for x in per_token)
+
+
+def broadcast_to_tokens(op: str, arrays: tuple[jax.Array, ...], shape: tuple[int, ...]) -> list[jax.Array]:
+    """The arrays in the tokens' shape."""
+    for i, x in enumerate(arrays):
+        fits = x.ndim <= len(shape) and all(a in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False))
+        if not fits:
+            raise ValueError(
+                f"{op}: per_token[{i}] has shape {x.shape}, but must broadcast to the labels' shape {shape}; one "
+                "number for each sequence is x[:, None]."
+            )
+    # By a reshape first, because rank promotion may be an error.
+    return [jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape) for x in arrays]
+
+
+def hoisted(
+    op: str,
+    loss_fn: Callable[..., Any],
+    num_found: int,
+    per_token: tuple[jax.Array, ...],
+    varying: frozenset[Any] = frozenset(),
+) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
+    """`loss_fn` as a function of one token's scalars and of what it closes over, and the latter.
+
+    `jax.closure_convert` would leave integers where they are.
+    """
+    dtypes = [jnp.float32] * num_found + [x.dtype for x in per_token]
+    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+    if varying:  # inside shard_map, where the types of scalars say so
+        scalars = [_mesh.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
+    # On no mesh, because it is run on a device's part of one, too.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        traced = jax.make_jaxpr(loss_fn)(*scalars)
+    types = [(x.shape, str(x.dtype)) for x in traced.out_avals]
+    if len(types) != 1 or types[0][0] != () or not jnp.issubdtype(traced.out_avals[0].dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: loss_fn returns {types} for the numbers of one token, but must return one float of shape (). Pass "
+            "arrays that have a number for each token as per_token."
+        )
+    num_arguments = num_found + len(per_token)
+
+    def function(*arguments):
+        own, closed_over = arguments[:num_arguments], arguments[num_arguments:]
+        return eval_jaxpr(traced.jaxpr, closed_over, *own)[0].astype(jnp.float32)
+
+    return function, tuple(jnp.asarray(x) for x in traced.consts)
+
+
+class _TokenLoss:
+    """The losses of rows, from terms (factor, per_token) and constants (denominator, *closed over).
+
+    A row's factor is 1, or NaN where its label is out of range, or 0 where it does not count.
+    """
+
+    def __init__(self, function: Callable[..., jax.Array], entropy: bool) -> None:
+        self.function, self.entropy = function, entropy
+        self.row_loss = RowLoss(self._losses, self._cotangents)
+
+    def found(self, statistics: Statistics) -> tuple[Any, ...]:
+        """What the function takes first."""
+        log_probs = statistics.target_logit - statistics.log_normalizer
+        return (log_probs, statistics.entropy) if self.entropy else (log_probs,)
+
+    def unscaled(self, found: tuple[jax.Array, ...], terms: Any, constants: Any) -> jax.Array:
+        """The tokens' losses (N,) before the division."""
+        factor, per_token = terms
+        counts, first = factor != 0, jnp.argmax(factor != 0)
+
+        def where_it_counts(x):
+            # Other tokens may hold what the function has no finite derivative at, and 0 · inf is NaN. They take the
+            # place of one that counts, or 1 if none does.
+            own = jax.lax.stop_gradient(x[first])
+            return jnp.where(counts, x, jnp.where(counts[first], own, jnp.ones((), x.dtype)))
+
+        tokens = [where_it_counts(x) for x in (*found, *per_token)]
+        closed_over = constants[1:]
+        axes = (0,) * len(tokens) + (None,) * len(closed_over)
+        losses = jax.vmap(self.function, in_axes=axes, axis_size=factor.size)(*tokens, *closed_over)
+        return jnp.where(counts, factor * losses, 0.0)
+
+    def _losses(self, statistics: Statistics, terms: Any, constants: Any) -> jax.Array:
+        return self.unscaled(self.found(statistics), terms, constants) / constants[0]
+
+    def _cotangents(self, statistics: Statistics, terms: Any, constants: Any) -> Cotangents:
+        total = lambda found: jnp.sum(self.unscaled(found, terms, constants) / constants[0])
+        g, *of_entropy = jax.grad(total)(self.found(statistics))
+        cotangents = Cotangents(log_normalizer=-g, target_logit=g, logit_sum=None)
+        if self.entropy:
+            assert statistics.entropy is not None  # the kernel was asked for it
+            cotangents = formulas.with_entropy(cotangents, statistics.entropy, of_entropy[0])
+        return cotangents
+
+
+def _as_denominator(denominator: Any) -> jax.Array:
+    denominator = jnp.asarray(denominator)
+    _checks.check_shape(OP, "denominator", denominator, (), "one number for all tokens")
+    return denominator.astype(jnp.float32)
+
+
+# --- the computation of one device, and of many -----------------------------------------------------------------------
+
+
+def _on_parts(hidden, weight, labels, bias, where, per_token, constants, *, options, **static):
+    """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
+    tokens, token_axes = _explicit.token_spec(OP, hidden)
+    of_weight, vocab_axis = _explicit.head_spec(OP, weight, static["linear"].vocab_dim, token_axes)
+    own = dataclasses.replace(options, token_axes=token_axes)
+
+    def local(hidden, weight, labels, bias, where, *rest):
+        weight = _explicit.gathered(weight, of_weight, token_axes)
+        per_token_here, constants_here = rest[: len(per_token)], rest[len(per_token) :]
+        return _local(
+            hidden, weight, labels, bias, where, per_token_here, constants_here,
+            options=own, vocab_axis=vocab_axis, **static,
+        )  # fmt: skip
+
+    specs = _explicit.spec_of(hidden), of_weight, tokens, P(vocab_axis), tokens
+    specs = *specs, *(tokens for _ in per_token), *(P() for _ in constants)
+    arrays = hidden, weight, labels, bias, where, *per_token, *constants
+    return _explicit.on_parts(OP, local, arrays, specs, (P(), tokens))
+
+
+def _local(
+    hidden, weight, labels, bias, where, per_token, constants, *,
+    options, linear, token_loss, implementation, vocab_axis=None, **limits: Any,
+):  # fmt: skip
+    vocab_size, shape = weight.shape[linear.vocab_dim], labels.shape
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    where = None if where is None else where.reshape(-1)
+    problem = problem_of(
+        OP,
+        hidden,
+        weight,
+        bias,
+        options=linear,
+        not_fast_because=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
+        implementation=implementation,
+        device_memory_bytes=memory_of_device(hidden, weight),
+        **limits,
+    )
+    if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
+        raise ValueError(f"{OP}: {reason}")
+
+    if vocab_axis is None:
+        terms = _loss.token_terms(labels, where, None, None, options, vocab_size)
+        kernel_labels = terms.labels
+    else:
+        terms, kernel_labels = _vocab_shards.sharded_token_terms(
+            labels, where, None, None, options, vocab_size, vocab_axis
+        )
+    factor, per_token = terms.coefficients.target, [x.reshape(-1) for x in per_token]
+    if choose_mode(problem) == "fast":
+        h, w, b, y, factor, *per_token = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *per_token)
+        of_rows = factor, tuple(per_token)
+        loss, statistics = linear_sum(h, w, b, of_rows, None, constants, y, problem, linear, token_loss.row_loss)
+    else:
+        h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
+        statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
+        if vocab_axis is not None:
+            statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
+            statistics = formulas.where(terms.counts, statistics)
+        fields = [*statistics, factor, *per_token]
+        fields = _mesh.align_varying(*fields)
+        statistics, (factor, *per_token) = Statistics(*fields[: len(statistics)]), fields[len(statistics) :]
+        of_rows = factor, tuple(per_token)
+        loss = jnp.sum(token_loss.row_loss.losses(statistics, of_rows, constants))
+    loss = jax.lax.psum(loss, options.token_axes) if options.token_axes else loss
+
+    found, of_rows, constants = jax.lax.stop_gradient((token_loss.found(statistics), of_rows, constants))
+    losses = token_loss.unscaled(found, of_rows, constants)
+    log_probs, *entropies = (jnp.where(terms.counts, x, 0.0).reshape(shape) for x in found)
+    log_probs = terms.coefficients.target.reshape(shape) * log_probs
+    entropies = entropies[0] if entropies else None
+    return loss, TokenLosses(losses=losses.reshape(shape), log_probs=log_probs, entropy=entropies)
