@@ -270,7 +270,8 @@ def gradients_in_forward(
         """A part of dW, of all tokens or added to that of the chunks before."""
         hidden = part.inputs.hidden
         if in_bytes:
-            return kernels.add_to_sum(*total, du, hidden, which, options)
+            high, low = total
+            return kernels.add_to_sum(high, low, du, hidden, which, options)
         if one_chunk and part.is_slice:
             return kernels.weight_gradient(du, hidden, options, dtypes.weight)
         if one_chunk:
