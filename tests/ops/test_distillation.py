@@ -15,6 +15,7 @@ from tests.ops._oracle import TOLERANCE, check_float32, check_half, largest_erro
 N, D, E, V, K = 37, 24, 40, 101, 7
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 MODES = ("fast", "lean")
+LEAN_IN_FULL = ["fast", pytest.param("lean", marks=pytest.mark.full)]
 TEMPERATURE, BETA = 1.7, 0.3
 
 
@@ -93,24 +94,23 @@ def topk_cases(rng, tail, hard_weight, reduction, mode):
     return op, oracle, student
 
 
-REDUCTIONS = [("fast", "mean"), ("lean", "none"), pytest.param("lean", "mean", marks=pytest.mark.full)]
+FULL = [(0.3, "fast", "mean"), (0.0, "lean", "none"), (0.0, "lean", "mean")]
+WAYS = [(0.0, "fast", "mean"), (0.3, "lean", "none"), *(pytest.param(*way, marks=pytest.mark.full) for way in FULL)]
 
 
-@pytest.mark.parametrize("mode, reduction", REDUCTIONS)
-@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
+@pytest.mark.parametrize("hard_weight, mode, reduction", WAYS)
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_every_divergence_and_its_gradients_equal_the_oracle(kind, hard_weight, mode, reduction, rng):
     check_float32(*distillation_cases(rng, kind, hard_weight, reduction, mode), rng)
 
 
-@pytest.mark.parametrize("mode, reduction", REDUCTIONS)
-@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
+@pytest.mark.parametrize("hard_weight, mode, reduction", WAYS)
 @pytest.mark.parametrize("tail", ["ignore", "bucket"])
 def test_stored_teachers_and_their_gradients_equal_the_oracle(tail, hard_weight, mode, reduction, rng):
     check_float32(*topk_cases(rng, tail, hard_weight, reduction, mode), rng)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LEAN_IN_FULL)
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_half_precision_is_no_worse_than_plain_jax(kind, mode, rng):
     op, oracle, student = distillation_cases(rng, kind, 0.3, "mean", mode, dtype=jnp.bfloat16)
@@ -162,7 +162,7 @@ def test_hopper_s_products_give_the_same(hopper, kind, mode, rng):
 # --- extremes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LEAN_IN_FULL)
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_where_both_agree_to_the_last_bit_loss_and_gradient_are_zero(kind, mode, rng):
     (hidden, weight, _), _ = heads(rng)
@@ -326,7 +326,7 @@ def test_the_teacher_has_no_gradient(rng):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", ["jsd", "forward_kl", "topk"])
+@pytest.mark.parametrize("kind", ["jsd", *(pytest.param(k, marks=pytest.mark.full) for k in ("forward_kl", "topk"))])
 def test_a_split_vocabulary_equals_the_whole_one(kind, check_vma, rng):
     n, v = 24, 64
     student, teacher = heads(rng, n, v)
