@@ -24,7 +24,7 @@ def mode(request):
 
 
 def rounded_case(rng, weight_dtype=BF16, **sizes):
-    """A case whose float64 values are those of bfloat16 arrays, and these arrays."""
+    """A case rounded to bfloat16: the values in float64, and the arrays in bfloat16."""
     case = make_case(rng, **sizes)
     case.weight *= case.weight.shape[1] ** -0.5
     hidden, weight, bias = (jnp.asarray(x, BF16) for x in (case.hidden, case.weight, case.bias))
