@@ -88,7 +88,7 @@ def _varlen(torch: Any, case: TorchCase) -> Callable[..., Any]:
 
 
 def _flex(torch: Any, case: TorchCase) -> Callable[..., Any]:
-    """Compiled for its mask, whose blocks are found beforehand."""
+    """Compiled for its mask. The mask's blocks are found beforehand."""
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     (batch, length), ids, window = case.shape[:2], case.ids, case.window
     places = torch.zeros((batch, length), dtype=torch.int32) if ids is None else torch.tensor(ids)

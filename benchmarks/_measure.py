@@ -79,7 +79,7 @@ def wall_ms(run: Callable[[], Any], wait: Callable[[Any], Any], iterations: int 
 
 
 def queued_ms(run: Callable[[], Any], wait: Callable[[Any], Any], count: int, turns: int = 3) -> float:
-    """The median host time over turns of `count` runs, of which only the last is waited for, for each run."""
+    """The host time of a run: the median over turns. A turn is `count` runs, and waits for the last one only."""
     times = []
     for _ in range(1 + turns):
         start = time.perf_counter()

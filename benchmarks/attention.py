@@ -32,10 +32,10 @@ from liger_jax import Segments, causal_attention
 from liger_jax.pallas_kernels.attention import reference
 from liger_jax.pallas_kernels.attention.intervals import intervals
 
-SEED = 6  # whose packed rows see about what the mean row sees
+SEED = 6  # its packed rows have about as many visible pairs as the mean row
 TOKENS = 32768  # of each length
 LENGTHS = (512, 2048, 8192, 32768)
-CHUNK_LENGTHS, FLEX_LENGTHS = (2048, 8192), (8192,)  # of what takes long to compile
+CHUNK_LENGTHS, FLEX_LENGTHS = (2048, 8192), (8192,)  # for programs that take long to compile
 OURS = ("mosaic_gpu", "triton")
 COLORS = {
     "mosaic_gpu": "#2e75b6", "triton": "#7e57c2", "cudnn": "#60a917", "xla": "#c00000",
@@ -151,7 +151,7 @@ def ms_of(program: Any, case: Case, has_ids: bool = True) -> float:
 
 
 def show(value: float, digits: int = 2) -> str:
-    """A dash for what is not there."""
+    """A dash for a value that is missing."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
@@ -214,7 +214,7 @@ def rms_errors(found: Iterable[jax.Array], truth: Iterable[jax.Array]) -> list[f
 
 
 def errors_table() -> str:
-    """RMS errors over those of plain XLA, in one row of at most 2,048, whose scores fit in float32."""
+    """RMS errors over those of plain XLA, in one row of at most 2,048: its float32 scores fit in memory."""
     shape = lambda case: (1, min(case.shape[1], 2048), *case.shape[2:])
     cases = list(dict.fromkeys(dataclasses.replace(case, shape=shape(case)) for case in CASES))
     programs = compiled(programs_of_errors(cases))

@@ -84,7 +84,7 @@ def make_data(shape: tuple[int, int, int], data: str, weight_dtype: str) -> Data
 
 
 def truth(hidden: jax.Array, weight: jax.Array, labels: jax.Array, rows: np.ndarray) -> tuple[float, np.ndarray]:
-    """The mean loss and dW[rows] in float64, from slices of the vocabulary whose logits take 256 MiB."""
+    """The mean loss and dW[rows] in float64, computed in slices of the vocabulary with 256 MiB of logits each."""
     n, slice_size = len(hidden), max(1, 2**25 // len(hidden))
     with jax.enable_x64(True):
         h, w = hidden.astype(jnp.float64), lambda index: weight[index].astype(jnp.float64)

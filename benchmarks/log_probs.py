@@ -7,7 +7,7 @@ a head have their turn in each round (`_measure.in_rounds`). The loss is that of
 is differentiated of the log-probabilities is Σ a·log_probs + b·entropy with random a and b.
 
 Errors are RMS, of values (N,) and of dW in 512 random rows of the vocabulary, against float64 from the same bfloat16
-values. "Unfused" is plain JAX, whose logits are rounded to bfloat16.
+values. "Unfused" is plain JAX. It rounds logits to bfloat16.
 
 The picture is of memory from 1,024 to 65,536 tokens, by the compiler for an H200 that need not be there.
 """
@@ -107,7 +107,7 @@ class Truth(NamedTuple):
 
 
 def make_truth(data: Data) -> Truth:
-    """From slices of the vocabulary whose logits take 256 MiB."""
+    """Computed in slices of the vocabulary with 256 MiB of logits each."""
     n, slice_size = len(data.hidden), max(1, 2**25 // len(data.hidden))
     rows = np.sort(np.random.default_rng(0).choice(len(data.weight), min(512, len(data.weight)), replace=False))
     with jax.enable_x64(True):

@@ -106,7 +106,7 @@ def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq
         inputs = {kind: (cos, sin, None, config.window_of(kind)) for kind in config.layer_types or ()}
         return jax.vjp(lambda x, params: nnx.merge(graphdef, params).run_layers(x, inputs), x, params)[1]
 
-    # What jax.vjp returns is a tree whose leaves are the residuals; the scan stacks those of its layers.
+    # jax.vjp returns a tree with the residuals as leaves; the scan stacks the residuals of its layers.
     backward = jax.tree.leaves(jax.eval_shape(pullback, x, params, table, table))
     activations = [r for r in backward if r.ndim > 2 and r.shape[1] == batch]
     counts = collections.Counter()

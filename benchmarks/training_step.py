@@ -48,7 +48,7 @@ PICTURES = pathlib.Path(__file__).parent.parent / "docs"
 
 @dataclasses.dataclass
 class Row:
-    """One program on one batch, and what was measured of it."""
+    """One program on one batch, and its measurements."""
 
     who: str  # a key of OURS or PEERS
     model: str
@@ -112,7 +112,7 @@ def our_step(row: Row, tokens: np.ndarray, mode: str) -> Step:
 
 def peer_step(row: Row, tokens: np.ndarray) -> Step:
     config = SIZES[row.model]
-    family = family_of(config)  # no model of it: that would take the GPU for JAX
+    family = family_of(config)  # the class alone: JAX would take the GPU to make a model
     values = config_json.write(config, family.config_fixed, family.__name__, "bfloat16")
     if row.who == "hf-liger":
         _hugging_face.patch_with_liger(values["model_type"])

@@ -57,7 +57,7 @@ class NNXModel(nnx.Module):
 
 
 def nnx_loss(model, tokens):
-    """The loss of an NNX model whose head is its embedding (V, D). Both gradients go to that one array."""
+    """The loss of an NNX model that uses its embedding (V, D) as the head. Both gradients go to that one array."""
     return causal_lm_loss(model.hidden(tokens), model.embed.embedding[...], tokens)
 
 

@@ -17,7 +17,7 @@ types = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 
 
 def make(kind):
-    """A result whose fields hold 0, 1, 2 and so on."""
+    """A result with 0, 1, 2 and so on in its fields."""
     return kind(**{field.name: jnp.full(2, i) for i, field in enumerate(dataclasses.fields(kind))})
 
 

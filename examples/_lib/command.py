@@ -14,7 +14,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """A context for code that depends on flags and files, whose errors the user can mend.
+    """A context for code that depends on flags and files: the user can mend its errors.
 
     Raises:
         UserError: for a ValueError, OSError or ImportError, with its message.
@@ -52,7 +52,7 @@ def run(main: Callable[[list[str] | None], None], argv: list[str] | None = None)
         argv: the arguments; the command line's if none.
 
     Returns:
-        The exit code: 0, or 2 after a `UserError`, whose sentence is printed.
+        The exit code: 0, or 2 after a `UserError`. The error's sentence is printed.
     """
     try:
         main(argv)

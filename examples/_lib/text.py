@@ -82,7 +82,7 @@ class Text:
 
 
 def batches(text: Text, batch: int, length: int, *, packed: bool) -> Callable[[int], Batch]:
-    """What is trained on: random windows, or whole documents packed into rows, whose share of padding is printed.
+    """The training data: random windows, or whole documents packed into rows. The share of padding is printed.
 
     Args:
         text: the corpus.
@@ -189,7 +189,7 @@ def unigram_loss(text: Text, batches: np.ndarray) -> float:
     """Scores held-out batches with the tokens' frequencies in the training text: the loss without any context.
 
     Args:
-        text: the corpus whose training part is counted, one added to each count.
+        text: the corpus. Its training part is counted, and one is added to each count.
         batches: (batches, batch, length); the first token of a window is not scored, as in the model.
 
     Returns:

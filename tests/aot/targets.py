@@ -12,7 +12,7 @@ import sys
 
 import jaxtyping
 
-# Hopper's kernels have no interpreter: on a CPU, their annotations are checked here alone.
+# Before JAX 0.12 Hopper's kernels cannot be interpreted: on a CPU, their annotations are then checked only here.
 jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
 
 from liger_jax.planner.compilers import TPU_ENVIRONMENT, compile_for, gpu_devices, tpu_devices  # noqa: E402

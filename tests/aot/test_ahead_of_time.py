@@ -98,7 +98,7 @@ def test_kernel_compiles(kind, target, case, results):
 
 
 def test_fast_loss_of_llama_keeps_to_its_budget_on_hopper(results):
-    """Three chunks, the last of them shorter: XLA would begin it before the others, and hold its logits meanwhile."""
+    """Three chunks, the last one shorter: XLA would begin it first, and hold its logits while the others run."""
     assert results("gpu")["h200", "hopper_bounded"]["extra_bytes"] <= BOUND
 
 
@@ -106,7 +106,7 @@ def test_fast_loss_of_llama_keeps_to_its_budget_on_hopper(results):
     "target", [pytest.param(name, marks=full_unless(name in DEFAULT)) for name in TPUS if name != "tpu7x"]
 )
 def test_lean_loss_of_llama_takes_256_mib_on_a_tpu(target, results):
-    """8,192 tokens of width 4,096, of which the float32 gradient alone takes 128."""
+    """8,192 tokens of width 4,096: their float32 gradient alone takes 128 MiB."""
     assert results("tpu")[target, "fused_linear_cross_entropy"]["extra_bytes"] <= 256 * 2**20
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 TOLERANCE = 2e-5  # share of the largest reference value, in float32
-STEP = 1e-5  # step of the central differences, whose error is near 1e-10
+STEP = 1e-5  # step of the central differences: their error is near 1e-10
 
 
 def float32(x):

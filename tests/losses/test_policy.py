@@ -182,7 +182,7 @@ def test_a_fresh_sample_trains_in_full_at_every_range(loss_type, level, arrays):
         options |= dict(epsilon_low=0.0)
     weights, denominator = policy_weights(jnp.asarray(MASK), loss_type, options.get("max_length"))
     gradient = jax.jit(jax.grad(lambda x: loss(x, None, **options)))(policy)
-    plain = -np.asarray(weights) * ADVANTAGES[:, None] / denominator  # that of REINFORCE
+    plain = -np.asarray(weights) * ADVANTAGES[:, None] / denominator  # REINFORCE's gradient
     if level == "sequence" and loss_type != "cispo":
         plain = plain.sum(1, keepdims=True) / MASK.sum(1, keepdims=True) * MASK
     close(gradient, plain)

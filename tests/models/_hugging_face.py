@@ -35,7 +35,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=8,
     rope_theta=500.0,
 )
-# Without a padding token: PyTorch gives the row of one no gradient, and starts it at zero.
+# No padding token: PyTorch gives its row of the embedding no gradient, and starts it at zero.
 GEMMA = dict(head_dim=6, tie_word_embeddings=True, pad_token_id=None)
 # Softcaps that bend, where the family has them, and a scale of the scores that is not the head's.
 WINDOW = dict(sliding_window=5, query_pre_attn_scalar=3)
@@ -103,7 +103,7 @@ PROMPT = np.array([[1] * 8, [0] * 3 + [1] * 5])  # the mask of `tokens`' first p
 class Expected(NamedTuple):
     """Float32 logits, loss, and gradients by the checkpoint's names, for tokens (B, T) with labels (B, T).
 
-    And how far the same model is from these in bfloat16, as `rms_error` of its logits and of its gradients; and the
+    `bfloat16_errors` are the `rms_error`s of logits and gradients of the same model in bfloat16. `greedy` are the
     likeliest tokens after those that `PROMPT` masks.
     """
 
@@ -131,7 +131,7 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
     text = "Text" if family == "Gemma3" else ""
     config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
-    model.set_attn_implementation("eager")  # the others leave a softcap out, by transformers' version
+    model.set_attn_implementation("eager")  # the other ones ignore softcaps in some versions of transformers
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.normal_(parameter, 1.0, 0.3)

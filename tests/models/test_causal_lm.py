@@ -135,7 +135,7 @@ def test_beside_kept_layers_a_float32_gradient_of_the_head_is_not_made_in_one_ch
     for tokens, options in (
         (1024, {}),  # only the lean mode is smaller
         (2048, {}),  # chunks of 1,024 would be slow
-        (16384, {}),  # of which a chunk is a part anyway
+        (16384, {}),  # a chunk is a part of these anyway
         (4096, dict(is_widened=False)),
         (4096, dict(device=AbstractDevice("NVIDIA A100", 108, "gpu"))),
     ):
@@ -297,7 +297,7 @@ def test_labels_of_minus_100_are_not_scored(model, tokens):
 @pytest.mark.parametrize("kernels", [KernelOptions(), *LOGITS_KERNELS.values()], ids=["fused", *LOGITS_KERNELS])
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32])
 def test_tokens_may_be_unsigned(kernels, dtype, tokens):
-    """Unsigned labels cannot hold -100, the label of what is not scored; 8 bits cannot hold a vocabulary's size."""
+    """Unsigned labels cannot hold -100, the label of ignored positions; 8 bits cannot hold a vocabulary's size."""
     model = make_model(dataclasses.replace(CONFIG, vocab_size=256), kernels=kernels)
     tokens = tokens.at[0, :2].set(jnp.array([156, 255]))
     unsigned = tokens.astype(dtype)

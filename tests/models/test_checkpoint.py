@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face: both ways, their numbers, and what is said of those that do not fit."""
+"""Hugging Face's checkpoints: reading, writing, the numbers, and the errors for those that do not fit."""
 
 import dataclasses
 import fnmatch

@@ -1,4 +1,4 @@
-"""The configs of all families: defaults, layer types, what is refused, and that no field is there for nothing."""
+"""The configs of all families: defaults, layer types, errors, and that the model reads every field."""
 
 import dataclasses
 import importlib
@@ -34,7 +34,7 @@ SIZES = dict(
     num_key_value_heads=1,
     head_dim=4,
 )
-# They are read when a config is made, and say what layer_types is.
+# Fields that the model does not read: a config computes layer_types from them when it is made.
 SAY_LAYER_TYPES = {"num_hidden_layers", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

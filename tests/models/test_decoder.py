@@ -16,7 +16,7 @@ from liger_jax.models.core.layer_stack import LayerStack, pattern_length
 from liger_jax.models.hugging_face.weights import tensors_of
 from tests.ops._oracle import first
 
-# One layer left over; layers left over whose numbers sort otherwise as words; one pattern alone; two patterns.
+# One layer left over; leftover layers with numbers that sort differently as text; one pattern alone; two patterns.
 PATTERNS = ["aabaaba", "aaaaaaaabaa", "aab", "abab"]
 
 
@@ -159,7 +159,7 @@ def test_hopper_s_feed_forward_keeps_gate_and_up_or_makes_them_again(family, rem
         program = str(jax.make_jaxpr(lambda backward, dy: backward(dy))(backward, dy))
     fused = remat == "full" or not scan
     assert ("gated_mlp_up" in forward) == fused and ("gated_mlp_gradients" in program) == fused
-    assert "gated_mlp_up" not in program  # whose gated product nobody needs a second time
+    assert "gated_mlp_up" not in program  # nothing needs the gated product a second time
     if kept is not None:
         assert sum(x.shape == (8, 1024, 4096) for x in jax.tree.leaves(backward)) == kept
 

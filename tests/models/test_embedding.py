@@ -11,7 +11,7 @@ V, D = 37, 8
 
 
 def draw(rng, dtype, tokens=(4, 300)):
-    """A table, ids of which one is frequent and some are missing, and the rows' gradient."""
+    """A table, ids (one is frequent, some are missing), and the gradient of the rows."""
     table = jnp.asarray(rng.standard_normal((V, D)), dtype)
     ids = jnp.asarray(np.where(rng.random(tokens) < 0.5, 5, rng.integers(0, V - 9, tokens)))
     return table, ids, jnp.asarray(1 + rng.random((*tokens, D)), dtype)

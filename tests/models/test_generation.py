@@ -265,7 +265,7 @@ def test_attention_with_a_cache_is_causal_attention(options, monkeypatch, rng):
 def test_a_prompt_is_attended_to_as_in_training_and_a_token_by_the_cache(length, is_the_op_s):
     model = make_model(dtype=jnp.bfloat16)
     tokens, mask = jnp.zeros((2, length), jnp.int32), jnp.ones((2, length), bool)
-    device = AbstractDevice("NVIDIA H200", None, "gpu")  # whose kernel has a name
+    device = AbstractDevice("NVIDIA H200", None, "gpu")  # its attention kernel has a name
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)):
         run = lambda tokens, mask: model(tokens, attention_mask=mask, cache=model.init_cache(2, 15)).logits
         jaxpr = str(jax.make_jaxpr(run)(tokens, mask))

@@ -128,7 +128,7 @@ def test_a_layer_keeps_gate_and_up_but_not_their_product(glu):
 def test_what_is_frozen_costs_less():
     """A frozen head saves the product for its gradient; a frozen trunk leaves of the backward only that product."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=1)
-    kernels = KernelOptions(implementation="xla")  # whose operations the compiler can count
+    kernels = KernelOptions(implementation="xla")  # the compiler counts XLA's operations, not a kernel's
     graph, params = nnx.split(nnx.eval_shape(lambda: make_model(config, kernels=kernels, scan_layers=False)))
     head, trunk = nnx.split_state(params, lambda path, _: "lm_head" in path, ...)
     tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)

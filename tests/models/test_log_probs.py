@@ -128,7 +128,7 @@ def test_config_json_has_it_under_cohere_s_name_and_granite_s():
 
 
 def policy(model, tokens, advantages, denominator, c):
-    """The loss of a step of DAPO with an entropy bonus; c is what the loss closes over."""
+    """The loss of a step of DAPO with an entropy bonus. The loss closes over c, the weight of the bonus."""
     old = jnp.full(tokens.shape, -4.0)
     loss_fn = lambda log_prob, entropy, old, advantage: (
         policy_token_loss(log_prob, old, advantage, epsilon_low=0.5) - c * entropy

@@ -87,7 +87,7 @@ def killer(monkeypatch):
         KILLER.step()
         write(tensors, path, **options)
 
-    def fsync(file):  # what is not synced may be lost; the real one takes milliseconds
+    def fsync(file):  # data that are not synced may be lost; the real fsync takes milliseconds
         KILLER.step(torn=KILLER.opened)
 
     monkeypatch.setattr(saving, "save_file", save_file)

@@ -17,7 +17,7 @@ from tests.ops._oracle import normal
 
 
 class Promises:
-    """Attributes of a class: `op`, `reference`, and where they differ from these, the others."""
+    """A subclass sets `op` and `reference`, and those of the other attributes that differ from the ones here."""
 
     op = reference = staticmethod(NotImplemented)
     options: dict = {}  # options of the op and the reference
@@ -109,7 +109,7 @@ class Promises:
         self.check_float32(*self.make(implementation), arrays, rng)
 
     def test_a_row_of_nan_changes_no_other_row(self, implementation, rng):
-        """Not even one whose squares overflow, which is summed in another way, in the same tile."""
+        """A row in the same tile may even overflow when squared; it is then summed in another way."""
         x = jnp.ones((8, 70)).at[0].set(jnp.nan).at[1, ::2].set(3e37)
         arrays = [x] * self.num_rows + self.arrays(rng, x.shape, jnp.float32)[self.num_rows :]
         op = jax.jit(self.make(implementation)[0])

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 TOLERANCE = 2e-5  # share of the largest reference value, in float32
 SAME = 2e-6  # share of the largest value, for the same arithmetic compiled twice
-ROUNDED = 1e-6  # an RMS error of sums in float32, whose order is free
+ROUNDED = 1e-6  # an RMS error of float32 sums in any order
 WORSE_THAN_PLAIN = 1.5  # at most, in half precision: the ratio of RMS errors
 
 

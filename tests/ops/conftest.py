@@ -66,7 +66,7 @@ def _is_shown_by_others(item) -> bool:
             return bool(transformed)
         if "mosaic_tpu" in item.name and (transformed or item.name.startswith("test_every_shape")):
             return True
-        if promises.__name__ == "TestFusedAddRMSNorm":  # whose norm is rms_norm's
+        if promises.__name__ == "TestFusedAddRMSNorm":  # its norm is rms_norm's
             return bool(re.search(r"casting_mode.*gemma|option.*(gemma|none)", item.name))
         return bool(transformed) or not about_values
     if item.path.name == "test_losses.py":  # the fused loss's kernels have the formulas of cross_entropy's

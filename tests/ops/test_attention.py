@@ -383,7 +383,7 @@ def test_rematerialised_layers_keep_the_output_and_a_number_for_each_query(name)
     kept = jax.eval_shape(lambda *qkv: jax.vjp(jax.checkpoint(attend, policy=POLICIES["none"]), *qkv)[1], q, k, k)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
     arrays = 2 * (2 * q.size + 2 * k.size)  # bytes of q, out, k and v
-    assert size <= arrays + 4 * 4 * 256 + 2 * q.size * (name == "splash:interpret")  # whose q is scaled
+    assert size <= arrays + 4 * 4 * 256 + 2 * q.size * (name == "splash:interpret")  # splash scales a copy of q
 
 
 @pytest.mark.usefixtures("unchecked_types")

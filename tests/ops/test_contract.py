@@ -91,7 +91,7 @@ def scalar(outputs):
 
 
 def case(name, rng, **options):
-    """A scalar function of the op's arrays by name, those that it is differentiated by, and the others."""
+    """A scalar function of the op's arrays by name, the arrays to differentiate by, and the other arrays."""
     op, shapes, others = CASES[name]
     arrays = {argument: jnp.asarray(rng.uniform(0.1, 0.6, shape), jnp.float32) for argument, shape in shapes.items()}
 
@@ -110,7 +110,7 @@ def same(found, expected):
 
 
 class Holder(nnx.Module):
-    """A module whose parameters are an op's arguments."""
+    """A module that passes its parameters to an op."""
 
     def __init__(self, arrays):
         for name, x in arrays.items():

@@ -126,7 +126,7 @@ def test_attention_keeps_batch_and_heads_split(spec, mesh, rng):
 
 
 def losses(rng):
-    """Labels of which some do not count, token weights, class weights and a bias."""
+    """Labels (some are ignored), token weights, class weights and a bias."""
     labels = jnp.where(jnp.asarray(rng.random((B, T)) < 0.3), -100, jnp.asarray(rng.integers(0, V, (B, T))))
     weights, class_weights = (jnp.asarray(rng.random(shape), jnp.float32) for shape in ((B, T), (V,)))
     return labels, weights, class_weights

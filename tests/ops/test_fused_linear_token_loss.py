@@ -244,7 +244,7 @@ def test_fast_takes_three_products_and_lean_four(mode, products, entropy, rng):
 
 
 def test_auto_is_fast_but_with_entropies_on_hopper(rng):
-    """Its kernels keep no logits of which entropies could be made."""
+    """Its kernels keep no logits, so entropies cannot be computed from them."""
     hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 128), (512, 128)))
     h100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu")
 

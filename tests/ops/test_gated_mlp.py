@@ -120,10 +120,10 @@ def test_x_and_both_gates_or_x_alone_are_kept_beside_the_kernels(implementation,
     [("x", 3), ("gate_kernel", 2), ("up_kernel", 2), ("down_kernel", 1), ("x gate_kernel", 4), (" ".join(INPUTS), 6)],
 )
 def test_what_is_frozen_takes_no_products(wrt, products, recomputed, implementation, rng):
-    """Beside the forward's 3 and what is differentiated: all but the down kernel need the gated product's gradient."""
+    """Counts the backward's products. All gradients but down_kernel's need the gradient of the gated product."""
     arrays = dict(zip(INPUTS, draw(rng, 37), strict=True))
     op = make("silu", implementation, recomputed)
-    if recomputed:  # gate and up, of which XLA alone leaves out up where its kernel's gradient is all that is wanted
+    if recomputed:  # gate and up again; for up_kernel's gradient alone XLA does not need up, and drops it
         products += 1 if (wrt, implementation) == ("up_kernel", "xla") else 2
     gradients_of = lambda op: jax.jit(jax.grad(lambda chosen: (op(**(arrays | chosen)) ** 2).sum()))
     chosen = {name: arrays[name] for name in wrt.split()}

@@ -24,7 +24,7 @@ def mode(request):
 
 
 def rounded_case(rng, weight_dtype=BF16, **sizes):
-    """A case whose float64 values are those of bfloat16 arrays, and these arrays."""
+    """A case rounded to bfloat16: the values in float64, and the arrays in bfloat16."""
     case = make_case(rng, **sizes)
     case.weight *= case.weight.shape[1] ** -0.5
     hidden, weight, bias = (jnp.asarray(x, BF16) for x in (case.hidden, case.weight, case.bias))
@@ -159,7 +159,7 @@ def test_tokens_that_do_not_count_may_hold_anything(hopper, mode, rng):
 
 def test_metrics_are_those_of_the_float32_logits(hopper, mode, rng):
     case, (hidden, weight, _) = rounded_case(rng, n=200, d=64, v=448)
-    hidden, weight = jnp.round(2 * hidden), jnp.round(8 * weight)  # whole numbers, whose sums are exact in any order
+    hidden, weight = jnp.round(2 * hidden), jnp.round(8 * weight)  # sums of whole numbers are exact in any order
     weight = weight.at[400].set(weight[3])  # equal logits: the first counts
     loss = lambda h: fused_linear_cross_entropy(
         h, weight, jnp.asarray(case.labels), mode=mode, return_metrics=True, implementation=hopper

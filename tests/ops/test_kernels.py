@@ -42,7 +42,7 @@ def kernels_of(function, *arrays):
 
 
 def traced(function, shape=(8, 16)):
-    """What a Python function of one tracer returns, whatever that is."""
+    """What a Python function returns for a tracer. That need not be an array."""
     results = []
     jax.eval_shape(lambda x: results.append(function(x)), jax.ShapeDtypeStruct(shape, jnp.float32))
     return results[0]

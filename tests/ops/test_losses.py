@@ -393,7 +393,7 @@ def test_vmap_over_tokens_and_checkpoint_change_nothing(op, implementation, rng)
         def through(inputs, labels):
             inputs, labels = by_parts(inputs, labels, 4)
             mapped = jax.vmap(rows, in_axes=([0] + [None] * (len(inputs) - 1), 0))
-            # JAX has no checkpoint around the TPU interpreter, whose kernels are host callbacks.
+            # JAX has no checkpoint around the TPU interpreter: its kernels are host callbacks.
             remat = (lambda f: f) if implementation == "mosaic_tpu:interpret" else jax.checkpoint
             return remat(mapped)(inputs, labels)
 

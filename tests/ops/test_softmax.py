@@ -120,7 +120,7 @@ def test_sparsemax_of_many_equal_scores_is_flat(implementation):
 
 @pytest.mark.parametrize("width", [2000, 32768])
 def test_sparsemax_of_wide_rows_is_exact(width, implementation, rng):
-    """Rows whose support comes last, one by one: what is hardest for Newton's steps."""
+    """Random rows, and rows of slowly changing scores, which are the hardest for Newton's method."""
     (x,) = normal(rng, (2, width))
     rows = [
         x[0],

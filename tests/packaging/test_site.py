@@ -35,7 +35,7 @@ def public_names() -> list[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The site, whose links and names are all found: a warning fails the build."""
+    """The built site. A link or a name that is not found is a warning, which fails the build."""
     folder = tmp_path_factory.mktemp("site")
     command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder)
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CHECKOUT)}

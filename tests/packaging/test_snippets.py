@@ -28,7 +28,7 @@ def run(page: Path, fence: re.Match, names: dict) -> None:
 
 
 def named(page: Path, fence: re.Match):
-    """A case whose name says where the example stands."""
+    """A case, named by the example's place."""
     line = fence.string.count("\n", 0, fence.start("code")) + 1
     return pytest.param(page, fence, id=f"{page.relative_to(CHECKOUT)}:{line}")
 

@@ -148,7 +148,7 @@ def test_what_lies_on_the_host_leaves_the_gpu(options, kind, part, tiny):
 )
 def test_estimate_is_within_10_percent_of_what_is_compiled_for_an_h200(model, batch, seq, remat, loss):
     found = compiled(PLAN, model, batch, seq, "h200", json.dumps(dict(remat=remat, loss=loss)))
-    if found["without_cudnn"] and model == "llama-3.2-1b":  # whose peak then is the work of XLA's attention
+    if found["without_cudnn"] and model == "llama-3.2-1b":  # without cuDNN, XLA's attention is its peak
         pytest.skip(found["without_cudnn"])
     assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
 

@@ -78,7 +78,7 @@ def test_remat_trades_what_layers_keep():
 
 @pytest.mark.parametrize("device", ["h200", "v5e"])
 def test_no_part_of_a_small_model_is_less_than_nothing(device, tmp_path):
-    """On a TPU, whose padding is most of what is kept."""
+    """On a TPU, padding is most of the memory that is kept."""
     path = tmp_path / "config.json"
     sizes = dict(vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=64, num_attention_heads=4)
     path.write_text(json.dumps(sizes | {"model_type": "llama", "num_key_value_heads": 4}))

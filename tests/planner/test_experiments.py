@@ -5,7 +5,7 @@ import pytest
 from benchmarks import pods, small_card
 from benchmarks._memory import both, kernels_in, named
 
-# Of programs that were compiled for an H200 and for a TPU, cut at what is not read.
+# Lines of programs that were compiled for an H200 and for a TPU. What the test does not read is cut off.
 PROGRAM = r"""
   %pallas_call.70 = (bf16[2048,1024]{1,0}, f32[528,1024]{1,0}) custom-call(%wrapped_add), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/transpose(jvp(rms_norm_backward))/pallas_call" stack_frame_id=3}
   %mpmd_map.14 = (f32[32,2048]{1,0}) custom-call(%fusion.18), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/jvp()/shard_map/fused_linear_cross_entropy_statistics/mpmd_map" scheduling_name="mpmd_map.14"}
@@ -19,7 +19,7 @@ PROGRAM = r"""
 
 
 def test_kernels_are_the_custom_calls_of_pallas_by_their_names():
-    """Neither what prepares a kernel's arguments nor another custom call is one."""
+    """Operations that prepare a kernel's arguments do not count, nor do other custom calls."""
     ours = ["fused_linear_cross_entropy_statistics", "rms_norm_backward", "rms_norm_forward"]
     assert kernels_in(PROGRAM) == [*ours, "splash_mha_fwd_residuals"]
     assert kernels_in(PROGRAM.replace("custom_call_target", "target")) == []
