@@ -8,6 +8,7 @@ from liger_jax.ops import LossMetrics as LossMetrics
 from liger_jax.ops import RopeScaling as RopeScaling
 from liger_jax.ops import Segments as Segments
 from liger_jax.ops import TokenLogProbs as TokenLogProbs
+from liger_jax.ops import TokenLosses as TokenLosses
 from liger_jax.ops import YarnRope as YarnRope
 from liger_jax.ops import apply_mrope as apply_mrope
 from liger_jax.ops import apply_rope as apply_rope

@@ -258,7 +258,8 @@ def test_a_step_trains_adapters_alone_and_micro_batches_give_the_batch_s_gradien
 
 SHARDED = dataclasses.replace(CONFIG, vocab_size=64)
 AXES = ("data", "fsdp")
-AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+AUTO = pytest.param(AxisType.Auto, marks=pytest.mark.full)
+AXIS_TYPES = pytest.mark.parametrize("axis_type", [AUTO, AxisType.Explicit], ids=str)
 
 
 def make_mesh(axis_type):
