@@ -295,8 +295,8 @@ class CausalLM(nnx.Module):
     ) -> TokenLogProbs:
         """The log-probability of each label, and perhaps each position's entropy, without logits in memory.
 
-        It is what preference and policy losses are made of (`fused_linear_log_probs`). Position t has that of
-        labels[:, t + 1], as in the call; a position that is not scored has 0.
+        It is what preference and policy losses are made of (`fused_linear_log_probs`). Position t has the
+        log-probability of labels[:, t + 1], as in the call. A position that is not scored has 0.
 
         Args:
             input_ids: as the call takes them.
@@ -343,7 +343,7 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, ""], TokenLosses]:
         """The sum over scored positions of any loss of a log-probability, over a denominator, without logits in memory.
 
-        It is `fused_linear_token_loss` with the labels of `log_probs`: position t has that of labels[:, t + 1].
+        It is `fused_linear_token_loss` with the labels of `log_probs`: position t scores labels[:, t + 1].
 
         Args:
             loss_fn: takes a token's log-probability, perhaps its entropy, and one number of each of `per_token`, and

@@ -1,4 +1,7 @@
-"""The device that a computation is meant for, which need not be there: what is known of it decides on the kernel."""
+"""The device that a computation is meant for.
+
+It need not be attached. What is known of it decides which kernel runs.
+"""
 
 from typing import Any
 

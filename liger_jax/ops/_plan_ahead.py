@@ -52,8 +52,8 @@ def plan_fused_linear_cross_entropy(
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
         implementation: as the op takes it.
         device: a `jax.Device`, or a `jax.sharding.AbstractDevice` that need not be there; None for the default one.
-        device_memory_bytes: its memory, of which "auto" takes an eighth at most where there is no budget, or what
-            "lean" needs if that is more; None for no bound.
+        device_memory_bytes: the device's memory; None for no bound. Without a budget, "auto" takes an eighth of it at
+            most, or what "lean" needs if that is more.
 
     Returns:
         A plan: `implementation`, `mode`, `chunk_size` and `extra_bytes`, the predicted bytes beside inputs and

@@ -56,7 +56,7 @@ def causal_attention(
     """softmax(softcap·tanh(scale·q·kᵀ/softcap), over what a position may see)·v, with Q a multiple of K.
 
     A position sees itself and those before it: of its own segment, and inside of its window. No (T, T) array exists,
-    forward or backward. Scores and their softmax are float32, whose weights are rounded to q.dtype for the product.
+    forward or backward. Scores and their softmax are float32. The softmax's weights are rounded to q.dtype.
 
     The default on TPUs is splash attention. On NVIDIA GPUs it is cuDNN where there are neither segments nor a softcap.
     Packed and softcapped rows go to kernels of ours whose cost falls with what is visible. On Hopper, packed documents

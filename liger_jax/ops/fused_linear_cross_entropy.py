@@ -58,8 +58,9 @@ def fused_linear_cross_entropy(
     weight's gradient is never summed in less than float32, or two 16-bit halves of it. Products take hidden's dtype. On
     one device, the same program gives the same bits every time.
 
-    On a mesh with Explicit axes tokens stay where they are, and "mean" is that of all. A weight that is split over the
-    tokens' axes is gathered, and its gradient scattered; one whose vocabulary is split over another axis stays so.
+    On a mesh with Explicit axes tokens stay where they are, and "mean" is the mean over all devices. A weight that is
+    split over the tokens' axes is gathered, and its gradient is scattered. A weight whose vocabulary is split over
+    another axis stays split.
 
     Args:
         hidden: (..., D), any float dtype.

@@ -56,8 +56,8 @@ def fused_linear_topk_distillation(
     Args:
         hidden: (..., D), any float dtype.
         weight: (V, D), or (D, V) with `weight_layout="dv"`, any float dtype.
-        token_ids: (..., K), integers in [0, V), of which no two of a token may be the same; elsewhere the token's loss
-            and gradient are NaN.
+        token_ids: (..., K), integers in [0, V), all different within a token. Any other ids make the token's loss and
+            gradient NaN.
         log_probs: (..., K), the teacher's log-probabilities of these at the same temperature, any float dtype. −inf
             says that a place is not used, whatever its id.
         tail: "ignore" or "bucket".

@@ -1,4 +1,4 @@
-"""The gated feed-forward as one op, whose backward makes all that lies between its products in one pass."""
+"""The gated feed-forward as one op. Its backward computes everything between the products in one pass."""
 
 import dataclasses
 import functools

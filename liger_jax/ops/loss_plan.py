@@ -1,7 +1,7 @@
 """How a linear loss is computed in the memory that there is: its mode, its chunk and its bytes.
 
-A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V), of which it holds a part at a time. It has
-two modes:
+A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V). It holds only a part of the logits at a
+time. It has two modes:
 
     "fast"  goes over chunks of tokens. It makes the gradients together with the loss, with 3 products of 2·N·D·V
             operations.
@@ -340,7 +340,7 @@ def least_entries(problem: Problem) -> int:
 
 
 def _by_cost(problem: Problem, most: int, least: int) -> list[int]:
-    """Hopper's chunks in whole tiles, and that of `most` tokens, the cheapest first."""
+    """Hopper's chunks in whole tiles, and the chunk of `most` tokens, the cheapest first."""
     step = _TILE * cdiv(most - least + 1, _TILE * _MOST_SIZES)
     sizes = {most, *range(round_up(least, _TILE), most, step)}
     return sorted(sizes, key=lambda tokens: (config.mosaic_gpu_chunk_cost(problem.n, problem.d, tokens), tokens))
@@ -397,7 +397,7 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
 
 
 def chunk_bytes(problem: Problem, tokens: int) -> int:
-    """What grows with the chunk of the fast mode: logits and du, or E, in whose place du is written."""
+    """What grows with the chunk of the fast mode: logits and du, or E. (du is written in the place of E.)"""
     du = tokens * problem.v * problem.itemsize
     if problem.kernels != "mosaic_gpu":
         return du + 4 * tokens * problem.v

@@ -73,7 +73,10 @@ _DISTINCT: Any = dict(unique_indices=True, indices_are_sorted=True, wrap_negativ
 
 
 def _look_up(table, ids, dtype):
-    """table[ids]; the table; and zeros (U, D), whose cotangent is the rounding errors of the table's own cotangent."""
+    """table[ids]; the table; and zeros (U, D).
+
+    The cotangent of the zeros holds the rounding errors of the table's cotangent.
+    """
     embeddings = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
     return embeddings, table, jnp.zeros((min(ids.size, len(table) + 1), table.shape[1]), jnp.float32)
 
@@ -100,7 +103,10 @@ _looked_up.defvjp(_look_up_forward, _look_up_backward)
 
 @jax.custom_vjp
 def _widened(table, rounding_errors, ids):
-    """A bfloat16 table as float32. Its gradient is rounded; that of `rounding_errors` is the error at these ids."""
+    """A bfloat16 table as float32. Its gradient is rounded.
+
+    The gradient of `rounding_errors` is the error at these ids.
+    """
     return table.astype(jnp.float32)
 
 

@@ -148,7 +148,7 @@ def table(low: Any, high: Any, is_foreign: Any, batch: int, row_block: int, colu
 
 
 def whole_blocks(x: Any, block: int) -> Any:
-    """(B, T) → T rounded up: what is added is as the last."""
+    """(B, T) → T rounded up to whole blocks. The last value is repeated."""
     xp: Any = np if isinstance(x, np.ndarray) else jnp
     return xp.pad(x, ((0, 0), (0, -x.shape[1] % block)), mode="edge")
 

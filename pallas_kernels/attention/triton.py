@@ -229,7 +229,7 @@ def _launch(
 
 
 def _whole(x: Any) -> pl.BlockSpec:
-    """An array as one block; that of an array (B, T, heads, H) has whole tiles of positions, masked where none are."""
+    """An array as one block. That of (B, T, heads, H) has whole tiles of positions, masked past the end."""
     shape = list(x.shape)
     if len(shape) == 4:
         shape[1] = round_up(shape[1], _ROWS)

@@ -37,7 +37,7 @@ class Statistics(NamedTuple):
 class Cotangents(NamedTuple):
     """The cotangents of the first three statistics; each is (N,) float32, or (N, 1) inside kernels.
 
-    That of the entropy comes as what it adds to the others: `log_normalizer` is g_lse − g_entropy·H, the factor of p_v,
+    The entropy's cotangent is added to the others: `log_normalizer` is g_lse − g_entropy·H, the factor of p_v,
     and `log_probability` is −g_entropy, the factor of p_v·log p_v (`with_entropy`).
     """
 

@@ -267,7 +267,7 @@ def gradients_in_forward(
         return formulas.product(du, part.inputs.weight, 1, options.vocab_dim, options, dtype)
 
     def weight_gradient(total, part, du, which):
-        """A part of dW, of all tokens or added to that of the chunks before."""
+        """A part of dW: over all tokens, or added to the dW of the earlier chunks."""
         hidden = part.inputs.hidden
         if in_bytes:
             high, low = total

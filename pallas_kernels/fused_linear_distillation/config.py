@@ -48,7 +48,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceOptions(Options):
-    """Those of the divergence from a teacher whose logits are made here."""
+    """The options of the divergence from a teacher whose logits are made here."""
 
     teacher: HeadOptions
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
@@ -57,6 +57,6 @@ class DivergenceOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class TopKOptions(Options):
-    """Those of the divergence from a teacher whose largest log-probabilities are stored."""
+    """The options of the divergence from a teacher whose largest log-probabilities are stored."""
 
     has_bucket: bool  # whether all other tokens are one event, or nothing

@@ -5,7 +5,7 @@ p_v is a_v, up to what is the same for all v. Since p = softmax(z), the gradient
 
     ∂D/∂z_v = p_v · a_v − p_v · A,    A = Σ_v p_v · a_v.
 
-So two sums over a row are enough: A, and that of the rest t.
+So two sums over a row are enough: A, and Σ_v t_v.
 
 | divergence | D | t | p · a |
 |---|---|---|---|

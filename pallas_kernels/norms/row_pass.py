@@ -94,9 +94,10 @@ def in_float32(x: jax.Array) -> jax.Array:
 def statistic_sums(
     row_pass: RowPass, sum_along_row: Callable[..., Arrays], overflows: Callable[[jax.Array], jax.Array]
 ) -> Arrays:
-    """The sums of the statistics and of the rescue, which is run only if it is needed, and is 0 otherwise.
+    """The sums of the statistics and of the rescue. The rescue runs only if it is needed; otherwise its sums are 0.
 
-    `sum_along_row(stage, sums, number)` makes the sums of a stage, the first of which is the row's `number`-th.
+    `sum_along_row(stage, sums, number)` makes the sums of a stage. Sums are numbered along the row, and the stage's
+    first has this number.
     `overflows(sum)` says whether any row of the last statistic's sum is infinite.
     """
     if not row_pass.statistics:
