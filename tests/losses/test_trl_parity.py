@@ -49,7 +49,8 @@ class Accelerator:
 def trainer(**options):
     fixed = dict(
         accelerator=Accelerator(),
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        # Where PEFT is installed, accelerate looks for compiled parts among `_modules`.
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False, _modules={}),
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
         aux_loss_enabled=False,
         current_gradient_accumulation_steps=1,
