@@ -174,7 +174,9 @@ for kernel, mode, weight_dtype, chunk_size in (
     shapes = ((n, d), jnp.bfloat16), ((v, d), jnp.dtype(weight_dtype)), ((n,), jnp.int32)
     extra = compile_for(step, shapes, device, "gpu").memory_analysis().temp_size_in_bytes
     print(kernel, mode, weight_dtype, plan, f"{extra / plan.extra_bytes:.3f}")
-    assert 0.9 < extra / plan.extra_bytes < (1.3 if kernel == "triton" else 1.1)
+    # Newer compilers lay some of XLA's lean buffers over each other: the plan is up to a fifth too high.
+    least = 0.8 if (kernel, mode) == ("xla", "lean") else 0.9
+    assert least < extra / plan.extra_bytes < (1.3 if kernel == "triton" else 1.1)
 print("done")
 """
     assert "done" in run("-c", script)
