@@ -117,7 +117,7 @@ def make_pairs() -> tuple[jax.Array, jax.Array]:
 
 
 def shares(graph, params) -> tuple[float, float]:
-    """Of 256 sampled answers, the share that first steps upwards, and the share that first steps downwards."""
+    """Samples 256 answers; returns the share whose first step goes up, and the share whose first step goes down."""
     prompts = jnp.arange(256)[:, None] % VOCAB
     tokens = nnx.merge(graph, params).generate(prompts, max_new_tokens=1, temperature=1.0, key=jax.random.key(0))
     stride = (tokens[:, 1] - tokens[:, 0]) % VOCAB
