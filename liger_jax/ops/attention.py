@@ -19,9 +19,11 @@ from liger_jax.pallas_kernels.attention.intervals import Segments
 
 _OP = "causal_attention"
 _MODULES = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": triton, "splash": splash}
-# On an H100, forward and backward of one segment take 1.04 and 1.19 of cuDNN's time at widths 64 and 128, and a window
-# as long as cuDNN's (benchmarks/results/attention.md). cuDNN takes neither packed rows nor softcaps.
+# On an H100, forward and backward of one segment take 1.04 and 1.19 of cuDNN's time at widths 64 and 128. A window of
+# 1,024 takes 0.76, 0.94, 0.98 and 1.02 of it at 512, 2,048, 8,192 and 32,768 positions, without cuDNN's workspace
+# (benchmarks/results/attention.md). cuDNN takes neither packed rows nor softcaps.
 _KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("cudnn", "mosaic_gpu", "triton"), "tpu": ("splash",)})
+_KERNELS_OF_WINDOWS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu", "cudnn", "triton"), "tpu": ("splash",)})
 ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of what the backward needs of the forward
 
 
@@ -58,10 +60,11 @@ def causal_attention(
     A position sees itself and those before it: of its own segment, and inside of its window. No (T, T) array exists,
     forward or backward. Scores and their softmax are float32. The softmax's weights are rounded to q.dtype.
 
-    The default on TPUs is splash attention. On NVIDIA GPUs it is cuDNN where there are neither segments nor a softcap.
-    Packed and softcapped rows go to kernels of ours whose cost falls with what is visible. On Hopper, packed documents
-    of 512 positions on average, 2 × 8,192, take a quarter of what cuDNN takes for one segment. From Ampere on, other
-    GPUs have the same algorithm in Triton, which was compiled for an A100 and never timed on one. Elsewhere XLA runs.
+    The default on TPUs is splash attention. On NVIDIA GPUs it is cuDNN where there are neither segments nor a softcap,
+    and on Hopper no window shorter than T either. All other rows go to kernels of ours whose cost falls with what is
+    visible. On Hopper, packed documents of 512 positions on average, 2 × 8,192, take a quarter of what cuDNN takes for
+    one segment. From Ampere on, other GPUs have the same algorithm in Triton, which was compiled for an A100 and never
+    timed on one. Elsewhere XLA runs.
 
     On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike.
 
@@ -125,7 +128,8 @@ def choose(
 ) -> Choice:
     """The implementation that runs a case on a device that need not be there, from its arrays or their types."""
     case = options | {"is_hopper": is_hopper(device.device_kind)}
-    return _KERNELS.choose(implementation, q, k, v, segment_ids, device=device, **case)
+    kernels = _KERNELS if options["window"] is None or options["window"] >= q.shape[1] else _KERNELS_OF_WINDOWS
+    return kernels.choose(implementation, q, k, v, segment_ids, device=device, **case)
 
 
 def _on_mesh(q, k, v, segment_ids, **options: Any):
