@@ -82,12 +82,40 @@ def check_rows(op: str, x: jax.Array, **columns: jax.Array | None) -> None:
         check_shape(op, name, column, x.shape[-1:], "one entry for each element of x's last axis")
 
 
-def check_linear_choices(op: str, weight_layout: str, mode: str, chunk_size: int | None) -> None:
-    """Raises a ValueError unless a linear loss has this layout of the weight, this mode, and chunks of this size."""
-    check_choice(op, "weight_layout", weight_layout, ("vd", "dv"))
+def check_layout(op: str, weight_layout: str, prefix: str = "") -> None:
+    """Raises a ValueError unless a weight has this layout; the argument's name begins with `prefix`."""
+    check_choice(op, f"{prefix}weight_layout", weight_layout, ("vd", "dv"))
+
+
+def check_mode(op: str, mode: str, chunk_size: int | None) -> None:
+    """Raises a ValueError unless a linear loss has this mode, and chunks of this size."""
     check_choice(op, "mode", mode, ("auto", "fast", "lean"))
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"{op}: chunk_size={chunk_size!r} must be a Python int of at least 1; None chooses one.")
+
+
+def linear_head(
+    op: str, hidden: Any, weight: Any, bias: Any, weight_layout: str, prefix: str = ""
+) -> tuple[jax.Array, jax.Array, jax.Array | None, int]:
+    """Hidden states, weight and bias of a linear loss as JAX's arrays that fit each other, and the vocabulary's size.
+
+    The arguments' names begin with `prefix`. Raises a TypeError or ValueError unless they fit.
+    """
+    arrays = {"hidden": hidden, "weight": weight, "bias": bias}
+    hidden, weight, bias = floating(op, **{f"{prefix}{name}": x for name, x in arrays.items()})
+    check_layout(op, weight_layout, prefix)
+    if hidden.ndim == 0:
+        raise ValueError(f"{op}: {prefix}hidden has shape (), but must be (..., D).")
+    if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
+        wanted = "(V, D)" if weight_layout == "vd" else "(D, V)"
+        raise ValueError(
+            f"{op}: {prefix}weight has shape {weight.shape}, but with {prefix}weight_layout={weight_layout!r} and "
+            f"{prefix}hidden of width D={hidden.shape[-1]} it must be {wanted}; "
+            "the other layout is the other value of weight_layout."
+        )
+    vocab_size = weight.shape[weight_layout.index("v")]
+    check_shape(op, f"{prefix}bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
+    return hidden, weight, bias, vocab_size
 
 
 def current_precision(precision: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -12,19 +11,18 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.ops import _checks, _explicit, _loss, _mesh
 from liger_jax.ops._device import device_of, memory_of_device
 from liger_jax.ops._kernels import Kernels
-from liger_jax.ops._linear_statistics import as_shapes, from_shapes, instantiated, values
+from liger_jax.ops._linear_statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
+from liger_jax.ops.loss_plan import Plan, plan_distillation
+from liger_jax.ops.loss_problem import DistillationProblem, possible_mode, soft_budget_bytes, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks, mosaic_gpu, xla
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 
-MODES = ("auto", "fast", "lean")
-LAYOUTS = ("vd", "dv")
 _KERNELS = Kernels("distillation", {"xla": xla, "mosaic_gpu": mosaic_gpu}, {"gpu": ("mosaic_gpu",)})
 _NOTHING = Needs(False, False, False)
 _TWICE = "take the divergences of liger_jax.losses, on logits"
-_LEAN_BYTES = 384 * 2**20  # of a chunk in mode "lean", at most: 512 tokens of 128,256 entries in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +39,7 @@ class Static:
 
     def __post_init__(self) -> None:
         _checks.check_choice(self.op, "reduction", self.reduction, _loss.REDUCTIONS)
-        _checks.check_choice(self.op, "mode", self.mode, MODES)
-        size = self.chunk_size
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(f"{self.op}: chunk_size={size!r} must be a Python int of at least 1; None chooses one.")
+        _checks.check_mode(self.op, self.mode, self.chunk_size)
 
 
 # --- lean: each token's loss, whose dX is made in the forward, and dW in the backward ---------------------------------
@@ -56,12 +51,12 @@ def _token_losses_vjp(hidden, weight, bias, teacher, labels, scale, options, cho
 
 
 def _token_losses_forward_rule(hidden, weight, bias, teacher, labels, scale, options, choice):
-    needs = Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
+    needs = needs_of(hidden, weight, bias)
     hidden, weight, bias, teacher, labels, scale = values(hidden, weight, bias, teacher, labels, scale)
     losses, statistics, grads = _run(
         hidden, weight, bias, teacher, labels, scale, options, choice, needs._replace(weight=False, bias=False)
     )
-    dhidden = jnp.zeros(()) if grads[0] is None else grads[0]
+    (dhidden,) = present(grads[:1])
     return losses, (as_shapes(needs), hidden, weight, bias, teacher, labels, scale, statistics, dhidden)
 
 
@@ -92,16 +87,15 @@ def _summed_loss_vjp(hidden, weight, bias, teacher, labels, scale, options, choi
 
 
 def _summed_loss_forward_rule(hidden, weight, bias, teacher, labels, scale, options, choice):
-    needs = Needs(hidden.perturbed, weight.perturbed, bias is not None and bias.perturbed)
+    needs = needs_of(hidden, weight, bias)
     hidden, weight, bias, teacher, labels, scale = values(hidden, weight, bias, teacher, labels, scale)
     losses, _, grads = _run(hidden, weight, bias, teacher, labels, scale, options, choice, needs)
-    return jnp.sum(losses), tuple(jnp.zeros(()) if grad is None else grad for grad in grads)
+    return jnp.sum(losses), present(grads)
 
 
 def _summed_loss_backward_rule(options, choice, grads, cotangent):
     g = instantiated(cotangent)
-    scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
-    return *scaled, None, None, None
+    return *scaled(grads, g), None, None, None
 
 
 _summed_loss_vjp.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
@@ -121,30 +115,13 @@ def _run(hidden, weight, bias, teacher, labels, scale, options, choice, needs):
 
 
 def head_options(
-    op: str, prefix: str, scale: float, softcap: float | None, layout: str, temperature: float = 1.0
+    op: str, prefix: str, scale: float, softcap: float | None, layout: str, precision: Any, temperature: float = 1.0
 ) -> HeadOptions:
     """How one model's logits are made, checked; the messages' names begin with `prefix`."""
     _loss.check_logit_options(op, scale, softcap, prefix)
-    _checks.check_choice(op, f"{prefix}weight_layout", layout, LAYOUTS)
-    _checks.check_number(op, temperature=temperature)
-    if not 0.0 < temperature < math.inf:
-        raise ValueError(f"{op}: temperature={temperature} must be finite and > 0; 1.0 leaves the logits as they are.")
+    _loss.check_temperature(op, temperature)
     softcap = None if softcap is None else float(softcap)
-    return HeadOptions(LogitOptions(float(scale) / float(temperature), softcap), layout)
-
-
-def check_head(op: str, prefix: str, head: Head, layout: str) -> int:
-    """Raises a ValueError unless hidden states, weight and bias fit; returns the size of the vocabulary."""
-    width = head.hidden.shape[-1:]
-    if not width or head.weight.ndim != 2 or head.weight.shape[layout.index("d")] != width[0]:
-        raise ValueError(
-            f"{op}: {prefix}weight has shape {head.weight.shape}, but with {prefix}weight_layout={layout!r} and "
-            f"{prefix}hidden of shape {head.hidden.shape} it must be {'(V, D)' if layout == 'vd' else '(D, V)'}, "
-            "where D is the last axis of the hidden states."
-        )
-    vocab_size = head.weight.shape[layout.index("v")]
-    _checks.check_shape(op, f"{prefix}bias", head.bias, (vocab_size,), "one entry for each row of the vocabulary")
-    return vocab_size
+    return HeadOptions(LogitOptions(float(scale) / float(temperature), softcap), layout, precision)
 
 
 def check_tokens(
@@ -175,55 +152,30 @@ def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | Non
 # --- how much at a time -----------------------------------------------------------------------------------------------
 
 
-def why_not_fast(student: Head, options: Options, reduction: str) -> str | None:
-    """The reason why gradients cannot be made in the forward, or None."""
-    if reduction == "none":
-        return "the cotangent of each token's loss is unknown in the forward; use mode='lean' or reduction='sum'"
-    if options.vocab_axis is not None:
-        return "the vocabulary is split over a mesh axis; use mode='lean'"
-    if jnp.float16 in (student.hidden.dtype, student.weight.dtype):
-        return "float16 rounds gradients to 0 before a loss scale can reach them; use mode='lean' or bfloat16"
-    return None
-
-
-def plan(student: Head, teacher: Head | TopK, options: Options, static: Static) -> tuple[bool, int, int]:
-    """(whether the mode is fast, tokens in a chunk, vocabulary entries in a slice)."""
-    n, d = student.hidden.shape
-    v, itemsize = student.weight.shape[options.student.vocab_dim], student.hidden.dtype.itemsize
-    reason = why_not_fast(student, options, static.reduction)
-    if static.mode == "fast" and reason is not None:
-        raise ValueError(f"{static.op}: mode='fast' makes gradients in the forward, and here {reason}.")
+def plan(student: Head, teacher: Head | TopK, options: Options, static: Static, implementation: str) -> Plan:
+    """Mode and chunk of the loss on one device, by loss_plan.py."""
+    reason = why_not_fast(static.reduction, options.vocab_axis, student.hidden.dtype, student.weight.dtype)
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
-    # At most: raw logits and the gradient in hidden's dtype; stored teachers scatter into float32.
-    entry = itemsize * (len(heads) + 1) + (4 if isinstance(teacher, TopK) else 0)
-    copies = sum(h.weight.size * h.hidden.dtype.itemsize for h in heads if h.weight.dtype != h.hidden.dtype)
-    fixed = {
-        "fast": copies + (4 * v * d if student.weight.dtype.itemsize < 4 else 0),
-        "lean": copies + itemsize * n * d,
-    }
-    bytes_of = lambda mode, tokens: fixed[mode] + tokens * v * entry
-    on_cpu = device_of(student.hidden, student.weight).platform == "cpu"
-    # dW's sum is read and written once a chunk, for which 2,048 tokens are enough work.
-    preferred = {"fast": 128 if on_cpu else 2048, "lean": max(64, _LEAN_BYTES // (v * entry) // 128 * 128)}
-
-    mode, budget = static.mode, static.memory_budget_bytes
-    if mode == "auto":
-        memory = memory_of_device(student.hidden, student.weight)
-        bound = budget if budget is not None or memory is None else memory // 8
-        least = min(n, static.chunk_size or 128)
-        fits = bound is None or bytes_of("fast", least) <= bound
-        mode = "fast" if reason is None and fits else "lean"
-    tokens = min(n, static.chunk_size or preferred[mode])
-    if budget is not None:
-        while static.chunk_size is None and tokens > 64 and bytes_of(mode, tokens) > budget:
-            tokens = max(64, tokens // 2)
-        if bytes_of(mode, tokens) > budget:
-            raise ValueError(
-                f"{static.op}: memory_budget_bytes={budget} is too small: mode={mode!r} needs {bytes_of(mode, tokens)} "
-                f"bytes beside inputs and gradients with chunk_size={tokens}. Raise the budget, or split the tokens "
-                "over several calls."
-            )
-    return mode == "fast", max(1, tokens), max(128, tokens * v // max(1, n) // 128 * 128)
+    n, d = student.hidden.shape
+    problem = DistillationProblem(
+        n,
+        d,
+        v=student.weight.shape[options.student.vocab_dim],
+        itemsize=student.hidden.dtype.itemsize,
+        weight_itemsize=student.weight.dtype.itemsize,
+        num_heads=len(heads),
+        head_copies_bytes=sum(
+            head.weight.size * head.hidden.dtype.itemsize for head in heads if head.weight.dtype != head.hidden.dtype
+        ),
+        platform=device_of(student.hidden, student.weight).platform,
+        implementation=implementation.partition(":")[0],
+        mode=possible_mode(static.op, static.mode, reason),
+        chunk_size=static.chunk_size,
+        hard_budget_bytes=static.memory_budget_bytes,
+        soft_budget_bytes=soft_budget_bytes(memory_of_device(student.hidden, student.weight)),
+        op=static.op,
+    )
+    return plan_distillation(problem)
 
 
 # --- the computation of one device, and of many -----------------------------------------------------------------------
@@ -277,10 +229,12 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
     choice = dataclasses.replace(_KERNELS, op=op).choose(static.implementation, *student, *teacher, options=options)
     if (reason := _mesh.needs_shard_map(*student, *teacher)) is not None:
         raise ValueError(f"{op}: {reason}")
-    is_fast, tokens, entries = plan(student, teacher, options, static)
-    options = dataclasses.replace(options, tokens=tokens, entries=entries)
-
     n, shard_size = student.hidden.shape[0], student.weight.shape[options.student.vocab_dim]
+    planned = plan(student, teacher, options, static, choice.name)
+    # As many logits at a time as a chunk of tokens has.
+    entries = max(128, planned.chunk_size * shard_size // max(1, n) // 128 * 128)
+    options = dataclasses.replace(options, tokens=planned.chunk_size, entries=entries)
+
     first, vocab_size = 0, shard_size
     if options.vocab_axis is not None:
         first = jax.lax.axis_index(options.vocab_axis).astype(jnp.int32) * shard_size
@@ -304,7 +258,7 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         scale = scale / denominator
     hidden, weight, bias, labels, scale, *of_teacher = _mesh.align_varying(*student, own_labels, scale, *teacher)
     arrays = hidden, weight, bias, type(teacher)(*of_teacher), labels, scale
-    if is_fast:
+    if planned.mode == "fast":
         value = _summed_loss(*arrays, options, choice)
         return jax.lax.psum(value, token_axes) if token_axes else value
     losses = _token_losses(*arrays, options, choice)

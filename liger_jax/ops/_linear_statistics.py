@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops import _mesh
+from liger_jax.ops._device import memory_of_device
 from liger_jax.ops._kernels import Kernel
-from liger_jax.ops.loss_plan import KERNELS, Problem, kernel_options
+from liger_jax.ops.loss_plan import kernel_options
+from liger_jax.ops.loss_problem import KERNELS, Problem, problem_of, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
@@ -19,16 +21,31 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, L
 _SECOND_DERIVATIVES = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
 
 
-def check_sizes(op: str, hidden: jax.Array, weight: jax.Array, weight_layout: str) -> None:
-    """Raises a ValueError unless hidden (..., D) and the head fit."""
-    if hidden.ndim == 0:
-        raise ValueError(f"{op}: hidden has shape (), but must be (..., D).")
-    if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
-        raise ValueError(
-            f"{op}: weight has shape {weight.shape}, but with weight_layout={weight_layout!r} and hidden of width "
-            f"D={hidden.shape[-1]} it must be {'(V, D)' if weight_layout == 'vd' else '(D, V)'}; "
-            "the other layout is the other value of weight_layout."
-        )
+def problem_on_device(
+    op: str,
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *others: jax.Array | None,
+    options: LinearOptions,
+    reduction: str,
+    vocab_axis: str | None,
+    **limits: Any,
+) -> Problem:
+    """The problem of one device's arrays; a ValueError where they lie on a mesh that the compiler would partition."""
+    problem = problem_of(
+        op,
+        hidden,
+        weight,
+        *others,
+        options=options,
+        not_fast_because=why_not_fast(reduction, vocab_axis, hidden.dtype, weight.dtype),
+        device_memory_bytes=memory_of_device(hidden, weight),
+        **limits,
+    )
+    if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
+        raise ValueError(f"{op}: {reason}")
+    return problem
 
 
 def kernel_of(
@@ -55,6 +72,16 @@ def instantiated(cotangent: Any) -> Any:
     if _is_zero(cotangent):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
+
+
+def present(grads: Any) -> list[jax.Array]:
+    """The gradients with () zeros in place of those that nobody asked for, so that residuals have one tree."""
+    return [jnp.zeros(()) if grad is None else grad for grad in grads]
+
+
+def scaled(grads: Any, factor: jax.Array) -> list[jax.Array | None]:
+    """The gradients of `present` times a number, in their dtypes; None for those that nobody asked for."""
+    return [(factor * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
 
 
 def values(*primals: Any) -> list[Any]:

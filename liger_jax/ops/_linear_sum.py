@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops._linear_statistics import guarded_inputs, instantiated, kernel_of, needs_of, values
+from liger_jax.ops._linear_statistics import (
+    guarded_inputs,
+    instantiated,
+    kernel_of,
+    needs_of,
+    present,
+    scaled,
+    values,
+)
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
@@ -51,22 +59,20 @@ def _sum_forward_rule(hidden, weight, bias, terms, class_weights, constants, lab
         kernel = kernel_of(problem, options, "statistics")
         statistics = formulas.where(labels != formulas.NO_LABEL, kernel.run(*kernel.guarded(inputs)))
         grads = config.Gradients(None, None, None)
-    grads = config.Gradients(*(jnp.zeros(()) if grad is None else grad for grad in grads))
     loss = jnp.sum(row_loss.losses(statistics, terms, constants))
-    return (loss, statistics), (grads, statistics, terms, constants)
+    return (loss, statistics), (present(grads), statistics, terms, constants)
 
 
 def _sum_backward_rule(problem, options, row_loss, residuals, cotangents):
     # A residual that is a constant of the trace comes as a literal.
     grads, statistics, terms, constants = jax.tree.map(jnp.asarray, residuals)
     g = instantiated(cotangents[0])
-    scaled = [(g * grad.astype(jnp.float32)).astype(grad.dtype) if grad.ndim else None for grad in grads]
 
     def loss_of(terms, constants):
         return jnp.sum(row_loss.losses(statistics, terms, constants))
 
     terms_grad, constants_grad = jax.vjp(loss_of, terms, constants)[1](g)
-    return *scaled, terms_grad, None, constants_grad, None
+    return *scaled(grads, g), terms_grad, None, constants_grad, None
 
 
 _sum_vjp.defvjp(_sum_forward_rule, _sum_backward_rule, symbolic_zeros=True)

@@ -57,6 +57,13 @@ def check_logit_options(op: str, logit_scale: float, logit_softcap: float | None
             raise ValueError(f"{op}: {softcap}={logit_softcap} must be finite and > 0; pass None to cap nothing.")
 
 
+def check_temperature(op: str, temperature: float) -> None:
+    """Raises a TypeError or ValueError unless logits can be divided by it."""
+    _checks.check_number(op, temperature=temperature)
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"{op}: temperature={temperature} must be finite and > 0; 1.0 leaves the logits as they are.")
+
+
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
     """The loss options of the public functions, checked."""

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from liger_jax.ops import _checks
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops._loss import check_logit_options
-from liger_jax.ops.loss_plan import OP, Plan, make_plan, problem_of_sizes
+from liger_jax.ops.loss_plan import Plan, make_plan
+from liger_jax.ops.loss_problem import OP, problem_of_sizes
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 
 
@@ -76,7 +77,8 @@ def plan_fused_linear_cross_entropy(
             raise ValueError(f"plan_{OP}: {name}={size} must be at least 1.")
     for name in differentiated:
         _checks.check_choice(f"plan_{OP}", "differentiated", name, ("hidden", "weight"))
-    _checks.check_linear_choices(f"plan_{OP}", weight_layout, mode, chunk_size)
+    _checks.check_layout(f"plan_{OP}", weight_layout)
+    _checks.check_mode(f"plan_{OP}", mode, chunk_size)
     check_logit_options(f"plan_{OP}", logit_scale, logit_softcap)
     problem = problem_of_sizes(
         n,

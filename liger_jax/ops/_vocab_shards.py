@@ -15,7 +15,24 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, LE
 _NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 
-def sharded_token_terms(
+def token_terms(
+    labels: jax.Array,
+    where: jax.Array | None,
+    token_weights: jax.Array | None,
+    class_weights: jax.Array | None,
+    options: _loss.LossOptions,
+    shard_size: int,
+    axis: str | None,
+) -> tuple[_loss.TokenTerms, jax.Array]:
+    """`_loss.token_terms`, and the labels (N,) for the kernels. `axis` is None where the vocabulary is not split."""
+    arrays = labels, where, token_weights, class_weights
+    if axis is not None:
+        return _sharded_token_terms(*arrays, options, shard_size, axis)
+    terms = _loss.token_terms(*arrays, options, shard_size)
+    return terms, terms.labels
+
+
+def _sharded_token_terms(
     labels: jax.Array,
     where: jax.Array | None,
     token_weights: jax.Array | None,

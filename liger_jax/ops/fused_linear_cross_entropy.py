@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float, Integer
 
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._device import memory_of_device
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops._linear_statistics import check_sizes, linear_statistics
+from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
 from liger_jax.ops._linear_sum import RowLoss, linear_sum
-from liger_jax.ops.loss_plan import OP, choose_mode, problem_of, why_not_fast
+from liger_jax.ops.loss_plan import choose_mode
+from liger_jax.ops.loss_problem import OP
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
@@ -107,14 +107,11 @@ def fused_linear_cross_entropy(
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the
         blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
     """
-    hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
-    _checks.check_linear_choices(OP, weight_layout, mode, chunk_size)
-    check_sizes(OP, hidden, weight, weight_layout)
-    vocab_size = weight.shape[weight_layout.index("v")]
+    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout)
+    _checks.check_mode(OP, mode, chunk_size)
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
     _loss.check_tokens(OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
-    _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
 
     static = dict(
         return_metrics=return_metrics,
@@ -155,7 +152,7 @@ def _on_parts(hidden, weight, labels, bias, where, token_weights, class_weights,
 
 def _local(
     hidden, weight, labels, bias, where, token_weights, class_weights, *, options, return_metrics, weight_layout,
-    precision, implementation, mode, vocab_axis=None, **limits,
+    precision, mode, vocab_axis=None, **limits,
 ):  # fmt: skip
     vocab_size, tokens_shape = weight.shape[weight_layout.index("v")], labels.shape
     flat = lambda x: None if x is None else x.reshape(-1)
@@ -163,28 +160,13 @@ def _local(
     labels, where, token_weights = labels.reshape(-1), flat(where), flat(token_weights)
     class_weights = _loss.constant_class_weights(OP, class_weights)
     linear_options = LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0)
-    problem = problem_of(
-        OP,
-        hidden,
-        weight,
-        bias,
-        class_weights,
-        options=linear_options,
-        not_fast_because=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
-        implementation=implementation,
-        device_memory_bytes=memory_of_device(hidden, weight),
-        **limits,
+    problem = problem_on_device(
+        OP, hidden, weight, labels, bias, class_weights,
+        options=linear_options, reduction=options.reduction, vocab_axis=vocab_axis, **limits,
+    )  # fmt: skip
+    terms, kernel_labels = _vocab_shards.token_terms(
+        labels, where, token_weights, class_weights, options, vocab_size, vocab_axis
     )
-    if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
-        raise ValueError(f"{OP}: {reason}")
-
-    if vocab_axis is None:
-        terms = _loss.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
-        kernel_labels = terms.labels
-    else:
-        terms, kernel_labels = _vocab_shards.sharded_token_terms(
-            labels, where, token_weights, class_weights, options, vocab_size, vocab_axis
-        )
     if choose_mode(problem) == "fast":
         h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
             hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients

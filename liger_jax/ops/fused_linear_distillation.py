@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float, Integer, Num
 
 from liger_jax.ops import _checks, _loss
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._distillation import Static, as_denominator, check_head, check_tokens, head_options, loss
+from liger_jax.ops._distillation import Static, as_denominator, check_tokens, head_options, loss
 from liger_jax.ops._kernels import Implementation
 from liger_jax.pallas_kernels.fused_linear_distillation.config import DivergenceOptions, Head
 
@@ -116,20 +116,22 @@ def fused_linear_distillation(
         Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
         Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
     """
-    student = Head(
-        *_checks.floating(OP, student_hidden=student_hidden, student_weight=student_weight, student_bias=student_bias)
+    *student, vocab_size = _checks.linear_head(
+        OP, student_hidden, student_weight, student_bias, student_weight_layout, "student_"
     )
-    teacher = Head(
-        *_checks.floating(OP, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
+    *teacher, teacher_vocab_size = _checks.linear_head(
+        OP, teacher_hidden, teacher_weight, teacher_bias, teacher_weight_layout, "teacher_"
     )
+    student, teacher = Head(*student), Head(*teacher)
     _checks.check_choice(OP, "divergence", divergence, DIVERGENCES)
     _checks.check_number(OP, beta=beta)
     if not 0.0 < beta < 1.0:
         raise ValueError(
             f"{OP}: beta={beta} must be in (0, 1); the limits 0 and 1 are divergence='forward_kl' and 'reverse_kl'."
         )
-    of_student = student_logit_scale, student_logit_softcap, student_weight_layout
-    of_teacher = teacher_logit_scale, teacher_logit_softcap, teacher_weight_layout
+    precision = _checks.current_precision(precision)
+    of_student = student_logit_scale, student_logit_softcap, student_weight_layout, precision
+    of_teacher = teacher_logit_scale, teacher_logit_softcap, teacher_weight_layout, precision
     static = Static(OP, ignore_index, reduction, mode, chunk_size, memory_budget_bytes, implementation)
     options = DivergenceOptions(
         student=head_options(OP, "student_", *of_student, temperature),
@@ -138,13 +140,10 @@ def fused_linear_distillation(
         hard_weight=float(hard_weight),
         divergence=divergence,
         beta=float(beta),
-        precision=_checks.current_precision(precision),
         vocab_axis=vocab_axis,
         tokens=0,
         entries=0,
     )
-    vocab_size = check_head(OP, "student_", student, student_weight_layout)
-    teacher_vocab_size = check_head(OP, "teacher_", teacher, teacher_weight_layout)
     if vocab_size != teacher_vocab_size:
         raise ValueError(
             f"{OP}: the student's vocabulary has {vocab_size} entries and the teacher's {teacher_vocab_size}: "

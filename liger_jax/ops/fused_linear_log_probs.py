@@ -1,7 +1,6 @@
 """Log-probabilities, and entropies, of a linear layer's output, without ever holding the logits."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -13,8 +12,7 @@ from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops._linear_statistics import check_sizes, linear_statistics
-from liger_jax.ops.loss_plan import problem_of
+from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
@@ -42,13 +40,6 @@ class TokenLogProbs:
     predicted_tokens: jax.Array | None
     entropy: jax.Array | None
     log_sum_of_squares: jax.Array | None
-
-
-def check_temperature(op: str, temperature: float) -> None:
-    """Raises a TypeError or ValueError unless logits can be divided by it."""
-    _checks.check_number(op, temperature=temperature)
-    if not 0.0 < temperature < math.inf:
-        raise ValueError(f"{op}: temperature={temperature} must be finite and > 0; 1.0 leaves the logits as they are.")
 
 
 def fused_linear_log_probs(
@@ -125,17 +116,14 @@ def fused_linear_log_probs(
     References:
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009).
     """
-    hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
-    _checks.check_linear_choices(OP, weight_layout, "lean", chunk_size)
-    check_sizes(OP, hidden, weight, weight_layout)
-    vocab_size = weight.shape[weight_layout.index("v")]
-    check_temperature(OP, temperature)
+    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout)
+    _checks.check_mode(OP, "lean", chunk_size)
+    _loss.check_temperature(OP, temperature)
     _loss.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
     loss_options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="none")
     labels, where = _loss.as_arrays(labels, where)
     _loss.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
-    _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
 
     logit_options = dataclasses.replace(loss_options.logit_options(metrics), entropy=entropy)
     static = dict(
@@ -165,25 +153,15 @@ def _on_parts(hidden, weight, labels, bias, where, **static) -> TokenLogProbs:
     return _explicit.on_parts(OP, local, (hidden, weight, labels, bias, where), specs, tokens)
 
 
-def _local(
-    hidden, weight, labels, bias, where, *, options, linear, implementation, vocab_axis=None, **limits: Any
-) -> TokenLogProbs:
+def _local(hidden, weight, labels, bias, where, *, options, linear, vocab_axis=None, **limits: Any) -> TokenLogProbs:
     vocab_size, shape = weight.shape[linear.vocab_dim], labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     where = None if where is None else where.reshape(-1)
-    problem = problem_of(
-        OP, hidden, weight, bias, options=linear, not_fast_because=None, implementation=implementation, **limits
-    )
-    if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
-        raise ValueError(f"{OP}: {reason}")
-
-    if vocab_axis is None:
-        terms = _loss.token_terms(labels, where, None, None, options, vocab_size)
-        kernel_labels = terms.labels
-    else:
-        terms, kernel_labels = _vocab_shards.sharded_token_terms(
-            labels, where, None, None, options, vocab_size, vocab_axis
-        )
+    problem = problem_on_device(
+        OP, hidden, weight, labels, bias,
+        options=linear, reduction=options.reduction, vocab_axis=vocab_axis, **limits,
+    )  # fmt: skip
+    terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, vocab_size, vocab_axis)
     h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
     statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
     if vocab_axis is not None:

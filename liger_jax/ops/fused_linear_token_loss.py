@@ -13,12 +13,10 @@ from jaxtyping import Bool, Float, Integer
 from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._device import memory_of_device
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops._linear_statistics import check_sizes, linear_statistics
+from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
 from liger_jax.ops._linear_sum import RowLoss, linear_sum
-from liger_jax.ops.fused_linear_log_probs import check_temperature
-from liger_jax.ops.loss_plan import choose_mode, problem_of, why_not_fast
+from liger_jax.ops.loss_plan import choose_mode
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
@@ -129,17 +127,14 @@ def fused_linear_token_loss(
         Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward; Wijmans et al., "Cut Your
         Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the lean mode.
     """
-    hidden, weight, bias = _checks.floating(OP, hidden=hidden, weight=weight, bias=bias)
-    _checks.check_linear_choices(OP, weight_layout, mode, chunk_size)
-    check_sizes(OP, hidden, weight, weight_layout)
-    vocab_size = weight.shape[weight_layout.index("v")]
-    check_temperature(OP, temperature)
+    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout)
+    _checks.check_mode(OP, mode, chunk_size)
+    _loss.check_temperature(OP, temperature)
     _loss.check_logit_options(OP, logit_scale, logit_softcap)
     scale = logit_scale / temperature
     loss_options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, scale, logit_softcap, reduction="sum")
     labels, where = _loss.as_arrays(labels, where)
     _loss.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
-    _checks.check_shape(OP, "bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
     per_token = tuple(broadcast_to_tokens(OP, as_tuple(OP, per_token), labels.shape))
     # One device's results do not vary over the shards of the vocabulary.
     varying = _mesh.varying_axes(hidden, weight, bias, labels, where, *per_token) - {vocab_axis}
@@ -295,32 +290,16 @@ def _on_parts(hidden, weight, labels, bias, where, per_token, constants, *, opti
 
 def _local(
     hidden, weight, labels, bias, where, per_token, constants, *,
-    options, linear, token_loss, implementation, vocab_axis=None, **limits: Any,
+    options, linear, token_loss, vocab_axis=None, **limits: Any,
 ):  # fmt: skip
     vocab_size, shape = weight.shape[linear.vocab_dim], labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     where = None if where is None else where.reshape(-1)
-    problem = problem_of(
-        OP,
-        hidden,
-        weight,
-        bias,
-        options=linear,
-        not_fast_because=why_not_fast(options.reduction, vocab_axis, hidden.dtype, weight.dtype),
-        implementation=implementation,
-        device_memory_bytes=memory_of_device(hidden, weight),
-        **limits,
-    )
-    if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
-        raise ValueError(f"{OP}: {reason}")
-
-    if vocab_axis is None:
-        terms = _loss.token_terms(labels, where, None, None, options, vocab_size)
-        kernel_labels = terms.labels
-    else:
-        terms, kernel_labels = _vocab_shards.sharded_token_terms(
-            labels, where, None, None, options, vocab_size, vocab_axis
-        )
+    problem = problem_on_device(
+        OP, hidden, weight, labels, bias,
+        options=linear, reduction=options.reduction, vocab_axis=vocab_axis, **limits,
+    )  # fmt: skip
+    terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, vocab_size, vocab_axis)
     factor, per_token = terms.coefficients.target, [x.reshape(-1) for x in per_token]
     if choose_mode(problem) == "fast":
         h, w, b, y, factor, *per_token = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *per_token)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Integer, Num
 
 from liger_jax.ops import _checks, _loss
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._distillation import Static, as_denominator, check_head, check_tokens, head_options, loss
+from liger_jax.ops._distillation import Static, as_denominator, check_tokens, head_options, loss
 from liger_jax.ops._kernels import Implementation
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, TopKOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
@@ -98,24 +98,24 @@ def fused_linear_topk_distillation(
     References:
         Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
-    student = Head(*_checks.floating(OP, hidden=hidden, weight=weight, bias=bias))
+    *student, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout)
+    student = Head(*student)
     (log_probs,) = _checks.floating(OP, log_probs=log_probs)
     token_ids = _loss.as_labels(token_ids)
     if not jnp.issubdtype(token_ids.dtype, jnp.integer):
         raise TypeError(f"{OP}: token_ids have dtype {token_ids.dtype}, but must be integers.")
     _checks.check_choice(OP, "tail", tail, TAILS)
     static = Static(OP, ignore_index, reduction, mode, chunk_size, memory_budget_bytes, implementation)
+    of_student = logit_scale, logit_softcap, weight_layout, _checks.current_precision(precision)
     options = TopKOptions(
-        student=head_options(OP, "", logit_scale, logit_softcap, weight_layout, temperature),
-        hard=head_options(OP, "", logit_scale, logit_softcap, weight_layout).logit,
+        student=head_options(OP, "", *of_student, temperature),
+        hard=head_options(OP, "", *of_student).logit,
         hard_weight=float(hard_weight),
         has_bucket=tail == "bucket",
-        precision=_checks.current_precision(precision),
         vocab_axis=vocab_axis,
         tokens=0,
         entries=0,
     )
-    vocab_size = check_head(OP, "", student, weight_layout)
     tokens = student.hidden.shape[:-1]
     wanted = (*tokens, *token_ids.shape[-1:])
     for name, x in dict(token_ids=token_ids, log_probs=log_probs).items():

@@ -8,9 +8,9 @@ time. It has two modes:
     "lean"  goes over slices of the vocabulary, once for the loss and once for the gradients. That takes 4 products,
             but what grows with a slice takes a quarter of the logits in 16 bits at most, or has `least_entries`.
 
-The decision takes three steps, and nothing of it stands outside this file:
+loss_problem.py writes down all that the decision depends on, as a `Problem`, and loss_bytes.py counts the bytes of a
+mode and a chunk. The decision itself is here, and nothing of it stands outside this file:
 
-    problem_of    chooses the kernels and writes down all that the plan depends on: a `Problem`.
     choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, and need no more than the
                   unfused step's logits do, and else "lean".
     make_plan     chooses the chunk for the gradients that are asked for, and counts its bytes: a `Plan`.
@@ -20,87 +20,39 @@ There are two budgets, both for what is needed beside inputs and gradients. The 
 into it, the loss takes the lean mode, and more memory than the budget. It is read for mode "auto" alone, and only where
 there is no hard one.
 
-The names around a loss:
-
-    Problem        the sizes, kernels, gradients and budgets of a loss on one device
-    Plan           its kernels, mode, chunk and bytes
-    Needs          which gradients are asked for
-    LossOptions    the loss as its caller describes it: reduction, smoothing, …
-    LogitOptions   what the kernels have to know of these: scale, softcap, and which statistics are wanted
-    LinearOptions  what the kernels are compiled for: `LogitOptions`, layout, precision, and the plan's mode and chunk
+A distillation loss has both modes too, and goes over chunks of tokens in both. `plan_distillation` decides for it.
 """
 
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice
 
-from liger_jax.ops._checks import current_precision
-from liger_jax.ops._device import described, device_of
-from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops.loss_bytes import (
+    chunk_bytes,
+    distillation_bytes,
+    distillation_chunk_bytes,
+    fast_bytes,
+    lean_bytes,
+    logits_bytes,
+    slice_bytes,
+)
+from liger_jax.ops.loss_problem import KERNELS, DistillationProblem, Problem, problem_of_sizes
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
-from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
 
-OP = "fused_linear_cross_entropy"
-# On an H200 mosaic_gpu wins at every shape that it takes (benchmarks/results/fused_linear_cross_entropy.md).
-KERNELS = Kernels(
-    OP,
-    {"xla": xla, "mosaic_gpu": mosaic_gpu, "triton": triton, "mosaic_tpu": mosaic_tpu},
-    defaults={"gpu": ("mosaic_gpu",)},
-)
-ALL_GRADIENTS = Needs(hidden=True, weight=True, bias=True)
-
-SHARE_OF_MEMORY = 8  # the soft budget is an eighth of the device's memory
 LEAST_TOKENS = 128  # in a chunk of the fast mode
 LEAST_TOKENS_OF_AUTO = 1024  # with shorter chunks the fast mode is no faster than the lean one
 LEAST_ENTRIES = 512  # in a slice of the lean mode, but on a TPU, where a tile has 1,024
 _TILE = 128  # sizes of chunks and slices are multiples of it
 _MOST_SIZES = 4096  # of Hopper's chunks that are compared; for more than half a million tokens, in coarser steps
-_CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace on Hopper, for XLA's products
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """All that the plan of a linear loss on one device depends on."""
-
-    n: int  # tokens
-    d: int  # width of the hidden states
-    v: int  # entries of the vocabulary
-    itemsize: int  # bytes of an element of hidden
-    weight_itemsize: int
-    platform: str  # "cpu", "gpu" or "tpu"
-    implementation: str = "xla"  # the kernels' name, with ":interpret" behind it where they are interpreted
-    mode: str = "auto"  # or "fast" or "lean"
-    chunk_size: int | None = None  # tokens ("fast") or vocabulary entries ("lean"); None to choose
-    gradients: Needs = ALL_GRADIENTS  # that may be asked for; the mode must be known before JAX says which ones are
-    hard_budget_bytes: int | None = None
-    soft_budget_bytes: int | None = None
-    vocab_dim: int = 0  # which axis of the weight is the vocabulary
-    op: str = OP  # for messages
-
-    @property
-    def kernels(self) -> str:
-        """The name of the kernels' module."""
-        return self.implementation.partition(":")[0]
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The budget that counts."""
-        if self.hard_budget_bytes is not None or self.mode != "auto":
-            return self.hard_budget_bytes
-        return self.soft_budget_bytes
-
-    @property
-    def weight_copy_bytes(self) -> int:
-        """Products take hidden's dtype: a weight of another one is copied."""
-        return 0 if self.weight_itemsize == self.itemsize else self.v * self.d * self.itemsize
+_LEAST_TOKENS_OF_DISTILLATION = 64  # in a chunk that is cut to fit a budget
+_LEAN_BYTES_OF_DISTILLATION = 384 * 2**20  # of a chunk, at most: 512 tokens of 128,256 entries in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,95 +74,6 @@ class Plan:
     chunk_size: int
     extra_bytes: int
     slice_bytes: int
-
-
-# --- from arrays to the problem ---------------------------------------------------------------------------------------
-
-
-def why_not_fast(reduction: str, vocab_axis: str | None, *dtypes: Any) -> str | None:
-    """The reason why gradients of these dtypes cannot be made in the forward, or None."""
-    if reduction == "none":
-        return "the cotangent of each token's loss is unknown in the forward; use mode='lean' or reduction='sum'"
-    if vocab_axis is not None:
-        return "the log-normaliser of all shards is unknown while one is computed; use mode='lean'"
-    if jnp.float16 in dtypes:
-        return "float16 rounds gradients to 0 before a loss scale can reach them; use mode='lean' or bfloat16"
-    return None
-
-
-def problem_of(
-    op: str,
-    hidden: Any,
-    weight: Any,
-    *others: Any,
-    options: LinearOptions,
-    not_fast_because: str | None,
-    implementation: Implementation = None,
-    chunk_size: int | None = None,
-    memory_budget_bytes: int | None = None,
-    device_memory_bytes: int | None = None,
-    device: AbstractDevice | None = None,
-    gradients: Needs = ALL_GRADIENTS,
-) -> Problem:
-    """The problem of arrays, or of their types. `options.mode` may be "auto", and its chunk size is not read."""
-    if options.mode == "fast" and not_fast_because is not None:
-        raise ValueError(f"{op}: mode='fast' makes gradients in the forward, and here {not_fast_because}.")
-    if options.mode == "auto" and not_fast_because is not None:
-        options = dataclasses.replace(options, mode="lean")
-    device = device or device_of(hidden, weight)
-    kernels = dataclasses.replace(KERNELS, op=op)
-    choice = kernels.choose(implementation, hidden, weight, *others, device=device, options=options)
-    mode = options.mode
-    if mode == "auto" and options.logit.entropy:  # which not every kernel makes in mode "fast"
-        as_fast = dataclasses.replace(options, mode="fast")
-        mode = "auto" if choice.module.unsupported(hidden, weight, *others, options=as_fast) is None else "lean"
-    return Problem(
-        *hidden.shape,
-        v=weight.shape[options.vocab_dim],
-        itemsize=hidden.dtype.itemsize,
-        weight_itemsize=weight.dtype.itemsize,
-        vocab_dim=options.vocab_dim,
-        platform=device.platform,
-        implementation=choice.name,
-        mode=mode,
-        chunk_size=chunk_size,
-        gradients=gradients,
-        hard_budget_bytes=memory_budget_bytes,
-        soft_budget_bytes=None if device_memory_bytes is None else device_memory_bytes // SHARE_OF_MEMORY,
-        op=op,
-    )
-
-
-def problem_of_sizes(
-    n: int,
-    d: int,
-    v: int,
-    *,
-    dtype: jax.typing.DTypeLike,
-    weight_dtype: jax.typing.DTypeLike,
-    weight_layout: str = "vd",
-    reduction: str = "mean",
-    logit_scale: float = 1.0,
-    logit_softcap: float | None = None,
-    mode: str = "auto",
-    device: Any = None,
-    **options: Any,
-) -> Problem:
-    """`problem_of` for arrays that need not be there, on a device that need not be there."""
-    if device is None:
-        device = device_of()
-    elif not isinstance(device, AbstractDevice):
-        device = described(device)
-    logit = LogitOptions(float(logit_scale), None if logit_softcap is None else float(logit_softcap))
-    return problem_of(
-        OP,
-        jax.ShapeDtypeStruct((n, d), dtype),
-        jax.ShapeDtypeStruct((v, d) if weight_layout == "vd" else (d, v), weight_dtype),
-        options=LinearOptions(logit, weight_layout, current_precision(None), mode, chunk_size=0),
-        not_fast_because=why_not_fast(reduction, None, jnp.dtype(dtype), jnp.dtype(weight_dtype)),
-        device=device,
-        **options,
-    )
 
 
 # --- from the problem to the plan -------------------------------------------------------------------------------------
@@ -239,11 +102,36 @@ def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
         whole = _plan_of_all_gradients(problem)
         if hard is None or whole.extra_bytes <= hard:
             return _plan_of_size(asked, mode, whole.chunk_size)
-    plans = [_plan_of_size(asked, mode, size) for size in _sizes(asked, mode, LEAST_TOKENS)]
+    raise _too_small(problem, (_plan_of_size(asked, mode, size) for size in _sizes(asked, mode, LEAST_TOKENS)))
+
+
+def plan_distillation(problem: DistillationProblem) -> Plan:
+    """The plan of a distillation loss, for all gradients. Its chunks are of tokens in both modes.
+
+    The soft budget says whether the mode can be "fast", and does not shorten its chunks.
+
+    Raises:
+        ValueError: the hard budget is too small.
+    """
+    mode, hard = problem.mode, problem.hard_budget_bytes
+    if mode == "auto":
+        budget, least = problem.budget_bytes, min(problem.n, problem.chunk_size or LEAST_TOKENS)
+        mode = "fast" if budget is None or distillation_bytes(problem, "fast", least) <= budget else "lean"
+    plans = []
+    for tokens in _distillation_sizes(problem, mode):
+        needed, of_chunk = distillation_bytes(problem, mode, tokens), distillation_chunk_bytes(problem, tokens)
+        plans.append(Plan(problem.implementation, mode, max(1, tokens), needed, of_chunk))
+        if hard is None or needed <= hard:
+            return plans[-1]
+    raise _too_small(problem, plans)
+
+
+def _too_small(problem: Problem | DistillationProblem, plans: Iterable[Plan]) -> ValueError:
+    """The error that none of the plans fits into the hard budget."""
     least = min(plans, key=lambda plan: (plan.extra_bytes, plan.chunk_size))
-    raise ValueError(
-        f"{problem.op}: memory_budget_bytes={hard} is too small: mode={mode!r} needs {least.extra_bytes} "
-        f"bytes beside inputs and gradients with chunk_size={least.chunk_size}. "
+    return ValueError(
+        f"{problem.op}: memory_budget_bytes={problem.hard_budget_bytes} is too small: mode={least.mode!r} needs "
+        f"{least.extra_bytes} bytes beside inputs and gradients with chunk_size={least.chunk_size}. "
         "Raise the budget, or split the tokens over several calls."
     )
 
@@ -360,87 +248,21 @@ def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], b
     return size_of(numbers[min(found, len(numbers) - 1)])
 
 
-# --- bytes: those of the compiled programs, which tests/aot compares, with a term for each live buffer ----------------
+def _distillation_sizes(problem: DistillationProblem, mode: str) -> list[int]:
+    """Tokens in a chunk of a distillation loss to try, the best ones first.
 
-
-def logits_bytes(problem: Problem) -> int:
-    """What the unfused step needs: logits in float32 and their gradient in hidden's dtype, and cuBLAS's workspace."""
-    workspace = _CUBLAS_BYTES if problem.kernels == "mosaic_gpu" else 0
-    return (4 + problem.itemsize) * problem.n * problem.v + workspace
-
-
-def fast_bytes(problem: Problem, tokens: int) -> int:
-    """What the fast mode needs beside inputs and gradients, with chunks of so many tokens."""
-    n, d, v, needs_weight = problem.n, problem.d, problem.v, problem.gradients.weight
-    float32_dw = 4 * v * d if needs_weight and problem.weight_itemsize < 4 else 0
-    chunk = chunk_bytes(problem, tokens)
-    if problem.kernels == "mosaic_gpu":
-        is_whole = tokens >= n
-        dw_low_byte = 0 if is_whole else float32_dw // 4  # the lowest of the sum's three; dW holds the upper two
-        # With one chunk dW is written last. Until then the weight's copy lies in its place.
-        weight_copy = 0 if is_whole and needs_weight else problem.weight_copy_bytes
-        of_parts = 0
-        if not mosaic_gpu.takes(v, "fast", problem.vocab_dim):
-            is_copied = mosaic_gpu.copies_slices(problem.vocab_dim)
-            # The weight's whole tiles, and their part of dW until it is put in its place.
-            weight_slice = v * d * problem.itemsize if is_copied and not problem.weight_copy_bytes else 0
-            part_of_dw = v * d * problem.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
-            of_parts = max(weight_slice, part_of_dw)  # one after the other
-            if part_of_dw and not is_whole:  # at a time, and the largest buffer beside it lies where dW will be
-                of_parts = weight_slice + part_of_dw - max(weight_slice, dw_low_byte, weight_copy)
-        return chunk + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
-    # dW is written last, from its float32 sum. Until then the largest buffer that fits lies in its place.
-    room = v * d * problem.weight_itemsize if float32_dw else 0
-    logits, du = 4 * tokens * v, tokens * v * problem.itemsize
-    in_its_place = max((size for size in (logits, du) if size <= room), default=0)
-    return chunk - in_its_place + float32_dw + problem.weight_copy_bytes
-
-
-def chunk_bytes(problem: Problem, tokens: int) -> int:
-    """What grows with the chunk of the fast mode: logits and du, or E. (du is written in the place of E.)"""
-    du = tokens * problem.v * problem.itemsize
-    if problem.kernels != "mosaic_gpu":
-        return du + 4 * tokens * problem.v
-    # Each tile of logits leaves a row's maximum; a tile has 128 columns where the depth is short, and else 256 or 192.
-    tile_maxima = 4 * tokens * cdiv(problem.v, 128 if problem.d < config.SHORT_DEPTH else 256)
-    hidden = tokens * problem.d * problem.itemsize  # without the rows that do not count, and then its gradient
-    return du + tile_maxima + hidden
-
-
-def lean_bytes(problem: Problem, entries: int) -> int:
-    """What the lean mode needs beside inputs and gradients, with slices of so many vocabulary entries."""
-    n, d, v, itemsize, weight_copy = problem.n, problem.d, problem.v, problem.itemsize, problem.weight_copy_bytes
-    of_slice = slice_bytes(problem, entries)
-    float32_dx = 4 * n * d if problem.gradients.hidden and itemsize < 4 else 0
-    if problem.kernels == "mosaic_gpu":
-        tile_statistics = 2 * 4 * n * cdiv(v, 256)
-        # Beside slices of the weight, hidden without the rows that do not count finds no place in dX or dW.
-        is_sliced = not mosaic_gpu.takes(v, "lean", problem.vocab_dim) and not weight_copy
-        masked_hidden = n * d * itemsize if is_sliced else 0
-        if is_sliced and not problem.gradients.weight and mosaic_gpu.copies_slices(problem.vocab_dim):
-            tile_statistics += v * d * itemsize  # whole tiles of the weight, until they are read; else in dW's place
-        of_slice += masked_hidden
-        return weight_copy + max(of_slice + float32_dx, tile_statistics)
-    if problem.kernels == "mosaic_tpu":
-        return of_slice + float32_dx + 4 * 128 * n + weight_copy  # a token's numbers, in 128 lanes
-    masked_hidden = n * d * itemsize
-    # XLA casts a slice of the weight at a time.
-    return of_slice + float32_dx + masked_hidden + (0 if problem.kernels == "xla" else weight_copy)
-
-
-def slice_bytes(problem: Problem, entries: int) -> int:
-    """What grows with the slice of the lean mode: logits, their gradient du, and parts of the weight and of dW."""
-    n, d, itemsize = max(problem.n, 1), problem.d, problem.itemsize
-    du = n * entries * itemsize
-    if problem.kernels == "mosaic_gpu":
-        if mosaic_gpu.takes(problem.v, "lean", problem.vocab_dim):
-            return du
-        part_of_dw = problem.weight_itemsize if mosaic_gpu.copies_slices(problem.vocab_dim) else 0
-        return du + entries * d * (itemsize + part_of_dw)
-    if problem.kernels == "mosaic_tpu":
-        return du + entries * d * itemsize
-    logits = 4 * n * entries if problem.kernels == "xla" else 0
-    return du + logits + entries * d * (4 + itemsize)
+    In mode "fast", dW's sum is read and written once a chunk, for which 2,048 tokens are enough work.
+    """
+    if problem.chunk_size:
+        return [min(problem.n, problem.chunk_size)]
+    preferred = 128 if problem.platform == "cpu" else 2048
+    if mode == "lean":
+        of_token = distillation_chunk_bytes(problem, 1)
+        preferred = max(_LEAST_TOKENS_OF_DISTILLATION, _LEAN_BYTES_OF_DISTILLATION // of_token // _TILE * _TILE)
+    sizes = [min(problem.n, preferred)]
+    while sizes[-1] > _LEAST_TOKENS_OF_DISTILLATION:
+        sizes.append(max(_LEAST_TOKENS_OF_DISTILLATION, sizes[-1] // 2))
+    return sizes
 
 
 # --- beside a model's layers ------------------------------------------------------------------------------------------

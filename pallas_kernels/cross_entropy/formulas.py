@@ -8,6 +8,7 @@ statistics. The other makes the gradient by the logits, from the statistics' cot
     dz_v = g_lse · p_v + g_target · 1[v = y] + g_sum · c_v − g_entropy · p_v · (log p_v + H).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -108,10 +109,10 @@ def with_entropy(cotangents: Cotangents, entropy: jax.Array, entropy_cotangent: 
     return cotangents._replace(log_normalizer=cotangents.log_normalizer - shift, log_probability=-entropy_cotangent)
 
 
-def transform(u: jax.Array, options: LogitOptions) -> jax.Array:
-    """z = scale · softcap · tanh(u / softcap)."""
+def transform(u: jax.Array, options: LogitOptions, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh) -> jax.Array:
+    """z = scale · softcap · tanh(u / softcap), with a backend's own tanh where it has one."""
     if options.softcap is not None:
-        u = options.softcap * jnp.tanh(u / options.softcap)
+        u = options.softcap * tanh(u / options.softcap)
     return u if options.scale == 1.0 else options.scale * u
 
 

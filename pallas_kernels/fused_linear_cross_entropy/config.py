@@ -1,7 +1,7 @@
 """What the kernels are compiled for, and their tile sizes."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,21 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+
+
+@runtime_checkable
+class HeadProducts(Protocol):
+    """What products with a head depend on: `LinearOptions`, or the distillation's options of one head."""
+
+    @property
+    def vocab_dim(self) -> int:
+        """Which axis of the weight is the vocabulary."""
+        ...
+
+    @property
+    def precision(self) -> jax.lax.PrecisionLike:
+        """The products' precision."""
+        ...
 
 
 class Gradients(NamedTuple):

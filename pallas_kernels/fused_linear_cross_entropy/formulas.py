@@ -15,7 +15,13 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy.formulas import NO_LABEL, Cotangents, is_live
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
+    Gradients,
+    HeadProducts,
+    Inputs,
+    LinearOptions,
+    Needs,
+)
 
 
 def over_slices(
@@ -81,14 +87,14 @@ def put(x: jax.Array, part: jax.Array, start: Any, axis: int = 0) -> jax.Array:
 
 
 def product(
-    a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: LinearOptions, dtype: Any = jnp.float32
+    a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: HeadProducts, dtype: Any = jnp.float32
 ) -> jax.Array:
     """Contracts a's axis with b's, in their dtype, accumulated in float32, and returned in `dtype`."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=dtype)
 
 
-def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: LinearOptions) -> jax.Array:
+def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: HeadProducts) -> jax.Array:
     """u = hidden · weightᵀ + bias in float32."""
     u = product(hidden, weight.astype(hidden.dtype), 1, 1 - options.vocab_dim, options)
     return u if bias is None else u + bias[None, :].astype(jnp.float32)
@@ -100,7 +106,7 @@ def live_rows(x: jax.Array, cotangents: Cotangents) -> jax.Array:
     return jnp.where(live if x.ndim == 1 else live[:, None], x, jnp.zeros((), x.dtype))
 
 
-def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dtype: Any = jnp.float32) -> jax.Array:
+def weight_gradient(du: jax.Array, hidden: jax.Array, options: HeadProducts, dtype: Any = jnp.float32) -> jax.Array:
     """duᵀ · X in the weight's layout."""
     operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
     return product(*operands, 0, 0, options, dtype)

@@ -22,9 +22,17 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import over_slices, over_tokens, put, take
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import (
+    over_slices,
+    over_tokens,
+    product,
+    put,
+    raw_logits,
+    take,
+    weight_gradient,
+)
 from liger_jax.pallas_kernels.fused_linear_distillation import formulas, topk_formulas
-from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
+from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
@@ -33,10 +41,9 @@ Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 class Backend(NamedTuple):
     """What a backend makes of a chunk of tokens."""
 
-    # x (n, D), weight in its dtype, bias, the head's options, all options → raw logits (n, V), and log Σ exp(z) (n,) or
-    # None
+    # x (n, D), weight in its dtype, bias, the head's options → raw logits (n, V), and log Σ exp(z) (n,) or None
     logits: Callable[..., tuple[jax.Array, jax.Array | None]]
-    # dW (float32), du (n, V), x (n, D), all options → dW + duᵀ · X
+    # dW (float32), du (n, V), x (n, D), the head's options → dW + duᵀ · X
     add_weight_gradient: Callable[..., jax.Array]
     chunk_multiple: int  # tokens of a chunk are a multiple of it
 
@@ -66,7 +73,7 @@ def by_tokens(
     def chunk(first, own):
         scales = jnp.where(jnp.arange(size) < own, take(scale, first, size), 0.0)
         x = live_rows(take(student.hidden, first, size), scales)
-        raw, lse = backend.logits(x, weight, student.bias, options.student, options)
+        raw, lse = backend.logits(x, weight, student.bias, options.student)
         of_teacher, teacher_lse = _of_tokens(teacher, first, size, scales, options, backend)
         y = take(labels, first, size)
         losses, statistics = losses_of(raw, of_teacher, y, options, (lse, teacher_lse))
@@ -84,9 +91,9 @@ def by_tokens(
                 dbias += jnp.sum(du, axis=0)
             du = du.astype(x.dtype)
             if needs.hidden:
-                dhidden = put(dhidden, product(du, weight, 1, vocab_dim, options), first)
+                dhidden = put(dhidden, product(du, weight, 1, vocab_dim, options.student), first)
             if needs.weight:
-                dweight = backend.add_weight_gradient(dweight, du, x, options)
+                dweight = backend.add_weight_gradient(dweight, du, x, options.student)
         return found, (dhidden, dweight, dbias)
 
     zeros = lambda shape, dtype=jnp.float32: full_like(student.hidden, shape, 0, dtype)
@@ -131,13 +138,13 @@ def by_vocabulary(
     def body(grads, first, size):
         dweight, dbias = grads
         part = take(student.weight, first, size, vocab_dim).astype(x.dtype)
-        raw = logits(x, part, take(student.bias, first, size), options.student, options)
+        raw = logits(x, part, take(student.bias, first, size), options.student)
         of_teacher = _of_entries(teacher, first, size, scale, options)
         du = gradient_of(raw, of_teacher, labels, statistics, scale, first, options)
         if needs.bias:
             dbias = put(dbias, jnp.sum(du, axis=0), first)
         if needs.weight:
-            dweight = put(dweight, weight_gradient(du.astype(x.dtype), x, options), first, vocab_dim)
+            dweight = put(dweight, weight_gradient(du.astype(x.dtype), x, options.student), first, vocab_dim)
         return dweight, dbias
 
     start = (
@@ -158,7 +165,7 @@ def _of_tokens(teacher: Head | TopK, first: Any, size: int, scales: jax.Array, o
     if isinstance(teacher, TopK):
         return TopK(*(live_rows(take(field, first, size), scales) for field in teacher)), None
     x = live_rows(take(teacher.hidden, first, size), scales)
-    return backend.logits(x, teacher.weight, teacher.bias, options.teacher, options)
+    return backend.logits(x, teacher.weight, teacher.bias, options.teacher)
 
 
 def _of_entries(teacher: Head | TopK, first: Any, size: int, scale: jax.Array, options: Any) -> Any:
@@ -167,7 +174,7 @@ def _of_entries(teacher: Head | TopK, first: Any, size: int, scale: jax.Array, o
         return TopK(*(live_rows(field, scale) for field in teacher))
     x = live_rows(teacher.hidden, scale)
     part = take(teacher.weight, first, size, options.teacher.vocab_dim).astype(x.dtype)
-    return logits(x, part, take(teacher.bias, first, size), options.teacher, options)
+    return logits(x, part, take(teacher.bias, first, size), options.teacher)
 
 
 def live_rows(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -175,18 +182,6 @@ def live_rows(x: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where((scale != 0).reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
-def logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions, options: Options) -> jax.Array:
+def logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions) -> jax.Array:
     """u = x · weightᵀ + bias in x's dtype."""
-    u = product(x, weight, 1, 1 - head.vocab_dim, options)
-    return (u if bias is None else u + bias[None, :].astype(jnp.float32)).astype(x.dtype)
-
-
-def weight_gradient(du: jax.Array, x: jax.Array, options: Options) -> jax.Array:
-    """duᵀ · X in the weight's layout, float32."""
-    return product(*((du, x) if options.student.vocab_dim == 0 else (x, du)), 0, 0, options)
-
-
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, options: Options) -> jax.Array:
-    """Contracts a's axis with b's in their dtype; float32."""
-    dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=jnp.float32)
+    return raw_logits(x, weight, bias, head).astype(x.dtype)

@@ -18,10 +18,11 @@ class Head(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-    """How a model's logits come from its hidden states; the temperature's reciprocal is part of `logit.scale`."""
+    """How products with a head are made, and its logits; the temperature's reciprocal is part of `logit.scale`."""
 
     logit: LogitOptions
     weight_layout: str  # "vd" or "dv"
+    precision: jax.lax.PrecisionLike
 
     @property
     def vocab_dim(self) -> int:
@@ -40,7 +41,6 @@ class Options:
     student: HeadOptions
     hard: LogitOptions
     hard_weight: float
-    precision: jax.lax.PrecisionLike
     vocab_axis: str | None
     tokens: int  # in a chunk
     entries: int  # of the vocabulary in a slice

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import ROWS, Tile, product, row_staging, staging, store_rows, store_tile
 from liger_jax.pallas_kernels._tiles import cdiv, out_like
-from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.formulas import transform
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Needs,
     mosaic_gpu_logit_tiles,
     mosaic_gpu_tiles,
 )
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
@@ -49,22 +50,14 @@ def _heads(arrays, options):
         yield "the teacher", options.teacher, *teacher[:2]
 
 
-def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
-    if options.softcap is not None:
-        u = options.softcap * _hopper.tanh(u / options.softcap)
-    return u if options.scale == 1.0 else options.scale * u
-
-
-def _logits(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions, options: Options
-) -> tuple[jax.Array, jax.Array]:
+def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions) -> tuple[jax.Array, jax.Array]:
     """Raw logits (n, V) in x's dtype, and log Σ exp(z) (n,) of what they were before the rounding."""
     (n, d), v = x.shape, weight.shape[head.vocab_dim]
     tiles = mosaic_gpu_logit_tiles(d, n, v)
 
     def epilogue(tile: Tile, refs, scratch):
         u = tile.values if bias is None else tile.values + tile.over_columns(tile.column_vectors[0])
-        z = _transform(u, head.logit)
+        z = transform(u, head.logit, _hopper.tanh)
         if v % tiles.columns:
             z = jnp.where(tile.column_indices() < v - tile.column, z, -jnp.inf)
         maximum = jnp.max(z, axis=1)
@@ -88,15 +81,15 @@ def _logits(
     return raw, jax.nn.logsumexp(parts, axis=0)
 
 
-def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, options: Options) -> jax.Array:
+def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, head: HeadOptions) -> jax.Array:
     """dW + duᵀ · X, in place."""
     if not _hopper.can_add_in_place(x):
-        return dweight + chunks.weight_gradient(du, x, options)
+        return dweight + weight_gradient(du, x, head)
 
     def epilogue(tile: Tile, refs, scratch):
         store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, True)
 
-    operands = (du, x) if options.student.vocab_dim == 0 else (x, du)
+    operands = (du, x) if head.vocab_dim == 0 else (x, du)
     (dweight,) = product(
         *operands,
         (0, 0),

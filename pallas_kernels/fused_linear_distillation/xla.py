@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
@@ -16,14 +17,12 @@ def unsupported(*arrays: jax.Array | None, options: Options) -> str | None:
     return None
 
 
-def _logits(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions, options: Options
-) -> tuple[jax.Array, None]:
-    return chunks.logits(x, weight, bias, head, options), None
+def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions) -> tuple[jax.Array, None]:
+    return chunks.logits(x, weight, bias, head), None
 
 
-def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, options: Options) -> jax.Array:
-    return dweight + chunks.weight_gradient(du, x, options)
+def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, head: HeadOptions) -> jax.Array:
+    return dweight + weight_gradient(du, x, head)
 
 
 _BACKEND = chunks.Backend(_logits, _add_weight_gradient, chunk_multiple=1)

@@ -1,0 +1,107 @@
+"""The bytes that a linear loss needs beside its inputs and gradients, for each backend and mode.
+
+They are those of the compiled programs, which tests/aot compares, with a term for each live buffer.
+"""
+
+from liger_jax.ops.loss_problem import DistillationProblem, Problem
+from liger_jax.pallas_kernels._tiles import cdiv
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_gpu
+
+_CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace on Hopper, for XLA's products
+
+
+def logits_bytes(problem: Problem) -> int:
+    """What the unfused step needs: logits in float32 and their gradient in hidden's dtype, and cuBLAS's workspace."""
+    workspace = _CUBLAS_BYTES if problem.kernels == "mosaic_gpu" else 0
+    return (4 + problem.itemsize) * problem.n * problem.v + workspace
+
+
+def fast_bytes(problem: Problem, tokens: int) -> int:
+    """What the fast mode needs beside inputs and gradients, with chunks of so many tokens."""
+    n, d, v, needs_weight = problem.n, problem.d, problem.v, problem.gradients.weight
+    float32_dw = 4 * v * d if needs_weight and problem.weight_itemsize < 4 else 0
+    chunk = chunk_bytes(problem, tokens)
+    if problem.kernels == "mosaic_gpu":
+        is_whole = tokens >= n
+        dw_low_byte = 0 if is_whole else float32_dw // 4  # the lowest of the sum's three; dW holds the upper two
+        # With one chunk dW is written last. Until then the weight's copy lies in its place.
+        weight_copy = 0 if is_whole and needs_weight else problem.weight_copy_bytes
+        of_parts = 0
+        if not mosaic_gpu.takes(v, "fast", problem.vocab_dim):
+            is_copied = mosaic_gpu.copies_slices(problem.vocab_dim)
+            # The weight's whole tiles, and their part of dW until it is put in its place.
+            weight_slice = v * d * problem.itemsize if is_copied and not problem.weight_copy_bytes else 0
+            part_of_dw = v * d * problem.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
+            of_parts = max(weight_slice, part_of_dw)  # one after the other
+            if part_of_dw and not is_whole:  # at a time, and the largest buffer beside it lies where dW will be
+                of_parts = weight_slice + part_of_dw - max(weight_slice, dw_low_byte, weight_copy)
+        return chunk + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
+    # dW is written last, from its float32 sum. Until then the largest buffer that fits lies in its place.
+    room = v * d * problem.weight_itemsize if float32_dw else 0
+    logits, du = 4 * tokens * v, tokens * v * problem.itemsize
+    in_its_place = max((size for size in (logits, du) if size <= room), default=0)
+    return chunk - in_its_place + float32_dw + problem.weight_copy_bytes
+
+
+def chunk_bytes(problem: Problem, tokens: int) -> int:
+    """What grows with the chunk of the fast mode: logits and du, or E. (du is written in the place of E.)"""
+    du = tokens * problem.v * problem.itemsize
+    if problem.kernels != "mosaic_gpu":
+        return du + 4 * tokens * problem.v
+    # Each tile of logits leaves a row's maximum; a tile has 128 columns where the depth is short, and else 256 or 192.
+    tile_maxima = 4 * tokens * cdiv(problem.v, 128 if problem.d < config.SHORT_DEPTH else 256)
+    hidden = tokens * problem.d * problem.itemsize  # without the rows that do not count, and then its gradient
+    return du + tile_maxima + hidden
+
+
+def lean_bytes(problem: Problem, entries: int) -> int:
+    """What the lean mode needs beside inputs and gradients, with slices of so many vocabulary entries."""
+    n, d, v, itemsize, weight_copy = problem.n, problem.d, problem.v, problem.itemsize, problem.weight_copy_bytes
+    of_slice = slice_bytes(problem, entries)
+    float32_dx = 4 * n * d if problem.gradients.hidden and itemsize < 4 else 0
+    if problem.kernels == "mosaic_gpu":
+        tile_statistics = 2 * 4 * n * cdiv(v, 256)
+        # Beside slices of the weight, hidden without the rows that do not count finds no place in dX or dW.
+        is_sliced = not mosaic_gpu.takes(v, "lean", problem.vocab_dim) and not weight_copy
+        masked_hidden = n * d * itemsize if is_sliced else 0
+        if is_sliced and not problem.gradients.weight and mosaic_gpu.copies_slices(problem.vocab_dim):
+            tile_statistics += v * d * itemsize  # whole tiles of the weight, until they are read; else in dW's place
+        of_slice += masked_hidden
+        return weight_copy + max(of_slice + float32_dx, tile_statistics)
+    if problem.kernels == "mosaic_tpu":
+        return of_slice + float32_dx + 4 * 128 * n + weight_copy  # a token's numbers, in 128 lanes
+    masked_hidden = n * d * itemsize
+    # XLA casts a slice of the weight at a time.
+    return of_slice + float32_dx + masked_hidden + (0 if problem.kernels == "xla" else weight_copy)
+
+
+def slice_bytes(problem: Problem, entries: int) -> int:
+    """What grows with the slice of the lean mode: logits, their gradient du, and parts of the weight and of dW."""
+    n, d, itemsize = max(problem.n, 1), problem.d, problem.itemsize
+    du = n * entries * itemsize
+    if problem.kernels == "mosaic_gpu":
+        if mosaic_gpu.takes(problem.v, "lean", problem.vocab_dim):
+            return du
+        part_of_dw = problem.weight_itemsize if mosaic_gpu.copies_slices(problem.vocab_dim) else 0
+        return du + entries * d * (itemsize + part_of_dw)
+    if problem.kernels == "mosaic_tpu":
+        return du + entries * d * itemsize
+    logits = 4 * n * entries if problem.kernels == "xla" else 0
+    return du + logits + entries * d * (4 + itemsize)
+
+
+def distillation_bytes(problem: DistillationProblem, mode: str, tokens: int) -> int:
+    """What a distillation loss needs beside inputs and gradients, with chunks of so many tokens."""
+    float32_dw = 4 * problem.v * problem.d if problem.weight_itemsize < 4 else 0
+    dx = problem.itemsize * problem.n * problem.d  # for a cotangent of 1, until the backward
+    fixed = problem.head_copies_bytes + (float32_dw if mode == "fast" else dx)
+    return fixed + distillation_chunk_bytes(problem, tokens)
+
+
+def distillation_chunk_bytes(problem: DistillationProblem, tokens: int) -> int:
+    """What grows with the chunk: raw logits and the gradient by them in hidden's dtype.
+
+    A teacher whose log-probabilities are stored scatters them into float32.
+    """
+    scattered = 4 if problem.num_heads == 1 else 0
+    return tokens * problem.v * (problem.itemsize * (problem.num_heads + 1) + scattered)
