@@ -3,6 +3,7 @@
 It need not be attached. What is known of it decides which kernel runs.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -10,13 +11,20 @@ from jax.core import Tracer
 from jax.sharding import AbstractDevice
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
-_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-# Triton's matrix instructions need sm_80. The product names of older GPUs begin like this. "RTX 20" is not among them:
-# the RTX 2000 Ada is newer.
-_BEFORE_AMPERE = (
-    *("T4", "V100", "GV100", "P100", "P40", "P4", "M40", "M60", "K80"),
-    *("GTX", "TITAN", "RTX 2060", "RTX 2070", "RTX 2080", "Quadro RTX", "Quadro P", "Quadro T"),
-)
+Capability = tuple[int, int]
+AMPERE, HOPPER = (8, 0), (9, 0)
+# A GPU that is not there cannot be asked, and is known by how its product's name begins. (7, 5) stands for all that is
+# older than Ampere. A name that is not here is taken for Ampere. "RTX 20" is not here, since the RTX 2000 Ada is newer,
+# nor is "RTX 50", since the RTX 5000 Ada is older.
+_CAPABILITY_OF: dict[Capability, tuple[str, ...]] = {
+    (7, 5): (
+        *("T4", "V100", "GV100", "P100", "P40", "P4", "M40", "M60", "K80"),
+        *("GTX", "TITAN", "RTX 2060", "RTX 2070", "RTX 2080", "Quadro RTX", "Quadro P", "Quadro T"),
+    ),
+    HOPPER: ("H100", "H200", "H800", "H20", "GH200"),
+    (10, 0): ("B100", "B200", "B300", "GB200", "GB300"),
+    (12, 0): ("GeForce RTX 50", "RTX PRO"),
+}
 
 
 def device_of(*inputs: jax.Array | None) -> AbstractDevice:
@@ -67,12 +75,38 @@ def _platform(name: str) -> str:
     return "gpu" if name in _GPU_PLATFORMS else name
 
 
-def is_hopper(device_kind: str) -> bool:
-    """Whether a GPU of this name has Hopper's matrix units."""
-    return any(f" {name}" in f" {device_kind.replace('-', ' ')} " for name in _HOPPER)
+def compute_capability(device: AbstractDevice) -> Capability:
+    """The compute capability of a GPU; (0, 0) for another platform.
+
+    A GPU of this process tells its own. One that is known by its name alone, for which a program is compiled ahead of
+    time, is looked up.
+    """
+    if device.platform != "gpu":
+        return (0, 0)
+    return _told_capabilities().get(device.device_kind) or _capability_of(device.device_kind)
 
 
-def is_before_ampere(device_kind: str) -> bool:
-    """Whether a GPU of this name is too old for Triton's matrix instructions."""
+def is_hopper(device: AbstractDevice) -> bool:
+    """Whether a device has Hopper's matrix instructions, which neither older nor newer GPUs have."""
+    return compute_capability(device)[0] == HOPPER[0]
+
+
+def _told_capabilities() -> dict[str, Capability]:
+    """The capabilities that this process's GPUs tell, by their names."""
+    try:
+        gpus = jax.local_devices(backend="gpu")
+    except RuntimeError:  # there is none
+        return {}
+    texts = {gpu.device_kind: getattr(gpu, "compute_capability", None) for gpu in gpus}
+    return {kind: _parsed(text) for kind, text in texts.items() if re.fullmatch(r"\d+\.\d+", str(text))}
+
+
+def _parsed(text: str) -> Capability:
+    major, minor = map(int, text.split("."))
+    return major, minor
+
+
+def _capability_of(device_kind: str) -> Capability:
     words = f" {device_kind.replace('-', ' ')} "
-    return any(f" {name}" in words for name in _BEFORE_AMPERE)
+    named = (found for found, names in _CAPABILITY_OF.items() if any(f" {name}" in words for name in names))
+    return next(named, AMPERE)

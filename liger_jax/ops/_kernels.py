@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice
 
-from liger_jax.ops._device import device_of, is_before_ampere, is_hopper
+from liger_jax.ops._device import AMPERE, compute_capability, device_of, is_hopper
 from liger_jax.ops._mesh import needs_shard_map, opaque
 from liger_jax.pallas_kernels import _hopper
 
@@ -205,14 +205,14 @@ def _wrong_device(name: str, device: AbstractDevice) -> str | None:
             f"it is compiled for {wanted} only, and this computation is for {device.platform}; "
             f"use 'xla', or '{name}:interpret' to debug."
         )
-    if name in ("triton", "cudnn") and is_before_ampere(device.device_kind):
+    if name in ("triton", "cudnn") and compute_capability(device) < AMPERE:
         library = "Pallas-Triton" if name == "triton" else "cuDNN attention"
         return (
             f"{library} needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; use 'xla'."
         )
-    if name == "mosaic_gpu" and not is_hopper(device.device_kind):
+    if name == "mosaic_gpu" and not is_hopper(device):
         return (
-            f"its instructions are Hopper's (compute capability 9.0), and this is a {device.device_kind}; "
-            "use 'triton' or 'xla'."
+            "its instructions are Hopper's (wgmma, compute capability 9.x), and a "
+            f"{device.device_kind} has none of them; use 'triton' or 'xla'."
         )
     return None

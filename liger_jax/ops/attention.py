@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._device import device_of, is_hopper
+from liger_jax.ops._device import compute_capability, device_of
 from liger_jax.ops._kernels import Choice, Implementation, Kernels
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
 from liger_jax.pallas_kernels.attention.intervals import Segments
@@ -127,7 +127,7 @@ def choose(
     q: Any, k: Any, v: Any, segment_ids: Any, device: AbstractDevice, *, implementation: Implementation, **options: Any
 ) -> Choice:
     """The implementation that runs a case on a device that need not be there, from its arrays or their types."""
-    case = options | {"is_hopper": is_hopper(device.device_kind)}
+    case = options | {"capability": compute_capability(device)}
     kernels = _KERNELS if options["window"] is None or options["window"] >= q.shape[1] else _KERNELS_OF_WINDOWS
     return kernels.choose(implementation, q, k, v, segment_ids, device=device, **case)
 

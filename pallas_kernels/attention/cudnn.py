@@ -16,18 +16,18 @@ def unsupported(
     segment_ids: jax.Array | None,
     *,
     softcap: float | None,
-    is_hopper: bool,
+    capability: tuple[int, int],
     **_: Any,
 ) -> str | None:
     """No segments, which JAX hands to cuDNN as a (T, T) mask, no softcap, 16-bit operands of limited width."""
     if segment_ids is not None or softcap is not None:
         return "cuDNN attention knows no segments and no softcap; use 'xla'."
-    return why_not(q, is_hopper=is_hopper)
+    return why_not(q, capability=capability)
 
 
-def why_not(q: jax.Array | jax.ShapeDtypeStruct, *, is_hopper: bool) -> str | None:
-    """Why cuDNN cannot take queries like q (B, T, Q, H), or None where it can."""
-    width, widest = q.shape[3], 256 if is_hopper else 128
+def why_not(q: jax.Array | jax.ShapeDtypeStruct, *, capability: tuple[int, int]) -> str | None:
+    """Why cuDNN cannot take queries like q (B, T, Q, H), or None where it can. JAX gives it wide heads from 9.0 on."""
+    width, widest = q.shape[3], 256 if capability >= (9, 0) else 128
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
     if width % 8 or width > widest:

@@ -17,7 +17,7 @@ jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
 
 from liger_jax.planner.compilers import TPU_ENVIRONMENT, compile_for, gpu_devices, tpu_devices  # noqa: E402
 
-GPUS = ("h200", "a100-80g")
+GPUS = ("h200", "a100-80g", "b200")
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 DEFAULT = ("h200", "v5e")  # the others are compiled for in the full suite: two minutes more
 ENVIRONMENT = {

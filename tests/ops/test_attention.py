@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import Segments, ops
 from liger_jax.models.core.remat import POLICIES
-from liger_jax.ops._device import is_hopper
+from liger_jax.ops._device import described, is_hopper
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels.attention import (
     cudnn,
@@ -416,7 +416,7 @@ def test_what_cannot_be_attended_is_refused(changes, error, message):
 def test_cudnn_says_that_it_knows_no_segments_and_no_softcap():
     q, segments = jnp.zeros((1, 128, 2, 64), jnp.bfloat16), jnp.zeros((1, 128), jnp.int32)
     for ids, softcap in ((segments, None), (None, 30.0)):
-        reason = cudnn.unsupported(q, q, q, ids, softcap=softcap, is_hopper=True)
+        reason = cudnn.unsupported(q, q, q, ids, softcap=softcap, capability=(9, 0))
         assert "knows no segments and no softcap" in str(reason)
 
 
@@ -453,6 +453,7 @@ def test_each_device_gets_the_attention_that_it_can_run(rng, platform, kind, dty
         ("NVIDIA H200", jnp.float32, [SEGMENTS], {}, False),
         ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, [SEGMENTS], {}, True),
         ("NVIDIA L4", jnp.bfloat16, [], dict(softcap=30.0), True),
+        ("NVIDIA B200", jnp.bfloat16, [SEGMENTS], {}, True),
         ("NVIDIA A100-SXM4-80GB", jnp.float32, [SEGMENTS], {}, False),
         ("Tesla T4", jnp.float16, [SEGMENTS], {}, False),
     ],
@@ -464,7 +465,7 @@ def test_packed_capped_and_windowed_rows_are_ours_from_ampere_on(rng, kind, dtyp
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = str(jax.make_jaxpr(functools.partial(causal_attention, **options))(*types))
     assert ("causal_attention_forward" in jaxpr) == is_ours
-    assert ("Ref<smem>" in jaxpr) == (is_ours and is_hopper(kind))  # Mosaic's own memory
+    assert ("Ref<smem>" in jaxpr) == (is_ours and is_hopper(device))  # Mosaic's own memory
 
 
 def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
@@ -474,17 +475,17 @@ def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
     assert "dot_product_attention" in jaxpr
 
 
-@pytest.mark.parametrize("is_hopper, widest", [(True, 256), (False, 128)])
-def test_cudnn_takes_wider_heads_on_hopper(is_hopper, widest):
+@pytest.mark.parametrize("capability, widest", [((8, 9), 128), ((9, 0), 256), ((10, 0), 256), ((12, 0), 256)], ids=str)
+def test_cudnn_takes_wider_heads_from_hopper_on(capability, widest):
     q = lambda width: jax.ShapeDtypeStruct((1, 128, 2, width), jnp.bfloat16)
-    assert f"head widths up to {widest} that 8 divides" in str(cudnn.why_not(q(widest + 8), is_hopper=is_hopper))
-    assert "head widths" not in str(cudnn.why_not(q(widest), is_hopper=is_hopper))
+    assert f"head widths up to {widest} that 8 divides" in str(cudnn.why_not(q(widest + 8), capability=capability))
+    assert "head widths" not in str(cudnn.why_not(q(widest), capability=capability))
 
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_heads_of_256_on_hopper_have_the_plain_values_and_gradients(window, rng, platform):
     """Gemma's; in bfloat16 as exact as XLA's chunks of queries."""
-    if platform != "gpu" or not is_hopper(jax.devices()[0].device_kind):
+    if platform != "gpu" or not is_hopper(described(jax.devices()[0])):
         pytest.skip("cuDNN takes such heads from Hopper on")
     q, k, v = inputs(rng, jnp.bfloat16, length=300, width=256)
     assert "dot_product_attention" in str(jax.make_jaxpr(functools.partial(causal_attention, window=window))(q, k, v))

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from liger_jax import fused_linear_cross_entropy, geglu, layer_norm, rms_norm
 from liger_jax.ops import _mesh, _rows
-from liger_jax.ops._device import device_of
+from liger_jax.ops._device import compute_capability, device_of, is_hopper
 from liger_jax.ops._kernels import Kernels
 from liger_jax.pallas_kernels.norms import run_mosaic_gpu, run_triton, run_xla
 from tests.ops import _oracle
@@ -78,6 +78,8 @@ def test_default_on_cpu_is_xla():
         ("NVIDIA A100-SXM4-80GB", "gpu", "triton"),
         ("NVIDIA RTX 2000 Ada Generation", "gpu", "triton"),
         ("NVIDIA GeForce RTX 4090", "gpu", "triton"),
+        ("NVIDIA B200", "gpu", "triton"),
+        ("NVIDIA RTX 5000 Ada Generation", "gpu", "triton"),
         ("AMD Instinct MI300X", "rocm", "triton"),
         ("Tesla T4", "gpu", "xla"),
         ("Tesla V100-SXM2-16GB", "gpu", "xla"),
@@ -150,6 +152,37 @@ def test_gpu_older_than_ampere_says_why_not_triton():
         message = r"needs compute capability 8\.0 \(Ampere\) or newer, and this is a Tesla T4; use 'xla'\."
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(functools.partial(rms_norm, implementation="triton"), jax.ShapeDtypeStruct((8, 16), "f4"))
+
+
+@pytest.mark.parametrize(
+    "told, runs",
+    [("7.5", ["xla"]), ("8.6", ["triton"]), ("9.0", ["triton", "mosaic_gpu"]), ("10.0", ["triton"])],
+)
+def test_a_gpu_that_is_there_is_known_by_what_it_tells_and_not_by_its_name(told, runs, monkeypatch):
+    gpu = types.SimpleNamespace(device_kind="NVIDIA H2000", platform="gpu", compute_capability=told)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
+    kernels = Kernels("op", NORM_MODULES, defaults={"gpu": ("triton",)})
+    device = AbstractDevice(gpu.device_kind, None, "gpu")
+    assert kernels.choose(None, X, device=device).name == runs[0]
+    if "mosaic_gpu" not in runs:
+        with pytest.raises(ValueError, match="its instructions are Hopper's .wgmma, .*, and a NVIDIA H2000 has none"):
+            kernels.choose("mosaic_gpu", X, device=device)
+    assert is_hopper(device) == ("mosaic_gpu" in runs)
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB300", (10, 0)),
+        ("NVIDIA GeForce RTX 5090", (12, 0)),
+        ("NVIDIA RTX 5000 Ada Generation", (8, 0)),
+        ("Quadro RTX 5000", (7, 5)),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_known_by_its_name(kind, expected):
+    assert compute_capability(AbstractDevice(kind, None, "gpu")) == expected
 
 
 def test_named_kernel_is_the_one_that_runs():

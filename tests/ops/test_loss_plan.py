@@ -15,6 +15,7 @@ from liger_jax.ops.loss_plan import Problem, choose_mode, make_plan
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+B200 = AbstractDevice("NVIDIA B200", 148, "gpu")
 A100 = AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")
 V6E = AbstractDevice("TPU v6 lite", 1, "tpu")
 LLAMA = (8192, 4096, 128256)
@@ -23,7 +24,8 @@ GIB = 2**30
 
 def test_hopper_gets_its_own_kernels_and_others_xla():
     assert plan_fused_linear_cross_entropy(*LLAMA, device=H200).implementation == "mosaic_gpu"
-    assert plan_fused_linear_cross_entropy(*LLAMA, device=A100).implementation == "xla"
+    for other in (A100, B200):
+        assert plan_fused_linear_cross_entropy(*LLAMA, device=other).implementation == "xla"
     assert plan_fused_linear_cross_entropy(*LLAMA, device=V6E).implementation == "xla"
     assert plan_fused_linear_cross_entropy(*LLAMA, dtype=jnp.float32, device=H200).implementation == "xla"
 
@@ -174,8 +176,9 @@ def test_wrong_arguments_are_refused(unchecked_types):
         plan_fused_linear_cross_entropy(*LLAMA, differentiated=("bias",))
     with pytest.raises(ValueError, match="memory_budget_bytes=1000 is too small"):
         plan_fused_linear_cross_entropy(*LLAMA, memory_budget_bytes=1000)
-    with pytest.raises(ValueError, match=r"its instructions are Hopper's"):
-        plan_fused_linear_cross_entropy(*LLAMA, implementation="mosaic_gpu", device=A100)
+    for other in (A100, B200):
+        with pytest.raises(ValueError, match=rf"its instructions are Hopper's .*, and a {other.device_kind} has none"):
+            plan_fused_linear_cross_entropy(*LLAMA, implementation="mosaic_gpu", device=other)
     with pytest.raises(ValueError, match="where logits cannot be recovered"):
         plan_fused_linear_cross_entropy(
             *LLAMA, mode="fast", logit_softcap=50.0, implementation="mosaic_gpu", device=H200
