@@ -193,7 +193,7 @@ def _parts(batch: Batch, micro_batches: int) -> Any:
 
 
 def _num_sequences(batch: Batch) -> int:
-    """That of `input_ids`; in a batch without any, as of pairs, that of its first array."""
+    """The number of sequences: `input_ids` has it, or a batch's first array, where there are pairs."""
     named = model_arguments(batch)
     first = named["input_ids"] if "input_ids" in named else jax.tree.leaves(batch)[0]
     return first.shape[0]

@@ -101,7 +101,7 @@ class CausalLM(nnx.Module):
         Args:
             path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads.
             dtype: dtype of the computation; `None` for the parameters' dtype.
-            param_dtype: dtype of the parameters; `None` for the one in config.json, or float32 if it has none.
+            param_dtype: dtype of the parameters; `None` for config.json's, or float32 if that names none.
             mesh: the devices that get the parameters; `None` for the default device.
             partition_specs: how parameters are split over the mesh. A function gets a parameter's name, such as
                 "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
@@ -406,7 +406,9 @@ class CausalLM(nnx.Module):
         input_ids, shape = as_labels(input_ids), input_ids.shape
         arguments.check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
         if cache is not None and segment_ids is not None:
-            raise ValueError("segment_ids is given with a cache, whose rows hold one sequence each. Unpack the rows.")
+            raise ValueError(
+                "segment_ids is given with a cache, but a row of a cache holds one sequence. Unpack the rows."
+            )
         if positions is not None and positions.shape not in (shape, (1, shape[1])):
             raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
         if attention_mask is not None:  # an id outside the vocabulary is NaN, and 0 · NaN reaches other tokens

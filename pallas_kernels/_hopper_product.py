@@ -44,7 +44,7 @@ class Tiles:
     """
 
     columns: int = 256
-    in_turn: bool = False  # each warpgroup takes tiles of its own
+    in_turn: bool = False  # each warpgroup takes its own tiles
     depth: int = 64
     stages: int = 4
     snake_width: int = 16
@@ -217,7 +217,7 @@ def _multiply_tile(walk: _Walk, i: Any, warpgroup: Any, contract: tuple[int, int
             x, y = ring.a.at[slot], ring.b.at[slot]
             x = x.at[own_rows] if contract[0] == 1 else x.at[:, own_rows].transpose((1, 0))
             plgpu.wgmma(accumulator, x, y.transpose((1, 0)) if contract[1] == 1 else y)
-            plgpu.wgmma_wait(1)  # for all but the product just begun; then the tiles of the one before are free
+            plgpu.wgmma_wait(1)  # for all products but the last; then the tiles that the earlier ones read are free
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.emptied.at[walk.slot(i, step - 1)]))
 
         jax.lax.fori_loop(0, walk.steps, multiply_step, None)

@@ -1,7 +1,7 @@
 """Gated feed-forward layers.
 
 Plain projections and the gate run as one op, `ops.gated_mlp`. Projections with a bias or an adapter are called as they
-are, around the op of the gate. Their names are those of checkpoints: `gate_proj`, `up_proj` and `down_proj`.
+are, around the op of the gate. They are named as in checkpoints: `gate_proj`, `up_proj` and `down_proj`.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class SwiGLUMLP(_GatedMLP):
         width: D, of input and output.
         inner_width: F.
         linear: makes a projection: `linear(in_width, out_width)`.
-        fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with a `gated` of its own
+        fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with its own `gated`
             passes False.
         recomputed: whether that op's backward computes gate and up again rather than keep them.
         implementation: which kernel the op runs, as in `ops.gated_mlp`.
@@ -115,7 +115,7 @@ class GeGLUMLP(_GatedMLP):
         inner_width: F.
         linear: makes a projection: `linear(in_width, out_width)`.
         approximate: the GELU by tanh, as in Gemma, or exact.
-        fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with a `gated` of its own
+        fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with its own `gated`
             passes False.
         recomputed: whether that op's backward computes gate and up again rather than keep them.
         implementation: which kernel the op runs, as in `ops.gated_mlp`.

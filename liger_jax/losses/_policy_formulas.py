@@ -89,7 +89,7 @@ class Objective:
         return losses + self.beta * (penalty * ratio if self.unbiased_kl else penalty)
 
     def _clipped(self, ratio: jax.Array, advantages: jax.Array) -> jax.Array:
-        """min(min(ρ, δ) A, clip(ρ) A). On a bound, the gradient is the one inside. So ε = 0 trains."""
+        """min(min(ρ, δ) A, clip(ρ) A). On a bound, the gradient is the inner one. So ε = 0 trains."""
         low, high = self.clip_range
         clipped = jnp.where(ratio < 1.0 - low, 1.0 - low, jnp.where(ratio > 1.0 + high, 1.0 + high, ratio))
         ratio = ratio if self.delta is None else jnp.where(ratio > self.delta, self.delta, ratio)

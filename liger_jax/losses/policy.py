@@ -74,7 +74,7 @@ def policy_token_loss(
         delta: the largest ratio where the advantage is negative.
         beta: the weight of the reference's penalty.
         unbiased_kl: whether the penalty is multiplied by the ratio.
-        sapo_temperatures: those of "sapo".
+        sapo_temperatures: the temperatures of "sapo".
 
     Returns:
         float32, the shape of `log_probs`.
@@ -177,7 +177,7 @@ def policy_loss(
         delta: > 1, the largest ratio where the advantage is negative (dual clip); None sets none. For the types
             that clip.
         beta: ≥ 0, the weight of the penalty.
-        unbiased_kl: whether the penalty is multiplied by ρ, which makes its gradient that of the KL.
+        unbiased_kl: whether the penalty is multiplied by ρ, so that its gradient is the KL's.
         sapo_temperatures: > 0, of positive advantages and of the others; (1.0, 1.05) if None. For "sapo" only.
         entropy_coef: the weight of the entropy bonus.
         max_length: > 0, the longest completion that is sampled; for "dr_grpo" only, which needs it.

@@ -36,7 +36,7 @@ class DPOOutput:
 
     @property
     def margins(self) -> jax.Array:
-        """(P,) float32, by how much the reward of chosen is above that of rejected."""
+        """(P,) float32, the reward of chosen minus the reward of rejected."""
         return self.chosen_rewards - self.rejected_rewards
 
     @property
@@ -92,7 +92,7 @@ def dpo_loss(
     Args:
         chosen: log-probabilities of the preferred responses, summed over their tokens, any float dtype;
             `sequence_log_probs` makes them.
-        rejected: those of the other responses.
+        rejected: the other responses' log-probabilities, of the same shape.
         reference_chosen: the same under the reference policy, which may be stored; None with `reference_rejected`.
         reference_rejected: the same for the other responses.
         chosen_tokens: integers ≥ 1, how many tokens each sum has; for "ipo", "sigmoid_norm" and "sft" only.
@@ -212,7 +212,7 @@ def _loss_weights(op: str, types: tuple[str, ...], weights: Any) -> tuple[float,
 
 
 def _token_counts(op: str, types: tuple[str, ...], shape: tuple[int, ...], **counts: Any) -> list[Any]:
-    """The counts in float32; what a type needs and lacks is an error."""
+    """The counts in float32. A count that a type needs and that was not passed is an error."""
     result = []
     for name, count in counts.items():
         needy = [t for t in types if t in _READERS[name]]

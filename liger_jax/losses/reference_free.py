@@ -29,7 +29,7 @@ def orpo_loss(
     Args:
         chosen: mean log-probabilities ≤ 0 of the preferred responses' tokens, any float dtype; `sequence_log_probs`
             with `average=True` makes them. At 0, where the odds are infinite, they count as −1.2e-38.
-        rejected: those of the other responses.
+        rejected: the other responses' log-probabilities, of the same shape.
         chosen_nll: the negative log-likelihood that the loss adds, for each pair or one mean for all, such as a
             cross-entropy of prompt and response.
         beta: > 0, the weight of the odds ratio; λ in the paper.
@@ -80,7 +80,7 @@ def cpo_loss(
     Args:
         chosen: log-probabilities of the preferred responses, any float dtype: summed over the tokens, or for "ipo"
             their mean. `sequence_log_probs` makes both.
-        rejected: those of the other responses.
+        rejected: the other responses' log-probabilities, of the same shape.
         chosen_nll: negative log-likelihood of chosen, for each pair or one mean for all; needed unless `cpo_alpha=0`.
         beta: > 0, the scale of log-probabilities.
         loss_type: "sigmoid", "hinge" or "ipo".
@@ -141,7 +141,7 @@ def simpo_loss(
     Args:
         chosen: mean log-probabilities of the preferred responses' tokens, any float dtype; `sequence_log_probs` with
             `average=True` makes them.
-        rejected: those of the other responses.
+        rejected: the other responses' log-probabilities, of the same shape.
         beta: > 0, the scale of log-probabilities.
         gamma: ≥ 0, the margin by which β chosen should be above β rejected.
         label_smoothing: ε in [0, 0.5).

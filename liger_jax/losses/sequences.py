@@ -26,7 +26,7 @@ def sequence_log_probs(
     `shared_tokens`, so that the longer response of a pair does not win or lose by its length alone.
 
     Args:
-        log_probs: the tokens' log-probabilities, any float dtype; those of tokens that do not count have no effect.
+        log_probs: the tokens' log-probabilities, any float dtype. Tokens that do not count have no effect.
         where: bool, which tokens count; None counts all.
         average: whether to divide by the number of tokens that count.
         ld_alpha: weight in [0, 1] of the tokens beyond the shared length; None weighs all alike.

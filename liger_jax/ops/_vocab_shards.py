@@ -1,4 +1,4 @@
-"""The loss over a vocabulary whose shards lie on the devices of a mesh axis, inside `jax.shard_map`.
+"""The loss over a vocabulary that a mesh axis splits, inside `jax.shard_map`.
 
 Each device reduces its own logits; what crosses the mesh is a few numbers a token. The collectives act on the
 statistics and are differentiable as they stand: through lse = M + log Σ_shards exp(lse_shard − M) a shard's logits
@@ -59,7 +59,7 @@ def _sharded_token_terms(
 
 
 def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistics:
-    """The statistics of whole rows, the same on every device of the axis, from those of the shards."""
+    """Joins the shards' statistics into whole rows', the same on every device of the axis."""
     lse = statistics.log_normalizer
     maximum = jax.lax.pmax(jax.lax.stop_gradient(lse), axis)
     exp_sum = jax.lax.psum(jnp.exp(lse - maximum), axis)

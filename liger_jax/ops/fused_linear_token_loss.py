@@ -73,9 +73,9 @@ def fused_linear_token_loss(
     over traced values. It is traced for scalars, and mapped over tokens. All arrays that it reads have true gradients:
     `per_token`, what it closes over, and `denominator`.
 
-    The modes are those of `fused_linear_cross_entropy`. "fast" makes a chunk's logits, ℓ, the derivative of `loss_fn`
-    and the gradients at once: 3 products of 2·N·D·V operations. "lean" makes the logits twice: 4 products. Hopper's
-    kernels make no entropies in mode "fast", so that "auto" is lean there with `entropy=True`.
+    The modes mean what they mean in `fused_linear_cross_entropy`. "fast" makes a chunk's logits, ℓ, the derivative of
+    `loss_fn` and the gradients at once: 3 products of 2·N·D·V operations. "lean" makes the logits twice: 4 products.
+    Hopper's kernels make no entropies in mode "fast", so that "auto" is lean there with `entropy=True`.
 
     Args:
         loss_fn: takes scalars: ℓ, perhaps H, both float32, and one of each of `per_token`; returns a scalar.

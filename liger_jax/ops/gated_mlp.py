@@ -159,7 +159,7 @@ def gated_mlp(
 ) -> Float[Array, "*batch D"]:
     """The gated feed-forward without biases: y = (act(x · gate_kernel) · (x · up_kernel)) · down_kernel.
 
-    Values and gradients are those of three products around `swiglu` or `geglu`, with the same rounding. The gradients
+    Values and gradients equal three products around `swiglu` or `geglu`, with the same rounding. The gradients
     take less memory and fewer passes. `x`, gate and up are kept for the backward, or `x` alone. The backward makes the
     gradients of gate and up and their gated product in one pass: on a GPU in the place of what it reads, on Hopper
     while the product is made. It takes its products in an order that frees arrays early. There are no products for

@@ -140,7 +140,7 @@ def apply_mrope(
             f"{op}: cos has shape {cos.shape}, but must be (3, 1, T, R) or (3, B, T, R): tables for time, height and "
             "width; make them by rope_table from positions (3, B, T)."
         )
-    _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")
+    _checks.check_shape(op, "sin", sin, cos.shape, "the shape of cos")
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != half:
         raise ValueError(
             f"{op}: sections={tuple(sections)} must be three numbers of pairs, R/2={half} in sum; pass the config's "
@@ -153,7 +153,7 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
     q, k, cos, sin = _checks.floating(op, q=q, k=k, cos=cos, sin=sin)
     _checks.check_choice(op, "layout", layout, _LAYOUTS)
     _check_shapes(op, q, k, cos.shape if sections is None else cos.shape[1:])
-    _checks.check_shape(op, "sin", sin, cos.shape, "that of cos")
+    _checks.check_shape(op, "sin", sin, cos.shape, "the shape of cos")
     cos, sin = _checks.constant(cos, op, "cos"), _checks.constant(sin, op, "sin")
     if (spec := _explicit.row_spec(q)) is not None:
         tables_axis = () if sections is None else (None,)

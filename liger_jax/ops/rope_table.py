@@ -249,7 +249,7 @@ def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3Rope) -> np.ndar
 
 def _yarn_kept_share(column: np.ndarray, width: int, theta: float, scaling: YarnRope) -> np.ndarray:
     def column_of(turns: float) -> float:
-        """The column i whose frequency makes so many turns: original·theta^(−2i/R) = 2π·turns."""
+        """The column i that makes so many turns: original·theta^(−2i/R) = 2π·turns."""
         radians = 2 * math.pi * turns
         return width * math.log(scaling.original_max_position_embeddings / radians) / (2 * math.log(theta))
 

@@ -103,7 +103,7 @@ def _along_axis(op: str, x: ArrayLike, axis: int, implementation: Implementation
     (x,) = _checks.floating(op, x=x)
     if not -x.ndim <= axis < x.ndim:
         cure = "reshape x to (1,)" if x.ndim == 0 else f"pass one in [{-x.ndim}, {x.ndim})"
-        raise ValueError(f"{op}: axis={axis} is no axis of x, whose shape is {x.shape}; {cure}.")
+        raise ValueError(f"{op}: axis={axis} is no axis of x, which has shape {x.shape}; {cure}.")
     rows = jnp.moveaxis(x, axis, -1)
     if (spec := _explicit.row_spec(rows)) is not None:
         local = functools.partial(_along_axis, op, axis=-1, implementation=implementation)

@@ -197,7 +197,7 @@ def largest_batch(run: Run, correction: int = 0) -> int:
     """The largest batch that fits by its estimate, in multiples of devices and micro-batches; 0 if none does.
 
     Args:
-        run: the run; the search ignores its batch, which is a candidate of its own.
+        run: the run; the search ignores its batch, and tries its own candidates.
         correction: bytes to add to each estimate.
 
     Returns:

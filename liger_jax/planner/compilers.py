@@ -166,7 +166,7 @@ def compile_for(
 
 
 def without_cudnn() -> str | None:
-    """Says what differs where cuDNN is not installed, whose attention the models run on NVIDIA GPUs.
+    """Says what differs where cuDNN is not installed: the models run its attention on NVIDIA GPUs.
 
     Returns:
         The sentence, or None where cuDNN is installed.

@@ -1,6 +1,6 @@
 """The memory of a training step by formulas: nothing is compiled, and it takes milliseconds.
 
-All sizes are those of one device. Memory peaks at one of two moments. In the loss, all activations are kept, and the
+All sizes are for one device. Memory peaks at one of two moments. In the loss, all activations are kept, and the
 logits or the fused loss's buffers exist. In the backward of the last layer, all activations are kept, and the gradients
 of all layers have their place as well.
 """

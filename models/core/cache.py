@@ -44,7 +44,7 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
         dtype: dtype of keys and values.
 
     Returns:
-        A cache of zeros, whose positions are −1.
+        A cache of zeros; its positions are −1.
 
     Raises:
         ValueError: `batch` or `length` is out of its range.

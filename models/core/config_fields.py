@@ -60,7 +60,7 @@ def normal(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
         values: values in which `problems` finds nothing.
 
     Returns:
-        Those values whose type changes, by name.
+        By name, the values that change their type.
     """
     hints, changed = typing.get_type_hints(config_type), {}
     for name, value in values.items():

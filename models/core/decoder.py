@@ -21,7 +21,7 @@ from liger_jax.ops import Segments, rope_table
 def attention_segments(
     segment_ids: Int[Array, "B T"] | None, attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None
 ) -> Int[Array, "B T"] | None:
-    """The segments of tokens, with padding as a segment of its own, so that every token sees at least itself.
+    """The segments of tokens. Padding is one more segment, so that every token sees at least itself.
 
     Args:
         segment_ids: ids ≥ 0 of packed segments.

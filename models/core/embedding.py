@@ -1,4 +1,4 @@
-"""The embedding, and the head that is tied to it, whose two gradients are summed in float32."""
+"""The embedding and the head that is tied to it. Their two gradients are summed in float32."""
 
 from typing import Any, NamedTuple
 

@@ -49,7 +49,7 @@ def generate(
 
     Returns:
         (B, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. From the first position
-        whose logits are NaN, tokens are −1. The dtype is that of input_ids, or int32 if that is narrower.
+        whose logits are NaN, tokens are −1. The dtype is input_ids', or int32 if that is narrower.
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.

@@ -18,7 +18,7 @@ from liger_jax.models.core.sharding import gathered
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """Makes and runs layers whose parameters have equal shapes: by a scan over stacked parameters, or by a Python loop.
+    """Makes and runs layers with parameters of equal shapes: by a scan over stacked parameters, or by a Python loop.
 
     Layers may be of several kinds, in a pattern that repeats. The scan runs over the pattern's repetitions, and the
     layers that are left over follow in a loop. Both ways start from the same random numbers. A scan compiles its body
@@ -101,7 +101,7 @@ class LayerStack:
     def _layer_call(
         self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool, place: int | None = None
     ) -> Callable[[Any, Any], Any]:
-        """One layer's call on (carry, state). With a `place`, the state is that of its whole group of layers."""
+        """One layer's call on (carry, state). With a `place`, the state holds its whole group of layers."""
 
         def call(carry, state):
             x, memory = carry

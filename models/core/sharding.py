@@ -29,7 +29,7 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             if AxisType.Explicit in jax.typeof(input_ids).sharding.mesh.axis_types:
                 raise ValueError(
-                    "input_ids lie on a mesh with Explicit axes, which is not the one in context. Call the model under "
+                    "input_ids lie on a mesh with Explicit axes, but another mesh is in context. Call the model under "
                     "jax.set_mesh(mesh), with KernelOptions(batch_axes=…) for the axes that split the batch."
                 )
             return call(model, input_ids, **arguments)

@@ -82,7 +82,7 @@ class Gemma2Config(GemmaConfig):
 class Gemma3TextConfig(Gemma2Config):
     """The language part of Gemma 3: `Gemma2Config`'s fields with Hugging Face's defaults for Gemma 3, and these.
 
-    `rope_theta` and `rope_scaling` are those of layers with full attention.
+    `rope_theta` and `rope_scaling` belong to layers with full attention.
 
     Args:
         sliding_window_pattern: n: every nth layer has full attention, and the others slide. `layer_types`, if given,

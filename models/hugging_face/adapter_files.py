@@ -120,7 +120,7 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
 
 
 def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a projection's tensors: `names` are its names in a checkpoint, `widths` those of in and out."""
+    """The shapes of a projection's tensors: `names` in a checkpoint, `widths` of input and output."""
     in_width, out_width = widths
     parts = {"lora_a": (config.rank, in_width), "lora_b": (out_width, config.rank), "magnitude": (out_width,)}
     if not config.dora:

@@ -171,7 +171,7 @@ def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes | None]:
         ValueError: the folder does not exist, or has none of them.
     """
     if not folder.is_dir():
-        raise ValueError(f"save_pretrained: tokenizer_from={str(folder)!r} is no folder. Pass that of a tokenizer.")
+        raise ValueError(f"save_pretrained: tokenizer_from={str(folder)!r} is no folder. Pass a tokenizer's folder.")
     files = {name: folder / name for name in TOKENIZER}
     contents = {name: path.read_bytes() if path.is_file() else None for name, path in files.items()}
     if not any(contents.values()):

@@ -70,7 +70,7 @@ def write(
 
 
 def _write_weights(folder: pathlib.Path, shards: Iterable[Mapping[str, np.ndarray]]) -> str:
-    """Writes the weights, and returns the name of the file in `new` whose rename switches to the new model."""
+    """Writes the weights. Returns the file in `new` that must be renamed last: it switches to the new model."""
     saving, in_shard, total = folder / SAVING, {}, 0
     for i, shard in enumerate(shards):
         save_file(dict(shard), saving / str(i), metadata={"format": "pt"})

@@ -31,7 +31,7 @@ class Tensors:
     Attributes:
         names: the tensors' names: one, or one for each stacked layer.
         transposed: whether the tensors are (out, in) and the parameter is (in, out).
-        stacked: whether the parameter's first axis is that of the layers.
+        stacked: whether the parameter's first axis counts the layers.
     """
 
     names: tuple[str, ...]

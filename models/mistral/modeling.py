@@ -1,4 +1,4 @@
-"""Mistral: LLaMA whose layers may all slide."""
+"""Mistral: LLaMA, where all layers may have a sliding window."""
 
 import dataclasses
 

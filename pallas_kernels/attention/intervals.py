@@ -127,7 +127,7 @@ def intervals(
 
 
 def table(low: Any, high: Any, is_foreign: Any, batch: int, row_block: int, column_block: int) -> Any:
-    """Blocks of rows whose columns lie in [low, high] (1|B, T) → int32 (B · blocks, 7), those with most work first.
+    """Blocks of rows with their columns in [low, high] (1|B, T) → int32 (B · blocks, 7), the most work first.
 
     An entry: batch row, block of rows, first block of columns that somebody sees, first that everybody sees, how many
     everybody sees, how many somebody sees, whether ids must be compared. NumPy arrays stay NumPy arrays.

@@ -110,7 +110,7 @@ def attend(
         x = jnp.pad(x, ((0, 0), (0, padded - length), (0, 0), (0, 0))) if padded > length else x
         return x.swapaxes(1, 2)
 
-    scaled = heads_first(q) * (width**-0.5 if scale is None else scale)  # splash has no scale of its own
+    scaled = heads_first(q) * (width**-0.5 if scale is None else scale)  # splash takes no scale
     out: Any = jax.vmap(kernel)(
         scaled, heads_first(k), heads_first(v), None if ids is None else splash.SegmentIds(ids, ids)
     )

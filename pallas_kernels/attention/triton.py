@@ -1,4 +1,4 @@
-"""Causal attention in Pallas-Triton (NVIDIA, Ampere and newer), whose work is what is visible: packed rows, windows.
+"""Causal attention in Pallas-Triton (NVIDIA, Ampere and newer). It computes what is visible: packed rows, windows.
 
 One program computes a block of rows of one head. Forward and dq: a block of queries walks over blocks of keys. dk and
 dv: a block of keys walks over blocks of the queries of all heads that share it, and sums them in float32. Blocks that
@@ -52,7 +52,7 @@ def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Arr
 class _Program:
     """A tile of rows of one head, the columns that they see, and how both are read.
 
-    `refs` are those of the table, of `Bounds`, with None for absent ids, and of the kernel's own arrays.
+    `refs` are the table's, then `Bounds`'s, with None for absent ids, then the kernel's own arrays'.
     """
 
     def __init__(self, refs: Any, *, blocks: TritonBlocks, heads: int, has_ids: bool, lengths: tuple[int, int]):
@@ -229,7 +229,7 @@ def _launch(
 
 
 def _whole(x: Any) -> pl.BlockSpec:
-    """An array as one block. That of (B, T, heads, H) has whole tiles of positions, masked past the end."""
+    """An array as one block. An array (B, T, heads, H) has whole tiles of positions, masked past the end."""
     shape = list(x.shape)
     if len(shape) == 4:
         shape[1] = round_up(shape[1], _ROWS)

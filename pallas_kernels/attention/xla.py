@@ -1,4 +1,4 @@
-"""Causal attention in XLA, on any device: 256 queries at a time, whose scores are made anew in the backward.
+"""Causal attention in XLA, on any device: 256 queries at a time. The backward makes their scores again.
 
 No (T, T) array exists. Segments are a mask: the scores of other segments' keys are computed and masked.
 """

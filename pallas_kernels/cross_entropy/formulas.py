@@ -103,7 +103,7 @@ def is_live(cotangents: Cotangents) -> jax.Array:
 
 
 def with_entropy(cotangents: Cotangents, entropy: jax.Array, entropy_cotangent: jax.Array) -> Cotangents:
-    """The cotangents with that of the entropy among them."""
+    """The cotangents, with the entropy's among them."""
     # Where nothing depends on the entropy, it may be NaN.
     shift = jnp.where(entropy_cotangent == 0, 0.0, entropy_cotangent * entropy)
     return cotangents._replace(log_normalizer=cotangents.log_normalizer - shift, log_probability=-entropy_cotangent)
@@ -190,7 +190,7 @@ def online_update(
 
 
 def over_lanes(lanes: OnlineState) -> OnlineState:
-    """The state (N, 1) of rows whose columns were dealt out to the lanes of `lanes` (N, lanes)."""
+    """Joins the lanes (N, lanes), which each saw a part of a row's columns, into one state (N, 1)."""
     maximum = jnp.max(lanes.maximum, axis=1, keepdims=True)
     shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)
 

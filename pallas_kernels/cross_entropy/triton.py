@@ -2,7 +2,7 @@
 
 Memory passes: the statistics read the logits once (an online log-sum-exp), where XLA reads them twice. The
 gradient is one read and one write, elementwise. A kernel wins nothing over XLA's fusion there, so it is XLA's.
-Rounding: float32 throughout; the formulas are those of formulas.py.
+Rounding: float32 throughout, by formulas.py.
 """
 
 import functools

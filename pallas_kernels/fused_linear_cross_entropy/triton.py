@@ -5,7 +5,7 @@ into one number a row for each part of the vocabulary, and XLA merges the parts.
 Gradients: the same product is made again for a slice of the vocabulary, with the softmax's gradient as its epilogue.
 Only du (N, slice) is written, in hidden's dtype. The two products with du are XLA's.
 Lean mode only: gradients in the forward would need a chunk's whole logits.
-Rounding: logits and statistics float32 (the formulas are those of cross_entropy/formulas.py); float32 products
+Rounding: logits and statistics are float32, by cross_entropy/formulas.py; float32 products
 run in TF32 unless the precision is "highest", as XLA's do on these GPUs.
 """
 

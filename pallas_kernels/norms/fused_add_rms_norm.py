@@ -1,6 +1,6 @@
 """The addition of a residual, and the RMSNorm of the sum, in one pass.
 
-Rounding: the sum is rounded to the residual's dtype, and the rounded sum is normalised: the norm is that of the value
+Rounding: the sum is rounded to the residual's dtype, and the rounded sum is normalised: the norm is taken of the value
 which goes on. From there on rounding is `rms_norm`'s. In the backward, the gradients by both outputs are added in
 float32 and rounded once.
 

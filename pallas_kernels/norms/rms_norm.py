@@ -27,7 +27,7 @@ def squares(x: jax.Array) -> Arrays:
 
 
 def shrunk_squares(x: jax.Array) -> Arrays:
-    """The terms of the mean square of a row whose squares overflow: the row is made smaller first."""
+    """The terms of a row's mean square where squares would overflow: the row is scaled down first."""
     return (jnp.square(x * _shrink_factor(x.dtype)),)
 
 

@@ -153,7 +153,7 @@ def run(
 ) -> tuple[Arrays, Arrays, Arrays]:
     """matrices (N, D), vectors (D,) or None → outputs (N, D), totals (D,) float32, and sums to save (N, 1).
 
-    The sums are those of the statistics and of the rescue. Where they are known, because an earlier pass saved them,
+    The sums are the statistics' and the rescue's. Where they are known, because an earlier pass saved them,
     they are read and none are saved. A pass that has both statistics and totals must be given them.
     """
     n, d = matrices[0].shape

@@ -15,7 +15,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class TritonTiles:
-    """How rows are dealt out to programs, and what a program does beside its arithmetic."""
+    """How rows are divided among programs, and how a program runs: its warps and its loads ahead."""
 
     n_block_size: int  # rows of a step
     d_block_size: int  # columns of a piece
@@ -103,7 +103,7 @@ _TWO_TOTALS: _Table = {
 
 
 def _table(n: int, num_matrices: int, num_stages: int, num_totals: int) -> _Table:
-    """The shares of a pass over n rows; the arguments are those of `triton_tiles`."""
+    """The shares of a pass over n rows; the arguments mean what they mean in `triton_tiles`."""
     if num_matrices > 2:
         return _THREE_MATRICES
     if num_totals:

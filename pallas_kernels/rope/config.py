@@ -13,7 +13,7 @@ class TritonConfig:
     t_block_size: int
     half_block_size: int  # of half the rotary columns
     rest_block_size: int  # of the columns that pass through; 0 if there are none
-    head_chunks: int  # programs that share a token's heads; divides those of q and of k
+    head_chunks: int  # programs that share a token's heads; divides the heads of q and of k
     heads_at_once: int  # loaded before the first of them is stored
     num_warps: int
 

@@ -30,7 +30,7 @@ def apply_rope(
 def apply_mrope(
     q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, sections: tuple[int, ...], layout: str = "half"
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin (3, 1|B, T, R): pair i is rotated by the table in whose section i lies."""
+    """cos and sin (3, 1|B, T, R): the section of pair i says which of the three tables rotates it."""
     table = jnp.repeat(jnp.arange(3), jnp.array(sections), total_repeat_length=cos.shape[-1] // 2)
     chosen = jnp.arange(3)[:, None] == jnp.concatenate([table, table])
     cos, sin = (jnp.sum(jnp.where(chosen[:, None, None, :], x, 0), axis=0) for x in (cos, sin))

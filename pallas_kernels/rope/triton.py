@@ -4,7 +4,7 @@ Memory passes: one read and one write of q and k, both in one launch. A tile is 
 tokens, and the tables' tiles have its shape: threads hold the same columns of all, no value changes hands, and a
 table's row is read once for several heads. If there are three tables (`sections`), each column is read from its own
 one; XLA's expression merges the tables in a pass before. The backward is the same pass with the transposed rotation.
-Rounding is that of formulas.py. On an H200 90 to 93 % of the speed of a copy (benchmarks/results/rope.md).
+formulas.py says what is rounded. On an H200 it runs at 90 to 93 % of the speed of a copy (benchmarks/results/rope.md).
 """
 
 import functools

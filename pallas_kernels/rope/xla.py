@@ -16,7 +16,7 @@ def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, l
 
 
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, inverse: bool, layout: str) -> jax.Array:
-    """x (B, T, heads, H), whose first R columns are rotated; cos and sin (1|B, T, R)."""
+    """Rotates the first R columns of x (B, T, heads, H); cos and sin (1|B, T, R)."""
     rotary, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
     dtype = promoted(x.dtype, jnp.float32)
     halves = functools.partial(jnp.split, indices_or_sections=2, axis=-1)

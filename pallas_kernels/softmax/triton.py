@@ -3,7 +3,7 @@
 Memory passes: forward one read and one write, backward one read of y and dy and one write; a row stays in registers.
 XLA, compiled for an H200, reads y and dy twice, and x three times from some ten thousand columns on. For sparsemax the
 kernel saves XLA's sort: the threshold comes from Newton's steps, each a sum over the row, which end at the exact one.
-Rounding is that of formulas.py.
+formulas.py says what is rounded.
 """
 
 import functools

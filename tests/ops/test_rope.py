@@ -302,7 +302,7 @@ def test_differentiating_the_tables_of_mrope_is_an_error(name, rng):
     [
         ({"cos": (1, 5, 16)}, r"cos has shape \(1, 5, 16\), but must be \(3, 1, T, R\) or \(3, B, T, R\)"),
         ({"cos": (2, 1, 5, 16)}, r"cos has shape \(2, 1, 5, 16\), but must be \(3, 1, T, R\) or \(3, B, T, R\)"),
-        ({"sin": (3, 1, 5, 8)}, r"sin has shape \(3, 1, 5, 8\), but must have shape \(3, 1, 5, 16\): that of cos"),
+        ({"sin": (3, 1, 5, 8)}, r"sin has shape \(3, 1, 5, 8\), but must have shape \(3, 1, 5, 16\): the shape of cos"),
         ({"sections": (2, 3, 4)}, r"sections=\(2, 3, 4\) must be three numbers of pairs, R/2=8 in sum; pass the conf"),
         ({"sections": (4, 4)}, r"sections=\(4, 4\) must be three numbers"),
         ({"sections": (9, -1, 0)}, r"sections=\(9, -1, 0\) must be three numbers"),
@@ -333,7 +333,7 @@ GOOD = {"q": (2, 5, 4, 16), "k": (2, 5, 2, 16), "cos": (1, 5, 16), "sin": (1, 5,
         ({"cos": (1, 8, 16)}, r"cos has shape \(1, 8, 16\), but must be \(1, 5, R\) or \(2, 5, R\)"),
         ({"cos": (1, 5, 7)}, r"cos has width R=7, but R must be even and at most H=16"),
         ({"cos": (1, 5, 18)}, r"cos has width R=18, but R must be even and at most H=16.*concatenated with itself"),
-        ({"sin": (1, 5, 8)}, r"sin has shape \(1, 5, 8\), but must have shape \(1, 5, 16\): that of cos"),
+        ({"sin": (1, 5, 8)}, r"sin has shape \(1, 5, 8\), but must have shape \(1, 5, 16\): the shape of cos"),
     ],
 )
 def test_wrong_shapes_say_what_to_do(wrong, message, unchecked_types):

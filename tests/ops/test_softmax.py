@@ -185,8 +185,8 @@ def test_rows_too_wide_for_one_program_are_refused_by_triton(kind):
     "x, axis, error, message",
     [
         (jnp.ones((2, 3), int), -1, TypeError, "x has dtype int32, but must be floating point; cast it"),
-        (jnp.ones((2, 3)), 2, ValueError, r"axis=2 is no axis of x, whose shape is \(2, 3\); pass one in \[-2, 2\)\."),
-        (jnp.ones(()), -1, ValueError, r"axis=-1 is no axis of x, whose shape is \(\); reshape x to \(1,\)\."),
+        (jnp.ones((2, 3)), 2, ValueError, r"axis=2 is no axis of x, which has shape \(2, 3\); pass one in \[-2, 2\)\."),
+        (jnp.ones(()), -1, ValueError, r"axis=-1 is no axis of x, which has shape \(\); reshape x to \(1,\)\."),
     ],
 )
 def test_wrong_arguments_say_what_to_do(x, axis, error, message, kind, unchecked_types):
