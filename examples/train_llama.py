@@ -23,7 +23,7 @@ from pathlib import Path
 if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from examples._lib.command import UserError, needed_packages, run, user_errors, writable_folder
+from examples._lib.command import needed_packages, run
 
 with needed_packages(__name__):
     import jax
@@ -33,8 +33,9 @@ with needed_packages(__name__):
     from tqdm import tqdm
 
     from examples._lib import memory, report, text
-    from examples._lib.checkpoints import Checkpoints
     from examples._lib.configuration import Training, add_flags, from_flags, with_loss
+    from liger_jax.commands._checkpoints import Checkpoints
+    from liger_jax.commands._errors import UserError, user_errors, writable_folder
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
     from liger_jax.training import language_model_loss, make_step
 

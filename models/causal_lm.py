@@ -23,6 +23,7 @@ from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, with_auto_axes
 from liger_jax.models.hugging_face import checkpoint, pretrained
 from liger_jax.ops import TokenLogProbs, TokenLosses
+from liger_jax.ops.block_quantized import Kind
 from liger_jax.ops.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
 from liger_jax.ops.labels import as_labels
 
@@ -89,6 +90,7 @@ class CausalLM(nnx.Module):
         param_dtype: Any = None,
         mesh: Mesh | None = None,
         partition_specs: Callable[[str, tuple[int, ...]], PartitionSpec] | Any = None,
+        quantize: Kind | None = None,
         kernels: KernelOptions = KernelOptions(),
         remat: Remat = "none",
         scan_layers: bool = True,
@@ -106,6 +108,8 @@ class CausalLM(nnx.Module):
             partition_specs: how parameters are split over the mesh. A function gets a parameter's name, such as
                 "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
                 `PartitionSpec` has the structure of `nnx.state(model)`. `None` puts whole parameters on every device.
+            quantize: "nf4" or "int8" for projections in 4 or 8 bits, as `quantized.quantize` makes them. Each is
+                quantised before the next is read, so that a device holds one dense parameter at a time.
             kernels: which ops run as kernels.
             remat: what each layer keeps for the backward, as in the constructor.
             scan_layers: stack the layers' parameters and scan over them.
@@ -119,7 +123,8 @@ class CausalLM(nnx.Module):
                 not read. If a save into the folder was interrupted, the message says how to repair it.
             ValueError: a file is damaged; config.json has values that the model does not support, or disagrees with the
                 tensors on the number of layers or tokens; tensors are missing, unexpected, of a wrong shape or not
-                floats (the message lists all of them); or `partition_specs` do not fit the parameters.
+                floats (the message lists all of them); `partition_specs` do not fit the parameters; or `quantize` is
+                unknown, or its blocks of 64 do not divide a projection's input.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
         return pretrained.read(
@@ -129,6 +134,7 @@ class CausalLM(nnx.Module):
             param_dtype=param_dtype,
             mesh=mesh,
             partition_specs=partition_specs,
+            quantize=quantize,
             kernels=kernels,
             remat=remat,
             scan_layers=scan_layers,
@@ -143,6 +149,8 @@ class CausalLM(nnx.Module):
         tokenizer_from: str | os.PathLike[str] | None = None,
     ) -> None:
         """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
+
+        Quantised weights are written dense, in the dtype that they had: the checkpoint computes the same.
 
         If the model came from a checkpoint, that checkpoint's other fields of config.json and its
         generation_config.json are written again. An earlier model in the folder is replaced at the end, by one rename:

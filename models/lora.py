@@ -279,7 +279,7 @@ def merge_lora(model: Model) -> Model:
         kernel, factor = projection.adapted_kernel, projection.factor()
         if factor is not None:
             kernel *= factor[..., None, :]
-        projection.kernel[...] = kernel.astype(projection.kernel.dtype)
+        projection.kernel = nnx.Param(kernel.astype(projection.kernel.dtype))
         for name in ("lora_a", "lora_b", "magnitude", "dropout_key", "alpha", "rslora", "dropout"):
             if name in vars(projection):
                 delattr(projection, name)
@@ -431,7 +431,7 @@ def _keys(key: Key[Array, ""], path: tuple[Any, ...], projection: nnx.Linear) ->
 
 def _placed(array: jax.Array, projection: nnx.Linear, shared_axis: int | None) -> jax.Array:
     """The array on its kernel's mesh, split like the kernel along the axis that they share."""
-    kernel = projection.kernel[...]
+    kernel = jax.tree.leaves(projection.kernel[...])[0]  # a quantised one's codes are split like their kernel
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     if not isinstance(sharding, NamedSharding):
         return array

@@ -3,28 +3,8 @@
 import argparse
 import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-
-class UserError(ValueError):
-    """An error that whoever typed the command can mend; the message says how."""
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """A context for code that depends on flags and files: the user can mend its errors.
-
-    Raises:
-        UserError: for a ValueError, OSError or ImportError, with its message.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, OSError, ImportError) as error:
-        raise UserError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -54,6 +34,8 @@ def run(main: Callable[[list[str] | None], None], argv: list[str] | None = None)
     Returns:
         The exit code: 0, or 2 after a `UserError`. The error's sentence is printed.
     """
+    from liger_jax.commands._errors import UserError  # not before `needed_packages` has told what is missing
+
     try:
         main(argv)
     except UserError as error:
@@ -76,6 +58,8 @@ def steps_and_folder(argv: list[str] | None, steps: int, out: str) -> tuple[int,
     Raises:
         UserError: there is no step to take, or nothing can be written to the folder.
     """
+    from liger_jax.commands._errors import UserError, writable_folder
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=steps, help="training steps (default: %(default)s)")
     parser.add_argument("--out", default=out, help="folder for the picture (default: %(default)s)")
@@ -84,22 +68,6 @@ def steps_and_folder(argv: list[str] | None, steps: int, out: str) -> tuple[int,
         raise UserError(f"--steps={args.steps} must be at least 1.")
     writable_folder(Path(args.out))
     return args.steps, Path(args.out)
-
-
-def writable_folder(folder: Path) -> None:
-    """Makes a folder, if there is none.
-
-    Args:
-        folder: a path, as it was typed.
-
-    Raises:
-        UserError: it cannot be made, or nothing can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"Nothing can be written to {folder}: {error.strerror}. Pass another --out.") from error
 
 
 def _print_error(text: str) -> None:

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import glob
 import hashlib
 import importlib.util
 import itertools
@@ -15,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from examples._lib.command import UserError
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._files import read
 from liger_jax.packing import pack, share_of_padding
 
 PIECE = 8192  # characters; the text is cut into pieces of these, and one in twenty is never trained on
@@ -138,7 +138,7 @@ def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
     if pattern is None:
         documents = [path.read_text(encoding="utf-8", errors="replace") for path in _python_files()]
     else:
-        documents = read(pattern)
+        documents = [*read(pattern).values()]
     files = [[text[i : i + PIECE] for i in range(0, len(text), PIECE)] for text in documents]
     if sum(map(len, files)) < HELD_OUT_EVERY:
         raise UserError(f"The text has {sum(map(len, documents))} characters; {HELD_OUT_EVERY * PIECE} are the least.")
@@ -151,38 +151,6 @@ def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
     what = "the source and documentation that come with Python" if pattern is None else pattern
     source = f"{what}: {len(documents)} files, {len(tokens['train']) + len(tokens['held_out']):,} tokens"
     return Text(tokens["train"], tokens["ends"], tokens["held_out"], int(tokens["vocab_size"]), source)
-
-
-def read(pattern: str) -> list[str]:
-    """Reads text files.
-
-    Args:
-        pattern: a file, or a glob; its folders are passed over.
-
-    Returns:
-        The files' texts, in the order of their paths.
-
-    Raises:
-        UserError: nothing matches, or a file is no UTF-8 text or cannot be read.
-    """
-    paths = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if path.is_file()]
-    if not paths:
-        raise UserError(f"No file matches {pattern!r}. Pass --data a file or a quoted glob.")
-    return [_read_text(path) for path in paths]
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.object[error.start]:#04x} at {error.start} is no UTF-8"
-    else:
-        if (at := text.find("\0")) < 0:
-            return text
-        reason = f"character {at} is a null, which is in no text"
-    raise UserError(f"{path} is no text file: {reason}. Let --data match text files only.")
 
 
 def unigram_loss(text: Text, batches: np.ndarray) -> float:

@@ -4,6 +4,8 @@ from liger_jax.ops._loss import LossMetrics as LossMetrics
 from liger_jax.ops._plan_ahead import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops.attention import Segments as Segments
 from liger_jax.ops.attention import causal_attention as causal_attention
+from liger_jax.ops.block_quantized import BlockQuantized as BlockQuantized
+from liger_jax.ops.block_quantized import block_quantized as block_quantized
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.dyt import dyt as dyt
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import os
 import re
 
+import jax
 from jax.sharding import AbstractDevice
 
 MIB, GIB = 2**20, 2**30
@@ -164,6 +166,8 @@ class Target:
         if kind in GPUS:
             count = 1 << self.count.bit_length()  # the next power of two
             return target(f"{kind}:{count}") if count <= MOST_GPUS else None
+        if kind not in TPUS:  # `here` may have found a device that is not in the tables
+            return None
         if not size:
             return target(f"{kind}:{self.topology}")
         axes = [int(axis) for axis in size.split("x")]
@@ -208,6 +212,30 @@ def target(name: str) -> Target:
         f"device={name!r} is unknown. GPUs: {', '.join(GPUS)}, with a number as in 'h200:8'; "
         f"TPUs: {', '.join(TPUS)}, with a topology as in 'v5e:8x8'."
     )
+
+
+def here() -> Target | None:
+    """The device that JAX finds here: its first one, with the memory that JAX's allocator may take of it.
+
+    A CPU has the memory of its machine.
+
+    Returns:
+        The target, or `None` if nobody says how much memory there is.
+    """
+    device = jax.devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else _memory_of_machine()
+    if not limit:
+        return None
+    known = [name for name, gpu in {**GPUS, **TPUS}.items() if gpu.kind == device.device_kind]
+    name = known[0] if known else device.platform
+    return Target(name, device.platform, device.device_kind, 1, limit, "", limit, int(limit * (1 - RESERVE)))
+
+
+def _memory_of_machine() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return None
 
 
 def _gpus(kind: str, size: str) -> Target:

@@ -20,6 +20,7 @@ from liger_jax.planner.step import Run
 STATIC = ("parameters", "gradients", "optimizer state")
 DYNAMIC = ("layer inputs", "attention", "feed-forward", "one layer's work", "copies of parameters", "loss")
 MOMENTS = {"adamw": 2, "sgd": 0}
+QUANTIZED_BYTES = {"nf4": 1 / 2 + 2 / 64, "int8": 1 + 2 / 64}  # a number, with its share of a block's bfloat16 scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,45 +144,46 @@ def estimate(run: Run) -> Estimate:
     param, size = jnp.dtype(run.param_dtype).itemsize, jnp.dtype(run.dtype).itemsize
     layers = config.num_hidden_layers
     static = {
-        "parameters": param * sizes.own,
-        "optimizer state": MOMENTS[run.optimizer] * jnp.dtype(run.state_dtype).itemsize * sizes.own,
+        "parameters": sizes.held_bytes,
+        "optimizer state": MOMENTS[run.optimizer] * jnp.dtype(run.state_dtype).itemsize * sizes.trained,
     }
     if run.state_memory == "host":
         static["optimizer state"] = 0
     kept = {name: layers * value for name, value in kept_by_a_layer(run).items()}
     # Sharded parameters are gathered where they are used, two layers' at a time. On one device they may be cast.
     gathered, is_cast = run.mesh["fsdp"] > 1, param != size
-    copied_layers = 2 if gathered else 1 if is_cast else 0
+    # Of quantised ones, one layer's are made dense.
+    copied_layers = 2 if gathered else 1 if is_cast or run.quantize is not None else 0
     of_layers = size * sizes.layer * copied_layers
     of_head = param * sizes.head if gathered else 0
     loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
     tpu = run.target.platform == "tpu"
     if run.loss == "fused":  # the head's gradient is whole before it is scattered; a TPU casts before it gathers
-        loss, head_gradient = loss + run.loss_plan().extra_bytes, param * sizes.head
+        loss, head_gradient = loss + run.loss_plan().extra_bytes, param * sizes.trained_head
         in_loss, in_layers = 0 if tpu else of_head, of_head
     else:
         # A GPU holds the logits and their gradient, and makes the head's gradient in the logits' place. On a TPU the
         # logits' gradient takes the logits' place, and the head's gradient has a place of its own.
         loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8)
         loss += size * sizes.head if is_cast else 0
-        head_gradient = param * sizes.head if tpu else 0
+        head_gradient = param * sizes.trained_head if tpu else 0
         in_loss, in_layers = of_head, 0 if tpu else of_head
     # A tied head's gradient is the embedding's, too. In 16 bits, what rounding took off the tokens' rows is held, too.
-    is_widened = run.head_dtype != run.param_dtype
+    is_widened = run.head_dtype != run.param_dtype and run.lora is None
     remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if is_widened else 0
-    sums = 4 * sizes.own if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
+    sums = 4 * sizes.trained if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
     # On several GPUs, from Hopper on, XLA orders a program so that communication is hidden. The zeros into which the
     # layers' gradients are summed then exist early.
-    early = param * sizes.own_layers if run.target.count > 1 and run.target.capability >= (9, 0) else 0
+    early = sizes.layers_gradient_bytes if run.target.count > 1 and run.target.capability >= (9, 0) else 0
     at_loss = {"gradients": head_gradient + sums + early, "copies of parameters": in_loss, "loss": loss}
     in_backward = {
-        "gradients": param * sizes.own + sums + remainder,
+        "gradients": sizes.gradient_bytes + sums + remainder,
         "copies of parameters": of_layers + in_layers,
         "one layer's work": _work_of_a_layer(run),
     }
     peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
     parts = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
-    return Estimate(parts, peak, loss, sum(static.values()) + param * sizes.own + sums)
+    return Estimate(parts, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums)
 
 
 def _work_of_a_layer(run: Run) -> int:
@@ -191,8 +193,9 @@ def _work_of_a_layer(run: Run) -> int:
     values = (7 if run.model.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
     values += 2 * c.hidden_size  # gradients
     # Gate, up, their product and two gradients. A single GPU computes them again one half at a time, in place. On
-    # several GPUs XLA orders the halves in another way, and holds both.
-    in_halves = run.target.platform == "gpu" and run.target.count == 1 and run.remat in ("full", "offload")
+    # several GPUs XLA orders the halves in another way, and holds both, as it does where adapters read them.
+    one_gpu = run.target.platform == "gpu" and run.target.count == 1
+    in_halves = one_gpu and run.remat in ("full", "offload") and run.lora is None
     feed_forward = (3 * c.intermediate_size + 1) // 2 if in_halves else 5 * c.intermediate_size
     values -= kept["layer inputs"] + kept["attention"]
     size = run.tokens * jnp.dtype(run.dtype).itemsize
@@ -229,22 +232,32 @@ def _attention_of(run: Run, window: int | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Parameters:
-    """Numbers of parameters."""
+    """Numbers of parameters, and their bytes."""
 
-    own: int  # on one device
-    own_layers: int  # of these, in layers
+    held_bytes: int  # on one device, adapters too
+    trained: int  # on one device
+    gradient_bytes: int  # on one device
+    layers_gradient_bytes: int  # of these, in layers
     layer: int  # in one layer, over all devices
     head: int  # in the head, over all devices
+    trained_head: int  # the same, or 0 beside adapters
 
     @classmethod
     def of(cls, run: Run) -> "_Parameters":
-        own = own_layers = layers = 0
+        own = own_layers = layers = adapters = 0
+        param, held_bytes = jnp.dtype(run.param_dtype).itemsize, 0
         for path, x in run.model.parameters:
             is_split = any(split(path, x.shape, run.mesh["fsdp"]))
             share = math.prod(x.shape) // (run.mesh["fsdp"] if is_split else 1)
             own += share
+            is_kernel = "kernel" in jax.tree_util.keystr(path)
+            held_bytes += int(share * (QUANTIZED_BYTES[run.quantize] if is_kernel and run.quantize else param))
+            adapters += (run.lora or 0) * x.shape[0] * sum(x.shape[1:]) if is_kernel else 0
             if "layers" in jax.tree_util.keystr(path):
                 own_layers += share
                 layers += math.prod(x.shape)
         config: Any = run.model.config
-        return cls(own, own_layers, layers // config.num_hidden_layers, config.vocab_size * config.hidden_size)
+        layer, head = layers // config.num_hidden_layers, config.vocab_size * config.hidden_size
+        if run.lora is None:
+            return cls(held_bytes, own, param * own, param * own_layers, layer, head, head)
+        return cls(held_bytes + 4 * adapters, adapters, 4 * adapters, 4 * adapters, layer, head, 0)

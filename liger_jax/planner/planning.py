@@ -139,7 +139,7 @@ def plan(
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat` ("none", "full",
             "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number), `state_memory` ("device",
-            "host") and `packed` (True or False), as `Run` explains them.
+            "host"), `packed` (True or False), `lora` (a rank) and `quantize` ("nf4", "int8"), as `Run` explains them.
 
     Returns:
         The plan.

@@ -33,9 +33,11 @@ def heading(plan: MemoryPlan) -> str:
     where = " on the host" if run.state_memory == "host" else ""
     state = f" ({run.state_dtype} state{where})" if run.optimizer == "adamw" else ""
     parts = (" packed" if run.packed else "") + (f" in {run.micro_batches} parts" if run.micro_batches > 1 else "")
+    beside = f" beside {run.quantize} projections" if run.quantize else ""
+    adapters = f"adapters of rank {run.lora}{beside}, " if run.lora else ""
     return (
         f"{run.model.name}, {run.batch} × {run.seq} tokens{parts} on {run.target.name} ({run.target.kind}, {mesh}), "
-        f"{run.optimizer}{state}, {run.param_dtype} parameters, {run.dtype} computation, remat {run.remat}"
+        f"{adapters}{run.optimizer}{state}, {run.param_dtype} parameters, {run.dtype} computation, remat {run.remat}"
     )
 
 

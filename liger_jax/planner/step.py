@@ -6,12 +6,16 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions
+from liger_jax.models import lora as adapters
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
+from liger_jax.ops.block_quantized import KINDS
 from liger_jax.ops.loss_plan import budget_beside_layers
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
@@ -43,6 +47,8 @@ class Run:
         micro_batches: into how many equal parts a step cuts the batch.
         state_memory: where the optimizer's moments lie, "device" or "host".
         packed: rows hold several documents, as `liger_jax.packing.pack` makes them.
+        lora: the rank of adapters on all projections, which alone are trained; `None` to train all parameters.
+        quantize: how the projections' weights are quantised beside adapters, "nf4" or "int8"; `None` if they are not.
     """
 
     model: Architecture
@@ -59,6 +65,8 @@ class Run:
     micro_batches: int = 1
     state_memory: str = "device"
     packed: bool = False
+    lora: int | None = None
+    quantize: str | None = None
 
     def __post_init__(self):
         for name, size in dict(batch=self.batch, seq=self.seq, micro_batches=self.micro_batches).items():
@@ -71,6 +79,7 @@ class Run:
         for name in ("state_dtype", "param_dtype", "dtype"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 'float32', 'bfloat16' or 'float16'.")
+        self._check_adapters()
         devices, unit = self.target.count, self.batch_unit
         if self.batch % unit:
             parts = f" in micro_batches={self.micro_batches}" if self.micro_batches > 1 else ""
@@ -81,6 +90,15 @@ class Run:
         longest = self.model.config.longest_sequence
         if self.seq > longest:
             raise ValueError(f"seq={self.seq} is longer than the {longest} positions that {self.model.name} takes.")
+
+    def _check_adapters(self) -> None:
+        if self.quantize not in (None, *KINDS):
+            raise ValueError(f"quantize={self.quantize!r} must be one of {KINDS}, or None.")
+        if self.quantize is not None and self.lora is None:
+            raise ValueError(f"quantize={self.quantize!r}: quantised weights cannot be trained. Train adapters, lora=16.")
+        width = self.model.config.hidden_size
+        if self.lora is not None and not 1 <= self.lora <= width:
+            raise ValueError(f"lora={self.lora} must be a rank from 1 to {width}, the model's width; or None.")
 
     @property
     def tokens(self) -> int:
@@ -124,6 +142,7 @@ class Run:
         return plan_fused_linear_cross_entropy(
             *sizes,
             reduction="sum",
+            differentiated=("hidden", "weight") if self.lora is None else ("hidden",),
             memory_budget_bytes=budget,
             device_memory_bytes=self.target.memory_bytes,
             **options,
@@ -171,12 +190,10 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
         mesh: the devices' mesh.
 
     Returns:
-        A jitted `step(state, batch) -> (state, loss)` with `state = (params, opt_state)`, donated, to be traced with
-        the mesh in context; and its abstract arguments.
+        A jitted `step(state, batch, *frozen) -> (state, loss)` with `state = (params, opt_state)`, donated, to be
+        traced with the mesh in context; and its abstract arguments. Frozen are the base weights beside adapters.
     """
-    graph, params = run.model.abstract(
-        kernels=run.kernels(), dtype=jnp.dtype(run.dtype), param_dtype=jnp.dtype(run.param_dtype), remat=run.remat
-    )
+    graph, params, *frozen = _split(run)
     optimizer = make_optimizer(run.optimizer, run.state_dtype)
     state = (params, jax.eval_shape(optimizer.init, params))
     of_params, of_moments = shardings(state, mesh)
@@ -190,4 +207,22 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
     tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=NamedSharding(mesh, P(tuple(run.mesh))))
     packed = dict.fromkeys(("input_ids", "labels", "segment_ids", "positions"), tokens)
-    return jitted, (jax.tree.map(typed, state, of_state), packed if run.packed else tokens)
+    frozen = jax.tree.map(typed, frozen, shardings(frozen, mesh))
+    return jitted, (jax.tree.map(typed, state, of_state), packed if run.packed else tokens, *frozen)
+
+
+def _split(run: Run) -> tuple[Any, ...]:
+    """The run's model as graph and parameters, or as graph, adapters and base weights, without numbers."""
+    options = dict(
+        kernels=run.kernels(), dtype=jnp.dtype(run.dtype), param_dtype=jnp.dtype(run.param_dtype), remat=run.remat
+    )
+    if run.lora is None:
+        return run.model.abstract(**options)
+
+    def make():
+        model = run.model.family(run.model.config, **options, rngs=nnx.Rngs(0))
+        return adapters.add_lora(
+            model if run.quantize is None else quantize(model, run.quantize), run.lora, alpha=1, rngs=nnx.Rngs(0)
+        )
+
+    return adapters.trainable(nnx.eval_shape(make))

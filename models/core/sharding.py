@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -159,7 +160,8 @@ def gathered(parameters: Any, batch_axes: tuple[str, ...] | None, dtype: Any) ->
         return parameters
 
     def gather(x):
-        x = x.astype(dtype) if x.ndim > 1 else x
+        # Codes of quantised weights are gathered as they are, in 4 or 8 bits.
+        x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
         return jax.lax.with_sharding_constraint(x, P())
 
     return jax.tree.map(gather, parameters)

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from liger_jax.models import quantized
 from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
 
 
@@ -21,9 +22,12 @@ def read(
     param_dtype: Any,
     mesh: Any,
     partition_specs: Any,
+    quantize: str | None,
     **options: Any,
 ) -> Any:
     """Does the work of `CausalLM.from_pretrained` for a model class; `options` go to its constructor."""
+    if quantize is not None:
+        quantized.check_kind("from_pretrained", quantize)
     folder = checkpoint.find(path_or_id)
     config, stored_dtype, kept = _described(model_class, folder)
     config_in_files.check(config, weights.shapes(folder), folder)
@@ -34,9 +38,13 @@ def read(
     ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
     graph, state = nnx.split(nnx.eval_shape(make))
     shardings = weights.shardings_of(mesh, partition_specs, state)
-    model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored)
+
+    def kept_as(path, array):
+        return array if quantize is None or path[-1] != "kernel" else quantized.quantized(array, quantize)
+
+    model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, kept_as=kept_as)
     model.kept = kept
-    return model
+    return quantized.frozen(model)
 
 
 def write(
@@ -72,7 +80,7 @@ def write(
         config, dtype, kept = _described(model_class, folder)
         return config, dtype, dataclasses.replace(kept, generation=None).stops
 
-    shards = weights.shards(nnx.state(model, nnx.Param), max_shard_bytes)
+    shards = weights.shards(nnx.state(model, (nnx.Param, quantized.QuantizedParam)), max_shard_bytes)
     saving.write(pathlib.Path(path), shards, small_files, meaning)
 
 

@@ -7,7 +7,7 @@ layer's kernel is the transposed weight. A parameter that is stacked for a scan 
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
 from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, weight_files
+from liger_jax.ops.block_quantized import BlockQuantized
 
 _LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal checkpoint
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
@@ -70,7 +71,13 @@ def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
 
 
 def read(
-    folder: pathlib.Path, graphdef: Any, state: Any, *, shardings: Any = None, ignored: tuple[str, ...] = ()
+    folder: pathlib.Path,
+    graphdef: Any,
+    state: Any,
+    *,
+    shardings: Any = None,
+    ignored: tuple[str, ...] = (),
+    kept_as: Callable[[tuple[Any, ...], jax.Array], Any] = lambda path, array: array,
 ) -> Any:
     """Reads a model's parameters, one after another.
 
@@ -80,6 +87,7 @@ def read(
         state: the model's state, made of `jax.ShapeDtypeStruct` with the dtypes that the parameters get.
         shardings: a list with one for each parameter; `None` for the default device.
         ignored: endings of names that a checkpoint may hold beside the model's.
+        kept_as: what takes the place of a parameter that was read, by its path, before the next one is read.
 
     Raises:
         ValueError: tensors are missing or left over, or shapes or dtypes do not fit, and the message lists them all; or
@@ -97,8 +105,10 @@ def read(
 
         _check(folder, places, wanted, ignored, slice_of)
         parameters = [
-            _parameter(tensors, parameter, sharding, slice_of)
-            for (tensors, parameter), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)
+            kept_as(_keys(path), _parameter(tensors, parameter, sharding, slice_of))
+            for (path, _), (tensors, parameter), sharding in zip(
+                flat, wanted, shardings or [None] * len(wanted), strict=True
+            )
         ]
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
 
@@ -227,13 +237,16 @@ def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -
 def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields a state's tensors in groups of at most `max_shard_bytes`, unless one tensor has more.
 
-    The parameters are fetched to the host one after another.
+    The parameters are fetched to the host one after another, and of quantised ones one layer after another.
     """
     shard, size = {}, 0
-    for path, parameter in jax.tree_util.tree_flatten_with_path(state)[0]:
-        tensors, whole = tensors_of(_keys(path), parameter), np.asarray(parameter)
+    is_quantized = lambda x: isinstance(x, BlockQuantized)
+    for path, parameter in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]:
+        tensors = tensors_of(_keys(path), parameter)
+        whole = parameter if is_quantized(parameter) else np.asarray(parameter)
         for i, name in enumerate(tensors.names):
-            part = whole[i] if tensors.stacked else whole
+            part = whole[i if tensors.stacked else ...]
+            part = np.asarray(part.astype(part.dtype)) if is_quantized(part) else part
             tensor = np.ascontiguousarray(part.T if tensors.transposed else part)
             if shard and size + tensor.nbytes > max_shard_bytes:
                 yield shard

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from examples._lib import text
-from examples._lib.command import UserError
+from liger_jax.commands._errors import UserError
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from flax import nnx
 
 from examples import train_llama
 from examples._lib import memory, report, text
-from examples._lib.command import UserError, run
+from examples._lib.command import run
 from examples._lib.configuration import with_loss
+from liger_jax.commands._errors import UserError
 
 
 @pytest.fixture(scope="module")

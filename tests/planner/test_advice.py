@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from liger_jax.commands import main
 from liger_jax.planner import plan, report, target
 from liger_jax.planner.advice import changes_to_fit, options
-from liger_jax.planner.command import main
 from liger_jax.planner.compiled import Compiled
 from liger_jax.planner.devices import CONTEXT_BYTES, FRACTIONS, GIB, GPUS, NCCL_BYTES
 from liger_jax.planner.planning import make_run

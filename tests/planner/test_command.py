@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from liger_jax.commands import main
 from liger_jax.planner import plan
 from liger_jax.planner.architectures import MODELS
-from liger_jax.planner.command import main
 
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the examples: what is kept, and what is said of a folder that cannot be gone on from."""
+"""Checkpoints of a run: what is kept, and what is said of a folder that cannot be gone on from."""
 
 import json
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples._lib.checkpoints import Checkpoints
-from examples._lib.command import UserError
+from liger_jax.commands._checkpoints import Checkpoints
+from liger_jax.commands._errors import UserError
 
 STATE, LOG = [jnp.arange(6.0), jnp.ones((), jnp.int32)], {"losses": [3.0]}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from examples._lib.command import UserError, writable_folder
+from liger_jax.commands._errors import UserError, writable_folder
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of each step it takes
 

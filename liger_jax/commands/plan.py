@@ -11,30 +11,31 @@ import sys
 
 import jax
 
+from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import compilers, planning, report
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.devices import GIB, GPUS, TPUS
 from liger_jax.planner.planning import LEVELS, SEARCHES, MemoryPlan
 from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
 
+SUMMARY = "will a training run fit?"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command.
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan.
 
     Args:
-        argv: its arguments; the command line's if none.
+        args: with what `add_arguments` adds.
 
     Returns:
         The exit code: 0 if the run fits, 1 if not, 2 for an error.
     """
-    args = _arguments(argv)
     if "JAX_PLATFORMS" not in os.environ:  # nothing is run, and looking for an accelerator takes seconds
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
-    names = "optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches packed".split()
-    options = {name: getattr(args, name) for name in names}
+    names = "optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches packed lora quantize".split()
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
     try:
         if args.picture:
@@ -55,11 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if found.fits else 1
 
 
-def _arguments(argv):
-    parser = argparse.ArgumentParser(prog="liger-jax", description="Kernels and models for training in JAX.")
-    command = parser.add_subparsers(required=True).add_parser(
-        "plan", help="will a training run fit?", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `liger-jax plan`.
+
+    Args:
+        command: its parser.
+    """
     command.add_argument("--model", required=True, help=f"a config.json or its folder, or {', '.join(MODELS)}")
     command.add_argument("--batch", type=int, required=True, help="sequences in a step, over all devices")
     command.add_argument("--seq", type=int, required=True, help="tokens in a sequence")
@@ -76,6 +78,8 @@ def _arguments(argv):
     command.add_argument(
         "--micro-batches", type=int, default=1, help="equal parts of a step's batch, one after the other"
     )
+    command.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, and nothing else")
+    command.add_argument("--quantize", choices=KINDS, help="hold the frozen weights of layers in fewer bits")
     command.add_argument("--packed", action="store_true", help="rows hold several documents, each by itself")
     command.add_argument("--state-memory", choices=STATE_MEMORIES, default="device", help="where the moments lie")
     command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
@@ -83,7 +87,6 @@ def _arguments(argv):
         "--search", choices=SEARCHES, help="the largest that fits, by the compiler; replaces that size"
     )
     command.add_argument("--picture", metavar="FILE", help="also draw it, as a PNG or what its name ends in")
-    return parser.parse_args(argv)
 
 
 def _search(args, where, options) -> list[str]:
@@ -114,7 +117,3 @@ def _notes(found: MemoryPlan) -> list[str]:
     if found.run.target.platform == "gpu" and (reason := compilers.without_cudnn()) is not None:
         return [f"Note: {reason}"]
     return []
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,27 @@
+"""The command `liger-jax` and what it can do: `plan` and `finetune`."""
+
+import argparse
+
+from liger_jax.commands import finetune, plan
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: its arguments; the command line's if none.
+
+    Returns:
+        The exit code, which is 2 for whatever the user can mend.
+    """
+    parser = argparse.ArgumentParser(prog="liger-jax", description="Kernels and models for training in JAX.")
+    commands = parser.add_subparsers(required=True)
+    for command in (plan, finetune):
+        name = command.__name__.rpartition(".")[2]
+        subparser = commands.add_parser(
+            name, help=command.SUMMARY, epilog=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    args = parser.parse_args(argv)
+    return args.run(args)

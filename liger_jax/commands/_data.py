@@ -1,0 +1,134 @@
+"""Documents to train on: text files, JSON lines of text or conversations, and datasets of the hub."""
+
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_jax.commands import _files
+from liger_jax.commands._errors import UserError, needed_packages
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text or a conversation.
+
+    Attributes:
+        where: where it was found, in words.
+        text: the text; empty for a conversation.
+        messages: the conversation's, or `None` for a text.
+        tools: functions that the assistant may call, for the chat template.
+    """
+
+    where: str
+    text: str = ""
+    messages: list[dict[str, Any]] | None = None
+    tools: Any = None
+
+
+def read(data: str, column: str, subset: str | None) -> list[Document]:
+    """Reads the documents.
+
+    Args:
+        data: a file, a glob or a dataset's id. The first two come first.
+        column: the field that holds the text, where there are no `messages`.
+        subset: the dataset's configuration.
+
+    Returns:
+        The documents that are not empty.
+
+    Raises:
+        UserError: nothing is found, or something found is no document.
+    """
+    if not glob.glob(data, recursive=True) and _may_be_id(data):
+        documents = list(_of_dataset(data, column, subset))
+    else:
+        documents = [document for path, text in _files.read(data).items() for document in _of_file(path, text, column)]
+    documents = [document for document in documents if document.messages is not None or document.text.strip()]
+    if not documents:
+        raise UserError(f"--data={data} has no text.")
+    return documents
+
+
+def fingerprint(documents: Sequence[Document]) -> str:
+    """What tells these documents from others.
+
+    Args:
+        documents: the data of a run.
+
+    Returns:
+        Their number and a hash, in words.
+    """
+    content = [(document.text, document.messages, document.tools) for document in documents]
+    digest = hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+    return f"{len(documents)} documents {digest[:12]}"
+
+
+def _of_file(path: Path, text: str, column: str) -> Iterator[Document]:
+    if not text.strip():
+        raise UserError(f"{path} is empty.")
+    if path.suffix not in JSON_LINES:
+        yield Document(str(path), text)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{where}, is no JSON: {error}. Each line must be an object of its own.") from error
+        if not isinstance(values, dict):
+            raise UserError(
+                f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages."
+            )
+        yield _document(where, values, column)
+
+
+def _of_dataset(name: str, column: str, subset: str | None) -> Iterator[Document]:
+    with needed_packages():
+        import datasets
+    try:
+        rows = datasets.load_dataset(name, subset, split="train")
+    except Exception as error:  # whatever the hub, the network and the dataset's files may raise
+        raise UserError(f"--data={name} is no file here, and the dataset cannot be loaded: {error}") from error
+    for number, row in enumerate(rows, 1):
+        yield _document(f"{name}, row {number}", dict(row), column)
+
+
+def _document(where: str, values: dict[str, Any], column: str) -> Document:
+    if "messages" in values:
+        messages = values["messages"]
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+        ):
+            raise UserError(f"{where}: messages must be a list of objects, each with a role and a content.")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise UserError(f"{where}: no message is the assistant's, and only the assistant's words are trained on.")
+        found = Document(where, messages=messages, tools=values.get("tools"))
+    elif isinstance(values.get(column), str):
+        found = Document(where, values[column])
+    else:
+        raise UserError(
+            f"{where}: there are no messages, and no text in {column!r}, among {sorted(values)}. Name the text's "
+            "field: --column."
+        )
+    try:
+        json.dumps([found.text, found.messages, found.tools], default=str, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
+        raise UserError(f"{where}: {error.object[error.start]!r} is no character.") from error
+    return found
+
+
+def _may_be_id(name: str) -> bool:
+    """Whether a name may be a dataset's. If its first part is a folder here, it is a mistyped path."""
+    organisation, slash, _ = name.rpartition("/")
+    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.endswith((*JSON_LINES, ".txt"))
+    return is_id and not (slash and os.path.isdir(organisation))

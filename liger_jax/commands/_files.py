@@ -1,0 +1,38 @@
+"""Text files by a path or a glob."""
+
+import glob
+from pathlib import Path
+
+from liger_jax.commands._errors import UserError
+
+
+def read(pattern: str) -> dict[Path, str]:
+    """Reads text files.
+
+    Args:
+        pattern: a file, or a glob; its folders are passed over.
+
+    Returns:
+        The files' texts by their paths, in the order of the paths.
+
+    Raises:
+        UserError: nothing matches, or a file is no UTF-8 text or cannot be read.
+    """
+    paths = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if path.is_file()]
+    if not paths:
+        raise UserError(f"No file matches {pattern!r}. Pass --data a file or a quoted glob.")
+    return {path: _read_text(path) for path in paths}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # without the mark that some editors begin with
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.object[error.start]:#04x} at {error.start} is no UTF-8"
+    else:
+        if (at := text.find("\0")) < 0:
+            return text
+        reason = f"character {at} is a null, which is in no text"
+    raise UserError(f"{path} is no text file: {reason}. Let --data match text files only.")

@@ -1,0 +1,142 @@
+"""Whether a fine-tuning run fits into the device that is here, and what makes it fit, by the planner's estimate."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from liger_jax.commands._errors import UserError
+from liger_jax.commands.finetune import Settings
+from liger_jax.planner import devices
+from liger_jax.planner.architectures import Architecture
+from liger_jax.planner.devices import GIB
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.step import Run
+
+_RANK = 16  # of the adapters that are proposed
+_OPTION = {"seq": "length"}
+_SHORTEST = 128  # rows shorter than this are not proposed
+
+
+def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str, stored: str) -> None:
+    """Prints what the run needs.
+
+    Args:
+        settings: the run.
+        model: the architecture.
+        dtype: of the computation.
+        param_dtype: of the weights.
+        stored: the checkpoint's own, which frozen weights would have.
+
+    Raises:
+        UserError: the run does not fit; the message says what makes it fit.
+        ValueError: the model takes no rows of that length.
+    """
+    device = devices.here()
+    if device is None:
+        print("memory: not estimated, since JAX does not say how much this device has")
+        return
+    options = dict(dtype=dtype, param_dtype=param_dtype, remat=settings.remat, micro_batches=settings.micro_batches)
+    options |= dict(packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
+    longest = model.config.longest_sequence
+    if settings.length > longest:
+        raise UserError(f"--length={settings.length} is more than the {longest} positions of {model.name}.")
+    run = Run(model, settings.batch, settings.length, device, {"data": 1, "fsdp": 1}, **options)
+    needed, capacity = estimate(run).total, device.capacity_bytes
+    text = f"{_gib(needed)} by the planner's estimate, and {device.kind} has {_gib(capacity)} for it"
+    if needed > capacity:
+        raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored)}")
+    print(f"memory: the run needs {text}")
+
+
+def in_use() -> int:
+    """The most memory that was in use so far.
+
+    Returns:
+        Bytes of the device's allocator, or of the process on a CPU; 0 where nobody says.
+    """
+    if stats := jax.devices()[0].memory_stats():
+        return stats["peak_bytes_in_use"]
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _cure(run: Run, needed: int, frozen: str) -> str:
+    """A sentence that says what makes the run fit."""
+    larger = _with_more_of_the_device(run, needed)
+    if larger is not None:
+        return f"Let JAX take more of the device: XLA_PYTHON_CLIENT_MEM_FRACTION={larger}."
+    found = changes(run, frozen)
+    if found is None:
+        least = _changed(run, list(_changes(run, frozen)))
+        return f"No change makes it fit: even {_options(run, least)} needs {_gib(estimate(least).total)}."
+    return f"It fits with {_options(run, found)}: {_gib(estimate(found).total)}."
+
+
+def changes(run: Run, frozen: str) -> Run | None:
+    """Makes a run fit by as few changes as possible, the cheapest in time and quality first.
+
+    Args:
+        run: a run that does not fit.
+        frozen: dtype of weights that are not trained.
+
+    Returns:
+        The changed run; `None` if no changes make it fit.
+    """
+    fits = lambda some: estimate(_changed(run, some)).total <= run.target.capacity_bytes
+    taken: list[dict[str, Any]] = []
+    for change in _changes(run, frozen):
+        taken.append(change)
+        if fits(taken):
+            for costly in taken[::-1]:
+                without = [other for other in taken if other is not costly]
+                taken = without if fits(without) else taken
+            return _changed(run, taken)
+    return None
+
+
+def _changes(run: Run, frozen: str) -> Iterator[dict[str, Any]]:
+    if run.remat in ("none", "dots"):
+        yield dict(remat="full")
+    for parts in range(run.micro_batches + 1, run.batch + 1):
+        if run.batch % parts == 0:
+            yield dict(micro_batches=parts)
+    rank = run.lora or min(_RANK, run.model.config.hidden_size)
+    if run.lora is None:
+        yield dict(lora=rank, param_dtype=frozen)
+    if frozen == "float32":
+        yield dict(lora=rank, param_dtype="bfloat16")
+    if run.quantize is None:
+        yield dict(lora=rank, quantize="nf4")
+    length = run.seq
+    while (length := length // 2) >= _SHORTEST:
+        yield dict(seq=length)
+
+
+def _changed(run: Run, some: list[dict[str, Any]]) -> Run:
+    return dataclasses.replace(run, **{name: value for change in some for name, value in change.items()})
+
+
+def _options(before: Run, after: Run) -> str:
+    """The command's options that turn one run into another."""
+    names = "remat micro_batches lora param_dtype quantize seq".split()
+    changed = {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
+    return " ".join(f"--{_OPTION.get(name, name).replace('_', '-')} {value}" for name, value in changed.items())
+
+
+def _with_more_of_the_device(run: Run, needed: int) -> float | None:
+    """The share of a known GPU's memory that would do; `None` if there is none, or no such setting."""
+    if run.target.name not in devices.GPUS:
+        return None
+    return devices.target(run.target.name).fraction_for(needed)
+
+
+def _gib(size: int) -> str:
+    return f"{math.ceil(10 * size / GIB) / 10:.1f} GiB"

@@ -1,0 +1,287 @@
+"""A fine-tuning run from its settings to the folder that it leaves."""
+
+import math
+import signal
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from liger_jax.commands import _data, _memory, _output, _rows
+from liger_jax.commands._checkpoints import Checkpoints
+from liger_jax.commands._errors import UserError, user_errors, writable_folder
+from liger_jax.commands._log import Log
+from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.commands.finetune import Settings
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.hugging_face import checkpoint, config_json
+from liger_jax.models.lora import add_lora
+from liger_jax.packing import share_of_padding
+from liger_jax.planner.architectures import architecture
+from liger_jax.planner.devices import GIB
+from liger_jax.training import make_step
+
+WARM_UP, LEAST = 0.03, 0.1  # shares of the steps and of the peak rate
+
+
+def finetune(settings: Settings) -> int:
+    """Fine-tunes a model.
+
+    Args:
+        settings: the run.
+
+    Returns:
+        The exit code: 0, or 128 and a signal's number if one stopped it.
+
+    Raises:
+        UserError: whatever the user can mend.
+    """
+    out = Path(settings.out)
+    writable_folder(out)
+    with user_errors():
+        folder = checkpoint.find(settings.model)
+        stored = config_json.dtype_of(checkpoint.read_config(folder), folder / checkpoint.CONFIG)
+        precision = _precision(settings, stored)
+        found = architecture(folder)
+        _memory.check(settings, found, **precision, stored=stored)
+    documents = _data.read(settings.data, settings.column, settings.subset)
+    with user_errors():
+        stops = checkpoint.kept_of(folder, checkpoint.read_config(folder), ()).stops
+    tokenizer = Tokenizer(folder, found.config.vocab_size, stops)
+    train, held_out = _rows_of(settings, tokenizer, documents)
+    with user_errors():
+        model = _model(settings, folder, precision)
+
+    steps = settings.steps or max(1, math.ceil(settings.epochs * _rows.count(train) / settings.batch))
+    kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
+    checkpoints = Checkpoints(out / "checkpoints", kept, fresh=settings.fresh)
+    trained = nnx.Param if settings.lora is None else nnx.LoRAParam
+    graph, params, frozen = nnx.split(model, trained, ...)
+    rate = schedule(settings.peak_rate, steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
+    start = params, optimizer.init(params)
+    state, log = checkpoints.restore(start) or (start, {"steps": []})
+    keeps = model.kept
+    del model, params, start  # a step overwrites the state in place: nothing else may hold it
+
+    step = make_step(graph, optimizer, loss_and_accuracy, has_aux=True, micro_batches=settings.micro_batches)
+    size = settings.batch // settings.micro_batches
+    score = _scoring(graph, frozen)
+    parts = [] if held_out is None else list(_rows.parts(held_out, size))
+    evaluate = lambda params: score(params, parts) if parts else {}
+    batch_of = _rows.batches(train, settings.batch, settings.seed)
+    check = lambda params, step: score(params, [next(_rows.parts(batch_of(step), size))])["eval_loss"]
+    loop = _Loop(jax.jit(step, donate_argnums=0), frozen, rate, checkpoints, log["steps"], check)
+    with Log(settings.log, out, log["steps"]) as files:
+        state, stopped_by = loop.run(state, batch_of, steps, settings.every, evaluate, files)
+    done = len(log["steps"])
+    if stopped_by:
+        print(f"stopped after step {done} of {steps}, which is saved; the same command goes on from there")
+        return 128 + stopped_by
+    tuned = nnx.merge(graph, state[0], frozen)
+    tuned.kept = keeps
+    target = _output.write(tuned, settings, folder, tokenizer.stops)
+    first, last = log["steps"][0]["loss"], log["steps"][-1]["loss"]
+    what = "model" if target.name == "model" else "adapters"
+    print(f"{done} steps; loss {first:.3f} → {last:.3f}; {what} in {target}")
+    return 0
+
+
+def schedule(peak: float, steps: int) -> Callable[[Any], Any]:
+    """The learning rate: a straight line up in the first steps, and a cosine down to a tenth of the peak.
+
+    Args:
+        peak: the highest rate.
+        steps: of the whole run.
+
+    Returns:
+        A function of the step, from 0, for optax.
+
+    Example:
+        >>> [round(float(schedule(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
+        [0.33, 1.0, 0.55, 0.1]
+    """
+    warm_up = math.ceil(WARM_UP * steps)
+
+    def rate(step):
+        cosine = 0.5 + 0.5 * jnp.cos(jnp.pi * step / steps)
+        return peak * jnp.minimum((step + 1) / warm_up, LEAST + (1 - LEAST) * cosine)
+
+    return rate
+
+
+def loss_and_accuracy(
+    model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """The mean loss and the share of tokens that the model predicts, which costs nothing more.
+
+    Args:
+        model: a causal language model.
+        batch: its arguments.
+        normalizer: the denominator of both means; `None` for the batch's own number of scored tokens.
+
+    Returns:
+        Two float32 scalars, which add up over micro-batches.
+    """
+    out = model(**batch, loss_normalizer=normalizer, return_metrics=True)
+    share = 1.0 if normalizer is None else out.metrics.num_tokens / normalizer
+    return out.loss, jnp.asarray(share * out.metrics.accuracy)
+
+
+class _Loop:
+    """The steps of a run: what they print, save and stop for."""
+
+    def __init__(
+        self,
+        step: Any,
+        frozen: Any,
+        rate: Any,
+        checkpoints: Checkpoints,
+        figures: list[dict[str, Any]],
+        check: Callable[[Any, int], float],
+    ):
+        self._step, self._frozen, self._rate, self._checkpoints = step, frozen, rate, checkpoints
+        self._figures, self._check = figures, check
+
+    def run(self, state, batch_of, steps, every, evaluate, files) -> tuple[Any, int]:
+        """Runs what is missing; returns the state, and the number of the signal that stopped it or 0."""
+        figures, signals, since = self._figures, [], len(self._figures)
+        stop = lambda number, frame: signals.append(number)  # a step's donated state must not be torn: stop between
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with tqdm(total=steps, initial=since, unit="step", dynamic_ncols=True) as bar:
+                if not figures:
+                    _tell(bar, 0, evaluate(state[0]))
+                while len(figures) < steps and not signals:
+                    state, found = self._one(state, batch_of(len(figures)))
+                    is_last = len(figures) + 1 == steps
+                    if is_last or (len(figures) + 1) % every == 0:
+                        found |= (scores := evaluate(state[0]))
+                        _tell(bar, found["step"], scores)
+                    figures.append(found)
+                    files.write(found)
+                    self._show(bar)
+                    if len(figures) % every == 0 or is_last:
+                        self._save(state)
+            if signals:
+                self._save(state)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return state, signals[0] if signals and len(figures) < steps else 0
+
+    def _one(self, state, batch):
+        start, number = time.perf_counter(), len(self._figures) + 1
+        try:
+            state, (loss, accuracy) = self._step(state, batch, self._frozen)
+            loss = float(loss)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise UserError(
+                f"The device ran out of memory in step {number}. {self._kept()} Try more --micro-batches, --remat full "
+                "or a smaller --length."
+            ) from error
+        if not math.isfinite(loss):
+            raise UserError(f"The loss is {loss} at step {number}, so training stops. {self._kept()} {_SMALLER}")
+        seconds = time.perf_counter() - start
+        return state, {
+            "step": number,
+            "loss": loss,
+            "token_accuracy": float(accuracy),
+            "learning_rate": float(self._rate(number - 1)),
+            "tokens_per_second": _num_tokens(batch) / seconds,
+            "memory_gib": _memory.in_use() / GIB,
+        }
+
+    def _show(self, bar):
+        last, speeds = self._figures[-1], [each["tokens_per_second"] for each in self._figures[-20:]]
+        text = f"loss {last['loss']:.3f}, token accuracy {last['token_accuracy']:.3f}"
+        text += f", {statistics.median(speeds):,.0f} tokens/s, {last['memory_gib']:.1f} GiB"
+        bar.set_postfix_str(text, refresh=False)
+        bar.update()
+
+    def _save(self, state):
+        number = len(self._figures)
+        loss = self._check(state[0], number)  # a step's own loss is that before its update
+        if not math.isfinite(loss):
+            raise UserError(f"The loss is {loss} after step {number}, so training stops. {self._kept()} {_SMALLER}")
+        self._checkpoints.save(number, state, {"steps": self._figures})
+
+    def _kept(self):
+        step = self._checkpoints.latest_step
+        return "There is no checkpoint yet." if step is None else f"The checkpoint of step {step} stays."
+
+
+_SMALLER = "Try a smaller --learning-rate with --fresh, or with another --out."
+
+
+def _precision(settings: Settings, stored: str) -> dict[str, str]:
+    """Names of the dtypes of the computation and of the weights."""
+    return dict(
+        dtype=settings.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),
+        param_dtype=settings.param_dtype or ("float32" if settings.lora is None else stored),
+    )
+
+
+def _model(settings: Settings, folder: Path, precision: dict[str, str]) -> Any:
+    options = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+    quantize = {} if settings.quantize is None else {"quantize": settings.quantize}
+    model = AutoModelForCausalLM.from_pretrained(folder, remat=settings.remat, **options, **quantize)
+    if settings.lora is not None:
+        alpha = settings.lora_alpha or 2 * settings.lora
+        add_lora(model, settings.lora, alpha=alpha, rngs=nnx.Rngs(settings.seed))
+    return model
+
+
+def _rows_of(settings: Settings, tokenizer: Tokenizer, documents: list[Any]) -> tuple[_rows.Rows, _rows.Rows | None]:
+    """The rows to train on and those to score, of which the command tells."""
+    pieces = tokenizer.pieces(documents, settings.length)
+    train, held_out = _rows.split(pieces, settings.eval_share, settings.seed)
+    rows = lambda some: _rows.rows(some, settings.length, packed=settings.pack)
+    found, tokens = rows(train), sum(len(piece.tokens) for piece in train)
+    padding = share_of_padding(found) if settings.pack else 1 - tokens / found["input_ids"].size
+    print(
+        f"data: {len(documents):,} documents; {tokens:,} tokens in {_rows.count(found):,} rows to train on, "
+        f"{padding:.1%} of them padding{'' if settings.pack or padding < 0.2 else ', which --pack avoids'}; {len(held_out):,} "
+        f"{'piece is' if len(held_out) == 1 else 'pieces are'} held out"
+    )
+    return found, rows(held_out) if held_out else None
+
+
+def _scoring(graph: Any, frozen: Any) -> Callable[[Any, list[_rows.Rows]], dict[str, float]]:
+    """A function of parameters and rows in parts: loss, perplexity and accuracy, as means over all scored tokens."""
+
+    @jax.jit
+    def sums(params, frozen, batch):
+        out = nnx.merge(graph, params, frozen)(**batch, loss_normalizer=1.0, return_metrics=True)
+        return jnp.stack([out.loss, out.metrics.num_tokens * out.metrics.accuracy, out.metrics.num_tokens])
+
+    def score(params, parts):
+        loss, right, tokens = np.sum([sums(params, frozen, part) for part in parts], axis=0, dtype=np.float64)
+        mean = loss / tokens
+        perplexity = math.exp(min(mean, 700.0))  # beyond it, more than a float holds
+        return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_token_accuracy": right / tokens}
+
+    return score
+
+
+def _tell(bar: Any, step: int, scores: dict[str, float]) -> None:
+    if scores:
+        loss, perplexity, accuracy = scores.values()
+        bar.write(f"step {step}: held out: loss {loss:.3f}, perplexity {perplexity:.2f}, token accuracy {accuracy:.3f}")
+
+
+def _num_tokens(batch: _rows.Rows) -> int:
+    """The tokens of a batch without its padding; an unpacked row's are those up to its last label."""
+    if "segment_ids" in batch:
+        return int(np.count_nonzero(batch["segment_ids"]))
+    return int(np.sum(batch["labels"].shape[1] - np.argmax(batch["labels"][:, ::-1] >= 0, axis=1)))

@@ -1,0 +1,172 @@
+"""`liger-jax finetune`: trains a model on your text or conversations.
+
+liger-jax finetune --model Qwen/Qwen2.5-0.5B --data 'letters/*.txt' --pack
+liger-jax finetune --model ./llama --data chats.jsonl --lora 16 --batch 8 --micro-batches 4
+liger-jax finetune --model ./llama --data org/dataset --lora 16 --quantize nf4 --log csv,tensorboard
+
+Stopped by Ctrl-C or kill, it saves; started again, it goes on. OUT/model or OUT/adapters is for transformers.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from typing import Any
+
+from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.ops.block_quantized import KINDS
+from liger_jax.planner.step import REMATS
+
+SUMMARY = "train a model on your text or conversations"
+DTYPES = ("float32", "bfloat16")
+LOGS = ("csv", "tensorboard")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A fine-tuning run.
+
+    Attributes:
+        model: a checkpoint's folder, or an id such as "org/name".
+        data: a file, a glob, or a dataset's id on the hub.
+        subset: the dataset's configuration.
+        column: the field of a JSON line, or the dataset's column, that holds the text.
+        lora: rank of the adapters that are trained; `None` to train all weights.
+        lora_alpha: numerator of the adapters' scale; `None` for twice the rank.
+        quantize: how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are.
+        pack: documents share rows, whose segments do not see each other; else each has rows of its own.
+        length: tokens in a row.
+        batch: rows in a step.
+        micro_batches: equal parts of a step's batch, whose gradients are accumulated.
+        epochs: how often each row is trained on.
+        steps: training steps; `None` for what `epochs` says.
+        learning_rate: the peak; `None` for 2e-4 with adapters and 1e-5 without.
+        remat: what layers keep for the backward.
+        dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
+        param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
+        eval_share: the share of the data that is held out and scored.
+        every: steps between checkpoints, each with an evaluation.
+        seed: of the adapters, the held-out data and the order of the rows.
+        log: where each step's figures go, of `LOGS`.
+        out: folder for checkpoints, logs and the result.
+        merge: add the adapters to the weights in the result.
+        fresh: start over, whatever checkpoint there is.
+
+    Raises:
+        UserError: a value is out of its range, or does not go with another.
+    """
+
+    model: str
+    data: str
+    subset: str | None = None
+    column: str = "text"
+    lora: int | None = None
+    lora_alpha: float | None = None
+    quantize: str | None = None
+    pack: bool = False
+    length: int = 2048
+    batch: int = 8
+    micro_batches: int = 1
+    epochs: float = 1.0
+    steps: int | None = None
+    learning_rate: float | None = None
+    remat: str = "full"
+    dtype: str | None = None
+    param_dtype: str | None = None
+    eval_share: float = 0.02
+    every: int = 100
+    seed: int = 0
+    log: tuple[str, ...] = ("csv",)
+    out: str = "runs/finetune"
+    merge: bool = False
+    fresh: bool = False
+
+    def __post_init__(self):
+        for name, least in dict(length=2, batch=1, micro_batches=1, steps=1, lora=1, every=1, seed=0).items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be at least {least}.")
+        if self.batch % self.micro_batches:
+            raise UserError(f"--micro-batches={self.micro_batches} must divide --batch={self.batch}.")
+        for name in ("learning_rate", "epochs", "lora_alpha"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number above 0.")
+        if not 0 <= self.eval_share < 1:
+            raise UserError(f"--eval-share={self.eval_share} must be in [0, 1); 0 holds nothing out.")
+        for name in ("lora_alpha", "quantize", "merge"):
+            if getattr(self, name) and self.lora is None:
+                raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
+        if unknown := set(self.log) - set(LOGS):
+            raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")
+
+    @property
+    def peak_rate(self) -> float:
+        """The peak of the learning rate."""
+        return self.learning_rate or (1e-5 if self.lora is None else 2e-4)
+
+    def of_the_run(self) -> dict[str, Any]:
+        """What a run that goes on must have in common with the one before.
+
+        Returns:
+            Values by name: all but where the figures go, and how often it saves.
+        """
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name not in ("log", "out", "fresh", "every", "merge")
+        }
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `liger-jax finetune`: one for each field of `Settings`.
+
+    Args:
+        command: its parser.
+    """
+    add = command.add_argument
+    add("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
+    add("--data", required=True, help="text, or JSON lines of text or messages: a file, a quoted glob, a dataset's id")
+    add("--subset", help="the dataset's configuration")
+    add("--column", help="the field with the text (default: text)")
+    add("--lora", type=int, nargs="?", const=16, metavar="RANK", help="train adapters of this rank (default: 16)")
+    add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
+    add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
+    add("--pack", action="store_true", help="documents share rows, and none sees another")
+    add("--length", type=int, help="tokens in a row (default: 2048)")
+    add("--batch", type=int, help="rows in a step (default: 8)")
+    add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")
+    add("--epochs", type=float, help="how often each row is trained on (default: 1)")
+    add("--steps", type=int, help="training steps, rather than epochs")
+    add("--learning-rate", type=float, help="the peak (default: 1e-5, with --lora 2e-4)")
+    add("--remat", choices=REMATS, help="what layers keep for the backward (default: full, which keeps least)")
+    add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
+    add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
+    add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
+    add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
+    add("--seed", type=int, help="of all that is random (default: 0)")
+    add("--log", type=lambda text: tuple(text.split(",")), help="csv, tensorboard or both (default: csv)")
+    add("--out", help="folder for checkpoints, logs and the result (default: runs/finetune)")
+    add("--merge", action="store_true", help="add the adapters to the weights in the result")
+    add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fine-tunes, and tells a user's error in one sentence.
+
+    Args:
+        args: with what `add_arguments` adds.
+
+    Returns:
+        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
+    """
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    try:
+        settings = Settings(**{k: v for k, v in vars(args).items() if k in fields and v is not None})
+        with needed_packages():
+            from liger_jax.commands import _run
+        return _run.finetune(settings)
+    except UserError as error:
+        print("liger-jax finetune:", *str(error).split(), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # the training loop has a handler of its own
+        print("liger-jax finetune: stopped outside of training; nothing new is saved.", file=sys.stderr)
+        return 130

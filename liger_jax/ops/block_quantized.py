@@ -1,0 +1,183 @@
+"""Weights in 4 or 8 bits: codes, and one scale for each block of them.
+
+    w = code_book[c]·s,   s = max |w| over the block
+
+"nf4" has the 16 quantiles of a normal distribution as its code book, and two codes to a byte. "int8" has c/127 for c
+from −127 to 127. A value lies within half the code book's widest gap, times s, of the weight that it stands for. A scale
+is rounded to bfloat16, which changes it by 2⁻⁸ of itself at most, and not at all where weights are bfloat16.
+"""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from liger_jax.ops._checks import check_choice
+
+Kind = Literal["nf4", "int8"]
+KINDS = get_args(Kind)
+# QLoRA's appendix E: the means of neighbouring quantiles, scaled to [−1, 1], with a zero. As bitsandbytes prints them.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_STEPS = 127  # of int8, on each side of zero
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockQuantized:
+    """A weight as codes and scales, which stands where its array stood: `astype` makes the array again.
+
+    Layers call `astype` where they use a weight, so that a model holds one dense layer at a time. Codes and scales have
+    the weight's rank. `w[i]` takes a part along the leading axes, which hold no blocks.
+
+    Attributes:
+        codes: uint8, two to a byte along the blocks' axis, the even one in the low bits; or int8.
+        scales: bfloat16, one for each block.
+        kind: "nf4" or "int8".
+        axis: the axis of the blocks, −2 of a kernel (in, out) or −1 of a head (V, D).
+        dtype: dtype of the weight that it was made of.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    kind: Kind = dataclasses.field(metadata=dict(static=True))
+    axis: int = dataclasses.field(metadata=dict(static=True))
+    dtype: Any = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape."""
+        shape = list(self.codes.shape)
+        shape[self.axis] *= 2 if self.kind == "nf4" else 1
+        return tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        """The weight's rank."""
+        return self.codes.ndim
+
+    @property
+    def sharding(self) -> Any:
+        """The sharding of the codes, and of the scales."""
+        return self.codes.sharding
+
+    def __getitem__(self, index: Any) -> "BlockQuantized":
+        return self if index is Ellipsis else jax.tree.map(lambda x: x[index], self)
+
+    def __jax_array__(self) -> Float[Array, "..."]:
+        return self.astype(self.dtype)
+
+    def astype(self, dtype: Any) -> Float[Array, "..."]:
+        """The weight: code_book[codes]·scales, computed in float32 and rounded once.
+
+        Args:
+            dtype: a float dtype.
+
+        Returns:
+            An array of the weight's shape.
+        """
+        values = _nf4_values(_unpacked(self.codes, self.axis)) if self.kind == "nf4" else _int8_values(self.codes)
+        blocks = values.reshape(_blocked(self.shape, self.axis, self.scales.shape[self.axis]))
+        scales = jnp.expand_dims(self.scales.astype(jnp.float32), _after(self.axis, self.ndim))
+        # The barrier keeps XLA from fusing this into a product, where each tile of tokens would make the weight again.
+        return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(dtype))
+
+
+def block_quantized(weight: Float[Array, "..."], kind: Kind, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
+    """Quantises a weight by blocks along one axis.
+
+    Args:
+        weight: any float dtype.
+        kind: "nf4" or "int8".
+        block_size: values with one scale; it is even and divides the axis.
+        axis: −1 or −2.
+
+    Returns:
+        Codes and scales: 0.53 bytes a value for nf4 in blocks of 64, and 1.03 for int8.
+
+    Raises:
+        ValueError: the kind is unknown, or the blocks do not divide the axis.
+
+    Example:
+        >>> weight = block_quantized(jnp.linspace(-1, 1, 64)[:, None], "nf4")
+        >>> weight.codes.shape, weight.scales.shape, weight.shape
+        ((32, 1), (1, 1), (64, 1))
+        >>> jnp.abs(weight.astype(jnp.float32)[:, 0] - jnp.linspace(-1, 1, 64)).max() < 0.152
+        Array(True, dtype=bool)
+
+    References:
+        Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (arXiv:2305.14314).
+    """
+    check_choice("block_quantized", "kind", kind, KINDS)
+    width = weight.shape[axis]
+    if block_size < 2 or block_size % 2 or width % block_size:
+        fitting = max((size for size in (2, 4, 8, 16, 32, 64, 128) if width % size == 0), default=None)
+        raise ValueError(
+            f"block_quantized: block_size={block_size} must be even and divide the {width} values along axis {axis} of "
+            f"a weight {weight.shape}. " + (f"Pass block_size={fitting}." if fitting else "Leave this weight dense.")
+        )
+    shape = weight.shape
+    blocks = weight.astype(jnp.float32).reshape(_blocked(shape, axis, width // block_size))
+    within = _after(axis, len(shape))
+    scales = jnp.max(jnp.abs(blocks), axis=within, keepdims=True).astype(jnp.bfloat16)
+    divisors = scales.astype(jnp.float32)
+    ratios = (blocks / jnp.where(divisors == 0, 1.0, divisors)).reshape(shape)
+    if kind == "nf4":
+        codes = _packed(_nf4_codes(ratios), axis)
+    else:
+        codes = jnp.clip(jnp.round(ratios * _STEPS), -_STEPS, _STEPS).astype(jnp.int8)
+    return BlockQuantized(codes, jnp.squeeze(scales, within), kind, axis, jnp.dtype(weight.dtype))
+
+
+def _after(axis: int, ndim: int) -> int:
+    """Where the axis within a block lies once the negative `axis` is split in two."""
+    return ndim + axis + 1
+
+
+def _blocked(shape: tuple[int, ...], axis: int, num_blocks: int) -> tuple[int, ...]:
+    """The shape with its axis as (blocks, values in a block)."""
+    at = len(shape) + axis
+    return (*shape[:at], num_blocks, shape[at] // num_blocks, *shape[at + 1 :])
+
+
+def _packed(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
+    """Two codes to a byte along the axis."""
+    within = _after(axis, codes.ndim)
+    pairs = codes.reshape(_blocked(codes.shape, axis, codes.shape[axis] // 2))
+    even, odd = (jax.lax.index_in_dim(pairs, i, within, keepdims=False) for i in (0, 1))
+    return even | (odd << 4)
+
+
+def _unpacked(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
+    """One code to a byte."""
+    within = _after(axis, codes.ndim)
+    shifts = np.array([0, 4], np.uint8).reshape((2,) + (1,) * (codes.ndim - within))
+    pairs = (jnp.expand_dims(codes, within) >> shifts) & np.uint8(15)
+    return pairs.reshape(*codes.shape[: within - 1], 2 * codes.shape[axis], *codes.shape[within:])
+
+
+def _nf4_codes(ratios: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """The nearest code's number: how many of the 15 midpoints lie below the value."""
+    codes = jnp.zeros(ratios.shape, jnp.uint8)
+    for low, high in zip(NF4[:-1], NF4[1:], strict=True):
+        codes += (ratios > np.float32((low + high) / 2)).astype(jnp.uint8)
+    return codes
+
+
+def _nf4_values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """code_book[codes] in float32.
+
+    It is a gather and not a tree of choices: JAX moves the choices' constants out of a scan, as arrays of the layer's
+    size, 8 GiB for Llama-3-8B.
+    """
+    return jnp.asarray(NF4, jnp.float32).at[codes].get(mode="promise_in_bounds")
+
+
+def _int8_values(codes: Array) -> Float[Array, "..."]:
+    return codes.astype(jnp.float32) * np.float32(1 / _STEPS)

@@ -1,0 +1,148 @@
+"""Quantised base weights: a model whose projections, and perhaps its head, hold 4 or 8 bits a number.
+
+The weights are frozen. Adapters beside them are trained, as in QLoRA: `add_lora(quantize(model, "nf4"), …)`. A layer
+makes its weights anew where it uses them, in the forward and in the backward, so one dense layer exists at a time.
+"""
+
+import functools
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.ops.block_quantized import KINDS, BlockQuantized, Kind, block_quantized
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+class QuantizedParam(nnx.Variable):
+    """A `BlockQuantized` weight in the place of an `nnx.Param`. It is none, so it gets no gradient and no update."""
+
+
+def quantize(model: Model, kind: Kind, *, block_size: int = 64, head: bool = False) -> Model:
+    """Quantises the weights of all projections, in place, one after another.
+
+    Embeddings, norms and biases keep their dtype. Blocks lie along a projection's input, as in bitsandbytes. On a mesh
+    they lie whole on a device: what splits the input's axis then splits the output's.
+
+    Args:
+        model: a model of `liger_jax.models`, before `add_lora`. Weights that are quantised already stay.
+        kind: "nf4", 4.25 bits a number, or "int8", 8.25.
+        block_size: numbers with one scale; it is even and divides each projection's input width.
+        head: whether the head is quantised, too. The fused loss then makes it by slices of the vocabulary.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the kind is unknown; the blocks do not divide a width; the model has adapters, or a head that is
+            tied to the embedding and is to be quantised; or nothing is left to quantise.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_attention_heads=2)
+        >>> model = quantize(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), "nf4")
+        >>> model.model.layers.self_attn.q_proj.kernel[...].codes.shape
+        (32, 32, 64)
+
+    References:
+        Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (arXiv:2305.14314).
+    """
+    check_kind("quantize", kind)
+    if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        raise ValueError("quantize: the model has adapters. Quantise it first, and add them then, or merge_lora(model).")
+    dense = [projection for projection in _projections(model) if not is_quantized(projection.kernel[...])]
+    with_head = head and not _is_tied("quantize", model) and not is_quantized(model.head)
+    if not dense and not with_head:
+        raise ValueError("quantize: no projection of this model is left to quantise.")
+    for projection in dense:
+        projection.kernel = QuantizedParam(quantized(projection.kernel[...], kind, block_size=block_size))
+    if with_head:
+        model.lm_head = QuantizedParam(quantized(model.lm_head[...], kind, block_size=block_size, axis=-1))
+    return model
+
+
+def dequantize(model: Model) -> Model:
+    """Makes dense weights of all quantised ones, in place, one after another, in the dtype that they had.
+
+    Args:
+        model: a model with quantised weights. It computes the same afterwards, and its weights can be trained.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: no weight is quantised.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_attention_heads=2)
+        >>> model = dequantize(quantize(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), "int8"))
+        >>> model.model.layers.self_attn.q_proj.kernel.shape
+        (32, 64, 64)
+    """
+    holders = [(projection, "kernel") for projection in _projections(model)] + [(model, "lm_head")]
+    found = [(holder, name) for holder, name in holders if isinstance(getattr(holder, name, None), QuantizedParam)]
+    if not found:
+        raise ValueError("dequantize: no weight of this model is quantised.")
+    for holder, name in found:
+        setattr(holder, name, nnx.Param(dense(getattr(holder, name)[...])))
+    return model
+
+
+def check_kind(caller: str, kind: Any) -> None:
+    """Raises a ValueError unless weights can be quantised this way."""
+    if kind not in KINDS:
+        raise ValueError(f"{caller}: quantize={kind!r} must be one of {KINDS}.")
+
+
+def frozen(model: Model) -> Model:
+    """The model, in which quantised weights are `QuantizedParam` whatever variable a checkpoint was read into."""
+    for projection in _projections(model):
+        if is_quantized(projection.kernel[...]):
+            projection.kernel = QuantizedParam(projection.kernel[...])
+    return model
+
+
+def is_quantized(weight: Any) -> bool:
+    """Whether a weight is codes and scales."""
+    return isinstance(weight, BlockQuantized)
+
+
+def quantized(weight: jax.Array, kind: Kind, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
+    """A parameter quantised, one stacked layer after another, on its own devices."""
+    sharding = None if isinstance(weight, jax.core.Tracer) else weight.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return _quantized(weight, kind, block_size, axis)
+    spec = [*sharding.spec, *(None for _ in range(weight.ndim - len(sharding.spec)))]
+    other = -1 if axis == -2 else -2
+    if spec[axis] is not None and spec[other] is None:
+        spec[axis], spec[other] = None, spec[axis]
+    local = functools.partial(_quantized, kind=kind, block_size=block_size, axis=axis)
+    on_devices = jax.shard_map(local, mesh=sharding.mesh, in_specs=P(*spec), out_specs=P(*spec), check_vma=False)
+    return jax.jit(on_devices)(jax.device_put(weight, NamedSharding(sharding.mesh, P(*spec))))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _quantized(weight, kind, block_size, axis):
+    of_layer = functools.partial(block_quantized, kind=kind, block_size=block_size, axis=axis)
+    return jax.lax.map(of_layer, weight) if weight.ndim == 3 else of_layer(weight)
+
+
+@jax.jit
+def dense(weight: BlockQuantized) -> jax.Array:
+    """The weight as an array, in the dtype that it had, one stacked layer after another."""
+    return jax.lax.map(jnp.asarray, weight) if weight.ndim == 3 else jnp.asarray(weight)
+
+
+def _projections(model: nnx.Module) -> list[Any]:
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Linear)]
+
+
+def _is_tied(caller: str, model: Any) -> bool:
+    if model.config.tie_word_embeddings:
+        raise ValueError(f"{caller}: head=True, but this model's head is its embedding, which stays dense. Leave it out.")
+    return False

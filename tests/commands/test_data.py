@@ -1,0 +1,264 @@
+"""The data of `liger-jax finetune`: which tokens are trained on, and one sentence for whatever cannot be used."""
+
+import json
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Plain
+
+from liger_jax import commands
+from liger_jax.commands import _data, _rows, main
+from liger_jax.commands._chat import ChatTemplate
+from liger_jax.commands._data import Document
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.planner import devices
+from tests.commands import _tiny
+
+QUESTION = {"role": "user", "content": "one two"}
+ANSWER = {"role": "assistant", "content": "three four"}
+CHAT = [{"role": "system", "content": "ten"}, QUESTION, ANSWER, {"role": "user", "content": "and?"}, ANSWER]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def plain(source):
+    return Plain.from_file(str(source / "tokenizer.json"))
+
+
+def failure(capsys, source, *arguments):
+    """The one line that a run ends with, which must have the exit code 2."""
+    assert main(["finetune", f"--model={source}", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("liger-jax finetune: ") and error.count("\n") == 1
+    return error
+
+
+def answers(plain, piece):
+    """The text of the tokens that are trained on."""
+    return plain.decode([token for token in piece.labels.tolist() if token >= 0], skip_special_tokens=False)
+
+
+# --- what cannot be used ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ["name", "content", "message"],
+    [
+        ("a.txt", b"", "a.txt is empty."),
+        ("a.txt", b"  \n", "a.txt is empty."),
+        ("a.png", b"\x89PNG\xff", "a.png is no text file: byte 0x89 at 0 is no UTF-8"),
+        ("a.txt", b"one\0two", "a.txt is no text file: character 3 is a null"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2, is no JSON: Expecting value"),
+        ("a.jsonl", b'{"text": "one"}\n\n[1]', "a.jsonl, line 3, holds a list, and must hold an object"),
+        (
+            "a.jsonl",
+            b'{"story": "one"}',
+            "a.jsonl, line 1: there are no messages, and no text in 'text', among",
+        ),
+        ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1: '\\ud800' is no character."),
+        ("a.jsonl", b'{"messages": "hello"}', "a.jsonl, line 1: messages must be a list of objects"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "?"}]}', "line 1: no message is the assistant's"),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "contents": "?"}]}', "line 1: The chat template refuses the"),
+        ("a.jsonl", b'{"text": ""}', "has no text."),
+        ("a.txt", b"!", "The data is one piece, so that nothing can be held out."),
+    ],
+    ids=str,
+)
+def test_bad_data_is_one_sentence_that_says_where(source, tmp_path, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    arguments = [f"--data={tmp_path / name}", f"--out={tmp_path / 'out'}", "--length=32"]
+    assert message in failure(capsys, source, *arguments)
+
+
+@pytest.mark.parametrize(
+    ["arguments", "message"],
+    [
+        (["--batch=3", "--micro-batches=2"], "--micro-batches=2 must divide --batch=3."),
+        (["--length=1"], "--length=1 must be at least 2."),
+        (["--length=513"], "--length=513 is more than the 512 positions of"),
+        (["--quantize=nf4"], "--quantize is for adapters: pass --lora, such as --lora 16, as well."),
+        (["--merge"], "--merge is for adapters"),
+        (["--log=csv,wandb"], "--log=csv,wandb: 'wandb' must be one of csv, tensorboard."),
+        (["--eval-share=1"], "--eval-share=1.0 must be in [0, 1); 0 holds nothing out."),
+        (["--learning-rate=nan"], "--learning-rate=nan must be a finite number above 0."),
+        (["--model=./nowhere"], "no such folder: './nowhere'"),
+        (["--data=nothing*.txt"], "No file matches 'nothing*.txt'."),
+        (["--out=text.txt/run"], "Nothing can be written to text.txt/run: Not a directory. Pass another --out."),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_options_are_one_sentence(source, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("one two three")
+    length = [] if any("length" in argument for argument in arguments) else ["--length=32"]
+    assert message in failure(capsys, source, "--data=text.txt", *length, *arguments)
+
+
+def test_a_token_outside_the_models_vocabulary_is_named(tmp_path, capsys):
+    small = _tiny.checkpoint(tmp_path / "model", vocab_size=280)
+    (tmp_path / "a.txt").write_text(_tiny.text(20))
+    error = failure(capsys, small, f"--data={tmp_path / 'a.txt'}", "--length=32", f"--out={tmp_path / 'out'}")
+    assert "a.txt: the token '" in error and "and the model's vocabulary has 280 entries." in error
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_named(tmp_path, capsys, file):
+    folder = _tiny.checkpoint(tmp_path / "model")
+    (folder / file).write_text("{")
+    (tmp_path / "a.txt").write_text("one")
+    error = failure(capsys, folder, f"--data={tmp_path / 'a.txt'}", "--length=32", f"--out={tmp_path / 'out'}")
+    assert f"{file} cannot be read" in error
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "orbax.checkpoint", "tqdm"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(package, source, monkeypatch, capsys):
+    for name in ("_run", "_tokenizer", "_checkpoints"):
+        monkeypatch.delitem(sys.modules, f"liger_jax.commands.{name}", raising=False)
+        monkeypatch.delattr(commands, name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    error = failure(capsys, source, "--data=d")
+    assert re.match(rf"liger-jax finetune: The package '{package.partition('.')[0]}' is missing: pip install", error)
+    assert "[finetune]" in error
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def _device(gib):
+    size = int(gib * 2**30)
+    return devices.Target("gpu", "gpu", "A card", 1, size, "", size, size)
+
+
+@pytest.mark.parametrize(
+    ["gib", "message"],
+    [
+        (1.0, "It fits with --micro-batches "),
+        (0.5, " --lora 16"),
+        (0.001, "No change makes it fit: even --micro"),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_with_what_makes_it_fit(source, tmp_path, monkeypatch, capsys, gib, message):
+    monkeypatch.setattr(devices, "here", lambda: _device(gib))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    large = dict(
+        layer_types=None, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, max_position_embeddings=4096
+    )
+    (folder / "config.json").write_text(json.dumps(config | large))
+    arguments = ["--data=a.txt", "--length=4096", "--batch=8", f"--out={tmp_path / 'out'}"]
+    error = failure(capsys, folder, *arguments)
+    assert "by the planner's estimate, and A card has" in error and message in error
+    if "It fits with" in error:
+        changed = error.partition("It fits with ")[2].partition(":")[0].split()
+        later = failure(capsys, folder, *arguments, *changed)
+        assert "The run needs" not in later and "a.txt" in later  # it goes on to the data, which is not there
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_ends_with_the_end_of_text_and_its_parts_fill_rows(source, plain):
+    eos = plain.token_to_id("<|endoftext|>")
+    pieces = Tokenizer(source, 320, [eos]).pieces([Document("", _tiny.text(30)), Document("", "one")], length=8)
+    ids = plain.encode(_tiny.text(30)).ids + [eos]
+    assert np.concatenate([piece.tokens for piece in pieces[:-1]]).tolist() == ids[: 8 * (len(pieces) - 1)]
+    assert pieces[-1].tokens.tolist() == [*plain.encode("one").ids, eos]
+    assert all(piece.labels is piece.tokens for piece in pieces)
+
+
+def test_rows_hold_documents_each_by_itself_and_no_step_depends_on_those_before(source):
+    documents = [Document("", _tiny.text(3 + i)) for i in range(9)]
+    pieces = Tokenizer(source, 320, []).pieces(documents, length=32)
+    train, held_out = _rows.split(pieces, 0.2, seed=0)
+    assert (len(train), len(held_out)) == (7, 2)
+    rows = _rows.rows(train, 32, packed=False)
+    scored = rows["labels"] >= 0
+    assert scored.sum(1).tolist() == [len(piece.tokens) for piece in train]
+    batch_of = _rows.batches(rows, 3, seed=1)
+    seen = np.concatenate([batch_of(step)["input_ids"] for step in range(7)])  # three epochs
+    assert all((seen == row).all(1).sum() == 3 for row in rows["input_ids"])
+    np.testing.assert_array_equal(batch_of(5)["labels"], _rows.batches(rows, 3, seed=1)(5)["labels"])
+
+
+def test_a_dataset_of_the_hub_is_read_by_its_column(monkeypatch):
+    def load_dataset(name, subset, split):
+        assert (name, subset, split) == ("org/words", "small", "train")
+        return [{"story": "one two"}, {"story": ""}, {"messages": CHAT}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    found = _data.read("org/words", "story", "small")
+    assert [(document.text, document.messages) for document in found] == [("one two", None), ("", CHAT)]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"The package 'datasets' is missing: pip install .*\[finetune\]"):
+        _data.read("org/words", "story", None)
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_assistants_tokens_and_the_mark_that_ends_them_are_trained_on(source, plain):
+    tokenizer = Tokenizer(source, 320, [])
+    (piece,) = tokenizer.pieces([Document("", messages=CHAT)], length=512)
+    assert answers(plain, piece) == "three four<|im_end|>three four<|im_end|>"
+    text = ChatTemplate(_tiny.CHAT_TEMPLATE, {}).render(CHAT)[0]
+    assert plain.decode(piece.tokens.tolist(), skip_special_tokens=False) == text
+    assert plain.token_to_id("<|im_end|>") in tokenizer.stops
+
+
+def test_a_conversation_longer_than_a_row_is_cut_off_and_told_of(source, plain, capsys):
+    (piece,) = Tokenizer(source, 320, []).pieces([Document("", messages=CHAT)], length=60)
+    assert len(piece.tokens) == 60 and answers(plain, piece).startswith("three")
+    assert "1 of 1 conversations are cut off, as longer than --length=60" in capsys.readouterr().out
+
+
+TURNS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<e>\n{% endfor %}"
+THOUGHTS = """{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' and loop.last -%}
+<think></think>{% endif -%}
+{{ m.content }}<e>
+{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"""
+PROMPT_THINKS = TURNS + "{% if add_generation_prompt %}[assistant] <think>{% endif %}"
+MARKED = """{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' -%}
+{% generation %}{{ m.content }}{% endgeneration %}<e>
+{% else %}{{ m.content }}<e>
+{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ["template", "spoken"],
+    [
+        (TURNS + "{% if add_generation_prompt %}[assistant] {% endif %}", ["three four<e>"] * 2),
+        (PROMPT_THINKS, ["three four<e>"] * 2),
+        (THOUGHTS, ["three four<e>", "<think></think>three four<e>"]),
+        (MARKED, ["three four"] * 2),
+    ],
+    ids=["plain", "a prompt that goes on", "thoughts in the last answer only", "marked in the template"],
+)
+def test_answers_are_found_by_the_template(template, spoken):
+    text, spans = ChatTemplate(template, {}).render(CHAT)
+    assert [text[begin:end] for begin, end in spans] == spoken
+    assert text.count("[assistant] ") == 2 and "\ufdd0" not in text
+
+
+@pytest.mark.parametrize(
+    ["template", "message"],
+    [
+        ("{{ raise_exception('no system role') }}", "The chat template refuses the messages: no system role."),
+        ("{{ ''.__class__.__mro__ }}", "The chat template refuses the messages: access to attribute '__class__'"),
+        ("{{ messages.clear() }}", "The chat template refuses the messages: access to attribute 'clear'"),
+        ("{% for %}", "The tokenizer's chat template cannot be read"),
+        ("{{ messages | length }} {{ messages[-1].content }}", "The chat template changes what stands before message"),
+    ],
+    ids=["its own error", "Python's inside", "changes its input", "no Jinja", "no prefix"],
+)
+def test_a_template_that_fails_or_reaches_out_is_one_sentence(template, message):
+    with pytest.raises(UserError, match=message):
+        ChatTemplate(template, {}).render(CHAT)

@@ -1,0 +1,201 @@
+"""`liger-jax finetune` on a tiny checkpoint: what it prints, how it goes on, and what it leaves."""
+
+import contextlib
+import csv
+import io
+import json
+import re
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+from safetensors.numpy import load_file, save_file
+
+from liger_jax.commands import _rows, _run, main
+from liger_jax.commands._tokenizer import Piece
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.lora import load_adapters, merge_lora
+from tests.commands import _tiny
+
+CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 2 --learning-rate 0.05".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_program_is_compiled_once(tmp_path_factory):
+    """Runs that go on compile the same programs as those before."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint's folder, with conversations and texts beside it."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+    (folder.parent / "chats.jsonl").write_text(_tiny.chats(30))
+    texts = [json.dumps({"text": _tiny.text(6 + i % 11, i)}) for i in range(50)]
+    (folder.parent / "texts.jsonl").write_text("\n".join(texts))
+    return folder
+
+
+def chat(source, out, *options):
+    """The exit code of a run on conversations."""
+    data = f"--data={source.parent / 'chats.jsonl'}"
+    return main(["finetune", f"--model={source}", data, f"--out={out}", *CHAT, *options])
+
+
+def figures_of(out):
+    with (out / "log.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def interrupted(source, tmp_path_factory):
+    """The folder of a run that Ctrl-C stopped in its third step, and the exit code."""
+    out, batches = tmp_path_factory.mktemp("runs") / "interrupted", _rows.batches
+
+    def stopping(*args):
+        batch_of = batches(*args)
+
+        def at(step):
+            if step == 2:
+                signal.raise_signal(signal.SIGINT)
+            return batch_of(step)
+
+        return at
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_rows, "batches", stopping)
+        code = chat(source, out)
+    return out, code
+
+
+def test_ctrl_c_saves_after_the_step_that_runs(interrupted):
+    out, code = interrupted
+    assert code == 128 + signal.SIGINT
+    assert (out / "checkpoints" / "3").is_dir() and not (out / "adapters").exists()
+    assert [figures["step"] for figures in figures_of(out)] == [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def resumed(source, interrupted, tmp_path_factory):
+    """The folder of a run that went on from there to its end, and what it printed."""
+    out = tmp_path_factory.mktemp("runs") / "end"
+    shutil.copytree(interrupted[0], out)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        assert chat(source, out) == 0
+    return out, printed.getvalue()
+
+
+def test_a_resumed_run_says_its_step_and_ends_as_one_that_was_never_stopped(source, resumed, tmp_path, capsys):
+    out, printed = resumed
+    assert "resumed at step 3\n" in printed
+    assert re.search(r"6/6 .*loss [\d.]+, token accuracy [\d.]+, [\d,]+ tokens/s, [\d.]+ GiB", printed)
+    assert re.search(r"step 6: held out: loss [\d.]+, perplexity [\d.]+, token accuracy [\d.]+\n", printed)
+    assert chat(source, tmp_path) == 0
+    assert "resumed at" not in capsys.readouterr().out
+    same = "step loss token_accuracy learning_rate eval_loss eval_perplexity eval_token_accuracy".split()
+    ours, others = (
+        [{name: row[name] for name in same if name in row} for row in figures_of(folder)] for folder in (out, tmp_path)
+    )
+    assert ours == others and len(ours) == 6 and ours[-1]["loss"] < ours[0]["loss"]
+    adapters = [load_file(folder / "adapters" / "adapter_model.safetensors") for folder in (out, tmp_path)]
+    jax.tree.map(np.testing.assert_array_equal, *adapters)
+
+
+def test_a_run_leaves_adapters_with_all_that_a_chat_needs(source, resumed):
+    folder = resumed[0] / "adapters"
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # the latter holds the chat template
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+    stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    ids = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+    assert {token["content"] for token in ids if token["id"] in stops} == {"<|endoftext|>", "<|im_end|>"}
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(source) and config["r"] == 4
+
+
+@pytest.mark.full
+def test_a_finished_run_is_merged_by_the_same_command(source, resumed, tmp_path):
+    shutil.copytree(resumed[0], tmp_path / "run")
+    assert chat(source, tmp_path / "run", "--merge") == 0
+    adapted = load_adapters(AutoModelForCausalLM.from_pretrained(source), resumed[0] / "adapters")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    weights = [nnx.to_pure_dict(nnx.state(model)) for model in (merge_lora(adapted), merged)]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), *weights)
+
+
+def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_last_checkpoint(source, interrupted, tmp_path, capsys):
+    out, weights = tmp_path / "run", source / "model.safetensors"
+    shutil.copytree(interrupted[0], out)
+    before = weights.read_bytes()
+    try:
+        save_file({name: x * np.nan for name, x in load_file(weights).items()}, weights, {"format": "pt"})
+        assert chat(source, out) == 2
+    finally:
+        weights.write_bytes(before)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("liger-jax finetune: The loss is nan at step 4, so training stops. The checkpoint of step 3")
+    assert (out / "checkpoints" / "3").is_dir()
+
+
+def test_a_checkpoint_of_another_run_is_refused(source, interrupted, capsys):
+    assert chat(source, interrupted[0], "--learning-rate=0.01") == 2
+    error = capsys.readouterr().err
+    assert "holds another run: learning_rate=0.05 became 0.01. Pass --fresh" in error and error.count("\n") == 1
+
+
+def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, tmp_path, capsys):
+    options = "--length 32 --batch 4 --steps 10 --eval-share 0.1 --log csv,tensorboard --learning-rate 0.01".split()
+    data = f"--data={source.parent / 'texts.jsonl'}"
+    assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "memory: the run needs" in printed and "5 pieces are held out" in printed
+    first, last = map(float, re.search(r"10 steps; loss ([\d.]+) → ([\d.]+); model in", printed).groups())
+    assert last < first - 1
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.kept.stops == AutoModelForCausalLM.from_pretrained(source).kept.stops != ()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_perplexity_counts_the_tokens_of_each_document_by_itself(source, packed):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 300, size).astype(np.int32) for size in (3, 9, 14, 5, 2, 16)]
+    scored = [np.where(rng.random(len(tokens)) < 0.7, tokens, -100) for tokens in documents]
+    held_out = _rows.rows([Piece(*piece) for piece in zip(documents, scored, strict=True)], 16, packed=packed)
+    graph, params, frozen = nnx.split(model, nnx.Param, ...)
+    found = _run._scoring(graph, frozen)(params, list(_rows.parts(held_out, 4)))
+
+    padded = np.stack([np.pad(tokens, (0, 16 - len(tokens))) for tokens in documents])
+    logits = np.asarray(jax.jit(lambda tokens: model(tokens).logits)(padded), np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    losses = [
+        -log_probs[i, at - 1, label]
+        for i, labels in enumerate(scored)
+        for at, label in enumerate(labels)
+        if at > 0 and label >= 0
+    ]
+    np.testing.assert_allclose(found["eval_perplexity"], np.exp(np.mean(losses)), rtol=1e-5)
+
+
+@pytest.mark.full
+def test_weights_whose_loss_is_not_finite_are_never_saved(source, tmp_path, capsys):
+    options = "--length 32 --batch 4 --steps 4 --every 1 --eval-share 0 --learning-rate 1e38".split()
+    data = f"--data={source.parent / 'texts.jsonl'}"
+    assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 2
+    assert "after step 1, so training stops. There is no checkpoint yet." in capsys.readouterr().err
