@@ -17,7 +17,7 @@ from benchmarks._shapes import HEADS, SHAPES
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_gradients as kernels
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
 
 OPTIONS = LinearOptions(LogitOptions(), "vd", precision=None, mode="fast", chunk_size=0)

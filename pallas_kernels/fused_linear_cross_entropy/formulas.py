@@ -106,10 +106,14 @@ def live_rows(x: jax.Array, cotangents: Cotangents) -> jax.Array:
     return jnp.where(live if x.ndim == 1 else live[:, None], x, jnp.zeros((), x.dtype))
 
 
+def weight_operands(du: jax.Array, hidden: jax.Array, options: HeadProducts) -> tuple[jax.Array, jax.Array]:
+    """The operands whose product over tokens is dW in the weight's layout."""
+    return (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+
+
 def weight_gradient(du: jax.Array, hidden: jax.Array, options: HeadProducts, dtype: Any = jnp.float32) -> jax.Array:
     """duᵀ · X in the weight's layout."""
-    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
-    return product(*operands, 0, 0, options, dtype)
+    return product(*weight_operands(du, hidden, options), 0, 0, options, dtype)
 
 
 def lean_gradients(

@@ -22,14 +22,29 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import full_like, round_up
-from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_kernels as kernels
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_gradients as kernels
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import (
+    TILE_COLUMNS,
+    Part,
+    copies_slices,
+    cut,
+    padded,
+    part_of,
+    parts_of,
+    spans,
+    takes,
+)
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_statistics import (
+    merged,
+    partial_statistics,
+    statistics,
+)
 
-_PIECE = 64  # what the copy engine moves at once of an inner axis
-_TILE_COLUMNS = 256  # of the widest tile
+__all__ = ["copies_slices", "gradients", "gradients_in_forward", "statistics", "takes", "unsupported"]
+
 _WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number, whose logarithm gives z back
 
 
@@ -48,111 +63,7 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
     return None
 
 
-def _extended(x: jax.Array, *sizes: int) -> jax.Array:
-    """x with zeros behind each axis, up to `sizes`."""
-    extra = [(0, size - old) for size, old in zip(sizes, x.shape, strict=True)]
-    return jnp.pad(x, extra) if any(more for _, more in extra) else x
-
-
-def _padded(inputs: Inputs, options: LinearOptions, *vectors: Any) -> Any:
-    """The inputs and vectors of rows in whole tiles of rows and of width, with the weight in hidden's dtype.
-
-    What is added has no label, and is zeros. The vocabulary stays as it is.
-    """
-    n, d = inputs.hidden.shape
-    rows, width = round_up(n, ROWS), round_up(d, _PIECE)
-    v = inputs.weight.shape[options.vocab_dim]
-    inputs = inputs._replace(
-        hidden=_extended(inputs.hidden, rows, width),
-        weight=_extended(
-            inputs.weight.astype(inputs.hidden.dtype), *((v, width) if options.vocab_dim == 0 else (width, v))
-        ),
-        labels=jnp.pad(inputs.labels, (0, rows - n), constant_values=row_formulas.NO_LABEL),
-    )
-    return inputs, *jax.tree.map(lambda x: _extended(x, rows), vectors)
-
-
-def _cut(grads: Gradients, like: Inputs, dtypes: Gradients) -> Gradients:
-    """The gradients without what `_padded` added, in their dtypes."""
-    cut = lambda grad, x, dtype: None if grad is None else grad[tuple(map(slice, x.shape))].astype(dtype)
-    return Gradients(*map(cut, grads, (like.hidden, like.weight, like.bias), dtypes))
-
-
-class _Part(NamedTuple):
-    """A part of the vocabulary in a size that the kernels take: its first entry, how many count, and the inputs."""
-
-    first: int
-    size: int
-    inputs: Inputs
-    is_slice: bool  # of a weight: XLA (jaxlib 0.11) makes no copy of it for our kernels, but does for its own products
-
-
-def takes(v: int, mode: str, vocab_dim: int) -> bool:
-    """Whether the kernels take a vocabulary as it is; others they take in parts.
-
-    Inner axes have to be multiples of 64. In mode "lean" the vocabulary is the inner axis of a weight (D, V) only, and
-    a weight (V, D) is moved in tiles of 8 rows.
-    """
-    return v % (8 if mode == "lean" and vocab_dim == 0 else _PIECE) == 0
-
-
-def copies_slices(vocab_dim: int) -> bool:
-    """Whether XLA copies a slice of the vocabulary that a kernel reads, and its part of dW that a kernel writes."""
-    return vocab_dim != 0 or jax.__version_info__ < (0, 11)
-
-
-def _spans(v: int, options: LinearOptions) -> list[tuple[int, int]]:
-    """First entry and size of the vocabulary's parts: one, or its whole tiles and the rest."""
-    whole = v if takes(v, options.mode, options.vocab_dim) else v // _TILE_COLUMNS * _TILE_COLUMNS
-    return [(start, size) for start, size in ((0, whole), (whole, v - whole)) if size]
-
-
-def _parts(inputs: Inputs, options: LinearOptions) -> list[_Part]:
-    """The vocabulary's parts: what the kernels take lies where it was, and the rest is padded.
-
-    From jaxlib 0.11 on, XLA makes no copy of the slice where a kernel or a product reads it.
-    """
-    spans = _spans(inputs.weight.shape[options.vocab_dim], options)
-    parts = [_part(inputs, start, size, options) for start, size in spans]
-    return [parts[0]._replace(is_slice=len(parts) > 1), *parts[1:]]
-
-
-def _part(inputs: Inputs, start: Any, size: int, options: LinearOptions) -> _Part:
-    """The entries from `start` on, with zeros behind them up to a multiple of 64; labels count from `start`."""
-    entries, width = round_up(size, _PIECE), inputs.hidden.shape[1]
-    take = lambda x: None if x is None else _extended(formulas.take(x, start, size), entries)
-    weight = formulas.take(inputs.weight, start, size, options.vocab_dim)
-    weight = _extended(weight, *((entries, width) if options.vocab_dim == 0 else (width, entries)))
-    bias, class_weights = take(inputs.bias), take(inputs.class_weights)
-    return _Part(start, size, Inputs(inputs.hidden, weight, inputs.labels - start, bias, class_weights), False)
-
-
-def _statistics_of(
-    parts: list[_Part], options: LinearOptions, keep: bool
-) -> tuple[Statistics, list[tuple[jax.Array, jax.Array | None]]]:
-    """The statistics of all rows, and for each part the maximum of each tile, and with `keep` E."""
-    states, kept = [], []
-    for part in parts:
-        state, exponentials = kernels.partial_statistics(part.inputs, options, part.size, keep)
-        kept.append((state.maximum, exponentials))
-        if state.predicted_token is not None:
-            state = state._replace(predicted_token=state.predicted_token + part.first)
-        states.append(state)
-    merged = jax.tree.map(lambda *tiles: jnp.concatenate(tiles), *states)
-    return row_formulas.online_merge(merged, options.logit), kept
-
-
-def _zeros_if(like: jax.Array, needed: bool | None, shape: tuple[int, ...], dtype: Any) -> jax.Array | None:
-    """Zeros for a loop's carry, or None where nobody asks for them."""
-    return full_like(like, shape, 0, dtype) if needed else None
-
-
-def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
-    """The statistics of all rows, each (N,)."""
-    n = inputs.hidden.shape[0]
-    (inputs,) = _padded(inputs, options)
-    found, _ = _statistics_of(_parts(inputs, options), options, keep=False)
-    return jax.tree.map(lambda x: x[:n], found)
+# --- lean -------------------------------------------------------------------------------------------------------------
 
 
 def gradients(
@@ -162,7 +73,7 @@ def gradients(
     like, v = inputs, inputs.weight.shape[options.vocab_dim]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
     inputs = inputs._replace(hidden=formulas.live_rows(inputs.hidden, cotangents))
-    inputs, lse, cotangents = _padded(inputs, options, formulas.live_rows(log_normalizer, cotangents), cotangents)
+    inputs, lse, cotangents = padded(inputs, options, formulas.live_rows(log_normalizer, cotangents), cotangents)
     # Otherwise each slice of the weight is copied, and padded if need be.
     reads_in_place = takes(v, options.mode, options.vocab_dim)
     writes_in_place = reads_in_place and _hopper.can_write_in_place(inputs.hidden)
@@ -172,7 +83,7 @@ def gradients(
         dhidden, dweight, dbias = grads
         part, start = inputs, jnp.asarray(first, jnp.int32)[None]
         if not reads_in_place:
-            part, start = _part(inputs, first, size, options).inputs, jnp.zeros_like(start)
+            part, start = part_of(inputs, first, size, options).inputs, jnp.zeros_like(start)
         du = kernels.logit_gradients(part, lse, cotangents, start, size, options, v if reads_in_place else size)
         if needs.hidden and _hopper.can_add_in_place(inputs.hidden):
             dhidden = kernels.add_product(dhidden, du, part, start, options)
@@ -197,14 +108,22 @@ def gradients(
         zeros_of(needs.bias, (v,), dtypes.bias),
     )
     # Slices begin at whole tiles.
-    size = min(round_up(options.chunk_size, _TILE_COLUMNS), v)
+    size = min(round_up(options.chunk_size, TILE_COLUMNS), v)
     grads = formulas.over_slices(v, size, body, start_carry, last_waits=not reads_in_place)
-    return _cut(grads, like, dtypes)
+    return cut(grads, like, dtypes)
+
+
+def _zeros_if(like: jax.Array, needed: bool | None, shape: tuple[int, ...], dtype: Any) -> jax.Array | None:
+    """Zeros for a loop's carry, or None where nobody asks for them."""
+    return full_like(like, shape, 0, dtype) if needed else None
 
 
 def _unset(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """An array to be filled. XLA (jaxlib 0.12.0) fails where it fuses the call that makes it with a slice's writing."""
     return jax.lax.optimization_barrier(_hopper.empty(like, shape, dtype))
+
+
+# --- fast -------------------------------------------------------------------------------------------------------------
 
 
 def gradients_in_forward(
@@ -222,108 +141,138 @@ def gradients_in_forward(
     """
     like, n = inputs, inputs.hidden.shape[0]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
-    inputs, terms = _padded(inputs, options, terms)
-    padded = inputs.hidden.shape[0]
-    chunk_size = min(round_up(options.chunk_size, ROWS), padded)
-    one_chunk = chunk_size == padded
-    in_bytes = (
-        needs.weight and not one_chunk and dtypes.weight.itemsize == 2 and _hopper.can_write_in_place(inputs.hidden)
-    )
+    inputs, terms = padded(inputs, options, terms)
+    total = inputs.hidden.shape[0]
+    chunk_size = min(round_up(options.chunk_size, ROWS), total)
+    one_chunk = chunk_size == total
+    sum_of_weight = _WeightSum.over_chunks(inputs.hidden, one_chunk, dtypes.weight, options)
 
     def body(carry, start, size):
         stats, (dhidden, dweight, dbias) = carry
         chunk, chunk_terms = formulas.take_tokens(inputs, terms, start, size)
-        parts = _parts(chunk, options)
-        chunk_stats, kept = _statistics_of(parts, options, keep=True)
-        lse = chunk_stats.log_normalizer
-        cotangents = row_cotangents(chunk_stats, chunk_terms, constants)
-        dus = [
-            kernels.make_logit_gradients(exponentials, maximum, part.inputs, lse, cotangents, options, part.size)
-            for part, (maximum, exponentials) in zip(parts, kept, strict=True)
-        ]
+        parts = parts_of(chunk, options)
+        chunk_stats, dus = _logit_gradients(parts, options, lambda found: row_cotangents(found, chunk_terms, constants))
         if needs.weight:
-            is_last = jnp.asarray(start + size == padded, jnp.int32)
+            is_last = jnp.asarray(start + size == total, jnp.int32)
             which = jnp.where(start == 0, kernels.FIRST_PART, is_last * kernels.LAST_PART)[None]  # else 0
-            dweight = [
-                weight_gradient(total, part, du, which) for total, part, du in zip(dweight, parts, dus, strict=True)
-            ]
+            dweight = [sum_of_weight.added(*each, which) for each in zip(dweight, parts, dus, strict=True)]
         if needs.hidden:
             if not one_chunk:  # dX comes after dW: then the chunk of dX can lie where the chunk of X did
                 dus, dweight = jax.lax.optimization_barrier((dus, dweight))
-            dx, *rest = [hidden_gradient(part, du) for part, du in zip(parts, dus, strict=True)]
-            for more in rest:  # of one tile, in float32
-                dx = dx.astype(jnp.float32) + more
-            dhidden = formulas.put(dhidden, dx, start)
+            dhidden = formulas.put(dhidden, _hidden_gradient(parts, dus, options, dtypes.hidden), start)
         if needs.bias:
             own = [jnp.sum(du[:, : part.size].astype(jnp.float32), axis=0) for part, du in zip(parts, dus, strict=True)]
             dbias += jnp.concatenate(own)
         stats = jax.tree.map(lambda whole, part: formulas.put(whole, part, start), stats, chunk_stats)
         return stats, Gradients(dhidden, dweight, dbias)
 
-    def hidden_gradient(part, du):
-        if part.is_slice:
-            return kernels.hidden_gradient(du, part.inputs.weight, options, dtypes.hidden)
-        dtype = jnp.float32 if part.first else dtypes.hidden
-        return formulas.product(du, part.inputs.weight, 1, options.vocab_dim, options, dtype)
-
-    def weight_gradient(total, part, du, which):
-        """A part of dW: over all tokens, or added to the dW of the earlier chunks."""
-        hidden = part.inputs.hidden
-        if in_bytes:
-            high, low = total
-            return kernels.add_to_sum(high, low, du, hidden, which, options)
-        if one_chunk and part.is_slice:
-            return kernels.weight_gradient(du, hidden, options, dtypes.weight)
-        if one_chunk:
-            return formulas.weight_gradient(du, hidden, options, dtypes.weight)
-        if _hopper.can_add_in_place(hidden):
-            return kernels.put_product(total, du, hidden, jnp.zeros(1, jnp.int32), options, add=True)
-        return total + formulas.weight_gradient(du, hidden, options)
-
     zeros_of = functools.partial(_zeros_if, inputs.hidden)
-    spans = _spans(like.weight.shape[options.vocab_dim], options)
-    shapes = [part.inputs.weight.shape for part in _parts(inputs, options)]
-    if in_bytes:
-        unset = functools.partial(_hopper.empty, inputs.hidden)
-        accumulators = [(unset(shape, dtypes.weight), unset(shape, jnp.uint8)) for shape in shapes]
-    else:  # one chunk makes its parts of dW, and adds them to nothing
-        accumulators = [zeros_of(needs.weight and not one_chunk, shape, jnp.float32) for shape in shapes]
-    kinds = Statistics(*[jnp.float32] * 7)._replace(predicted_token=jnp.int32)
-    metrics, entropy = options.logit.metrics, options.logit.entropy
-    wanted = Statistics(True, True, options.logit.logit_sum, metrics, metrics, entropy, entropy)
-    zeros = Statistics(*(zeros_of(want, (padded,), kind) for want, kind in zip(wanted, kinds, strict=True)))
+    accumulators = sum_of_weight.start(inputs) if needs.weight else None
     start_carry = (
-        zeros,
+        _no_statistics(inputs.hidden, options),
         Gradients(
             zeros_of(needs.hidden, inputs.hidden.shape, dtypes.hidden),
             accumulators,
             zeros_of(needs.bias, (like.weight.shape[options.vocab_dim],), jnp.float32),
         ),
     )
-    stats, grads = formulas.over_slices(padded, chunk_size, body, start_carry, last_waits=True)
-    weight = None
+    stats, grads = formulas.over_slices(total, chunk_size, body, start_carry, last_waits=True)
     if needs.weight:
-        pieces = [total[0] if in_bytes else total for total in grads.weight]
         # After dX, so that until then a copy of the weight can lie where dW will.
         after = grads.hidden if needs.hidden else inputs.hidden
-        weight = _joined(pieces, spans, like.weight.shape, dtypes.weight, options, after)
-    grads = grads._replace(weight=weight)
-    return jax.tree.map(lambda x: x[:n], stats), _cut(grads, like, dtypes)
+        grads = grads._replace(weight=sum_of_weight.whole(grads.weight, like.weight.shape, after))
+    return jax.tree.map(lambda x: x[:n], stats), cut(grads, like, dtypes)
 
 
-def _joined(
-    pieces: list[jax.Array],
-    spans: list[tuple[int, int]],
-    shape: tuple[int, ...],
-    dtype: Any,
-    options: LinearOptions,
-    after: jax.Array,
-) -> jax.Array:
-    """The parts of dW in one array. From jaxlib 0.11 on, XLA has the first part's product write to its place there."""
-    if len(pieces) == 1:
-        return pieces[0]
-    whole, width = _unset(after, shape, dtype), shape[1 - options.vocab_dim]
-    for piece, (start, size) in reversed(list(zip(pieces, spans, strict=True))):
-        piece = piece[:size, :width] if options.vocab_dim == 0 else piece[:width, :size]
-        whole = formulas.put(whole, piece, start, options.vocab_dim)
-    return whole
+def _logit_gradients(
+    parts: list[Part], options: LinearOptions, cotangents_of: Callable[[Statistics], Cotangents]
+) -> tuple[Statistics, list[jax.Array]]:
+    """The statistics of a chunk of tokens, and du of each part of the vocabulary, where E was."""
+    states, kept = [], []
+    for part in parts:
+        state, exponentials = partial_statistics(part, options, keep=True)
+        states.append(state)
+        kept.append(exponentials)
+    found = merged(states, options)
+    cotangents = cotangents_of(found)
+    dus = [
+        kernels.make_logit_gradients(part, e, state.maximum, found.log_normalizer, cotangents, options)
+        for part, e, state in zip(parts, kept, states, strict=True)
+    ]
+    return found, dus
+
+
+def _hidden_gradient(parts: list[Part], dus: list[jax.Array], options: LinearOptions, dtype: Any) -> jax.Array:
+    """du · W of a chunk of tokens, over all parts of the vocabulary."""
+
+    def of_part(part, du):
+        if part.is_slice:
+            return kernels.hidden_gradient(du, part.inputs.weight, options, dtype)
+        own_dtype = jnp.float32 if part.first else dtype
+        return formulas.product(du, part.inputs.weight, 1, options.vocab_dim, options, own_dtype)
+
+    dx, *rest = [of_part(part, du) for part, du in zip(parts, dus, strict=True)]
+    for more in rest:  # of one tile, in float32
+        dx = dx.astype(jnp.float32) + more
+    return dx
+
+
+def _no_statistics(hidden: jax.Array, options: LinearOptions) -> Statistics:
+    """Zeros (N,) in place of the statistics that are asked for."""
+    kinds = Statistics(*[jnp.float32] * 7)._replace(predicted_token=jnp.int32)
+    metrics, entropy = options.logit.metrics, options.logit.entropy
+    wanted = Statistics(True, True, options.logit.logit_sum, metrics, metrics, entropy, entropy)
+    zeros = [_zeros_if(hidden, want, hidden.shape[:1], kind) for want, kind in zip(wanted, kinds, strict=True)]
+    return Statistics(*zeros)
+
+
+class _WeightSum(NamedTuple):
+    """How dW comes together over chunks of tokens, with a sum for each part of the vocabulary.
+
+    One chunk of all tokens makes dW at once. Several are added up, in float32, or where the weight has 16 bits in three
+    bytes, of which dW holds the upper two.
+    """
+
+    one_chunk: bool
+    in_bytes: bool
+    dtype: Any
+    options: LinearOptions
+
+    @classmethod
+    def over_chunks(cls, hidden: jax.Array, one_chunk: bool, dtype: Any, options: LinearOptions) -> "_WeightSum":
+        """The way to sum in one chunk, or in several."""
+        in_bytes = not one_chunk and dtype.itemsize == 2 and _hopper.can_write_in_place(hidden)
+        return cls(one_chunk, in_bytes, dtype, options)
+
+    def start(self, inputs: Inputs) -> list[Any]:
+        """What each part's sum is before the first chunk."""
+        like, shapes = inputs.hidden, [part.inputs.weight.shape for part in parts_of(inputs, self.options)]
+        if self.in_bytes:
+            return [(_hopper.empty(like, s, self.dtype), _hopper.empty(like, s, jnp.uint8)) for s in shapes]
+        return [_zeros_if(like, not self.one_chunk, shape, jnp.float32) for shape in shapes]
+
+    def added(self, total: Any, part: Part, du: jax.Array, which: jax.Array) -> Any:
+        """A part's sum with a chunk's duᵀ · X; `which` says whether the chunk is the first or the last."""
+        hidden, options = part.inputs.hidden, self.options
+        if self.in_bytes:
+            high, low = total
+            return kernels.add_to_sum(high, low, du, hidden, which, options)
+        if self.one_chunk and part.is_slice:
+            return kernels.weight_gradient(du, hidden, options, self.dtype)
+        if self.one_chunk:
+            return formulas.weight_gradient(du, hidden, options, self.dtype)
+        if _hopper.can_add_in_place(hidden):
+            return kernels.put_product(total, du, hidden, jnp.zeros(1, jnp.int32), options, add=True)
+        return total + formulas.weight_gradient(du, hidden, options)
+
+    def whole(self, totals: list[Any], shape: tuple[int, ...], after: jax.Array) -> jax.Array:
+        """dW from its parts' sums. From jaxlib 0.11 on, XLA has the first part's product write to its place there."""
+        pieces = [total[0] if self.in_bytes else total for total in totals]
+        if len(pieces) == 1:
+            return pieces[0]
+        vocab_dim = self.options.vocab_dim
+        whole, width = _unset(after, shape, self.dtype), shape[1 - vocab_dim]
+        for piece, (start, size) in reversed(list(zip(pieces, spans(shape[vocab_dim], self.options), strict=True))):
+            piece = piece[:size, :width] if vocab_dim == 0 else piece[:width, :size]
+            whole = formulas.put(whole, piece, start, vocab_dim)
+        return whole

@@ -19,7 +19,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     mosaic_gpu_logit_tiles,
     mosaic_gpu_tiles,
 )
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient, weight_operands
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
@@ -89,7 +89,7 @@ def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, head: 
     def epilogue(tile: Tile, refs, scratch):
         store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, True)
 
-    operands = (du, x) if head.vocab_dim == 0 else (x, du)
+    operands = weight_operands(du, x, head)
     (dweight,) = product(
         *operands,
         (0, 0),

@@ -1,4 +1,4 @@
-"""The kernels of `mosaic_gpu`: Hopper's product with the loss's epilogues, and the pass that makes du of E."""
+"""The gradients of the fused loss on Hopper: products that make du, dX and dW, and the pass that makes du of E."""
 
 import functools
 import math
@@ -10,35 +10,20 @@ from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper_product import (
-    PIECE_COLUMNS,
-    Tile,
-    pieces,
-    product,
-    row_staging,
-    staging,
-    store_rows,
-    store_tile,
-)
+from liger_jax.pallas_kernels._hopper_product import PIECE_COLUMNS, Tile, pieces, product, staging, store_tile
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
-from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, OnlineState
+from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_operands
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import Part, column_vectors, tile_logits
 
 _LOG2_E = math.log2(math.e)
-_NO_COLUMN = 2**30
 FIRST_PART, LAST_PART = 1, 2  # of a sum over chunks
 _SMALLEST = 2.0**-126  # the smallest normal number in bfloat16
 _LEAST_EXPONENT = row_formulas.LEAST_EXPONENT * _LOG2_E  # of 2
-
-
-def _transform(u: jax.Array, options: LogitOptions) -> jax.Array:
-    """`row_formulas.transform`, with a tanh that is exact here."""
-    if options.softcap is not None:
-        u = options.softcap * _hopper.tanh(u / options.softcap)
-    return u if options.scale == 1.0 else options.scale * u
 
 
 def _slope(z: jax.Array | None, options: LogitOptions) -> jax.Array | float:
@@ -46,11 +31,6 @@ def _slope(z: jax.Array | None, options: LogitOptions) -> jax.Array | float:
     if options.softcap is None:
         return options.scale
     return options.scale * (1.0 - jnp.square(z / (options.scale * options.softcap)))
-
-
-def _logits(tile: Tile, has_bias: bool, options: LogitOptions) -> jax.Array:
-    u = tile.values
-    return _transform(u + tile.over_columns(tile.column_vectors[0]) if has_bias else u, options)
 
 
 def _logit_gradient(tile: Tile, z, exponent, probability, labels, g: Cotangents, class_weights, options: LogitOptions):
@@ -65,102 +45,6 @@ def _logit_gradient(tile: Tile, z, exponent, probability, labels, g: Cotangents,
         du += g_sum if class_weights is None else g_sum * tile.over_columns(class_weights)
     slope = _slope(z, options)
     return du if isinstance(slope, float) and slope == 1.0 else du * slope
-
-
-def partial_statistics(
-    inputs: Inputs, options: LinearOptions, vocab_size: int, keep: bool
-) -> tuple[OnlineState, jax.Array | None]:
-    """The statistics of each tile of the vocabulary, (tiles, N); with `keep` also E = exp(z − the tile's maximum).
-
-    Of the weight's entries the first `vocab_size` count. E is 0 for the others.
-
-    Where nobody asks for the maximum, a tile's log-sum-exp takes the place of maximum and sum. Then there are two
-    float32 for each row and tile.
-    """
-    (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
-    tiles = config.mosaic_gpu_logit_tiles(d, n, v)
-    has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
-    wants_maximum, wants_entropy = keep or options.logit.metrics, options.logit.entropy
-    # To look for the label takes three operations a logit, which show where the depth is short. On an H200 the forward
-    # without them is 4 % faster at D = 896, and 1 % slower at 2,304 and 4,096 (benchmarks/results/tiles.md).
-    seeks_target = not tiles.in_turn
-    num_sums = 1 + wants_maximum + seeks_target + options.logit.logit_sum + 2 * wants_entropy
-    dtypes = [jnp.float32] * num_sums + [jnp.int32] * options.logit.metrics
-
-    def epilogue(tile: Tile, refs, scratch):
-        z = _logits(tile, has_bias, options.logit)
-        columns = tile.column_indices()
-        in_vocab = columns < vocab_size - tile.column
-        masked = jnp.where(in_vocab, z, -jnp.inf) if vocab_size % tiles.columns else z
-        maximum = jnp.max(masked, axis=1)
-        # exp(−inf − (−inf)) would be NaN; with log2 e multiplied in, z costs one fused operation.
-        shift = tile.over_rows(jnp.where(maximum == -jnp.inf, 0.0, maximum * _LOG2_E))
-        exponents = masked * _LOG2_E - shift
-        exponentials = jnp.exp2(exponents)
-        exp_sum = jnp.sum(exponentials, axis=1)
-        fields = [maximum, exp_sum] if wants_maximum else [maximum + jnp.log(exp_sum)]
-        if seeks_target:
-            (labels,) = tile.row_vectors
-            is_target = columns == tile.over_rows(labels - tile.column)
-            fields.append(jnp.sum(jnp.where(is_target, z, 0.0), axis=1))
-        if options.logit.logit_sum:
-            weighted = z * tile.over_columns(tile.column_vectors[-1]) if has_weights else z
-            fields.append(jnp.sum(jnp.where(in_vocab, weighted, 0.0), axis=1))
-        if wants_entropy:
-            weighted_sum = jnp.sum(exponentials * jnp.maximum(exponents, _LEAST_EXPONENT), axis=1) * (1 / _LOG2_E)
-            square_sum = jnp.sum(exponentials * exponentials, axis=1)
-            if not wants_maximum:  # as sums of z − lse
-                share = 1.0 / jnp.maximum(exp_sum, 0.5)  # 0 only where all logits are −inf
-                weighted_sum = weighted_sum * share - jnp.log(exp_sum)
-                square_sum = square_sum * (share * share)
-            fields += [weighted_sum, square_sum]
-        if options.logit.metrics:
-            at_maximum = jnp.where(masked == tile.over_rows(maximum), columns, _NO_COLUMN)
-            fields.append(jnp.min(at_maximum, axis=1) + tile.column)
-        store_rows(tile, fields, scratch[: len(fields)], refs[: len(fields)])
-        if keep:
-            store_tile(tile, exponentials, scratch[-1], refs[-1], tile.row, tile.column)
-
-    out_types = [out_like(inputs.hidden, (cdiv(v, tiles.columns), n), dtype) for dtype in dtypes]
-    scratch = [row_staging(tiles, dtype) for dtype in dtypes]
-    if keep:
-        out_types.append(out_like(inputs.hidden, (n, v), inputs.hidden.dtype))
-        scratch.append(staging(inputs.hidden.dtype))
-    fields = product(
-        inputs.hidden,
-        inputs.weight,
-        (1, 1 - options.vocab_dim),
-        tiles,
-        epilogue,
-        name="fused_linear_cross_entropy_statistics",
-        out_types=out_types,
-        scratch=scratch,
-        row_vectors=[inputs.labels] * seeks_target,
-        column_vectors=_column_vectors(inputs, has_weights),
-    )
-    exponentials = fields.pop() if keep else None
-    maximum = fields.pop(0)
-    exp_sum = fields.pop(0) if wants_maximum else jnp.ones_like(maximum)
-    target = fields.pop(0) if seeks_target else _target_logits(inputs, options, vocab_size)[None, :]
-    logit_sum = fields.pop(0) if options.logit.logit_sum else None
-    weighted_sum, square_sum = (fields.pop(0), fields.pop(0)) if wants_entropy else (None, None)
-    predicted = fields.pop(0) if options.logit.metrics else None
-    return OnlineState(maximum, exp_sum, target, logit_sum, predicted, weighted_sum, square_sum), exponentials
-
-
-def _target_logits(inputs: Inputs, options: LinearOptions, vocab_size: int) -> jax.Array:
-    """The target logits (N,), made from the labels' rows of the weight; 0 where a label is not in the vocabulary."""
-    labels = inputs.labels
-    weight = jnp.take(inputs.weight, labels, axis=options.vocab_dim, mode="clip").astype(jnp.float32)
-    u = jnp.sum(inputs.hidden.astype(jnp.float32) * (weight.T if options.vocab_dim else weight), axis=1)
-    if inputs.bias is not None:
-        u += jnp.take(inputs.bias, labels, mode="clip").astype(jnp.float32)
-    return jnp.where((labels >= 0) & (labels < vocab_size), row_formulas.transform(u, options.logit), 0.0)
-
-
-def _column_vectors(inputs: Inputs, with_class_weights: bool) -> list[jax.Array]:
-    vectors = [inputs.bias] + [inputs.class_weights] * with_class_weights
-    return [x.astype(jnp.float32) for x in vectors if x is not None]
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -179,7 +63,7 @@ def logit_gradients(
     def epilogue(tile: Tile, refs, scratch):
         labels, lse, *g = tile.row_vectors
         tile = tile._replace(column=tile.column + tile.start)
-        z = _logits(tile, has_bias, options.logit)
+        z = tile_logits(tile, has_bias, options.logit)
         exponent = z * _LOG2_E - tile.over_rows(lse * _LOG2_E)
         g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
         weights = tile.column_vectors[-1] if has_weights else None
@@ -198,26 +82,27 @@ def logit_gradients(
         out_types=[out_like(inputs.hidden, (n, round_up(size, 64)), inputs.hidden.dtype)],
         scratch=[staging(inputs.hidden.dtype)],
         row_vectors=[inputs.labels, lse, *[g for g in cotangents if g is not None]],
-        column_vectors=_column_vectors(inputs, has_weights),
+        column_vectors=column_vectors(inputs, has_weights),
         start=start,
         num_columns=size,
     )
     return du
 
 
+def _store(tile: Tile, refs: Any, scratch: Any, add: bool = False) -> None:
+    """The epilogue of a plain product, or of one that is added to what is there."""
+    store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, add)
+
+
 def hidden_gradient(du: jax.Array, weight: jax.Array, options: LinearOptions, dtype: Any) -> jax.Array:
     """du · W (N, D)."""
-
-    def epilogue(tile: Tile, refs, scratch):
-        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column)
-
     shape = du.shape[0], weight.shape[1 - options.vocab_dim]
     (dx,) = product(
         du,
         weight,
         (1, options.vocab_dim),
         config.mosaic_gpu_tiles(du.shape[1], *shape),
-        epilogue,
+        _store,
         name="fused_linear_cross_entropy_hidden_gradient",
         out_types=[out_like(du, shape, dtype)],
         scratch=[staging(dtype)],
@@ -227,17 +112,13 @@ def hidden_gradient(du: jax.Array, weight: jax.Array, options: LinearOptions, dt
 
 def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dtype: Any) -> jax.Array:
     """duᵀ · X in the weight's layout."""
-
-    def epilogue(tile: Tile, refs, scratch):
-        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column)
-
-    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    operands = weight_operands(du, hidden, options)
     shape = operands[0].shape[1], operands[1].shape[1]
     (dw,) = product(
         *operands,
         (0, 0),
         config.mosaic_gpu_tiles(du.shape[0], *shape),
-        epilogue,
+        _store,
         name="fused_linear_cross_entropy_weight_gradient",
         out_types=[out_like(du, shape, dtype)],
         scratch=[staging(dtype)],
@@ -248,15 +129,12 @@ def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dt
 def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Array, options: LinearOptions):
     """Adds du · (the weight from `start` on) to total (N, D), float32, in place."""
 
-    def epilogue(tile: Tile, refs, scratch):
-        store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, add=True)
-
     (total,) = product(
         du,
         inputs.weight,
         (1, options.vocab_dim),
         config.mosaic_gpu_tiles(du.shape[1], *total.shape),
-        epilogue,
+        functools.partial(_store, add=True),
         name="fused_linear_cross_entropy_hidden_gradient",
         in_place=[total],
         scratch=[staging(jnp.float32)],
@@ -276,7 +154,7 @@ def put_product(
         row, column = (row + tile.start, column) if options.vocab_dim == 0 else (row, column + tile.start)
         store_tile(tile, tile.values, scratch[0], refs[0], row, column, add)
 
-    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    operands = weight_operands(du, hidden, options)
     (whole,) = product(
         *operands,
         (0, 0),
@@ -356,7 +234,7 @@ def add_to_sum(
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 pl.when(~is_first)(lambda i=i: fetch(tile, refs, scratch, i - 1 + num_slots))
 
-    operands = (du, hidden) if options.vocab_dim == 0 else (hidden, du)
+    operands = weight_operands(du, hidden, options)
     return tuple(
         product(
             *operands,
@@ -377,13 +255,13 @@ def add_to_sum(
 
 
 def make_logit_gradients(
-    exponentials, maximum, inputs: Inputs, lse, cotangents: Cotangents, options: LinearOptions, vocab_size: int
-):
-    """Writes du where E (N, V) is: p = E · exp(maximum − lse), and for the softcap z = maximum + log E.
+    part: Part, exponentials: jax.Array, maximum: jax.Array, lse: jax.Array, g: Cotangents, options: LinearOptions
+) -> jax.Array:
+    """Writes du where E (N, V) is, for a part of the vocabulary.
 
-    `maximum` (tiles, N) is the maximum of each row in each tile of the vocabulary. du is 0 for entries from
-    `vocab_size` on.
+    `maximum` (tiles, N) is the maximum of each row in each tile. du is 0 for entries from `part.size` on.
     """
+    inputs, cotangents = part.inputs, g
     (n, v), num_tiles = exponentials.shape, maximum.shape[0]
     columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1], n, v).columns
     has_weights = inputs.class_weights is not None and options.logit.logit_sum
@@ -433,14 +311,7 @@ def make_logit_gradients(
             weights = vectors[-1] if has_weights else None
             g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
             tile = Tile(e, row, column_tile * columns, column_tile, own, [], [], 0)
-            probability = e * tile.over_rows(jnp.exp2((maximum - lse) * _LOG2_E))
-            z = None
-            if options.logit.softcap is not None:
-                z = tile.over_rows(maximum) + jnp.log(jnp.maximum(e, _SMALLEST))
-            du = _logit_gradient(tile, z, None, probability, labels, g, weights, options.logit)
-            # Without the sum of logits, or with class weights, which are 0 there, E = 0 makes du 0 by itself.
-            if options.logit.logit_sum and weights is None and vocab_size % 64:
-                du = jnp.where(tile.column_indices() < vocab_size - tile.column, du, 0.0)
+            du = _from_exponentials(tile, maximum, labels, lse, g, weights, options.logit, part.size)
             e_stage[own, slot] = du.astype(e_ref.dtype)
             plgpu.commit_smem()
             destination = du_ref.at[pl.ds(row, 64), pl.ds(column_tile * columns, columns)]
@@ -466,4 +337,18 @@ def make_logit_gradients(
         ],
         name="fused_linear_cross_entropy_logit_gradients",
     )  # fmt: skip
+    return du
+
+
+def _from_exponentials(
+    tile: Tile, maximum, labels, lse, g: Cotangents, class_weights, options: LogitOptions, vocab_size: int
+):
+    """du of a tile of E: p = E · exp(maximum − lse), and for the softcap z = maximum + log E."""
+    e = tile.values
+    probability = e * tile.over_rows(jnp.exp2((maximum - lse) * _LOG2_E))
+    z = None if options.softcap is None else tile.over_rows(maximum) + jnp.log(jnp.maximum(e, _SMALLEST))
+    du = _logit_gradient(tile, z, None, probability, labels, g, class_weights, options)
+    # Without the sum of logits, or with class weights, which are 0 there, E = 0 makes du 0 by itself.
+    if options.logit_sum and class_weights is None and vocab_size % 64:
+        du = jnp.where(tile.column_indices() < vocab_size - tile.column, du, 0.0)
     return du
