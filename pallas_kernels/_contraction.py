@@ -1,7 +1,7 @@
-"""Fused multiply-adds in Pallas-Triton, whose formulas XLA compiles without any.
+"""Fused multiply-adds in Pallas-Triton.
 
-When XLA compiles a Triton kernel, each product and each sum is an instruction of its own; Triton's other users contract
-the two into one. A norm's backward then issues a third more instructions than it needs, and memory waits for them.
+When XLA compiles a Triton kernel, each product and each sum is an instruction of its own. Other users of Triton
+contract the two into one. Without that a norm's backward issues a third more instructions, and memory waits for them.
 """
 
 import collections
@@ -26,7 +26,7 @@ def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
 
 
 def contracted(formula: Callable[..., Any], multiply_add: MultiplyAdd = multiply_add) -> Callable[..., Any]:
-    """The formula with `multiply_add` for each float32 product that is used once, and in a sum or difference."""
+    """The formula, with `multiply_add` for each float32 product that only one sum or difference uses."""
 
     @functools.wraps(formula)
     def wrapped(*args):
@@ -70,7 +70,7 @@ def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any], multiply_add: Mult
 
 
 def _factors(eqn: Any, operands: list[Any]) -> tuple[Any, Any] | None:
-    """The factors of an equation that is a float32 product; None of any other."""
+    """The factors of a float32 product; None if the equation is something else."""
     if eqn.outvars[0].aval.dtype != jnp.float32:
         return None
     if eqn.primitive.name == "mul":

@@ -1,4 +1,4 @@
-"""What Hopper's kernels (Pallas Mosaic GPU) are written with: layouts, copies, how they are launched and simulated."""
+"""Helpers of Hopper's kernels (Pallas Mosaic GPU): layouts, copies, the launch and the simulation."""
 
 import contextlib
 import contextvars
@@ -35,7 +35,7 @@ def column_layout() -> Any:
 
 
 def shared_tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for tiles (..., rows, columns) that matrix units and the copy engine read."""
+    """Shared memory for tiles (..., rows, columns), in the layout of matrix units and of the copy engine."""
     width = min(_SWIZZLE_BYTES, shape[-1] * jnp.dtype(dtype).itemsize)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
@@ -49,7 +49,7 @@ def at(ref: Any, row: Any, column: Any, piece: tuple[slice, slice]) -> Any:
 
 
 def load(ref: Any, index: tuple[Any, ...], layout: Any, *, optimized: bool = True) -> Any:
-    """Memory to registers; not `optimized` from device memory. JAX 0.10 has an argument for the index, 0.12 none."""
+    """Loads memory to registers; device memory needs optimized=False. JAX 0.12 takes no index as an argument."""
     plgpu_load: Any = plgpu.load
     if jax.__version_info__ < (0, 11):
         return plgpu_load(ref, index, layout=layout, optimized=optimized)
@@ -57,7 +57,7 @@ def load(ref: Any, index: tuple[Any, ...], layout: Any, *, optimized: bool = Tru
 
 
 def store(ref: Any, index: tuple[Any, ...], x: Any) -> None:
-    """Registers to memory, in threads' pieces of any size; JAX 0.12 refuses those over 16 bytes unless it is asked."""
+    """Stores registers to memory, in pieces of any size. JAX 0.12 refuses pieces over 16 bytes unless it is asked."""
     if jax.__version_info__ < (0, 12):
         ref[index] = x
     else:
@@ -118,7 +118,7 @@ def add_product(total: jax.Array, a: jax.Array, b_ref: Any, slot: Any) -> jax.Ar
 def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """An array with no particular values, for kernels to fill. To make zeros would cost a pass over memory.
 
-    It depends on `like`, so that it is not allocated earlier than that.
+    It depends on `like`, so that XLA does not allocate it before `like` is there.
     """
     no_scratch = [plgpu.SMEM((8,), jnp.float32)]
     (array,) = launch(
@@ -133,7 +133,7 @@ def can_write_in_place(x: jax.Array) -> bool:
 
 
 def can_add_in_place(x: jax.Array) -> bool:
-    """Whether `store_tile` may add: JAX's interpreter has no copies that do."""
+    """Whether `store_tile` may add to memory. JAX's interpreter has no copies that add."""
     return can_write_in_place(x) and not _is_interpreted.get()
 
 

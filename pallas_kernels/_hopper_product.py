@@ -85,12 +85,12 @@ class Tile(NamedTuple):
 
 
 def staging(dtype: Any) -> Any:
-    """Where `store_tile` puts pieces on their way out: two of 64 rows by 32 columns for each warpgroup."""
+    """Shared memory of `store_tile`: two pieces of 64 rows by 32 columns for each warpgroup."""
     return shared_tile((_NUM_CONSUMERS, 2, 64, PIECE_COLUMNS), dtype)
 
 
 def row_staging(tiles: Tiles, dtype: Any) -> Any:
-    """Where `store_rows` puts one number a row on its way out."""
+    """Shared memory of `store_rows`: one number for each row."""
     return plgpu.SMEM((_NUM_CONSUMERS, tiles.rows), dtype)
 
 
@@ -104,7 +104,7 @@ def pieces(shape: Sequence[int]) -> list[tuple[slice, slice]]:
 
 
 def store_tile(tile: Tile, values: Any, stage: Any, out_ref: Any, row: Any, column: Any, add: bool = False) -> None:
-    """Writes a tile's values to out_ref from (row, column) on, or adds them to what is there."""
+    """Writes a tile's values to out_ref from (row, column) on, or adds them to the values there."""
     for i, piece in enumerate(pieces(values.shape)):
         slot = stage.at[tile.warpgroup, i % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -125,7 +125,7 @@ def store_rows(tile: Tile, vectors: Sequence[Any], stages: Sequence[Any], out_re
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Which tiles of the output a block goes through, how many steps each takes, and where its operands wait."""
+    """The output tiles of a block, the steps that each takes, and the places of its operands in the ring."""
 
     tiles: Tiles
     row_tiles: int
@@ -152,7 +152,7 @@ class _Walk:
         return jax.lax.rem(i * self.steps + step, self.tiles.stages)
 
     def filled(self, barriers: Any, i: Any, step: Any) -> Any:
-        """The barrier of that place.
+        """The barrier of the place in the ring for a step of this block's i-th tile.
 
         Whoever waits at a barrier must see each of its phases. So warpgroups that take turns have a barrier each.
         """
@@ -229,7 +229,7 @@ def _multiply_tile(walk: _Walk, i: Any, warpgroup: Any, contract: tuple[int, int
 
 
 class _Vectors(NamedTuple):
-    """Vectors of rows and of columns on their way to the epilogue: in device memory, and staged for each warpgroup."""
+    """The row vectors and column vectors of the epilogue, in device memory and staged for each warpgroup."""
 
     of_rows: Sequence[bool]
     refs: Sequence[Any]

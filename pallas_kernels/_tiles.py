@@ -1,4 +1,4 @@
-"""The few helpers that all Pallas kernels share: tile sizes, masks, output types."""
+"""Helpers that all Pallas kernels share: tile sizes, masks, output types."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def promoted(*dtypes: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    """The dtype that holds the values of all, whether or not the user lets JAX promote dtypes by itself."""
+    """The dtype that JAX promotes these to by default, under strict promotion too."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
@@ -46,7 +46,7 @@ def in_bounds(start: jax.Array | int, size: int, bound: int, axis: int, rank: in
 
 
 def mask_of_tile(starts: Sequence[jax.Array | int], sizes: Sequence[int], bounds: Sequence[int]) -> jax.Array | None:
-    """True inside of `bounds`, for a tile at multiples of `sizes`; None if all are full, which Triton cannot see."""
+    """True inside of `bounds`, for a tile of `sizes`. None if all tiles are full, which Triton cannot find out."""
     axes = [axis for axis, (size, bound) in enumerate(zip(sizes, bounds, strict=True)) if bound % size]
     masks = [in_bounds(starts[axis], sizes[axis], bounds[axis], axis, len(sizes)) for axis in axes]
     return functools.reduce(jnp.logical_and, masks) if masks else None
@@ -89,7 +89,7 @@ def vmem_limit(capacity: int) -> int:
 
 
 def with_absent(refs: Iterable[Any], present: Iterable[bool]) -> list[Any]:
-    """A kernel's refs, with None in the places of optional operands that were not passed."""
+    """A kernel's refs, with None for each optional operand that was not passed."""
     refs = iter(refs)
     return [next(refs) if there else None for there in present]
 

@@ -82,7 +82,7 @@ class SwiGLUMLP(_GatedMLP):
         linear: makes a projection: `linear(in_width, out_width)`.
         fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with its own `gated`
             passes False.
-        recomputed: whether that op's backward computes gate and up again rather than keep them.
+        recomputed: whether that op's backward computes gate and up again, instead of keeping them.
         implementation: which kernel the op runs, as in `ops.gated_mlp`.
 
     Example:
@@ -117,7 +117,7 @@ class GeGLUMLP(_GatedMLP):
         approximate: the GELU by tanh, as in Gemma, or exact.
         fused: whether plain projections and the gate are one op, `ops.gated_mlp`. A subclass with its own `gated`
             passes False.
-        recomputed: whether that op's backward computes gate and up again rather than keep them.
+        recomputed: whether that op's backward computes gate and up again, instead of keeping them.
         implementation: which kernel the op runs, as in `ops.gated_mlp`.
 
     Example:

@@ -21,7 +21,7 @@ class RMSNorm(nnx.Module):
         eps: added to the mean square.
         offset: added to the scale, which starts at 1 − offset; 1.0 for Gemma.
         casting_mode: where the result is rounded, "llama", "gemma" or "none".
-        param_dtype: of `scale`.
+        param_dtype: dtype of `scale`.
         implementation: as the op takes it.
 
     Example:
@@ -54,7 +54,7 @@ class LayerNorm(nnx.Module):
         num_features: the axis' size, D.
         eps: added to the variance.
         use_bias: False for no `bias`.
-        param_dtype: of the parameters.
+        param_dtype: dtype of the parameters.
         implementation: as the op takes it.
 
     Example:
@@ -87,7 +87,7 @@ class GroupNorm(nnx.Module):
         num_groups: a divisor of C.
         eps: added to the variance.
         channel_axis: 1 as in PyTorch, -1 for Flax's layout.
-        param_dtype: of the parameters.
+        param_dtype: dtype of the parameters.
 
     Example:
         >>> GroupNorm(4, num_groups=2, eps=0.0)(jnp.array([[3.0, 5.0, 1.0, 7.0]])).tolist()
@@ -119,7 +119,7 @@ class DyT(nnx.Module):
         num_features: the last axis' size, D.
         init_alpha: where `alpha` starts.
         use_bias: False for no `bias`.
-        param_dtype: of the parameters.
+        param_dtype: dtype of the parameters.
 
     Example:
         >>> DyT(2)(jnp.array([0.0, 2.0])).tolist()
@@ -142,7 +142,7 @@ class PolyNorm(nnx.Module):
 
     Args:
         eps: added to each mean square.
-        param_dtype: of the parameters.
+        param_dtype: dtype of the parameters.
 
     Example:
         >>> PolyNorm(eps=0.0)(jnp.array([1.0, -1.0])).tolist()

@@ -1,4 +1,4 @@
-"""Numbers for sequences, made from the log-probabilities of their tokens."""
+"""One number for each sequence, from the log-probabilities of its tokens."""
 
 import jax
 import jax.numpy as jnp

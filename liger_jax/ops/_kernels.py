@@ -37,7 +37,7 @@ class Kernel:
     Attributes:
         op: the op's public name, for messages.
         is_guarded: whether the compiler can neither partition nor differentiate it.
-        run: the function. Where the kernel is guarded, its arrays are to be `guarded`.
+        run: the function. If the kernel is guarded, pass its arrays through `guarded` first.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Choice:
     Attributes:
         op: the op's public name, for messages.
         name: the implementation's, with ":interpret" if the Pallas interpreter runs it.
-        module: what has its functions.
+        module: the module, or another value, that has its functions.
     """
 
     op: str
@@ -124,7 +124,7 @@ class Kernels:
         raise ValueError(f"{self.op} cannot run here with implementation={implementation!r}. " + " ".join(reasons))
 
     def named(self, name: str) -> Choice:
-        """The choice of this name, which `choose` has made before."""
+        """The choice of this name, as `choose` made it before."""
         return Choice(self.op, name, self.modules[name.partition(":")[0]])
 
     def _candidates(self, implementation: Implementation, platform: str) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def _with_options(
     if name != "mosaic_gpu":
         return functools.partial(function, **dict(options), interpret=interpret)
     function = functools.partial(function, **dict(options))
-    if interpret:  # it is traced each time, for tests that change what it is traced for
+    if interpret:  # Each call traces it anew, because tests change what a trace depends on.
         return jax.custom_batching.sequential_vmap(functools.partial(_interpreted, function))
     vars(function)["__name__"] = label
     # These kernels have no batching rule. To lower one takes half a second and more: under jit, all layers of a model

@@ -1,4 +1,4 @@
-"""Causal self-attention by the best kernel that is there."""
+"""Causal self-attention, by the fastest kernel that the device has."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ _MODULES = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": trit
 # (benchmarks/results/attention.md). cuDNN takes neither packed rows nor softcaps.
 _KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("cudnn", "mosaic_gpu", "triton"), "tpu": ("splash",)})
 _KERNELS_OF_WINDOWS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu", "cudnn", "triton"), "tpu": ("splash",)})
-ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of what the backward needs of the forward
+ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of the forward's values that the backward needs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -57,14 +57,14 @@ def causal_attention(
 ) -> Float[Array, "B T Q H"]:
     """softmax(softcap·tanh(scale·q·kᵀ/softcap), over what a position may see)·v, with Q a multiple of K.
 
-    A position sees itself and those before it: of its own segment, and inside of its window. No (T, T) array exists,
+    A position sees itself and the earlier positions of its segment, as far as its window goes. No (T, T) array exists,
     forward or backward. Scores and their softmax are float32. The softmax's weights are rounded to q.dtype.
 
-    The default on TPUs is splash attention. On NVIDIA GPUs it is cuDNN where there are neither segments nor a softcap,
-    and on Hopper no window shorter than T either. All other rows go to kernels of ours whose cost falls with what is
-    visible. On Hopper, packed documents of 512 positions on average, 2 × 8,192, take a quarter of what cuDNN takes for
-    one segment. From Ampere on, other GPUs have the same algorithm in Triton, which was compiled for an A100 and never
-    timed on one. Elsewhere XLA runs.
+    TPUs run splash attention. NVIDIA GPUs from Ampere on run cuDNN if there are no segments and no softcap; on Hopper
+    windows shorter than T do not go to cuDNN either. The other cases go to kernels of ours, which compute only what is
+    visible. On Hopper, 2 × 8,192 positions packed with documents of 512 on average take a quarter of cuDNN's time for
+    one segment. Other GPUs from Ampere on run the same algorithm in Triton, which was compiled for an A100 and never
+    timed on one. XLA runs everywhere else.
 
     On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike.
 
@@ -72,8 +72,8 @@ def causal_attention(
         q: (B, T, Q, H), queries, any float dtype.
         k: (B, T, K, H), keys, of q's dtype.
         v: (B, T, K, H), values, of q's dtype.
-        segment_ids: (B, T) integers; positions see only positions with their own id, wherever these stand. Or what
-            `Segments.of` makes of them, once for many calls. `None` for one segment.
+        segment_ids: (B, T) integers; a position sees only positions with its own id, wherever they stand. For many
+            calls with the same ids, pass `Segments.of(ids)`. `None` for one segment.
         window: a position sees itself and window − 1 before it; `None` for all before it.
         softcap: positive bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.

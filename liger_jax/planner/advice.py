@@ -37,7 +37,7 @@ def advice(run: Run, totals: dict[str, int], estimates: dict[str, Estimate]) -> 
     Args:
         run: what was planned.
         totals: for each loss, what a step needs; compiled figures where there are some.
-        estimates: for each loss.
+        estimates: the estimate with each loss.
 
     Returns:
         The sentences.
@@ -102,7 +102,7 @@ def changes_to_fit(run: Run, correction: int = 0, precisions: tuple[str, ...] = 
 
 
 def _starts(run: Run, precisions: tuple[str, ...]) -> Iterator[tuple[Run, tuple[str, ...]]]:
-    """The run on its own devices and on more of them, each with what may be held in bfloat16."""
+    """The run on its own devices, then on more of them, each with the values that may be held in bfloat16."""
     yield run, ()
     yield run, precisions
     for coarser in ((), precisions):
@@ -135,7 +135,7 @@ def _chosen(
 
 
 def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """What may be tried on the run's devices: what costs nothing, what costs time, and what costs quality."""
+    """The changes to try on the run's devices: first those that cost nothing, then time, then quality."""
     yield dict(loss="fused" if run.loss == "logits" else "logits")
     if run.mesh["data"] > 1 and (most := _on(run, run.target)) is not None:
         yield dict(mesh=most.mesh)
@@ -143,7 +143,7 @@ def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         yield dict(remat=remat)
     parts = run.micro_batches
     for divisor in _divisors(run.batch // run.target.count):
-        if divisor >= 2 * parts:  # the least number of parts that is enough, or nearly
+        if divisor >= 2 * parts:  # about the least number of parts that is enough
             parts = divisor
             yield dict(micro_batches=parts)
     yield dict(state_memory="host")

@@ -151,7 +151,7 @@ def compile_for(
         arguments: their (shape, dtype) pairs.
         device: a device of a topology.
         platform: "gpu" or "tpu".
-        compiler_options: XLA's.
+        compiler_options: options of XLA.
 
     Returns:
         The compiled program.

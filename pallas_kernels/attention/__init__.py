@@ -1,1 +1,1 @@
-"""Causal self-attention: a query sees an interval of the keys before it, and of those the ones with its own id."""
+"""Causal self-attention: a query sees the keys of its own segment up to its own position, within a window."""

@@ -1,4 +1,4 @@
-"""How much Hopper's attention takes at a time, by head width."""
+"""Tile sizes of the attention kernels for Hopper and for Triton, by head width."""
 
 import dataclasses
 
@@ -7,15 +7,15 @@ WIDTHS = (64, 128, 256)  # others are padded to the next
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Columns of scores that a warpgroup makes at a time for its 64 rows, and places in the rings of what they need.
+    """How many columns of scores a warpgroup makes at a time for its 64 rows, and how many places the rings have.
 
-    Of shared memory there are 227 KiB; at width H, 4 bytes a place, column and unit of H for both rings.
-    Of registers there are 232 a thread: columns/2 float32 for each tile of scores, and H/2 for each accumulator.
+    Shared memory has 227 KiB. At width H, both rings together take 4 · H · columns bytes for each place.
+    A thread has 232 registers. A tile of scores takes columns/2 of them, and an accumulator H/2.
     """
 
     columns: int
     stages: int
-    second_stages: int = 0  # of the second ring, where it has fewer
+    second_stages: int = 0  # places of the second ring, if it has fewer than the first
 
 
 FORWARD = {64: Blocks(128, 4), 128: Blocks(128, 2), 256: Blocks(64, 2)}
@@ -26,11 +26,11 @@ KEY_GRADIENTS_IN_TURNS = {64: Blocks(64, 4), 128: Blocks(64, 4)}  # an even numb
 
 @dataclasses.dataclass(frozen=True)
 class TritonBlocks:
-    """Rows that a Triton program computes, columns that it walks over at a time, warps, and stages of the copies.
+    """The rows of a Triton program, the columns that it takes at a time, its warps, and the stages of its copies.
 
-    Of shared memory an L4 has 99 KiB: about 2·width·(rows + 2·columns·(num_stages − 1)) bytes.
-    Of registers a thread has 255: rows·columns/(32·num_warps) for each tile of scores, and rows·width/(32·num_warps)
-    for each accumulator.
+    An L4 has 99 KiB of shared memory. A program needs about 2·width·(rows + 2·columns·(num_stages − 1)) bytes.
+    A thread has 255 registers. A tile of scores takes rows·columns/(32·num_warps) of them, and an accumulator
+    rows·width/(32·num_warps).
     """
 
     rows: int

@@ -19,7 +19,7 @@ def unsupported(
     capability: tuple[int, int],
     **_: Any,
 ) -> str | None:
-    """No segments, which JAX hands to cuDNN as a (T, T) mask, no softcap, 16-bit operands of limited width."""
+    """Takes 16-bit operands of limited width. Refuses softcaps, and segments: JAX would make a (T, T) mask of them."""
     if segment_ids is not None or softcap is not None:
         return "cuDNN attention knows no segments and no softcap; use 'xla'."
     return why_not(q, capability=capability)
@@ -35,7 +35,7 @@ def why_not(q: jax.Array | jax.ShapeDtypeStruct, *, capability: tuple[int, int])
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
     try:
         jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), like_q, like_q, like_q)
-    except RuntimeError as error:  # where a program is compiled for a GPU that is not there; then no wider heads, too
+    except RuntimeError as error:  # The program is compiled for a GPU that this machine does not have.
         return f"cuDNN cannot be asked here: {error}"
     return None
 

@@ -1,4 +1,4 @@
-"""How the product of a query and a key becomes a weight, and back: what the kernels of every GPU compute."""
+"""How the product of a query and a key becomes a weight, and how its gradient comes back. All GPU kernels use this."""
 
 import dataclasses
 import math
@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 LOG2_E = math.log2(math.e)
-NO_SCORE = -1e30  # a maximum of no scores; finite, so that what is masked has the weight exp2(−inf) = 0, and no NaN
+# The maximum of no scores. It is finite: a masked score then has the weight exp2(−inf − NO_SCORE) = 0, and not NaN.
+NO_SCORE = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +20,11 @@ class Scores:
 
     @property
     def factor(self) -> float:
-        """What a capped product is multiplied by: base 2 and the scale, or the softcap in the scale's place."""
+        """The factor of a capped product: log2(e) · scale, or log2(e) · softcap if there is a softcap."""
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
     def capped(self, products: jax.Array) -> jax.Array:
-        """The products; with a softcap tanh(scale·q·k/softcap), as 1 − 2/(1 + exp(2x)), exact to 2^-23 of 1."""
+        """The products themselves, or with a softcap tanh(scale·q·k/softcap)."""
         if self.softcap is None:
             return products
         return 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2 * LOG2_E * self.scale / self.softcap)))

@@ -1,8 +1,10 @@
 """What a position may see, as intervals: query t sees keys from first(t) to t, and key s is seen from s to last(s).
 
-One stable sort of the ids finds both, in O(T) memory (`Segments`). Where an id comes back after another, the interval
-between holds foreign keys, which kernels have to look for; such rows are told. Blocks of an interval kernel run over
-what somebody in the block sees, and know which of it everybody sees: there nothing is masked.
+One stable sort of the ids finds both, in O(T) memory (`Segments`). If an id comes back after another one, its interval
+holds keys of other segments. Such rows are marked as foreign, and kernels compare their ids.
+
+A kernel computes a block of rows at a time. It visits the columns that at least one of these rows sees, and masks only
+the columns that some of them do not see.
 """
 
 import dataclasses
@@ -14,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-COLUMNS = 7  # of a block's entry in a `table`
-_FARTHEST = 2**30  # between any two positions
+COLUMNS = 7  # columns of a `table`: the numbers of an entry
+_FARTHEST = 2**30  # a window that no row is longer than
 
 
 class Segments(NamedTuple):
@@ -27,7 +29,7 @@ class Segments(NamedTuple):
         ids: (B, T) integers.
         first: (B, T) int32, the first position with a position's id.
         last: (B, T) int32, the last one.
-        is_foreign: (B,) whether some id comes back after another.
+        is_foreign: (B,) whether some id of the row comes back after another id.
 
     Example:
         >>> Segments.of(jnp.array([[5, 5, 2, 2]])).first.tolist()
@@ -51,7 +53,7 @@ class Segments(NamedTuple):
         """
         place = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
         by_id, position = jax.lax.sort((ids, place), dimension=1, num_keys=1, is_stable=True)
-        # Searches are a few gathers, of which XLA makes one kernel; running maxima would be a dozen.
+        # XLA makes one kernel of the few gathers of a search. Running maxima would be a dozen kernels.
         find = lambda side: jax.vmap(functools.partial(jnp.searchsorted, side=side, method="scan_unrolled"))(by_id, ids)
         begin, end = find("left").astype(jnp.int32), find("right").astype(jnp.int32) - 1
         first, last = (jnp.take_along_axis(position, at, axis=1) for at in (begin, end))
@@ -72,7 +74,7 @@ class Bounds(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """For Tq queries and Tk keys, int32; one row serves the whole batch where ids are the same."""
+    """The intervals of Tq queries and Tk keys, int32. Without segments one row serves the whole batch."""
 
     first: Any  # (B, Tq), the first key that a query sees
     until: Any  # (B, Tq), the last key that it sees
@@ -101,14 +103,14 @@ def intervals(
     q_length: int | None = None,
     q_offset: jax.Array | int = 0,
 ) -> Intervals:
-    """Without segments NumPy arrays of (1, T): constants of the program; with them arrays of (B, T).
+    """The intervals of a row. Without segments they are NumPy arrays (1, T), which are constants of the program.
 
     Args:
-        length: Tk, of the row of keys.
-        segments: of that row.
-        window: how many keys a query sees at most.
-        q_length: Tq; None for Tk.
-        q_offset: where in the row of keys the first query stands.
+        length: Tk, the number of keys in a row.
+        segments: the segments of the rows of keys; None for one segment in each row.
+        window: the most keys that a query sees, itself among them.
+        q_length: Tq, the number of queries; None for Tk.
+        q_offset: the position of the first query in the row of keys.
     """
     q_length = length if q_length is None else q_length
     key, query = (np.arange(n, dtype=np.int32)[None] for n in (length, q_length))
@@ -129,8 +131,9 @@ def intervals(
 def table(low: Any, high: Any, is_foreign: Any, batch: int, row_block: int, column_block: int) -> Any:
     """Blocks of rows with their columns in [low, high] (1|B, T) → int32 (B · blocks, 7), the most work first.
 
-    An entry: batch row, block of rows, first block of columns that somebody sees, first that everybody sees, how many
-    everybody sees, how many somebody sees, whether ids must be compared. NumPy arrays stay NumPy arrays.
+    An entry has seven numbers: the batch row, the block of rows, the first block of columns that some row sees, the
+    first that all rows see, how many all rows see, how many some row sees, and whether ids must be compared.
+    NumPy arrays stay NumPy arrays.
     """
     xp: Any = np if all(isinstance(x, np.ndarray) for x in (low, high, is_foreign)) else jnp
     low, high = (whole_blocks(x, row_block) for x in (low, high))
@@ -155,7 +158,7 @@ def whole_blocks(x: Any, block: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a block computes at a time: an entry of `intervals.table`, and a head."""
+    """What a kernel's block computes at a time: a block of rows, which is an entry of `table`, of one head."""
 
     batch: Any
     rows: Any
@@ -177,13 +180,13 @@ class Tile:
         return self.count - self.all_count
 
     def column_block(self, n: Any) -> Any:
-        """The n-th block of columns: first those that are masked, before and after those that all rows see."""
+        """The n-th block of columns. The masked ones come first; they lie on both sides of the others."""
         masked = self.begin + n
         masked = jnp.where(masked < self.all_begin, masked, masked + self.all_count)
         return jnp.where(n < self.num_masked, masked, self.all_begin + n - self.num_masked)
 
     def over_columns(self, step: Callable[..., Any], carry: Any) -> Any:
-        """carry = step(n, carry, is_masked=…) for all blocks of columns; what all rows see needs no mask."""
+        """Calls carry = step(n, carry, is_masked=…) for all blocks of columns: the masked ones, then the others."""
         num_masked = self.count - self.all_count
         carry = jax.lax.fori_loop(0, num_masked, functools.partial(step, is_masked=True), carry)
         return jax.lax.fori_loop(num_masked, self.count, functools.partial(step, is_masked=False), carry)

@@ -1,10 +1,11 @@
-"""Causal attention in Pallas Mosaic GPU (Hopper), whose work is what is visible: packed rows, windows, softcaps.
+"""Causal attention in Pallas Mosaic GPU (Hopper). It computes only visible scores, in packed rows and in windows.
 
-Warp-specialised and persistent: in each block of three warpgroups one copies tiles into rings of shared memory, and two
-compute 64 rows each. Forward, while one makes its softmax, the other multiplies. Blocks of keys that no query of a tile
-sees are neither copied nor multiplied, and those that all see are not masked (intervals.py).
-Backward: dq tile by tile of queries, dk and dv tile by tile of keys, each from scores that it makes again: seven
-products, no sums in memory, and so the same bits in every run.
+The kernels are warp-specialised and persistent. A block has three warpgroups: one copies tiles into rings of shared
+memory, and two compute 64 rows each. In the forward, one of the two makes its softmax while the other multiplies.
+Blocks of keys that no query of a tile sees are neither copied nor multiplied, and blocks of keys that all its queries
+see are not masked (intervals.py).
+The backward makes dq by tiles of queries, and dk and dv by tiles of keys. Each kernel makes the scores again, so there
+are seven products. Nothing is added up in memory, so every run gives the same bits.
 Rounding: scores, softmax, sums and accumulators are float32; weights and scores' gradients are rounded to q's dtype for
 their products.
 On an H100 packed rows take 0.22 to 0.64 of cuDNN's time without segments, by what is visible
@@ -25,13 +26,13 @@ from liger_jax.pallas_kernels.attention import (
 from liger_jax.pallas_kernels.attention.formulas import Scores
 from liger_jax.pallas_kernels.attention.intervals import Segments, intervals
 
-_ROWS = 8  # the copy engine moves so many at a time
+_ROWS = 8  # positions that the copy engine moves at a time
 
 
 def unsupported(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *, scale: float | None, **_: Any
 ) -> str | None:
-    """16-bit operands, and widths that fit the registers."""
+    """Takes 16-bit operands of widths that fit the registers."""
     widest = config.WIDTHS[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"Hopper's matrix units take bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
@@ -43,7 +44,7 @@ def unsupported(
 
 
 def _padded(*arrays: jax.Array) -> list[jax.Array]:
-    """(B, T, heads, H) → T of whole rows of the copy engine's, which nobody sees, and a width of `config.WIDTHS`."""
+    """(B, T, heads, H) → T padded to whole copies with positions that nobody sees, H to one of `config.WIDTHS`."""
     width = arrays[0].shape[3]
     wider = next(size for size in config.WIDTHS if size >= width)
     padding = lambda x: ((0, 0), (0, -x.shape[1] % _ROWS), (0, 0), (0, wider - width))
@@ -67,7 +68,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → out (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq or more).
 
-    The queries stand in the row of keys from `q_offset` on, and `segments` are that row's.
+    The queries stand at positions `q_offset` and after in the row of keys; `segments` are those of the keys.
     """
     _, q_length, _, width = q.shape
     found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
@@ -91,7 +92,7 @@ def backward(
     scale: float | None,
     q_offset: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dv, like q, k and v; `lse` is as `forward` gives it."""
+    """q, k, v, the forward's out and lse, and do, the gradient by out → dq, dk, dv in the shapes of q, k and v."""
     (_, q_length, _, width), k_length = q.shape, k.shape[1]
     found = intervals(k_length, segments, window, q_length=q_length, q_offset=q_offset)
     scores = _scores(softcap, scale, width)

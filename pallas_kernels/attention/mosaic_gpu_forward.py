@@ -30,7 +30,7 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, found: Intervals, scores: Scores) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq in whole tiles).
 
-    A query that sees nothing has zeros, and `NO_SCORE` for its sum.
+    A query that sees no key gets zeros, and the log-sum-exp `NO_SCORE`.
     """
     batch, length, query_heads, width = q.shape
     blocks = config.FORWARD[width]

@@ -31,14 +31,14 @@ from liger_jax.pallas_kernels.attention.mosaic_gpu_parts import (
     vector,
 )
 
-FEW_TILES = 3  # to a core
+FEW_TILES = 3  # tiles for each core; below it, both warpgroups of a block share one
 
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
     """Which gradients a warpgroup makes, and from which blocks of queries.
 
-    With `takes_turns` both warpgroups have the same 64 keys, take every other block, and add up in the end.
+    With `takes_turns` both warpgroups have the same 64 keys. Each takes every other block, and their sums are added.
     """
 
     of_keys: bool = True
@@ -56,7 +56,7 @@ def key_gradients(
     found: Intervals,
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv like k, tile by tile of keys, summed over the group's query heads in registers."""
+    """dk and dv in the shape of k, by tiles of keys. Registers hold the sums over the query heads of a group."""
     batch, length, kv_heads, width = k.shape
     tasks = _tasks(width, batch * kv_heads * cdiv(length, ROWS))
     takes_turns = tasks[0].takes_turns
@@ -93,7 +93,7 @@ def key_gradients(
 
 
 def _tasks(width: int, num_tiles: int) -> tuple[_Task, _Task]:
-    """What the two warpgroups do: each its own 64 keys, but for wide heads and for few tiles."""
+    """The tasks of the two warpgroups. Each has 64 keys of its own, unless heads are wide or tiles are few."""
     if width > 128:  # registers do not hold both gradients
         return _Task(of_keys=False), _Task(of_values=False)
     # The tile of a long segment may be more than a core's share of the work.
@@ -154,12 +154,12 @@ def _compute(walk: Walk, scores: Scores, group: int, tasks: tuple[_Task, _Task],
 
 
 def _blocks_of(tile: Tile) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """How many blocks of queries each head has, and the first of them: those that are masked, then the others."""
+    """(count, first) of the blocks of queries of a head that are masked, and of those that are not."""
     return (tile.num_masked, 0), (tile.all_count, tile.num_masked)
 
 
 def _over_blocks(task: _Task, tile: Tile, group: int, done: Any, step: Callable[..., Any], nothing: jax.Array) -> Any:
-    """dk and dv, the sums of what `step` adds over all blocks of queries of all heads of the group."""
+    """dk and dv: the sums that `step` makes over all blocks of queries of all heads of the group."""
     sums = nothing if task.of_keys else None, nothing if task.of_values else None
     for (count, _), is_masked in zip(_blocks_of(tile), (True, False), strict=True):
         first, every = 0, 1
@@ -178,7 +178,7 @@ def _over_blocks(task: _Task, tile: Tile, group: int, done: Any, step: Callable[
 def _step(
     task: _Task, scores: Scores, sight: Sight, k_stage, v_stage, q_ring: Slots, do_ring: Slots, i: Any, n: Any, sums
 ):
-    """Adds to dk and dv what the i-th block in the rings gives, the tile's n-th; None for n where all is seen."""
+    """Adds the gradients by the i-th block in the rings. It is the tile's n-th block; None if it needs no mask."""
     dk, dv = sums
     slot = q_ring.wait(i)
     q_stage, lse_stage = q_ring.stages
@@ -205,7 +205,7 @@ def _step(
 
 
 def _sum_of_both(x: jax.Array, owner: int, stage, met) -> jax.Array:
-    """For the warpgroup that owns it, the sum of both warpgroups' x."""
+    """The sum of both warpgroups' x. Only the owner gets it: the other warpgroup hands its x over."""
 
     def hand_over():
         stage[...] = x

@@ -16,17 +16,18 @@ from liger_jax.pallas_kernels.attention.intervals import Bounds, Tile, table, wh
 
 NUM_CONSUMERS = 2
 WARPGROUP_ROWS = 64
-ROWS = WARPGROUP_ROWS * NUM_CONSUMERS  # of a tile of queries; log-sum-exps are padded to it
-_COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # a thread; of 65,536 two warpgroups compute, and one copies
+ROWS = WARPGROUP_ROWS * NUM_CONSUMERS  # rows of a tile; log-sum-exps are padded to a multiple of it
+# Registers of a thread. A core has 65,536 for two warpgroups that compute and one that copies.
+_COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """Tiles of so many rows against blocks of so many columns, for each head, and which block goes through which.
+    """The tiles of a kernel, each some rows of a head and the columns that they see, and which block computes which.
 
-    By default there is a block for each core, which goes to and fro over the tiles, the largest first, and copies the
-    next tile's columns while it computes. With `one_each` every tile has a block of its own, which the hardware starts
-    on the next free core: that evens out few tiles of different sizes, and spares the loop's registers.
+    By default each core runs one block. It takes tiles by turns, the largest first, and copies the next tile's columns
+    while it computes. With `one_each` every tile has a block of its own, which the hardware starts on the next free
+    core. That evens out few tiles of different sizes, and it saves the registers of the loop.
     """
 
     bounds: Bounds
@@ -38,12 +39,12 @@ class Walk:
 
     @classmethod
     def over(cls, bounds: Bounds, batch: int, heads: int, *, rows: int, columns: int, one_each: bool) -> "Walk":
-        """All tiles of all heads."""
+        """The walk over all tiles of all heads."""
         return cls(bounds, table(*bounds[:3], batch, rows, columns), heads, rows, columns, one_each)
 
     @property
     def num_tiles(self) -> int:
-        """How many tiles all blocks go through: each entry for each head."""
+        """How many tiles there are: one for each entry and head."""
         return self.entries.shape[0] * self.heads
 
     @property
@@ -53,7 +54,7 @@ class Walk:
 
     @property
     def operands(self) -> list[Any]:
-        """What `refs` are of: the table, the bounds, and perhaps ids of rows and of columns."""
+        """The arrays of the walk: the table, the bounds, and the ids of rows and columns if there are segments."""
         bounds = self.bounds
         operands = [self.entries.reshape(-1), *(whole_blocks(x, ROWS) for x in bounds[:2])]
         if bounds.row_ids is not None:
@@ -61,7 +62,7 @@ class Walk:
         return operands
 
     def split(self, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Refs of `operands`, and of what else a kernel has."""
+        """Splits a kernel's refs into those of `operands` and its other ones."""
         own, others = split(refs, [3 if self.bounds.row_ids is None else 5])
         return own, others
 
@@ -71,7 +72,7 @@ class Walk:
         return i * self.num_blocks + jnp.where(jax.lax.rem(i, 2) == 0, own, self.num_blocks - 1 - own)
 
     def for_each(self, refs: Sequence[Any], body: Callable[[Tile, Any], Any]) -> None:
-        """done = body(tile, done) for all tiles of this block, where `done` counts what went through the ring."""
+        """Calls done = body(tile, done) for all tiles of this block; `done` counts the copies that used the ring."""
 
         def step(i, done):
             number = self._number(i)
@@ -86,7 +87,7 @@ class Walk:
         jax.lax.fori_loop(0, own, step, jnp.int32(0))
 
     def sight(self, refs: Sequence[Any], tile: Tile, row: Any) -> "Sight":
-        """What 64 rows from `row` on see."""
+        """The columns that the 64 rows from `row` on see."""
         _, low_ref, high_ref, *ids_refs = refs
         own = pl.ds(row, WARPGROUP_ROWS)
         load = lambda ref, batch: rows_of(ref, batch, own)
@@ -97,7 +98,10 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What a warpgroup's 64 rows see of a tile's columns. Ids are compared so seldom that no ring has them."""
+    """The columns of a tile that a warpgroup's 64 rows see.
+
+    Ids are read from device memory, because they are seldom compared: no ring has places for them.
+    """
 
     tile: Tile
     columns: int
@@ -106,29 +110,29 @@ class Sight:
     ids: jax.Array | None
     column_ids_ref: Any
 
-    def only(self, x: jax.Array, n: Any, hidden: float) -> jax.Array:
-        """The tile's n-th block of columns, with `hidden` where a row does not see a column."""
+    def only(self, x: jax.Array, n: Any, unseen: float) -> jax.Array:
+        """The values x of the tile's n-th block of columns, with `unseen` where a row does not see a column."""
         begin = self.tile.column_block(n) * self.columns
         column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=tile_layout())
         low, high = (over_rows(bound - begin, x.shape) for bound in (self.low, self.high))
-        x = jnp.where((column >= low) & (column <= high), x, hidden)
+        x = jnp.where((column >= low) & (column <= high), x, unseen)
         if self.ids is None:
             return x
 
         def of_own_id(x):
             index = self.tile.batch, pl.ds(begin, self.columns)
             ids = _hopper.load(self.column_ids_ref, index, column_layout(), optimized=False)
-            return jnp.where(over_rows(self.ids, x.shape) == over_columns(ids, x.shape), x, hidden)
+            return jnp.where(over_rows(self.ids, x.shape) == over_columns(ids, x.shape), x, unseen)
 
         return jax.lax.cond(self.tile.is_foreign == 1, of_own_id, lambda x: x, x)
 
-    def only_where_masked(self, x: jax.Array, n: Any, hidden: float) -> jax.Array:
-        """`only` by a branch, for loops over blocks of both kinds."""
-        return jax.lax.cond(n < self.tile.num_masked, lambda x: self.only(x, n, hidden), lambda x: x, x)
+    def only_where_masked(self, x: jax.Array, n: Any, unseen: float) -> jax.Array:
+        """`only` in a branch: for loops over masked blocks and over others."""
+        return jax.lax.cond(n < self.tile.num_masked, lambda x: self.only(x, n, unseen), lambda x: x, x)
 
 
 class Slots(NamedTuple):
-    """A ring of places in shared memory for what arrives together, and the barriers of who fills and empties it."""
+    """A ring of places in shared memory, and its barriers. One place has room for the arrays of one copy."""
 
     stages: Sequence[Any]
     filled: Any
@@ -136,7 +140,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def scratch(cls, *stages: Any, consumers: int = NUM_CONSUMERS) -> "Slots":
-        """Each of `stages` has a leading axis, of as many as the ring has places, each for so many `consumers`."""
+        """The scratch memory of a ring. Axis 0 of `stages` numbers its places, and `consumers` warpgroups read each."""
         count = stages[0].shape[0]
         barrier = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         return cls(stages, barrier(len(stages)), barrier(consumers))
@@ -146,21 +150,21 @@ class Slots(NamedTuple):
         return jax.lax.rem(i, self.stages[0].shape[0])
 
     def fill(self, i: Any, *sources: Any) -> None:
-        """Copies the i-th to come, once its place is free."""
+        """Starts the i-th copy, once its place is free."""
         slot = self.slot(i)
         pl.when(i >= self.stages[0].shape[0])(lambda: plgpu.barrier_wait(self.emptied.at[slot]))
         for source, stage in zip(sources, self.stages, strict=True):
             plgpu.copy_gmem_to_smem(source, stage.at[slot], self.filled.at[slot])
 
     def wait(self, i: Any) -> Any:
-        """The place of the i-th, once it is there."""
+        """Waits for the i-th copy; returns its place."""
         slot = self.slot(i)
         plgpu.barrier_wait(self.filled.at[slot])
         return slot
 
     def release(self, i: Any, was_loaded: bool = False) -> None:
-        """Frees the place of the i-th; `was_loaded` to registers, before which the next copy must not come."""
-        if was_loaded or _hopper.is_interpreted():  # where a product's operand may have been loaded, too
+        """Frees the place of the i-th copy. If it `was_loaded` to registers, the next copy waits until that is done."""
+        if was_loaded or _hopper.is_interpreted():  # the interpreter loads operands of products, too
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.emptied.at[self.slot(i)])
 
@@ -221,7 +225,7 @@ def copies_of_keys(
 
 
 def produce(copy_all: Callable[[], None]) -> None:
-    """What the last warpgroup does: it copies, and leaves its registers to those that compute."""
+    """The last warpgroup copies. It gives registers to the warpgroups that compute."""
 
     @pl.when(jax.lax.axis_index("warpgroup") == NUM_CONSUMERS)
     def _():
@@ -230,7 +234,7 @@ def produce(copy_all: Callable[[], None]) -> None:
 
 
 def consume(compute_all: Callable[[], None], warpgroup: int | None = None) -> None:
-    """What the others do, or the one of that number: they compute, and wait until all is written."""
+    """The other warpgroups, or the one that is given, compute. They wait until all results are written."""
     own = jax.lax.axis_index("warpgroup")
 
     @pl.when(own < NUM_CONSUMERS if warpgroup is None else own == warpgroup)

@@ -1,4 +1,4 @@
-"""Causal attention in Pallas-Triton (NVIDIA, Ampere and newer). It computes what is visible: packed rows, windows.
+"""Causal attention in Pallas-Triton (NVIDIA, Ampere and newer), with segments and windows.
 
 One program computes a block of rows of one head. Forward and dq: a block of queries walks over blocks of keys. dk and
 dv: a block of keys walks over blocks of the queries of all heads that share it, and sums them in float32. Blocks that
@@ -26,13 +26,13 @@ from liger_jax.pallas_kernels.attention.config import TritonBlocks
 from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores
 from liger_jax.pallas_kernels.attention.intervals import Bounds, Segments, Tile, intervals, table, whole_blocks
 
-_ROWS = 128  # every block size divides it; log-sum-exps, bounds and ids are padded to a multiple
+_ROWS = 128  # a multiple of every block size; log-sum-exps, bounds and ids are padded to a multiple of it
 
 
 def unsupported(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *, scale: float | None, **_: Any
 ) -> str | None:
-    """16-bit operands, and widths that fit the registers."""
+    """Takes 16-bit operands of widths that fit the registers."""
     widest = config.WIDTHS[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the kernel takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
@@ -52,14 +52,15 @@ def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Arr
 class _Program:
     """A tile of rows of one head, the columns that they see, and how both are read.
 
-    `refs` are the table's, then `Bounds`'s, with None for absent ids, then the kernel's own arrays'.
+    `refs` belong to the table, then to the fields of `Bounds` (None for absent ids), then to the kernel's own arrays.
     """
 
     def __init__(self, refs: Any, *, blocks: TritonBlocks, heads: int, has_ids: bool, lengths: tuple[int, int]):
         bounds = [True, True, True, has_ids, has_ids]
         refs = with_absent(refs, [*bounds, *[True] * (len(refs) - sum(bounds))])
         table_ref, self.low_ref, self.high_ref, self.row_ids_ref, self.column_ids_ref, *self.refs = refs
-        number = pl.program_id(0)  # the heads of an entry follow each other and find its keys in the cache
+        # Programs of an entry's heads follow each other, so that they find its keys in the cache.
+        number = pl.program_id(0)
         self.tile = Tile.read(table_ref, jax.lax.div(number, heads), jax.lax.rem(number, heads))
         self.blocks, (self.row_length, self.column_length) = blocks, lengths
         self.row = self.tile.rows * blocks.rows
@@ -204,7 +205,7 @@ def _launch(
     name: str,
     **options: Any,
 ) -> Any:
-    """One program for each head and block of rows; those with most work first."""
+    """Launches one program for each head and block of rows, those with the most work first."""
     batch, row_length, heads, _ = rows_like.shape
     entries = table(*bounds[:3], batch, blocks.rows, blocks.columns)
     inputs = [jnp.asarray(entries).reshape(-1)]
@@ -257,7 +258,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → out (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq or more).
 
-    The queries stand in the row of keys from `q_offset` on, and `segments` are that row's.
+    The queries stand at positions `q_offset` and after in the row of keys; `segments` are those of the keys.
     """
     batch, q_length, query_heads, width = q.shape
     found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
@@ -287,7 +288,7 @@ def backward(
     q_offset: jax.Array | int = 0,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dv, like q, k and v; `lse` is as `forward` gives it."""
+    """q, k, v, the forward's out and lse, and do, the gradient by out → dq, dk, dv in the shapes of q, k and v."""
     _, q_length, query_heads, width = q.shape
     found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
     delta = jnp.einsum("btqh,btqh->bqt", out.astype(jnp.float32), do.astype(jnp.float32))

@@ -7,7 +7,7 @@ from liger_jax.pallas_kernels._tiles import next_power_of_2, round_up
 
 @dataclasses.dataclass(frozen=True)
 class LogitOptions:
-    """How logits z come from raw ones u, and which statistics of a row are wanted beside lse and target.
+    """How logits z are made from the raw logits u, and which statistics are made in addition to lse and target.
 
     z = scale · softcap · tanh(u / softcap), or scale · u without a softcap.
     """
@@ -35,5 +35,5 @@ def triton_config(v: int) -> TritonConfig:
 
 
 def tpu_block_sizes(n: int, v: int) -> tuple[int, int]:
-    """Rows and columns per step: a float32 tile of 1 MiB, of which the compiler keeps a few."""
+    """Rows and columns per step: a float32 tile of 1 MiB. The compiler holds a few such tiles."""
     return min(128, round_up(n, 16)), min(2048, round_up(v, 128))

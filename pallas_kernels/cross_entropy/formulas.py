@@ -1,7 +1,7 @@
 """The formulas of cross-entropy: what every backend makes of a row of logits. All arithmetic is float32.
 
-A row of logits z is reduced to a few statistics: lse = log Σ_v exp(z_v), the target logit z_y, and where they are
-wanted Σ_v c_v·z_v, max_v z_v and its first index, and of p = exp(z − lse) the entropy H = −Σ_v p_v·log p_v and
+A row of logits z is reduced to a few statistics: lse = log Σ_v exp(z_v), the target logit z_y, and on
+request Σ_v c_v·z_v, max_v z_v and its first index, and for p = exp(z − lse) the entropy H = −Σ_v p_v·log p_v and
 log Σ_v p_v². Every loss of this package is a function of these. So a backend needs two kernels only. One makes the
 statistics. The other makes the gradient by the logits, from the statistics' cotangents:
 

@@ -92,6 +92,6 @@ def statistics(
 
 
 def gradient(logits: jax.Array, *rows: Any, options: LogitOptions, interpret: bool) -> jax.Array:
-    """XLA's own elementwise pass: a kernel could not win anything."""
+    """XLA's own elementwise pass: a kernel could not be faster."""
     del interpret
     return formulas.gradient(logits, *rows, options=options)

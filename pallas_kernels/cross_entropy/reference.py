@@ -38,7 +38,7 @@ def cross_entropy(
     reduction: str = "mean",
     **options: float | None,
 ) -> jax.Array:
-    """Reduces the rows; token_weights (N,) are 0 where a row does not count, and its logits are not read."""
+    """Reduces the rows. Where token_weights (N,) are 0, a row does not count and its logits are not read."""
     counts = token_weights != 0
     logits = jnp.where(counts[:, None], logits, 0)
     labels = jnp.where(counts, labels, 0)

@@ -20,7 +20,7 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics
 
 
 def unsupported(logits: jax.Array, class_weights: jax.Array | None) -> str | None:
-    """Every shape and float dtype but float64."""
+    """Takes every shape, and every float dtype but float64."""
     if logits.dtype == jnp.float64:
         return "the kernel computes in float32 and does not read float64; use 'xla'."
     return None
@@ -80,6 +80,6 @@ def statistics(
 
 
 def gradient(logits: jax.Array, *rows: Any, options: LogitOptions, interpret: bool) -> jax.Array:
-    """XLA's own elementwise pass: a kernel could not win anything."""
+    """XLA's own elementwise pass: a kernel could not be faster."""
     del interpret
     return formulas.gradient(logits, *rows, options=options)

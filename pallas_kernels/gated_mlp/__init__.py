@@ -1,1 +1,1 @@
-"""The gated feed-forward: two of its products, and what lies between them and the others."""
+"""The gated feed-forward: the product that makes up, the product that makes its gradient, and the gate."""

@@ -1,4 +1,4 @@
-"""The products of the gated feed-forward, which are XLA's on every backend that has no epilogues for them."""
+"""The products of the gated feed-forward in XLA, for every backend that has no product kernels of its own."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
-"""The gated feed-forward in Pallas Mosaic GPU (Hopper): what lies between its products is done in their epilogues.
+"""The gated feed-forward in Pallas Mosaic GPU (Hopper): the epilogues of its products compute the gate.
 
 Forward: the product that makes up reads gate's tiles, and writes up and the gated product.
 Backward: the product that makes dh, the gated product's gradient, reads gate's and up's tiles, and writes their
-gradients and the gated product. Where gate and up were made again, their gradients are written over them. dh never
+gradients and the gated product. If gate and up were made again, their gradients are written over them. dh never
 reaches memory.
-Two warpgroups take tiles in turn, so that one's memory moves while the other multiplies.
+Two warpgroups take tiles in turn: one reads and writes memory while the other multiplies.
 Memory passes saved: forward one read of up; backward one write and one read of dh.
 Rounding: the formulas are those of glu/formulas.py, and their dh is the float32 accumulator.
 """
@@ -25,7 +25,7 @@ from liger_jax.pallas_kernels.glu import formulas as glu
 
 
 def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str | None:
-    """16-bit operands, in sizes that the copy engine moves in tiles, and no error function."""
+    """Takes 16-bit operands in sizes that the copy engine moves in tiles. It has no error function."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"Hopper's matrix units take bfloat16 and float16, and x is {x.dtype}; use 'xla' or 'triton'."
     if any(size % 64 for size in up_kernel.shape):
@@ -47,10 +47,10 @@ def _product_with(
     name: str,
     in_place: bool = False,
 ) -> Sequence[jax.Array]:
-    """formula(a · b, *matrices), element by element. It returns one array more than there are matrices, each like them.
+    """formula(a · b, *matrices), element by element. The results are one array more than there are matrices.
 
     A tile is computed piece by piece. `NUM_SLOTS` pieces of each matrix are fetched ahead, and results are written to
-    their slots. With `in_place` the results lie where the matrices did, and the last result in an array of its own.
+    their slots. With `in_place` the results are written over the matrices, and the last one to an array of its own.
     """
     todo = pieces((TILES.rows, TILES.columns))
     like, num_matrices = matrices[0], len(matrices)
@@ -64,7 +64,7 @@ def _product_with(
 
     def prologue(tile: Tile, refs, scratch):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i in range(NUM_SLOTS):  # they arrive during the product
+        for i in range(NUM_SLOTS):  # these pieces arrive during the product
             fetch(tile, refs, scratch, i)
 
     def epilogue(tile: Tile, refs, scratch):

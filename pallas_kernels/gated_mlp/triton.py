@@ -1,7 +1,7 @@
 """The gated feed-forward with XLA's products, and one pass in Pallas-Triton around each (NVIDIA, Ampere and newer).
 
-Memory passes: forward XLA's. Backward one read of dh, gate and up and one write over each of them, of dgate, dup and
-the gated product.
+Memory passes: the forward's are XLA's. The backward reads dh, gate and up once, and writes the gated product, dgate
+and dup over them.
 """
 
 from typing import Any

@@ -21,7 +21,7 @@ _WIDTH = 1024  # columns of the rows that gate and up are cut into
 
 
 def unsupported(gate: jax.Array, up: jax.Array | None, *, activation: str) -> str | None:
-    """Float32 arithmetic, and no error function."""
+    """The kernel computes in float32, and has no error function."""
     if jnp.float64 in (x.dtype for x in (gate, up) if x is not None):
         return "the kernel computes in float32; use 'xla' for float64."
     if activation == "gelu":
@@ -48,7 +48,7 @@ def _kernel(*refs, shape, index_map, formula, num_inputs):
 
 
 def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
-    """Runs an elementwise formula of arrays (N, F), or of arrays (N, 1, F); an array (N, 2, F) holds two of these.
+    """Runs an elementwise formula of arrays (N, F), or of arrays (N, 1, F). An array (N, 2, F) is two of the latter.
 
     Output i is written over input number `written_over[i]`.
     """
@@ -56,7 +56,7 @@ def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
     tiles = config.triton_config(n, f)
     n_tiles, f_tiles = cdiv(n, tiles.n_block_size), cdiv(f, tiles.f_block_size)
 
-    def index_map(program):  # along the rows: neighbouring programs touch neighbouring memory
+    def index_map(program):  # Programs go along the rows: neighbours touch neighbouring memory.
         between = [0] * (len(shape) - 2)
         return jax.lax.div(program, f_tiles), *between, jax.lax.rem(program, f_tiles)
 
@@ -79,7 +79,7 @@ def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
 def _as_rows(gate, up):
     """Two arrays (N, F), or one (N, 2, F); and the shape of their product.
 
-    Where rows begin does not matter here. So two arrays are cut into rows of 1,024 columns if that leaves nothing over.
+    Elements do not depend on each other, so two arrays are cut into rows of 1,024 columns if that leaves no rest.
     They are never one long row, because offsets in an axis are 32-bit.
     """
     if up is None:

@@ -8,13 +8,13 @@ from liger_jax.pallas_kernels._tiles import next_power_of_2
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """Tokens of one program, the padded widths that it loads, how it walks through the heads, and its warps."""
+    """Tile sizes of one program: its tokens, the padded widths that it loads, how it takes the heads, and its warps."""
 
     t_block_size: int
-    half_block_size: int  # of half the rotary columns
-    rest_block_size: int  # of the columns that pass through; 0 if there are none
-    head_chunks: int  # programs that share a token's heads; divides the heads of q and of k
-    heads_at_once: int  # loaded before the first of them is stored
+    half_block_size: int  # width of half the rotary columns, padded
+    rest_block_size: int  # width of the columns that pass through, padded; 0 if there are none
+    head_chunks: int  # programs that share a token's heads; it divides the numbers of heads of q and of k
+    heads_at_once: int  # heads that are loaded before the first of them is stored
     num_warps: int
 
     def __post_init__(self) -> None:
@@ -27,10 +27,12 @@ class TritonConfig:
 def triton_config(t: int, q_heads: int, k_heads: int, head_width: int, rotary_width: int) -> TritonConfig:
     """Tiles of 512 pairs of one head: a half is one 16-byte load of bf16 for each thread of 2 warps.
 
-    A program holds eight heads or a few more: they share 32 registers of cosines and sines. Four of them load at once,
-    32 registers as well; with about 124 a thread, 8 programs a core have 64 KiB on their way.
-    On an H200 256 and 1,024 pairs took as long. Two heads at once took 22.2 µs rather than 19.5 at 14/2 × 64 and
-    8 × 2,048 tokens; eight 20.0 there, and 2 % less at 32/8 and 64/8 × 128.
+    A program has eight heads or a few more, which share 32 registers of cosines and sines. It loads four of them at
+    once into another 32 registers. A thread needs about 124 registers, so a core runs 8 programs and waits for 64 KiB
+    at a time.
+    Measured on an H200: tiles of 256 and of 1,024 pairs took as long. At 14/2 heads of width 64 and 8 × 2,048 tokens
+    four heads at once took 19.5 µs, two 22.2 and eight 20.0. At 32/8 and 64/8 heads of width 128 eight took 2 % less
+    than four.
     """
     half_block_size = next_power_of_2(max(1, rotary_width // 2))
     rest_width = head_width - rotary_width

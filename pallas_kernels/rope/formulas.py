@@ -1,13 +1,13 @@
 """The rotation of pairs, which every backend runs: float32 throughout, rounded once to the dtype of q or k.
 
-The gradient is the same with the transposed rotation, and needs cos and sin only.
+The gradient is the transposed rotation, which needs cos and sin only.
 """
 
 from collections.abc import Sequence
 
 import jax
 
-Halves = Sequence[jax.Array]  # the first and the second column of all pairs
+Halves = Sequence[jax.Array]  # the first columns of all pairs, and the second ones
 
 
 def rotated_halves(x: Halves, cos: Halves, sin: Halves, *, inverse: bool) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, layout: str = "half") -> jax.Array:
     """x (B, T, heads, H), cos and sin (1|B, T, R): x·cos + (−x₂, x₁)·sin for the first R columns (x₁, x₂).
 
-    Interleaved, x₁ and x₂ are the even and the odd columns: as the halves, once the columns are sorted so.
+    In the interleaved layout x₁ are the even columns and x₂ the odd ones.
     """
     rotary_width = cos.shape[-1]
     columns = jnp.arange(rotary_width)

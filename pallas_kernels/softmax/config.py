@@ -4,7 +4,7 @@ import dataclasses
 
 from liger_jax.pallas_kernels._tiles import next_power_of_2
 
-TRITON_MAX_WIDTH = 32768  # one row in registers: 64 float32 a thread at 16 warps, and as many temporaries
+TRITON_MAX_WIDTH = 32768  # One row in registers: 64 float32 of a thread at 16 warps, and as many temporaries.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TritonConfig:
 
 
 def triton_config(n: int, f: int) -> TritonConfig:
-    """About 4,096 elements a program: 16 bytes a load for each of 4 warps, four loads in flight."""
+    """About 4,096 elements a program: each thread of 4 warps makes four loads of 16 bytes at once."""
     f_block_size = next_power_of_2(f)
     n_block_size = min(next_power_of_2(n), max(1, 4096 // f_block_size))
     return TritonConfig(n_block_size, f_block_size, min(16, max(4, n_block_size * f_block_size // 1024)))

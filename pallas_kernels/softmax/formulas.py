@@ -14,7 +14,7 @@ def softmax_rows(x: jax.Array) -> jax.Array:
 
 
 def shifted_rows(x: jax.Array) -> jax.Array:
-    """max(x − max(x), −1): sparsemax's threshold is never below −1, so what lies below it makes no difference."""
+    """max(x − max(x), −1). Sparsemax's threshold is −1 or more, so values below −1 make no difference."""
     return jnp.maximum(x - jnp.max(x, axis=-1, keepdims=True), -1.0)
 
 

@@ -2,7 +2,7 @@
 
 Memory passes: forward one read and one write, backward one read of y and dy and one write; a row stays in registers.
 XLA, compiled for an H200, reads y and dy twice, and x three times from some ten thousand columns on. For sparsemax the
-kernel saves XLA's sort: the threshold comes from Newton's steps, each a sum over the row, which end at the exact one.
+kernel saves XLA's sort: Newton's steps, each a sum over the row, end at the exact threshold.
 formulas.py says what is rounded.
 """
 
@@ -27,10 +27,10 @@ def unsupported(x: jax.Array, *, kind: str) -> str | None:
 
 
 def _sparsemax_rows(x):
-    """max(x − τ, 0), τ the root of Σ max(x_j − τ, 0) = 1, by Newton's steps from below.
+    """max(x − τ, 0), where τ solves Σ max(x_j − τ, 0) = 1. Newton's steps find it from below.
 
-    The sum is convex and piecewise linear in τ, so a step never passes the root; once no x is between τ and the next
-    one, τ stands. What pads a row is −∞ and becomes −1, where τ begins.
+    The sum is convex and piecewise linear in τ, so a step never passes the root. When no x lies between τ and the next
+    τ, the step was the last. The padding of a row is −∞ and becomes −1, which is where τ begins.
     """
     x = formulas.shifted_rows(x)
 

@@ -1,7 +1,7 @@
 """Softmax and sparsemax of the last axis in plain XLA.
 
-Sparsemax's threshold comes from a sort. The sort is exact. It also needs no loop, so the devices of a mesh need not
-agree on when one ends.
+Sparsemax finds its threshold by a sort. The sort is exact. It needs no loop, so the devices of a mesh need not agree
+on when one ends.
 """
 
 import jax

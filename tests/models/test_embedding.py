@@ -1,4 +1,4 @@
-"""The embedding's gradient loses no small terms to rounding, and with a tied head's it is rounded once."""
+"""The embedding's gradient keeps its small terms. With a tied head the sum of both gradients is rounded once."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The model: values and gradients against a float64 rewriting, and what must not change them."""
+"""The model has the values and gradients of a float64 rewriting, scanned or not, rematerialised or not."""
 
 import dataclasses
 import functools

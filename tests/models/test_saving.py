@@ -1,4 +1,4 @@
-"""Saving over a checkpoint: whatever moment it is killed at, a model is there, and never a mixture of two."""
+"""Saving over a checkpoint: if it is killed at any moment, the old model or the new one is there, never a mixture."""
 
 import contextlib
 import dataclasses

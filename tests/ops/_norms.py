@@ -1,6 +1,6 @@
 """What every normalisation promises, as test methods that the classes of the single ones inherit.
 
-A class names its op, the float64 reference, and how arrays for an x of some shape are made.
+A class names its op, the op's float64 reference, and the function that makes its arrays for an x of some shape.
 """
 
 import functools

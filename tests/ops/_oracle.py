@@ -1,8 +1,8 @@
 """How an op is measured: against its reference in float64, against plain JAX in half precision, and against itself
 under every transformation.
 
-An op, its reference and the plain expression are functions of the same arrays, with an array or a tuple for a value.
-Every gradient is taken by all arrays unless `wrt` names some, against random cotangents.
+An op, its reference and the plain expression are functions of the same arrays, and return an array or a tuple.
+Gradients are by all arrays unless `wrt` names some, for random cotangents.
 """
 
 import math

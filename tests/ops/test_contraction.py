@@ -1,4 +1,4 @@
-"""Products that sums make: which instruction comes where, by what it computes."""
+"""Products and sums that become fused multiply-adds: which do, and with which values."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from liger_jax.pallas_kernels._contraction import contracted
 
-# In float32 x·y rounds to 1, and 1 is added; made by one instruction, what was rounded off is there.
+# In float32 x·y rounds to 1, so x·y + z is 0. A fused multiply-add keeps the part that rounding loses.
 TINY = 2.0**-13
 X, Y, Z = (jnp.full((2, 3), value, jnp.float32) for value in (1 + TINY, 1 - TINY, -1.0))
 LEFT = -(TINY**2)  # of x·y + z
