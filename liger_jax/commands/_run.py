@@ -67,10 +67,11 @@ def finetune(settings: Settings) -> int:
     graph, params, frozen = nnx.split(model, trained, ...)
     rate = schedule(settings.peak_rate, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
-    start = params, optimizer.init(params)
-    state, log = checkpoints.restore(start) or (start, {"steps": []})
-    keeps = model.kept
-    del model, params, start  # a step overwrites the state in place: nothing else may hold it
+    state, keeps = (params, optimizer.init(params)), model.kept
+    del model, params  # a step overwrites the state in place: nothing else may hold it
+    if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    state, log = checkpoints.restore(state) or (state, {"steps": []})
 
     step = make_step(graph, optimizer, loss_and_accuracy, has_aux=True, micro_batches=settings.micro_batches)
     size = settings.batch // settings.micro_batches
@@ -233,9 +234,9 @@ def _precision(settings: Settings, stored: str) -> dict[str, str]:
 
 
 def _model(settings: Settings, folder: Path, precision: dict[str, str]) -> Any:
-    options = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-    quantize = {} if settings.quantize is None else {"quantize": settings.quantize}
-    model = AutoModelForCausalLM.from_pretrained(folder, remat=settings.remat, **options, **quantize)
+    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+    options |= dict(remat=settings.remat, quantize=settings.quantize)
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
     if settings.lora is not None:
         alpha = settings.lora_alpha or 2 * settings.lora
         add_lora(model, settings.lora, alpha=alpha, rngs=nnx.Rngs(settings.seed))
@@ -249,10 +250,11 @@ def _rows_of(settings: Settings, tokenizer: Tokenizer, documents: list[Any]) -> 
     rows = lambda some: _rows.rows(some, settings.length, packed=settings.pack)
     found, tokens = rows(train), sum(len(piece.tokens) for piece in train)
     padding = share_of_padding(found) if settings.pack else 1 - tokens / found["input_ids"].size
+    hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
+    are_held_out = "piece is held out" if len(held_out) == 1 else "pieces are held out"
     print(
         f"data: {len(documents):,} documents; {tokens:,} tokens in {_rows.count(found):,} rows to train on, "
-        f"{padding:.1%} of them padding{'' if settings.pack or padding < 0.2 else ', which --pack avoids'}; {len(held_out):,} "
-        f"{'piece is' if len(held_out) == 1 else 'pieces are'} held out"
+        f"{padding:.1%} of them padding{hint}; {len(held_out):,} {are_held_out}"
     )
     return found, rows(held_out) if held_out else None
 
@@ -266,7 +268,8 @@ def _scoring(graph: Any, frozen: Any) -> Callable[[Any, list[_rows.Rows]], dict[
         return jnp.stack([out.loss, out.metrics.num_tokens * out.metrics.accuracy, out.metrics.num_tokens])
 
     def score(params, parts):
-        loss, right, tokens = np.sum([sums(params, frozen, part) for part in parts], axis=0, dtype=np.float64)
+        totals: Any = np.sum([sums(params, frozen, part) for part in parts], axis=0, dtype=np.float64)
+        loss, right, tokens = totals.tolist()
         mean = loss / tokens
         perplexity = math.exp(min(mean, 700.0))  # beyond it, more than a float holds
         return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_token_accuracy": right / tokens}

@@ -123,13 +123,10 @@ class Tokenizer:
             cut += len(tokens) > length
             pieces.append(piece)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.stops += [
-            stop for stop in sorted(stops) if stop in added and added[stop].special and stop not in self.stops
-        ]
+        special = {stop for stop in stops if stop in added and added[stop].special}
+        self.stops += sorted(special - set(self.stops))
         if cut:
-            print(
-                f"{cut:,} of {len(documents):,} conversations are longer than --length={length} and are cut off there"
-            )
+            print(f"{cut:,} of {len(documents):,} conversations are cut off, as longer than --length={length}")
         return pieces
 
     def _chat_template(self) -> Any:

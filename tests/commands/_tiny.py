@@ -17,7 +17,7 @@ CHAT_TEMPLATE = """{%- for message in messages %}
 """
 
 
-def checkpoint(folder: Path, vocab_size: int = 320) -> Path:
+def checkpoint(folder: Path, vocab_size: int = 320, width: int = 16) -> Path:
     """Writes a model with random weights, a byte-level BPE trained on the words, and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,7 +27,7 @@ def checkpoint(folder: Path, vocab_size: int = 320) -> Path:
     tokenizer.train_from_iterator([text(100)], trainer)
     tokenizer.add_special_tokens(list(SPECIAL))
     config = Qwen2Config(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=vocab_size, hidden_size=width, intermediate_size=width, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True, max_position_embeddings=512,
     )  # fmt: skip
     eos = tokenizer.token_to_id("<|endoftext|>")

@@ -21,7 +21,7 @@ from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from tests.commands import _tiny
 
-CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 2 --learning-rate 0.05".split()
+CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,6 +191,15 @@ def test_perplexity_counts_the_tokens_of_each_document_by_itself(source, packed)
         if at > 0 and label >= 0
     ]
     np.testing.assert_allclose(found["eval_perplexity"], np.exp(np.mean(losses)), rtol=1e-5)
+
+
+@pytest.mark.full
+def test_adapters_beside_quantised_weights_learn(source, tmp_path):
+    wide = _tiny.checkpoint(tmp_path / "model", width=64)  # quantised blocks have 64 values
+    shutil.copy(source.parent / "chats.jsonl", tmp_path)
+    assert chat(wide, tmp_path / "run", "--quantize=nf4") == 0
+    figures = figures_of(tmp_path / "run")
+    assert figures[-1]["loss"] < figures[0]["loss"]
 
 
 @pytest.mark.full
