@@ -1,6 +1,6 @@
-"""Adapters beside dense and quantised weights: tokens a second, memory beside the plan, and what adapters add to a layer.
+"""Adapters beside dense and quantised weights: tokens a second, memory beside the plan, and a layer's cost.
 
-    python -m benchmarks.lora [--model llama-3-8b] [--batch 4] [--seq 2048] [--rank 16] [--remat full] [--kinds nf4 int8]
+    python -m benchmarks.lora [--model llama-3-8b] [--batch 4] [--seq 2048] [--rank 16] [--remat full] [--kinds nf4]
 
 A step is loss, gradients of the adapters and AdamW, as `liger-jax plan --lora 16 --param-dtype bfloat16` plans it, on
 random weights that are made on the device. The peak is the allocator's, and only known for the first program, which is
@@ -77,7 +77,9 @@ def steps(run: Run, kinds: list[str]) -> str:
     runs = {kind: dataclasses.replace(run, quantize=kind) for kind in kinds}
     runs["bfloat16"] = run
     with concurrent.futures.ThreadPoolExecutor() as pool:  # before there is any state, beside which trials would run
-        compiled = dict(zip(runs, pool.map(lambda run: compile_run(run, jax.devices()[:1]), runs.values()), strict=True))
+        compiled = dict(
+            zip(runs, pool.map(lambda run: compile_run(run, jax.devices()[:1]), runs.values()), strict=True)
+        )
     peaks, programs = {}, {}
     for kind, each in runs.items():
         programs[kind] = step_of(each, compiled[kind].program)

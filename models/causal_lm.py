@@ -22,8 +22,8 @@ from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, with_auto_axes
 from liger_jax.models.hugging_face import checkpoint, pretrained
+from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import TokenLogProbs, TokenLosses
-from liger_jax.ops.block_quantized import Kind
 from liger_jax.ops.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
 from liger_jax.ops.labels import as_labels
 
@@ -90,7 +90,7 @@ class CausalLM(nnx.Module):
         param_dtype: Any = None,
         mesh: Mesh | None = None,
         partition_specs: Callable[[str, tuple[int, ...]], PartitionSpec] | Any = None,
-        quantize: Kind | None = None,
+        quantize: str | None = None,
         kernels: KernelOptions = KernelOptions(),
         remat: Remat = "none",
         scan_layers: bool = True,
@@ -173,8 +173,8 @@ class CausalLM(nnx.Module):
         pretrained.write(self, path, max_shard_bytes, config_fields, tokenizer_from)
 
     @property
-    def head(self) -> Float[Array, "V D"]:
-        """The head's weight; if it is tied, the embedding."""
+    def head(self) -> Any:
+        """The head's weight (V, D), an array or quantised; if it is tied, the embedding."""
         return self.model.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head[...]
 
     generate = generate
@@ -458,6 +458,7 @@ class CausalLM(nnx.Module):
         return LanguageModelLoss(self.config, self.kernels, self.model.stack.remat, self.head.dtype)
 
     def _logits(self, hidden, head):
+        head = head.astype(hidden.dtype) if is_quantized(head) else head
         logits = on_batch_shards(head_logits, self.kernels.batch_axes, (hidden,), (head,))
         softcap, scale = self.config.final_logit_softcapping, self.config.logit_scale
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)

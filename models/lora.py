@@ -256,7 +256,8 @@ def with_dropout(model: Model, key: Key[Array, ""]) -> Model:
 def merge_lora(model: Model) -> Model:
     """Adds the adapters' products to the weights, in place, and removes the adapters.
 
-    W + scale·A·B is summed in float32 and rounded once, one projection after another. The model then saves, loads and
+    W + scale·A·B is summed in float32 and rounded once, one projection after another. Quantised weights become dense,
+    in the dtype that they had. The model then saves, loads and
     runs as one that never had adapters.
 
     Args:
@@ -279,7 +280,11 @@ def merge_lora(model: Model) -> Model:
         kernel, factor = projection.adapted_kernel, projection.factor()
         if factor is not None:
             kernel *= factor[..., None, :]
-        projection.kernel = nnx.Param(kernel.astype(projection.kernel.dtype))
+        kernel = kernel.astype(projection.kernel.dtype)
+        if isinstance(projection.kernel, nnx.Param):
+            projection.kernel[...] = kernel
+        else:  # quantised
+            projection.kernel = nnx.Param(kernel)
         for name in ("lora_a", "lora_b", "magnitude", "dropout_key", "alpha", "rslora", "dropout"):
             if name in vars(projection):
                 delattr(projection, name)

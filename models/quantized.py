@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops.block_quantized import KINDS, BlockQuantized, Kind, block_quantized
+from liger_jax.ops.block_quantized import KINDS, BlockQuantized, block_quantized
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -22,7 +22,7 @@ class QuantizedParam(nnx.Variable):
     """A `BlockQuantized` weight in the place of an `nnx.Param`. It is none, so it gets no gradient and no update."""
 
 
-def quantize(model: Model, kind: Kind, *, block_size: int = 64, head: bool = False) -> Model:
+def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = False) -> Model:
     """Quantises the weights of all projections, in place, one after another.
 
     Embeddings, norms and biases keep their dtype. Blocks lie along a projection's input, as in bitsandbytes. On a mesh
@@ -53,7 +53,7 @@ def quantize(model: Model, kind: Kind, *, block_size: int = 64, head: bool = Fal
     """
     check_kind("quantize", kind)
     if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-        raise ValueError("quantize: the model has adapters. Quantise it first, and add them then, or merge_lora(model).")
+        raise ValueError("quantize: the model has adapters. Quantise it before add_lora, or merge_lora(model) first.")
     dense = [projection for projection in _projections(model) if not is_quantized(projection.kernel[...])]
     with_head = head and not _is_tied("quantize", model) and not is_quantized(model.head)
     if not dense and not with_head:
@@ -112,7 +112,7 @@ def is_quantized(weight: Any) -> bool:
     return isinstance(weight, BlockQuantized)
 
 
-def quantized(weight: jax.Array, kind: Kind, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
+def quantized(weight: jax.Array, kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
     """A parameter quantised, one stacked layer after another, on its own devices."""
     sharding = None if isinstance(weight, jax.core.Tracer) else weight.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
@@ -144,5 +144,5 @@ def _projections(model: nnx.Module) -> list[Any]:
 
 def _is_tied(caller: str, model: Any) -> bool:
     if model.config.tie_word_embeddings:
-        raise ValueError(f"{caller}: head=True, but this model's head is its embedding, which stays dense. Leave it out.")
+        raise ValueError(f"{caller}: head=True, but the head is the embedding, which stays dense. Leave it out.")
     return False

@@ -3,12 +3,12 @@
     w = code_book[c]·s,   s = max |w| over the block
 
 "nf4" has the 16 quantiles of a normal distribution as its code book, and two codes to a byte. "int8" has c/127 for c
-from −127 to 127. A value lies within half the code book's widest gap, times s, of the weight that it stands for. A scale
-is rounded to bfloat16, which changes it by 2⁻⁸ of itself at most, and not at all where weights are bfloat16.
+from −127 to 127. A value lies within half the code book's widest gap, times s, of the weight that it stands for. A
+scale is rounded to bfloat16, which changes it by 2⁻⁸ of itself at most, and not at all where weights are bfloat16.
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, UInt8
 
 from liger_jax.ops._checks import check_choice
 
-Kind = Literal["nf4", "int8"]
-KINDS = get_args(Kind)
+KINDS = ("nf4", "int8")
 # QLoRA's appendix E: the means of neighbouring quantiles, scaled to [−1, 1], with a zero. As bitsandbytes prints them.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -44,9 +43,9 @@ class BlockQuantized:
         dtype: dtype of the weight that it was made of.
     """
 
-    codes: jax.Array
-    scales: jax.Array
-    kind: Kind = dataclasses.field(metadata=dict(static=True))
+    codes: Any  # arrays, or what stands for them in a tree: types, specs, None
+    scales: Any
+    kind: str = dataclasses.field(metadata=dict(static=True))
     axis: int = dataclasses.field(metadata=dict(static=True))
     dtype: Any = dataclasses.field(metadata=dict(static=True))
 
@@ -70,10 +69,10 @@ class BlockQuantized:
     def __getitem__(self, index: Any) -> "BlockQuantized":
         return self if index is Ellipsis else jax.tree.map(lambda x: x[index], self)
 
-    def __jax_array__(self) -> Float[Array, "..."]:
+    def __jax_array__(self) -> Array:
         return self.astype(self.dtype)
 
-    def astype(self, dtype: Any) -> Float[Array, "..."]:
+    def astype(self, dtype: Any) -> Array:
         """The weight: code_book[codes]·scales, computed in float32 and rounded once.
 
         Args:
@@ -89,7 +88,7 @@ class BlockQuantized:
         return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(dtype))
 
 
-def block_quantized(weight: Float[Array, "..."], kind: Kind, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
+def block_quantized(weight: Float[Array, "..."], kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
     """Quantises a weight by blocks along one axis.
 
     Args:

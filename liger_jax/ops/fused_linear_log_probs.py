@@ -167,6 +167,11 @@ def _local(hidden, weight, labels, bias, where, *, options, linear, vocab_axis=N
     if vocab_axis is not None:
         statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
         statistics = formulas.where(terms.counts, statistics)
+    return token_log_probs(statistics, terms, shape)
+
+
+def token_log_probs(statistics: formulas.Statistics, terms: _loss.TokenTerms, shape: tuple[int, ...]) -> TokenLogProbs:
+    """The log-probabilities of the labels' shape, from the statistics of the tokens that count and zeros elsewhere."""
     # A factor of 1, or NaN where a label is out of range.
     log_probs = terms.coefficients.target * (statistics.target_logit - statistics.log_normalizer)
     constants = jax.lax.stop_gradient(statistics._replace(entropy=None))

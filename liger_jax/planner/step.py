@@ -95,7 +95,7 @@ class Run:
         if self.quantize not in (None, *KINDS):
             raise ValueError(f"quantize={self.quantize!r} must be one of {KINDS}, or None.")
         if self.quantize is not None and self.lora is None:
-            raise ValueError(f"quantize={self.quantize!r}: quantised weights cannot be trained. Train adapters, lora=16.")
+            raise ValueError(f"quantize={self.quantize!r}: quantised weights are not trained. Train adapters: lora=16.")
         width = self.model.config.hidden_size
         if self.lora is not None and not 1 <= self.lora <= width:
             raise ValueError(f"lora={self.lora} must be a rank from 1 to {width}, the model's width; or None.")

@@ -16,6 +16,8 @@ from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, sum_over_batch_shards
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._device import device_of
+from liger_jax.ops._quantized_head import quantized_log_probs
+from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.ops.loss_plan import budget_beside_layers
 
@@ -53,7 +55,7 @@ class LanguageModelLoss:
     def __call__(
         self,
         hidden: Float[Array, "B T D"],
-        head: Float[Array, "V D"],
+        head: Any,
         logits: Float[Array, "B T V"] | None,
         targets: Int[Array, "B T"],
         loss_weights: Float[Array, "B T"] | None,
@@ -65,7 +67,7 @@ class LanguageModelLoss:
 
         Args:
             hidden: hidden states after the last norm.
-            head: the head's weight.
+            head: the head's weight (V, D), an array or quantised.
             logits: float32, or `None` for the fused loss.
             targets: the label of each position, -100 where it is not scored.
             loss_weights: w; `None` for ones.
@@ -82,7 +84,7 @@ class LanguageModelLoss:
     def log_probs(
         self,
         hidden: Float[Array, "B T D"],
-        head: Float[Array, "V D"],
+        head: Any,
         targets: Int[Array, "B T"],
         *,
         temperature: float,
@@ -92,7 +94,7 @@ class LanguageModelLoss:
 
         Args:
             hidden: hidden states after the last norm.
-            head: the head's weight.
+            head: the head's weight (V, D), an array or quantised.
             targets: the label of each position, -100 where it is not scored.
             temperature: by which logits are divided.
             entropy: whether entropies are wanted, too.
@@ -101,7 +103,7 @@ class LanguageModelLoss:
             `TokenLogProbs` of (B, T) arrays.
         """
         local = functools.partial(
-            ops.fused_linear_log_probs,
+            quantized_log_probs if isinstance(head, BlockQuantized) else ops.fused_linear_log_probs,
             ignore_index=IGNORE_INDEX,
             temperature=temperature,
             entropy=entropy,
@@ -116,7 +118,7 @@ class LanguageModelLoss:
         self,
         function: Callable[..., jax.Array],
         hidden: Float[Array, "B T D"],
-        head: Float[Array, "V D"],
+        head: Any,
         targets: Int[Array, "B T"],
         per_token: tuple[Array, ...],
         constants: tuple[Array, ...],
@@ -130,7 +132,7 @@ class LanguageModelLoss:
         Args:
             function: of one token's numbers, and of the constants.
             hidden: hidden states after the last norm.
-            head: the head's weight.
+            head: the head's weight (V, D), an array or quantised.
             targets: the label of each position, -100 where it is not scored.
             per_token: (B, T) arrays that the function reads.
             constants: what it reads besides; the same for all tokens.
@@ -142,6 +144,11 @@ class LanguageModelLoss:
             The loss, and `TokenLosses` of (B, T) arrays.
         """
         num = len(per_token)
+        if isinstance(head, BlockQuantized):
+            raise ValueError(
+                "token_loss: the head is quantised, and only log_probs and the call's loss take it so. Quantise "
+                'the projections alone: quantize(model, "nf4", head=False).'
+            )
 
         def local(hidden, targets, *others):
             per_token, (head, denominator, *constants) = others[:num], others[num:]
@@ -201,6 +208,8 @@ class LanguageModelLoss:
     def _local(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics):
         """The loss of tokens that are all on this device."""
         kernels = self.kernels
+        if logits is None and isinstance(head, BlockQuantized):
+            return self._by_quantized_head(hidden, targets, loss_weights, head, reduction, return_metrics)
         options = dict(
             token_weights=loss_weights,
             ignore_index=IGNORE_INDEX,
@@ -220,6 +229,37 @@ class LanguageModelLoss:
             loss, metrics = plain.cross_entropy(logits, targets, loss_weights, IGNORE_INDEX, reduction)
             return loss, metrics if return_metrics else None
         return result if return_metrics else (result, None)
+
+    def _by_quantized_head(self, hidden, targets, loss_weights, head, reduction, return_metrics):
+        """The same from log-probabilities, for which the head is made dense slice by slice."""
+        weights = jnp.ones(targets.shape) if loss_weights is None else loss_weights.astype(jnp.float32)
+        targets = jnp.where(weights != 0, targets, IGNORE_INDEX)
+        counts = targets != IGNORE_INDEX
+        found = quantized_log_probs(
+            hidden,
+            head,
+            targets,
+            ignore_index=IGNORE_INDEX,
+            metrics=return_metrics,
+            memory_budget_bytes=self.kernels.memory_budget_bytes,
+            implementation=self.kernels.implementation,
+            **logit_options_of(self.config),
+        )
+        num_tokens = jnp.sum(weights, where=counts)
+        loss = -jnp.sum(weights * found.log_probs, where=counts)
+        if reduction == "mean":
+            loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
+        if not return_metrics:
+            return loss, None
+        correct = jnp.sum((found.predicted_tokens == targets) & counts)
+        return loss, LossMetrics(
+            accuracy=correct / jnp.maximum(jnp.sum(counts), 1),
+            predicted_tokens=found.predicted_tokens,
+            max_logit=found.max_logit,
+            log_normalizer=found.log_normalizer,
+            z_loss=jnp.zeros(()),
+            num_tokens=jax.lax.stop_gradient(num_tokens),
+        )
 
     def _budget_bytes(self, hidden, targets, head):
         """What the fused loss may use of this device's memory."""

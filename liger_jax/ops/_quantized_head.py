@@ -1,0 +1,88 @@
+"""Log-probabilities by a quantised head, one slice of the vocabulary after another: the dense head is never whole.
+
+Each slice is made dense, reduces its logits to statistics, and is forgotten; the backward makes it again. The slices'
+statistics are merged as those of a vocabulary that lies on several devices are.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from liger_jax.ops import _checks, _loss, _vocab_shards
+from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
+from liger_jax.ops.block_quantized import BlockQuantized
+from liger_jax.ops.fused_linear_log_probs import TokenLogProbs, token_log_probs
+from liger_jax.pallas_kernels.cross_entropy import formulas
+from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
+
+OP = "quantized_log_probs"
+MOST_IN_A_SLICE = 2**14  # 128 MiB of a bfloat16 head of width 4,096
+_SLICES = "slices"
+
+
+def quantized_log_probs(
+    hidden: Float[Array, "*tokens D"],
+    head: BlockQuantized,
+    labels: Integer[Array, "*tokens"],
+    *,
+    ignore_index: int | None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    entropy: bool = False,
+    metrics: bool = True,
+    **limits: Any,
+) -> TokenLogProbs:
+    """What `fused_linear_log_probs` gives with the dense head, which is frozen here.
+
+    Args:
+        hidden: (..., D).
+        head: (V, D), with blocks along D.
+        labels: (...).
+        ignore_index: as there, and so are the next five.
+        temperature: by which logits are divided.
+        logit_scale: a number.
+        logit_softcap: a number or None.
+        entropy: whether entropies are made.
+        metrics: whether largest logits and their tokens are made.
+        **limits: `memory_budget_bytes` and `implementation` of a slice's products.
+
+    Returns:
+        `TokenLogProbs` of the labels' shape.
+    """
+    options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, logit_scale / temperature, logit_softcap, "none")
+    logit_options = dataclasses.replace(options.logit_options(metrics), entropy=entropy)
+    linear = LinearOptions(logit_options, "vd", _checks.current_precision(None), "lean", 0)
+    flat, vocab_size, dtype = labels.reshape(-1), head.shape[0], hidden.dtype
+    terms = _loss.token_terms(flat, None, None, None, options, vocab_size)
+    slices = math.ceil(vocab_size / MOST_IN_A_SLICE)
+    size = math.ceil(vocab_size / slices)
+
+    @jax.checkpoint
+    def statistics_of(rows: BlockQuantized, start: jax.Array, x: jax.Array) -> Statistics:
+        x, weight = x.astype(dtype), rows.astype(dtype)
+        own = terms.labels - start
+        is_own = (terms.labels >= 0) & (own >= 0) & (own < weight.shape[0])
+        y = jnp.where(is_own, own, jnp.where(terms.labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
+        problem = problem_on_device(
+            OP, x, weight, y, None, options=linear, reduction="none", vocab_axis=None, **limits
+        )  # fmt: skip
+        return linear_statistics(x, weight, None, None, y, problem, linear)
+
+    # The slices' gradients of the hidden states are summed in float32.
+    x = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
+    starts = jnp.arange(slices, dtype=jnp.int32) * size
+    full = head[: (slices - 1) * size]
+    stacked = jax.tree.map(lambda leaf: leaf.reshape(slices - 1, size, -1), full)
+    found = jax.lax.map(lambda part: statistics_of(*part, x), (stacked, starts[:-1]))
+    last = statistics_of(head[(slices - 1) * size :], starts[-1], x)
+    found = jax.tree.map(lambda parts, part: jnp.concatenate([parts, part[None]]), found, last)
+    merge = functools.partial(_vocab_shards.merged_over, axis=_SLICES, shard_size=size)
+    merged = jax.tree.map(lambda leaf: leaf[0], jax.vmap(merge, axis_name=_SLICES)(found))
+    return token_log_probs(formulas.where(terms.counts, merged), terms, labels.shape)

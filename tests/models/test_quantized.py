@@ -1,0 +1,114 @@
+"""Quantised weights: their error, and models that hold them beside adapters."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.scipy.special import ndtri
+
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.lora import add_lora, merge_lora, trainable
+from liger_jax.models.quantized import QuantizedParam, dequantize, quantize
+from liger_jax.ops import _quantized_head
+from liger_jax.ops.block_quantized import KINDS, NF4, block_quantized
+from liger_jax.planner import planning
+from tests.models._llama import CONFIG, make_model, random_tokens
+
+WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=16)
+GAPS = {"nf4": 1 - 0.6961928, "int8": 1 / 127}
+
+
+def test_nf4_is_the_normal_distribution_s_quantiles():
+    """bitsandbytes' construction: 8 quantiles above zero, 7 below, and zero, over the largest."""
+    outermost = 0.9677083
+    above = ndtri(jnp.linspace(outermost, 0.5, 9)[:-1])
+    below = -ndtri(jnp.linspace(outermost, 0.5, 8)[:-1])
+    values = np.sort(np.concatenate([above, below, [0.0]]))
+    np.testing.assert_allclose(np.array(NF4), values / values.max(), atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_value_is_within_half_the_widest_gap_of_its_weight(kind, axis):
+    weight = jax.random.normal(jax.random.key(0), (192, 128), jnp.bfloat16).at[0].set(0)
+    found = block_quantized(weight, kind, axis=axis)
+    exact = np.asarray(weight, np.float64)
+    largest = np.abs(exact.reshape(3, 64, 128) if axis == -2 else exact.reshape(192, 2, 64)).max(axis, keepdims=True)
+    bound = np.broadcast_to(largest, (3, 64, 128) if axis == -2 else (192, 2, 64)).reshape(exact.shape) * GAPS[kind] / 2
+    assert (np.abs(np.asarray(found.astype(jnp.float32), np.float64) - exact) <= bound * (1 + 1e-5)).all()
+    assert found.shape == weight.shape and found.dtype == weight.dtype
+    assert (
+        sum(x.nbytes for x in jax.tree.leaves(found))
+        == weight.size * (4 if kind == "nf4" else 8) // 8 + weight.size // 32
+    )
+
+
+@pytest.mark.parametrize("options", [dict(remat="full"), dict(scan_layers=False)], ids=["scanned", "unrolled"])
+def test_loss_and_gradients_are_those_of_the_dense_weights_that_the_codes_say(options, rng, monkeypatch):
+    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", 20)
+    tokens = random_tokens(rng)
+    model = add_lora(quantize(make_model(WIDE, **options), "nf4", head=True), 3, alpha=6, rngs=nnx.Rngs(1))
+
+    def value_and_gradients(model):
+        graph, adapters, base = trainable(model)
+        loss = lambda adapters, base: nnx.merge(graph, adapters, base)(tokens, labels=tokens).loss
+        return jax.jit(jax.value_and_grad(loss))(adapters, base)
+
+    found = value_and_gradients(model)
+    logits = jax.jit(lambda model: model(tokens).logits)(model)
+    dequantize(model)
+    assert not nnx.to_flat_state(nnx.state(model, QuantizedParam))
+    expected = value_and_gradients(model)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.abs(x - y).max() <= 2e-5 * jnp.abs(y).max()
+    np.testing.assert_allclose(logits, model(tokens).logits, atol=1e-4)
+
+
+def test_a_step_s_program_makes_no_gradient_of_a_quantised_weight():
+    model = nnx.eval_shape(lambda: add_lora(quantize(make_model(WIDE), "nf4"), 3, alpha=6, rngs=nnx.Rngs(1)))
+    graph, adapters, base = trainable(model)
+    tokens = jax.ShapeDtypeStruct((2, 7), jnp.int32)
+    loss = lambda adapters, base, tokens: nnx.merge(graph, adapters, base)(tokens, labels=tokens).loss
+    text = jax.jit(jax.grad(loss)).lower(adapters, base, tokens).as_text()
+    products = re.findall(r"stablehlo\.dot_general.*-> tensor<(\d+)x(\d+)xf32>", text)
+    assert not [shape for shape in products if {int(n) for n in shape} <= {64, 128, 32, 61}]
+
+
+def test_quantised_models_load_merge_and_save_dense(rng, tmp_path):
+    tokens, dense_model = random_tokens(rng), make_model(WIDE)
+    dense_model.save_pretrained(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantize="int8")
+    expected = quantize(dense_model, "int8")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(expected))
+    assert isinstance(model.model.layers.mlp.up_proj.kernel, QuantizedParam)
+    loss = model(tokens, labels=tokens).loss
+    merged = merge_lora(add_lora(model, 2, alpha=4, rngs=nnx.Rngs(1)))
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    np.testing.assert_allclose(again(tokens, labels=tokens).loss, loss, rtol=1e-5)
+
+
+def test_the_plan_counts_adapters_and_quantised_weights():
+    totals = [
+        planning.plan(
+            "llama-3-8b", batch=4, seq=2048, device="h100", param_dtype="bfloat16", lora=lora, quantize=quantize
+        ).estimates["fused"]
+        for lora, quantize in ((None, None), (16, None), (16, "nf4"))
+    ]
+    full, lora, qlora = (x.total / 2**30 for x in totals)
+    assert full > 80 and abs(lora / 19.44 - 1) < 0.03 and abs(qlora / 9.90 - 1) < 0.03  # compiled for an H100
+
+
+def test_what_cannot_be_quantised_is_refused():
+    with pytest.raises(ValueError, match=r"quantize='fp4' must be one of \('nf4', 'int8'\)"):
+        quantize(make_model(WIDE), "fp4")
+    with pytest.raises(ValueError, match="block_size=64 must be even and divide the 48 values.*Pass block_size=16"):
+        quantize(make_model(), "nf4")
+    with pytest.raises(ValueError, match="the head is the embedding"):
+        quantize(make_model(dataclasses.replace(WIDE, tie_word_embeddings=True)), "nf4", head=True)
+    with pytest.raises(ValueError, match="quantised weights are not trained"):
+        planning.make_run("llama-3-8b", batch=1, seq=128, device="h100", quantize="nf4")
