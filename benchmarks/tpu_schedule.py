@@ -2,16 +2,16 @@
 
     python -m benchmarks.tpu_schedule [--cases v6e:llama-3-8b-head v5p:gemma-2-2b-head]
 
-libtpu writes each kernel as bundles of instructions, one a cycle, and how many slots of each unit a bundle uses.
-Bundles × trip counts are cycles without stalls. What is left out: waiting for HBM, and guarded code with neither
-products nor exponentials: what runs at a row tile's first and last step, and copies of windows inside VMEM.
-The yardstick is XLA's own product hidden · weightᵀ, which writes the logits in bfloat16, read the same way.
+libtpu writes each operation as bundles of instructions, one a cycle, and how many slots of each unit a bundle uses.
+Bundles × trip counts are cycles without stalls. An operation's counted time is the longest of three: its cycles, what
+its products take at the published peak, and what its arrays take at HBM's bandwidth. A program's is the sum over its
+operations, loops included. What is left out: guarded code with neither products nor exponentials (what runs at a row
+tile's first and last step, and copies of windows inside VMEM), and copies that run beside other operations.
 """
 
 import argparse
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import re
@@ -20,6 +20,7 @@ import sys
 import tempfile
 
 from benchmarks._shapes import HEADS
+from benchmarks._tpu_program import Operation, hbm_bytes, operations, shapes
 
 # An option of tpu7x's compiler: by default it copies 16-bit arrays that a loop reads, such as the weight, into tiles of
 # 16 rows.
@@ -30,7 +31,8 @@ KERNELS = ("fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """One core of a generation: bfloat16 multiply-adds a cycle, GHz, HBM bytes a nanosecond, and MiB of VMEM.
+    """One core of a generation: bfloat16 multiply-adds a cycle, GHz, HBM bytes a nanosecond, MiB of VMEM, and cores
+    that XLA's device has: on v4 and v5p an operation is split over two, and a schedule is one core's half.
 
     Multiply-adds: 4 units of 128 × 128 up to v5p; 2 of 256 × 256 that take 2 rows a cycle from v6e on. With the
     clock these give the published peaks: 275, 197, 459, 918 and 2,307 TFLOP/s for chips of 2, 1, 2, 1 and 2 cores.
@@ -40,12 +42,13 @@ class Core:
     ghz: float
     hbm: float
     vmem: int
+    count: int = 1
 
 
 CORES = {
-    "v4": Core(4 * 128 * 128, 1.05, 614, 16),
+    "v4": Core(4 * 128 * 128, 1.05, 614, 16, 2),
     "v5e": Core(4 * 128 * 128, 1.5, 819, 128),
-    "v5p": Core(4 * 128 * 128, 1.75, 1383, 64),
+    "v5p": Core(4 * 128 * 128, 1.75, 1383, 64, 2),
     "v6e": Core(2 * 2 * 256 * 256, 1.75, 1640, 128),
     "tpu7x": Core(2 * 2 * 256 * 256, 2.2, 3690, 64),
 }
@@ -135,113 +138,160 @@ def read_schedule(bundles_path: pathlib.Path, slots_path: pathlib.Path, tiles: i
     return Schedule(cycles - other_cycles, other_cycles, total("VSTORE:SPILL"), total("VLOAD:FILL"), use)
 
 
-def largest(directory: pathlib.Path, name: str, tiles: int = 0, steps: int = 0) -> Schedule:
-    """The kernel named `name` with the most cycles: a last, shorter slice has a kernel of its own."""
-    bundles = [path for path in directory.glob(f"*{name}*-final_bundles.txt") if "schedule-an" not in path.name]
-    found = []
-    for path in bundles:
-        kernel = re.sub(r"-\d+-final_bundles.txt$", "", path.name)
-        (slots,) = directory.glob(f"{kernel}-[0-9]*-final_hlo-static-per-bundle-utilization.txt")
-        found.append(read_schedule(path, slots, tiles, steps))
-    return max(found, key=lambda schedule: schedule.product_cycles + schedule.other_cycles)
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """An operation that was counted: its schedule, if it was written, and what one core takes for one run."""
+
+    operation: Operation
+    schedule: Schedule | None
+    ideal_cycles: float
+    cycles: float
+    hbm_ns: float
+
+    def ms(self, core: Core) -> float:
+        return self.operation.runs * max(self.cycles / core.ghz, self.hbm_ns) / 1e6
 
 
-def compile_program(generation: str, shape: str, what: str) -> None:
-    """Compiles and prints the temporary bytes; run in a process of its own, since libtpu reads its settings once."""
-    from tests.aot import targets
+def _schedule_of(directory: pathlib.Path, name: str, tiles: int, steps: int) -> Schedule | None:
+    """The schedule of the operation of this name; XLA writes none for one that equals another."""
+    paths = [p for p in directory.glob(f"*-{name}-[0-9]*-final_bundles.txt") if "schedule-an" not in p.name]
+    if not paths:
+        return None
+    kernel = re.sub(r"-\d+-final_bundles.txt$", "", paths[0].name)
+    (slots,) = directory.glob(f"{kernel}-[0-9]*-final_hlo-static-per-bundle-utilization.txt")
+    return read_schedule(paths[0], slots, tiles, steps)
 
-    os.environ.update(targets.ENVIRONMENT)
+
+def _counted(directory: pathlib.Path, operation: Operation, core: Core, d: int) -> Count:
+    """The count of an operation. Of ours it knows the grid, and that each row tile reads the whole weight."""
+    from liger_jax.pallas_kernels._tiles import cdiv
+    from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+
+    name, macs, moved, tiles, steps = operation.instruction.name, operation.macs, operation.hbm_bytes, 0, 0
+    hidden = next((s for t in operation.operand_types for s in shapes(t) if len(s) == 2 and s[1] == d), None)
+    if any(kernel in name for kernel in KERNELS):
+        n = max(s[0] for s in shapes(operation.instruction.type))
+        if KERNELS[0] in name:
+            columns = max(s[0] for t in operation.operand_types for s in shapes(t) if len(s) == 2 and s[1] == d)
+        else:
+            columns = shapes(operation.instruction.type)[0][1]
+        tile = config.tpu_config(n, columns, d, 2, core.vmem * 2**20)
+        n_tiles, v_tiles, d_tiles = (
+            cdiv(size, block)
+            for size, block in ((n, tile.n_block_size), (columns, tile.v_block_size), (d, tile.d_block_size))
+        )
+        tiles = n_tiles * v_tiles // core.count
+        steps = tiles * d_tiles if hidden else tiles
+        if hidden:  # a tile of hidden is read once a row tile, or once a tile of both where d is split
+            macs = n * columns * d
+            reads = n_tiles * columns + n * (v_tiles if d_tiles > 1 else 1)
+            moved = 2 * d * reads + hbm_bytes(operation.instruction.type)
+    if "_empty_" in name:  # it is reserved, and not written
+        moved = 0
+    schedule = _schedule_of(directory, name, tiles, steps)
+    ideal = macs / core.macs / core.count
+    busy = max(schedule.product_cycles, ideal) + schedule.other_cycles if schedule else ideal
+    return Count(operation, schedule, ideal, busy, moved / core.hbm / core.count)
+
+
+def function_of(what: str):
+    """The loss of hidden (N, D), weight (V, D) and labels that is compiled, and its gradients."""
     import jax
     import jax.numpy as jnp
 
     from liger_jax import fused_linear_cross_entropy
 
+    def plain(h, w, y):
+        z = jax.lax.dot_general(h, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return jnp.mean(jax.nn.logsumexp(z, axis=1) - jnp.take_along_axis(z, y[:, None], axis=1)[:, 0])
+
+    def peer(h, w, y):
+        from tokamax import linear_softmax_cross_entropy_loss  # pyright: ignore[reportMissingImports]
+
+        return linear_softmax_cross_entropy_loss(h, y, w.T, reduction="mean", implementation="mosaic_tpu")
+
+    def ours(h, w, y):
+        implementation, mode = what.split()
+        return fused_linear_cross_entropy(h, w, y, mode=mode, implementation=implementation)
+
+    loss = {"plain float32 logits": plain, "tokamax": peer}.get(what, ours)
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def compile_program(generation: str, shape: str, what: str, in_small_tiles: str, text_path: str) -> None:
+    """Compiles and prints the temporary bytes; run in a process of its own, since libtpu reads its settings once."""
+    from tests.aot import targets
+
+    os.environ.update(targets.ENVIRONMENT)
+    import jax.numpy as jnp
+
     n, d, v = HEADS[shape]
-    loss = lambda h, w, y: fused_linear_cross_entropy(h, w, y, mode="lean", implementation="mosaic_tpu")
     arguments = (((n, d), jnp.bfloat16), ((v, d), jnp.bfloat16), ((n,), jnp.int32))
-    function = jax.value_and_grad(loss, (0, 1))
-    if what == "product":
-        function = lambda h, w, y: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ())))
-    options = {SMALL_TILES: "false"} if what == "small tiles" else None
-    compiled = targets.compile_for(function, arguments, targets.tpu_devices(generation)[0], "tpu", options)
+    options = {SMALL_TILES: "false"} if in_small_tiles == "yes" else None
+    device = targets.tpu_devices(generation)[0]
+    compiled = targets.compile_for(function_of(what), arguments, device, "tpu", options)
+    pathlib.Path(text_path).write_text(compiled.as_text())
     print(json.dumps({"temporary": compiled.memory_analysis().temp_size_in_bytes}))
 
 
-def dumped(generation: str, shape: str, what: str, directory: str | None) -> int | None:
-    """Compiles with the schedule written to `directory`. Returns the temporary bytes, or None if it fails."""
-    flags = f"--xla_jf_dump_to={directory} {FINAL_SCHEDULE}" if directory else ""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tpu_schedule", "--compile", generation, shape, what],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags},
-        capture_output=True,
-        text=True,
-    )
+def dumped(generation: str, shape: str, what: str, in_small_tiles: bool, directory: str) -> int | None:
+    """Compiles with text and schedules written to `directory`. Returns the temporary bytes, or None if it fails."""
+    command = [sys.executable, "-m", "benchmarks.tpu_schedule", "--compile", generation, shape, what]
+    command += ["yes" if in_small_tiles else "no", f"{directory}/program.txt"]
+    flags = f"--xla_jf_dump_to={directory} {FINAL_SCHEDULE}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
         return None
     return json.loads(done.stdout.splitlines()[-1])["temporary"]
 
 
-def rows(generation: str, shape: str):
-    from liger_jax.ops.loss_plan import Problem, make_plan
-    from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+def programs() -> list[str]:
+    import importlib.util
 
-    n, d, v = HEADS[shape]
-    core = CORES[generation]
-    entries = make_plan(Problem(n, d, v, 2, 2, "tpu", "mosaic_tpu", mode="lean")).chunk_size
-    label = [generation, f"{shape} {HEADS[shape]}"]
+    ours = ["plain float32 logits", "xla fast", "mosaic_tpu fast", "xla lean", "mosaic_tpu lean"]
+    return [*ours, "tokamax"] if importlib.util.find_spec("tokamax") else ours
+
+
+def rows(generation: str, shape: str, what: str) -> tuple[list[str], list[list[str]]]:
+    """The program's row, and a row for each of its operations with a product or more than 2 % of the time."""
+    (n, d, v), core = HEADS[shape], CORES[generation]
+    label = [generation, f"{shape} {HEADS[shape]}", what]
+    in_small_tiles = generation == "tpu7x"
     with tempfile.TemporaryDirectory() as directory:
-        temporary = dumped(generation, shape, "loss", directory)
+        temporary = dumped(generation, shape, what, in_small_tiles, directory)
         if temporary is None:
-            yield [*label, "does not compile", *["–"] * 7]
-            return
-        extra = f"{temporary / 2**20:.0f}"
-        if generation == "tpu7x":
-            extra += f" ({dumped(generation, shape, 'small tiles', None) / 2**20:.0f})"
-        for kernel, columns in zip(KERNELS, (v, entries), strict=True):
-            tile = config.tpu_config(n, columns, d, 2, core.vmem * 2**20)
-            n_tiles, v_tiles = math.ceil(n / tile.n_block_size), math.ceil(columns / tile.v_block_size)
-            tile_count = n_tiles * v_tiles
-            schedule = largest(pathlib.Path(directory), kernel, tile_count, tile_count * (d // tile.d_block_size))
-            ideal = n * d * columns / core.macs
-            # Where the schedule is shorter than the published peak allows, the units themselves are waited for.
-            cycles = max(schedule.product_cycles, ideal) + schedule.other_cycles
-            # A weight tile is read once a row tile; a hidden tile once a tile of both where d is split.
-            bytes_read = 2 * d * (n_tiles * columns + n * (v_tiles if tile.d_block_size < d else 1))
-            yield [
-                *label,
-                kernel.removeprefix("fused_linear_cross_entropy_"),
-                f"{cycles / 1e6:.2f}",
-                f"{ideal / 1e6:.2f}",
-                f"{ideal / cycles:.0%}",
-                f"{(schedule.spills + schedule.fills) / cycles:.2f}",
-                schedule.limit,
-                f"{bytes_read / core.hbm / 1e6:.1f} / {cycles / core.ghz / 1e6:.1f}",
-                extra,
-            ]
-    with tempfile.TemporaryDirectory() as directory:
-        if dumped(generation, shape, "product", directory) is None:
-            return
-        schedule, ideal = largest(pathlib.Path(directory), "-"), n * d * v / core.macs
-        cycles = max(schedule.product_cycles, ideal) + schedule.other_cycles
-        yield [
+            return [*label, "does not compile", "–", "–", "–"], []
+        text = (pathlib.Path(directory) / "program.txt").read_text()
+        counts = [_counted(pathlib.Path(directory), operation, core, d) for operation in operations(text)]
+    total = sum(count.ms(core) for count in counts)
+    product = n * d * v / core.macs / core.count / core.ghz / 1e6
+    details = []
+    for count in counts:
+        if count.ms(core) < 0.02 * total or count.schedule is None:
+            continue
+        schedule, hbm_ms = count.schedule, count.operation.runs * count.hbm_ns / 1e6
+        spilled = (schedule.spills + schedule.fills) / max(count.cycles, 1)
+        details.append([
             *label,
-            "XLA's product",
-            f"{cycles / 1e6:.2f}",
-            f"{ideal / 1e6:.2f}",
-            f"{ideal / cycles:.0%}",
-            f"{(schedule.spills + schedule.fills) / cycles:.2f}",
+            f"{count.operation.runs} × {count.operation.instruction.name}",
+            f"{count.ms(core):.2f}",
+            f"{count.operation.runs * count.cycles / core.ghz / 1e6:.2f} / {hbm_ms:.2f}",
+            f"{count.ideal_cycles / count.cycles:.0%}" if count.ideal_cycles else "–",
+            f"{spilled:.2f}",
             schedule.limit,
-            f"– / {cycles / core.ghz / 1e6:.1f}",
-            "–",
-        ]
+        ])  # fmt: skip
+    row = [*label, f"{total:.1f}", f"{total / product:.2f}", f"{3 * product:.1f}", f"{temporary / 2**20:.0f}"]
+    return row, details
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     cases = [f"{generation}:{shape}" for shape in HEADS for generation in CORES]
     parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
-    parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--programs", nargs="+", default=programs())
+    parser.add_argument("--compile", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
         compile_program(*args.compile)
@@ -250,18 +300,25 @@ def main() -> None:
 
     from benchmarks._measure import save, table
 
-    header = ["core", "(N, D, V), bf16", "kernel", "10⁶ cycles", "10⁶ ideal", "MXU-bound"]
-    header += ["spills + fills a cycle", "most used unit", "HBM / schedule ms", "program's temporary MiB"]
+    label = ["core", "(N, D, V), bf16", "program"]
+    header = [*label, "counted ms", "× one product", "three products ms", "temporary MiB"]
+    details_header = [*label, "operation", "counted ms", "schedule / HBM ms", "MXU-bound", "spills + fills a cycle"]
+    details_header += ["most used unit"]
     version = importlib.metadata.version("libtpu")
-    title = f"# Compiler schedules, not measurements\n\nBy libtpu {version}; no TPU was there. MXU-bound 100 %: "
-    title += (
-        "schedule is shorter than the published peak allows, and waiting for the units, which it leaves out, decides. "
-        f"In brackets: with {SMALL_TILES}=false."
+    title = (
+        f"# Counted from the compiler's schedules, not measured\n\nBy libtpu {version}; no TPU was there. A program "
     )
-    lines = []
-    for case in args.cases:  # some minutes each: what is done is saved
-        lines += rows(*case.split(":"))
-        save("tpu_schedule", title + "\n\n" + table(header, lines))
+    title += "is the loss and both gradients. MXU-bound 100 %: the schedule is shorter than the published peak allows, "
+    title += f"and waiting for the units, which it leaves out, decides. tpu7x: with {SMALL_TILES}=false."
+    lines, details = [], []
+    for case in args.cases:
+        for what in args.programs:  # a minute each: what is done is saved
+            row, of_operations = rows(*case.split(":"), what)
+            print(" | ".join(row), flush=True)
+            lines.append(row)
+            details += of_operations
+            tables = table(header, lines) + "\n\n## Their operations\n\n" + table(details_header, details)
+            save("tpu_schedule", title + "\n\n" + tables)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ They are those of the compiled programs, which tests/aot compares, with a term f
 """
 
 from liger_jax.ops.loss_problem import DistillationProblem, Problem
-from liger_jax.pallas_kernels._tiles import cdiv
+from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_gpu
 
 _CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace on Hopper, for XLA's products
@@ -36,9 +36,12 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
             if part_of_dw and not is_whole:  # at a time, and the largest buffer beside it lies where dW will be
                 of_parts = weight_slice + part_of_dw - max(weight_slice, dw_low_byte, weight_copy)
         return chunk + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
+    if problem.kernels == "mosaic_tpu" and tokens >= n:  # dW is one product
+        return chunk + problem.weight_copy_bytes
     # dW is written last, from its float32 sum. Until then the largest buffer that fits lies in its place.
     room = v * d * problem.weight_itemsize if float32_dw else 0
     logits, du = 4 * tokens * v, tokens * v * problem.itemsize
+    logits = 0 if problem.kernels == "mosaic_tpu" else logits  # which keeps no float32 logits
     in_its_place = max((size for size in (logits, du) if size <= room), default=0)
     return chunk - in_its_place + float32_dw + problem.weight_copy_bytes
 
@@ -46,11 +49,14 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
 def chunk_bytes(problem: Problem, tokens: int) -> int:
     """What grows with the chunk of the fast mode: logits and du, or E. (du is written in the place of E.)"""
     du = tokens * problem.v * problem.itemsize
+    hidden = tokens * problem.d * problem.itemsize  # without the rows that do not count, and then its gradient
+    if problem.kernels == "mosaic_tpu":
+        part_maxima = 4 * tokens * round_up(cdiv(problem.v, 256), 128)
+        return du + part_maxima + hidden + 4 * 128 * tokens  # and a token's numbers, in 128 lanes
     if problem.kernels != "mosaic_gpu":
         return du + 4 * tokens * problem.v
     # Each tile of logits leaves a row's maximum; a tile has 128 columns where the depth is short, and else 256 or 192.
     tile_maxima = 4 * tokens * cdiv(problem.v, 128 if problem.d < config.SHORT_DEPTH else 256)
-    hidden = tokens * problem.d * problem.itemsize  # without the rows that do not count, and then its gradient
     return du + tile_maxima + hidden
 
 
@@ -85,7 +91,7 @@ def slice_bytes(problem: Problem, entries: int) -> int:
         part_of_dw = problem.weight_itemsize if mosaic_gpu.copies_slices(problem.vocab_dim) else 0
         return du + entries * d * (itemsize + part_of_dw)
     if problem.kernels == "mosaic_tpu":
-        return du + entries * d * itemsize
+        return du  # the weight's slice is read, and dW's is written, in its place
     logits = 4 * n * entries if problem.kernels == "xla" else 0
     return du + logits + entries * d * (4 + itemsize)
 

@@ -194,12 +194,12 @@ def preferred_tokens(problem: Problem) -> int:
 
     dW's accumulator is read and written once a chunk. On an H200 chunks of 2,048 tokens come within 3 % of the whole
     batch at a width of 4,096 in XLA, where chunks of 512 cost 30 % more (benchmarks/results/token_chunks.md). Hopper's
-    kernels need no accumulator where one chunk holds all tokens, which may take half as much more memory. A CPU is slow
-    enough for 256.
+    and the TPU's kernels need no accumulator where one chunk holds all tokens, which may take half as much more memory.
+    A CPU is slow enough for 256.
     """
     if problem.platform == "cpu":
         return 256
-    if problem.kernels != "mosaic_gpu" or not problem.gradients.weight:
+    if problem.kernels not in ("mosaic_gpu", "mosaic_tpu") or not problem.gradients.weight:
         return 2048
     return max(problem.n, 1) if fast_bytes(problem, problem.n) <= 1.5 * fast_bytes(problem, 8192) else 8192
 
@@ -208,8 +208,8 @@ def preferred_entries(problem: Problem) -> int:
     """Vocabulary entries in a slice of the lean mode where memory is no matter.
 
     What grows with the slice takes up to a quarter of the logits in 16 bits, unless that is less than `least_entries`
-    need. Of long vocabularies XLA and Triton take up to 128 MiB of logits and du, and a TPU up to 32 MiB of du.
-    Hopper's kernels take up to 72 MiB of du, and of such slices those that leave few cores idle.
+    need. Of long vocabularies XLA and Triton take up to 128 MiB of logits and du, and a TPU up to 64 MiB of du and
+    7,168 entries. Hopper's kernels take up to 72 MiB of du, and of such slices those that leave few cores idle.
     """
     n, itemsize, least = max(problem.n, 1), problem.itemsize, least_entries(problem)
     quarter = n * problem.v // 2 // slice_bytes(problem, 1)
@@ -218,7 +218,7 @@ def preferred_entries(problem: Problem) -> int:
         sizes = range(min(4096, most), most + 1, 256)
         return min(sizes, key=lambda size: (config.mosaic_gpu_entry_cost(problem.n, problem.d, size), size))
     if problem.kernels == "mosaic_tpu":
-        return max(least, min(max(2048, 2**25 // (itemsize * n)), quarter) // 1024 * 1024)
+        return max(least, min(max(2048, 2**26 // (itemsize * n)), 7168, quarter) // 1024 * 1024)
     return max(least, min(2**27 // ((4 + itemsize) * n), quarter) // 256 * 256)
 
 

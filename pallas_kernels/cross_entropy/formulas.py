@@ -123,6 +123,14 @@ def slope(u: jax.Array, options: LogitOptions) -> jax.Array | float:
     return options.scale * (1.0 - jnp.square(jnp.tanh(u / options.softcap)))
 
 
+def slope_of_logit(z: jax.Array | None, options: LogitOptions) -> jax.Array | float:
+    """`slope`, from z instead of u; without a softcap z is not read."""
+    if options.softcap is None or options.scale == 0.0:
+        return options.scale
+    assert z is not None  # it is there where there is a softcap
+    return options.scale * (1.0 - jnp.square(z / (options.scale * options.softcap)))
+
+
 def online_start(n: int, options: LogitOptions) -> OnlineState:
     """The state before any column was seen."""
     zeros = jnp.zeros((n, 1), jnp.float32)
@@ -154,14 +162,17 @@ def online_update(
     labels: jax.Array,
     class_weights: jax.Array | None,
     axis: int = 1,
+    one_maximum: bool = False,
 ) -> OnlineState:
     """Adds a tile of logits z (N, v); columns and in_vocab (1, v), labels (N, 1), class_weights (1, v).
 
     If in_vocab is None, all columns are in the vocabulary. With axis 0 the tile is (pieces, N, lanes), and it is
-    reduced to a state (1, N, lanes).
+    reduced to a state (1, N, lanes). With `one_maximum` all lanes of a row then have the row's maximum.
     """
     masked = z if in_vocab is None else jnp.where(in_vocab, z, -jnp.inf)
     tile_maximum = jnp.max(masked, axis, keepdims=True)
+    if one_maximum:
+        tile_maximum = jnp.max(tile_maximum, axis=-1, keepdims=True)
     maximum = jnp.maximum(state.maximum, tile_maximum)
     shift = jnp.where(maximum == -jnp.inf, 0.0, maximum)  # exp(−inf − (−inf)) would be NaN
     exp_sum = state.exp_sum * jnp.exp(state.maximum - shift)
@@ -248,16 +259,29 @@ def logit_gradient(
     options: LogitOptions,
 ) -> jax.Array:
     """du of a tile of raw float32 logits u (N, v); what belongs to rows is (N, 1), columns and class_weights (1, v)."""
-    # dz_v = g_lse · exp(z_v − lse) + g_target · 1[v = y] + g_sum · c_v
     log_p = transform(u, options) - log_normalizer
+    return scaled_logit_gradient(jnp.exp(log_p), log_p, columns, labels, cotangents, class_weights) * slope(u, options)
+
+
+def scaled_logit_gradient(
+    p: jax.Array,
+    log_p: jax.Array | None,
+    columns: jax.Array,
+    labels: jax.Array,
+    cotangents: Cotangents,
+    class_weights: jax.Array | None,
+) -> jax.Array:
+    """dz of a tile of probabilities p (N, v), for logits z after scale and softcap; log_p is for the entropy alone."""
+    # dz_v = g_lse · p_v + g_target · 1[v = y] + g_sum · c_v
     factor = cotangents.log_normalizer
     if cotangents.log_probability is not None:
+        assert log_p is not None  # it is there where an entropy was asked for
         factor += cotangents.log_probability * jnp.maximum(log_p, LEAST_EXPONENT)
-    dz = factor * jnp.exp(log_p)
+    dz = factor * p
     dz += jnp.where(columns == labels, cotangents.target_logit, 0.0)
     if cotangents.logit_sum is not None:
         dz += cotangents.logit_sum if class_weights is None else cotangents.logit_sum * class_weights
-    return dz * slope(u, options)
+    return dz
 
 
 def column_indices(v: int) -> jax.Array:

@@ -11,7 +11,7 @@ from liger_jax import fused_linear_cross_entropy
 from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error, value_and_grad
 
 # Each mode that a kernel has.
-MODES = {"xla": ("fast", "lean"), "triton": ("lean",), "mosaic_tpu": ("lean",)}
+MODES = {"xla": ("fast", "lean"), "triton": ("lean",), "mosaic_tpu": ("fast", "lean")}
 
 
 def pytest_generate_tests(metafunc):

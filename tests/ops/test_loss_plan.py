@@ -22,11 +22,11 @@ LLAMA = (8192, 4096, 128256)
 GIB = 2**30
 
 
-def test_hopper_gets_its_own_kernels_and_others_xla():
+def test_hopper_and_tpus_get_their_own_kernels_and_others_xla():
     assert plan_fused_linear_cross_entropy(*LLAMA, device=H200).implementation == "mosaic_gpu"
     for other in (A100, B200):
         assert plan_fused_linear_cross_entropy(*LLAMA, device=other).implementation == "xla"
-    assert plan_fused_linear_cross_entropy(*LLAMA, device=V6E).implementation == "xla"
+    assert plan_fused_linear_cross_entropy(*LLAMA, device=V6E).implementation == "mosaic_tpu"
     assert plan_fused_linear_cross_entropy(*LLAMA, dtype=jnp.float32, device=H200).implementation == "xla"
 
 

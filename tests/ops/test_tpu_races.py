@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from liger_jax import fused_linear_cross_entropy
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu_kernels
 
 N, V = 40, 300  # 3 row tiles (one core gets 2, the other 1) and 3 weight tiles; the last ones are partial
 
@@ -29,8 +29,8 @@ def two_cores(monkeypatch):
         )
         params = lambda _, *named, vmem_limit_bytes: pltpu.CompilerParams(dimension_semantics=semantics or named)
         monkeypatch.setattr(config, "tpu_config", tiles)
-        monkeypatch.setattr(mosaic_tpu, "tpu_params", params)
-        monkeypatch.setattr(mosaic_tpu, "tpu_interpreter", lambda _: interpreter)
+        monkeypatch.setattr(mosaic_tpu_kernels, "tpu_params", params)
+        monkeypatch.setattr(mosaic_tpu_kernels, "tpu_interpreter", lambda _: interpreter)
         # An earlier trace of the same shapes would have been made for one core.
         jax.clear_caches()
 
@@ -38,7 +38,7 @@ def two_cores(monkeypatch):
     jax.clear_caches()
 
 
-def loss_and_inputs(rng, d, dtype, implementation):
+def loss_and_inputs(rng, d, dtype, implementation, mode="lean"):
     """With every option, so that each operand is there."""
     hidden, weight, bias = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((N, d), (V, d), (V,)))
     hidden /= 16
@@ -46,7 +46,7 @@ def loss_and_inputs(rng, d, dtype, implementation):
     labels = jnp.asarray(rng.integers(0, V, N))
     loss = lambda hidden, weight, bias, implementation=implementation: fused_linear_cross_entropy(
         hidden, weight, labels, bias=bias, class_weights=class_weights, label_smoothing=0.1, return_metrics=True,
-        mode="lean", implementation=implementation,
+        mode=mode, implementation=implementation,
     )  # fmt: skip
     return loss, (hidden, weight, bias)
 
@@ -58,16 +58,17 @@ def races(capfd, caplog):
 
 
 @pytest.mark.parametrize(
-    "dtype, d, d_block_size",
+    "dtype, d, d_block_size, mode",
     [
-        ("bfloat16", 100, 100),
-        pytest.param("float32", 100, 100, marks=pytest.mark.full),
-        pytest.param("bfloat16", 256, 128, marks=pytest.mark.full),
+        ("bfloat16", 100, 100, "fast"),
+        ("bfloat16", 100, 100, "lean"),
+        *(pytest.param("float32", 100, 100, mode, marks=pytest.mark.full) for mode in ("fast", "lean")),
+        *(pytest.param("bfloat16", 256, 128, mode, marks=pytest.mark.full) for mode in ("fast", "lean")),
     ],
 )
-def test_cores_do_not_race(dtype, d, d_block_size, two_cores, rng, races):
+def test_cores_do_not_race(dtype, d, d_block_size, mode, two_cores, rng, races):
     two_cores(d_block_size)
-    loss, inputs = loss_and_inputs(rng, d, dtype, "mosaic_tpu:interpret")
+    loss, inputs = loss_and_inputs(rng, d, dtype, "mosaic_tpu:interpret", mode)
     found = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
     jax.block_until_ready(found)
     assert not races()
