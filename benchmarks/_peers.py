@@ -77,6 +77,12 @@ def cut_cross_entropy() -> Losses:
     return {"CCE": function, "CCE, no filter": functools.partial(function, filter_eps=None)}
 
 
+def trl_log_probs() -> Callable[..., Any]:
+    """Log-probabilities (N,) of (hidden, weight, labels), with the chunks that the library's trainers take."""
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    return lambda hidden, weight, labels: function.apply(hidden, weight, None, labels, 1.0, 32768, None, 1.0, ())[0]
+
+
 JAX_PEERS: dict[str, Callable[[], Losses]] = {"tokamax": tokamax}
 TORCH_PEERS: dict[str, Callable[[], Losses]] = {"torch": torch_full_logits, "liger": liger, "cce": cut_cross_entropy}
 PACKAGES = {"torch": ("torch", "triton"), "liger": ("liger-kernel",), "cce": ("cut-cross-entropy",)}

@@ -1,23 +1,27 @@
 """The fused distillation losses against the products that they need, plain JAX and their peers, on one NVIDIA GPU.
 
-    python -m benchmarks.distillation [--tokens 8192] [--vocabulary 128256] [--memory]
+    python -m benchmarks.distillation [--tokens 8192] [--vocabulary 128256] [--parts times peers errors memory]
 
 Each row is a training step of the student: the mean loss, and its gradients by the student's hidden states and weight.
 The unit is what a step cannot do without: three products of the student and one of the teacher, each timed alone in the
-same run, as bare bf16 products. Times are medians over rounds in which every program has its turn
-(`_measure.in_rounds`). "Extra" memory is beside inputs and gradients: for JAX the compiler's figure, for torch the peak
-of its allocator.
+same run, as bare bf16 products. All programs are compiled first, in parallel. Times are medians over rounds in which
+every program of JAX has its turn (`_measure.in_rounds`), and torch's run after them. "Extra" memory is beside inputs
+and gradients: for JAX the compiler's figure, for torch the peak of its allocator.
 
 Errors are the RMS of (dW − truth), divided by that of plain JAX in bf16, whose logits are rounded. The truth is plain
 JAX in float64, on as many tokens as `--truth` says and 16,384 entries of the vocabulary.
 
-`--memory` compiles the losses for 1,024 to 65,536 tokens, and draws the extra memory.
+"memory" is of 1,024 to 65,536 tokens, by the compiler for an H200 that need not be there, and a picture.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import gc
 import importlib
+import os
+import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +34,7 @@ from liger_jax import fused_linear_cross_entropy, fused_linear_distillation, fus
 from liger_jax.pallas_kernels.fused_linear_distillation import reference
 
 STUDENT, TEACHER, STORED = 2048, 4096, 64  # widths, and log-probabilities of a stored teacher
+DOCS = _measure.RESULTS.parent.parent / "docs"
 TOKENS_OF_PICTURE = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
@@ -90,33 +95,45 @@ def torch_losses() -> dict[str, Callable[..., Any]]:
     return found
 
 
-def unit_ms(inputs: list[jax.Array]) -> float:
-    """Three products of the student and one of the teacher."""
-    product = jax.jit(lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))))
-    student, teacher = (functools.partial(product, *pair) for pair in (inputs[:2], inputs[2:]))
-    times = _measure.in_rounds({"student": student, "teacher": teacher})
-    print({name: f"{ms:.2f} ms" for name, ms in times.items()})
-    return 3 * times["student"] + times["teacher"]
+# --- times and memory -------------------------------------------------------------------------------------------------
+
+STUDENT_PRODUCT, TEACHER_PRODUCT = "one product of the student", "one product of the teacher"
 
 
-def measure_jax(inputs: list[jax.Array]) -> dict[str, tuple[float, float]]:
-    """Milliseconds and extra MiB of each loss's step."""
+def compiled_programs(inputs: list[jax.Array], pool: concurrent.futures.Executor) -> dict[str, Any]:
+    """The products and the losses' steps, as futures of functions of nothing and of their extra MiB."""
+
+    def compiled(name: str, function: Callable[..., Any], arguments: list[jax.Array]) -> tuple[Any, float]:
+        start = time.perf_counter()
+        program = jax.jit(function).lower(*arguments).compile()
+        print(f"  compiled {name} in {time.perf_counter() - start:.0f} s", flush=True)
+        return functools.partial(program, *arguments), program.memory_analysis().temp_size_in_bytes / 2**20
+
+    product = lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+    tasks = {STUDENT_PRODUCT: (product, inputs[:2]), TEACHER_PRODUCT: (product, inputs[2:])}
+    steps = {name: (jax.value_and_grad(loss, (0, 1)), inputs) for name, loss in losses(len(inputs[1])).items()}
+    return {name: pool.submit(compiled, name, *task) for name, task in (tasks | steps).items()}
+
+
+def measure_jax(futures: dict[str, Any]) -> tuple[float, dict[str, tuple[float, float]]]:
+    """The unit in milliseconds, and milliseconds and extra MiB of each loss's step, all in the same rounds."""
     programs, extra = {}, {}
-    for name, loss in losses(len(inputs[1])).items():
+    for name, future in futures.items():
         try:
-            step = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*inputs).compile()
-            jax.block_until_ready(step(*inputs))
+            program, extra[name] = future.result()
+            jax.block_until_ready(program())
+            programs[name] = program
         except jax.errors.JaxRuntimeError as error:
-            print(f"{name}: {str(error).splitlines()[0]}")
-            continue
-        programs[name] = functools.partial(step, *inputs)
-        extra[name] = step.memory_analysis().temp_size_in_bytes / 2**20
-    times = _measure.in_rounds(programs)
-    return {name: (times[name], extra[name]) for name in programs}
+            print(f"{name}: {str(error).splitlines()[0]}", flush=True)
+    times = _measure.in_rounds(programs, rounds=4, seconds=0.3)
+    products = {name: times.pop(name) for name in (STUDENT_PRODUCT, TEACHER_PRODUCT)}
+    print({name: f"{ms:.2f} ms" for name, ms in products.items()}, flush=True)
+    unit = 3 * products[STUDENT_PRODUCT] + products[TEACHER_PRODUCT]
+    return unit, {name: (ms, extra[name]) for name, ms in times.items()}
 
 
 def measure_torch(inputs: list[jax.Array]) -> dict[str, tuple[float, float]]:
-    """The same of torch's peers."""
+    """The same of torch's peers; one that fails is a printed line."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return {}
@@ -133,9 +150,9 @@ def measure_torch(inputs: list[jax.Array]) -> dict[str, tuple[float, float]]:
             loss(*tensors).backward()
 
         try:
-            times = _measure.in_rounds({name: step}, wait=lambda _: torch.cuda.synchronize())
-        except Exception as error:  # a peer's failure is a line
-            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            times = _measure.in_rounds({name: step}, lambda _: torch.cuda.synchronize(), rounds=2, seconds=0.3)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             continue
         gradients = sum(tensor.nbytes for tensor in tensors[:2])
         for tensor in tensors[:2]:
@@ -146,80 +163,119 @@ def measure_torch(inputs: list[jax.Array]) -> dict[str, tuple[float, float]]:
         step()
         torch.cuda.synchronize()
         found[name] = times[name], (torch.cuda.max_memory_allocated() - before - gradients) / 2**20
+        print(f"  {name}: {found[name][0]:.1f} ms, {found[name][1]:,.0f} MiB", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     return found
 
 
-def errors(n: int, v: int) -> list[str]:
+def times_table(found: dict[str, tuple[float, float]], unit: float, tokens: int, vocabulary: int) -> str:
+    rows = [[name, f"{ms:.2f}", f"{ms / unit:.2f}", f"{mib:,.0f}"] for name, (ms, mib) in found.items()]
+    rows.sort(key=lambda row: float(row[1]))
+    shape = f"N = {tokens:,}, student {STUDENT:,}, teacher {TEACHER:,}, V = {vocabulary:,}; unit {unit:.2f} ms"
+    return f"{shape}\n\n" + _measure.table(["who", "ms a step", "× unit", "extra MiB"], rows)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def errors(n: int, v: int, pool: concurrent.futures.Executor) -> str:
     """For each divergence and mode: dW's RMS error over plain JAX's."""
     inputs = make_inputs(n, v)
-    lines = []
-    for kind in ("forward_kl", "reverse_kl", "jsd", "tvd"):
+    gradient = lambda loss: np.asarray(jax.jit(jax.grad(loss, 1))(*inputs), np.float64)
+
+    def truth(kind: str) -> np.ndarray:
         with jax.enable_x64(True):
             wide = [x.astype(jnp.float64) for x in inputs]
-            exact = lambda *x, kind=kind: jnp.mean(reference.divergence(x[0] @ x[1].T, x[2] @ x[3].T, kind=kind))
-            truth = np.asarray(jax.jit(jax.grad(exact, 1))(*wide))
-        rms = lambda grad, truth=truth: float(np.sqrt(np.mean(np.square(np.asarray(grad, np.float64) - truth))))
-        base = rms(jax.jit(jax.grad(functools.partial(plain, kind), 1))(*inputs))
-        for mode in ("fast", "lean"):
-            loss = functools.partial(fused_linear_distillation, divergence=kind, mode=mode)
-            lines.append(f"{kind}, {mode}: {rms(jax.jit(jax.grad(loss, 1))(*inputs)) / base:.2f}")
-    return lines
+            exact = lambda *x: jnp.mean(reference.divergence(x[0] @ x[1].T, x[2] @ x[3].T, kind=kind))
+            return np.asarray(jax.jit(jax.grad(exact, 1))(*wide))
+
+    kinds, modes = ("forward_kl", "reverse_kl", "jsd", "tvd"), ("fast", "lean")
+    truths = {kind: pool.submit(truth, kind) for kind in kinds}
+    plains = {kind: pool.submit(gradient, functools.partial(plain, kind)) for kind in kinds}
+    fused = {
+        (kind, mode): pool.submit(gradient, functools.partial(fused_linear_distillation, divergence=kind, mode=mode))
+        for kind in kinds
+        for mode in modes
+    }
+    rms = lambda future, kind: float(np.sqrt(np.mean(np.square(future.result() - truths[kind].result()))))
+    rows = [
+        [kind, *(f"{rms(fused[kind, mode], kind) / rms(plains[kind], kind):.2f}" for mode in modes)] for kind in kinds
+    ]
+    caption = f"dW's RMS error against float64, over that of plain JAX with bf16 logits; {n:,} tokens, V = {v:,}"
+    return f"{caption}\n\n" + _measure.table(["divergence", *modes], rows)
 
 
-def memory_table(v: int) -> str:
-    """Extra MiB of the compiled steps as tokens grow, and their picture."""
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def memory_table(v: int, folder: pathlib.Path) -> str:
+    """Extra MiB of the steps as tokens grow, compiled for an H200, and their picture."""
+    from liger_jax.planner.compilers import compile_for, gpu_devices
+
     names = [name for name in losses(v) if name.endswith(("fast", "lean"))]
     found: dict[str, list[float]] = {name: [] for name in names}
     for n in TOKENS_OF_PICTURE:
-        shapes = (n, STUDENT), (v, STUDENT), (n, TEACHER), (v, TEACHER)
-        types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        types = [(shape, jnp.bfloat16) for shape in ((n, STUDENT), (v, STUDENT), (n, TEACHER), (v, TEACHER))]
         for name in names:
-            found[name].append(_measure.extra_mib(jax.value_and_grad(losses(v)[name], (0, 1)), *types))
-    _draw(found)
+            step = jax.value_and_grad(losses(v)[name], (0, 1))
+            compiled = compile_for(step, types, gpu_devices("h200")[0], "gpu")
+            found[name].append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
+    _draw(found, folder)
     rows = [[name, *(f"{x:,.0f}" for x in found[name])] for name in names]
     return _measure.table(["extra MiB", *(f"{n:,} tokens" for n in TOKENS_OF_PICTURE)], rows)
 
 
-def _draw(found: dict[str, list[float]]) -> None:
+def _draw(found: dict[str, list[float]], folder: pathlib.Path) -> None:
     pyplot = importlib.import_module("matplotlib.pyplot")
     pyplot.switch_backend("agg")
-    figure, panel = pyplot.subplots(figsize=(8, 4.5))
-    for name, values in found.items():
-        panel.plot(TOKENS_OF_PICTURE, values, "o-", label=name)
-    panel.set(xscale="log", xlabel="tokens", ylabel="extra memory, MiB", ylim=(0, None))
-    panel.legend()
+    figure, panel = pyplot.subplots(figsize=(7, 4.5))
+    for (name, values), style in zip(found.items(), ("o-", "s-", "v--", "x--"), strict=True):
+        panel.plot(TOKENS_OF_PICTURE, values, style, label=name)
+    panel.set(xscale="log", xlabel="tokens", ylabel="MiB beside inputs and gradients", ylim=(0, None))
+    panel.set_xticks(TOKENS_OF_PICTURE, [f"{n:,}" for n in TOKENS_OF_PICTURE])
+    panel.minorticks_off()
+    panel.set_title("Forward and backward, student 2,048, teacher 4,096, bfloat16, compiled for an H200", fontsize=9)
+    panel.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(_measure.RESULTS / "distillation_memory.png", dpi=120)
+    figure.savefig(folder / "distillation_memory.png", dpi=110)
     pyplot.close(figure)
 
 
 def main() -> None:
+    # Read when JAX's GPU client is made: torch shares the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--truth", type=int, default=1024, help="tokens on which errors are measured")
-    parser.add_argument("--memory", action="store_true", help="extra memory from 1,024 to 65,536 tokens, and no times")
+    all_parts = "times", "peers", "errors", "memory"
+    parser.add_argument("--parts", nargs="+", choices=all_parts, default=all_parts[:3])
+    parser.add_argument("--folder", type=pathlib.Path, default=_measure.RESULTS)
     args = parser.parse_args()
-    heading = _measure.heading("python -m benchmarks.distillation" + " --memory" * args.memory)
-    if args.memory:
-        _measure.save("distillation_memory", heading + "\n" + memory_table(args.vocabulary))
+    if "memory" in args.parts:
+        folder = DOCS if args.folder == _measure.RESULTS else args.folder
+        heading = _measure.heading("python -m benchmarks.distillation --parts memory", "compiled for an H200")
+        _measure.save("distillation_memory", f"{heading}\n{memory_table(args.vocabulary, folder)}", args.folder)
+    parts = [part for part in args.parts if part != "memory"]
+    if not parts:
         return
-    inputs = make_inputs(args.tokens, args.vocabulary)
-    unit = unit_ms(inputs)
-    found = measure_jax(inputs) | measure_torch(inputs)
-    del inputs
-    rows = [[name, f"{ms:.2f}", f"{ms / unit:.2f}", f"{mib:,.0f}"] for name, (ms, mib) in found.items()]
-    rows.sort(key=lambda row: float(row[1]))
-    shape = (
-        f"N = {args.tokens:,}, student {STUDENT:,}, teacher {TEACHER:,}, V = {args.vocabulary:,}; unit {unit:.2f} ms\n"
-    )
-    text = _measure.table(["who", "ms a step", "× unit", "extra MiB"], rows)
-    wrong = (
-        f"dW's error of plain JAX's, {args.truth} tokens, V = 16,384: " + "; ".join(errors(args.truth, 16384)) + "\n"
-    )
-    _measure.save("distillation", "\n".join([heading, shape, text, wrong]))
+    text = _measure.heading("python -m benchmarks.distillation").rstrip()
+    if "peers" in parts:
+        text += "; " + _measure.versions("torch", "triton", "liger-kernel", "trl")
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        inputs = make_inputs(args.tokens, args.vocabulary)
+        unit, found = float("nan"), {}
+        if "times" in parts:
+            unit, found = measure_jax(compiled_programs(inputs, pool))
+            print(times_table(found, unit, args.tokens, args.vocabulary), flush=True)
+        if "peers" in parts:
+            found |= measure_torch(inputs)
+        del inputs
+        text += "\n\n" + times_table(found, unit, args.tokens, args.vocabulary)
+        _measure.save("distillation", text, args.folder)
+        if "errors" in parts:
+            _measure.save("distillation", f"{text}\n{errors(args.truth, 16384, pool)}", args.folder)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ They are those of the compiled programs, which tests/aot compares, with a term f
 from liger_jax.ops.loss_problem import DistillationProblem, Problem
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_gpu
+from liger_jax.pallas_kernels.fused_linear_distillation.chunks import TOKENS_OF_LOGITS
 
 _CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace on Hopper, for XLA's products
 
@@ -98,16 +99,27 @@ def slice_bytes(problem: Problem, entries: int) -> int:
 
 def distillation_bytes(problem: DistillationProblem, mode: str, tokens: int) -> int:
     """What a distillation loss needs beside inputs and gradients, with chunks of so many tokens."""
-    float32_dw = 4 * problem.v * problem.d if problem.weight_itemsize < 4 else 0
     dx = problem.itemsize * problem.n * problem.d  # for a cotangent of 1, until the backward
-    fixed = problem.head_copies_bytes + (float32_dw if mode == "fast" else dx)
-    return fixed + distillation_chunk_bytes(problem, tokens)
+    fixed = dx if mode == "lean" else 0 if is_whole(problem, tokens) else float32_sum_bytes(problem)
+    return problem.head_copies_bytes + fixed + distillation_chunk_bytes(problem, mode, tokens)
 
 
-def distillation_chunk_bytes(problem: DistillationProblem, tokens: int) -> int:
+def distillation_chunk_bytes(problem: DistillationProblem, mode: str, tokens: int) -> int:
     """What grows with the chunk: raw logits and the gradient by them in hidden's dtype.
 
     A teacher whose log-probabilities are stored scatters them into float32.
     """
     scattered = 4 if problem.num_heads == 1 else 0
-    return tokens * problem.v * (problem.itemsize * (problem.num_heads + 1) + scattered)
+    raw, du = problem.itemsize * problem.num_heads + scattered, problem.itemsize
+    of_logits = TOKENS_OF_LOGITS if mode == "fast" and is_whole(problem, tokens) else tokens
+    return problem.v * (of_logits * raw + tokens * du)
+
+
+def float32_sum_bytes(problem: DistillationProblem) -> int:
+    """What the sum of the weight's gradient over chunks takes beside the gradient."""
+    return 4 * problem.v * problem.d if problem.weight_itemsize < 4 else 0
+
+
+def is_whole(problem: DistillationProblem, tokens: int) -> bool:
+    """Whether a chunk of mode "fast" holds all tokens, and the logits of fewer."""
+    return tokens >= problem.n > TOKENS_OF_LOGITS

@@ -37,6 +37,7 @@ from liger_jax.ops.loss_bytes import (
     distillation_bytes,
     distillation_chunk_bytes,
     fast_bytes,
+    float32_sum_bytes,
     lean_bytes,
     logits_bytes,
     slice_bytes,
@@ -119,7 +120,7 @@ def plan_distillation(problem: DistillationProblem) -> Plan:
         mode = "fast" if budget is None or distillation_bytes(problem, "fast", least) <= budget else "lean"
     plans = []
     for tokens in _distillation_sizes(problem, mode):
-        needed, of_chunk = distillation_bytes(problem, mode, tokens), distillation_chunk_bytes(problem, tokens)
+        needed, of_chunk = distillation_bytes(problem, mode, tokens), distillation_chunk_bytes(problem, mode, tokens)
         plans.append(Plan(problem.implementation, mode, max(1, tokens), needed, of_chunk))
         if hard is None or needed <= hard:
             return plans[-1]
@@ -251,15 +252,19 @@ def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], b
 def _distillation_sizes(problem: DistillationProblem, mode: str) -> list[int]:
     """Tokens in a chunk of a distillation loss to try, the best ones first.
 
-    In mode "fast", dW's sum is read and written once a chunk, for which 2,048 tokens are enough work.
+    In mode "fast", dW's sum is read and written once a chunk, for which 2,048 tokens are enough work. A GPU takes one
+    chunk of all tokens where their gradient by the logits needs at most twice the bytes of the sum that it spares.
     """
     if problem.chunk_size:
         return [min(problem.n, problem.chunk_size)]
     preferred = 128 if problem.platform == "cpu" else 2048
     if mode == "lean":
-        of_token = distillation_chunk_bytes(problem, 1)
+        of_token = distillation_chunk_bytes(problem, "lean", 1)
         preferred = max(_LEAST_TOKENS_OF_DISTILLATION, _LEAN_BYTES_OF_DISTILLATION // of_token // _TILE * _TILE)
     sizes = [min(problem.n, preferred)]
+    du = problem.n * problem.v * problem.itemsize
+    if mode == "fast" and problem.platform == "gpu" and du <= 2 * float32_sum_bytes(problem):
+        sizes.insert(0, problem.n)
     while sizes[-1] > _LEAST_TOKENS_OF_DISTILLATION:
         sizes.append(max(_LEAST_TOKENS_OF_DISTILLATION, sizes[-1] // 2))
     return sizes

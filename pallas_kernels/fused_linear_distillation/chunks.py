@@ -3,7 +3,8 @@
 A chunk of tokens has all of the vocabulary, so that its losses and the gradient by its logits are made at once:
 
 - "fast": dX = du · W and dW += duᵀ · X follow at once, in the forward. That is three products of the student, and one
-  of the teacher. dW is summed in float32.
+  of the teacher. dW is summed in float32. A chunk of all tokens holds du for all of them instead, made from the logits
+  of 1,024 tokens at a time: dW is then one product, written once, and its sum is neither read nor written.
 - "lean": the forward makes dX for a cotangent of 1, which the backward only multiplies by each token's own. The
   backward makes the logits once more, in slices of the vocabulary, and writes each slice of dW once. That is four
   products of the student, and two of the teacher.
@@ -35,6 +36,7 @@ from liger_jax.pallas_kernels.fused_linear_distillation import formulas, topk_fo
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 
+TOKENS_OF_LOGITS = 1024  # at a time, where the gradient by all logits is held
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
 
@@ -64,7 +66,10 @@ def by_tokens(
     """
     n, vocab_dim = student.hidden.shape[0], options.student.vocab_dim
     multiple = backend.chunk_multiple
-    size = min(max(multiple, options.tokens // multiple * multiple), n)
+    # With no gradient by the weight, dX of a chunk follows at once.
+    is_whole = needs.weight and options.tokens >= n > TOKENS_OF_LOGITS
+    wanted = TOKENS_OF_LOGITS if is_whole else options.tokens
+    size = min(max(multiple, wanted // multiple * multiple), n)
     weight = student.weight.astype(student.hidden.dtype)
     teacher = _in_dtype_of_products(teacher)
     losses_of = topk_formulas.reduced if isinstance(teacher, TopK) else formulas.reduced
@@ -79,10 +84,12 @@ def by_tokens(
         losses, statistics = losses_of(raw, of_teacher, y, options, (lse, teacher_lse))
         # The barrier keeps XLA from writing float32 arrays of the chunk for both passes: the second makes them again.
         raw, of_teacher, known = jax.lax.optimization_barrier((raw, of_teacher, statistics))
-        return losses, statistics, x, lambda: gradient_of(raw, of_teacher, y, known, scales, 0, options)
+        # The bias's gradient is a sum of what is not rounded.
+        dtype = jnp.float32 if needs.bias else x.dtype
+        return losses, statistics, x, lambda: gradient_of(raw, of_teacher, y, known, scales, 0, options, dtype)
 
     def body(carry, first, own):
-        found, (dhidden, dweight, dbias) = carry
+        found, (dhidden, dweight, dbias, all_du) = carry
         losses, statistics, x, gradient = chunk(first, own)
         found = jax.tree.map(lambda whole, part: put(whole, part, first), found, (losses, statistics))
         if any(needs):
@@ -90,23 +97,30 @@ def by_tokens(
             if needs.bias:
                 dbias += jnp.sum(du, axis=0)
             du = du.astype(x.dtype)
+            if is_whole:
+                return found, (dhidden, dweight, dbias, put(all_du, du, first))
             if needs.hidden:
                 dhidden = put(dhidden, product(du, weight, 1, vocab_dim, options.student), first)
             if needs.weight:
                 dweight = backend.add_weight_gradient(dweight, du, x, options.student)
-        return found, (dhidden, dweight, dbias)
+        return found, (dhidden, dweight, dbias, all_du)
 
     zeros = lambda shape, dtype=jnp.float32: full_like(student.hidden, shape, 0, dtype)
     of_chunk = jax.eval_shape(lambda: chunk(0, size)[:2])
     start = (
         jax.tree.map(lambda x: zeros((n, *x.shape[1:]), x.dtype), of_chunk),
         (
-            zeros(student.hidden.shape, student.hidden.dtype) if needs.hidden else None,
-            zeros(student.weight.shape) if needs.weight else None,
+            zeros(student.hidden.shape, student.hidden.dtype) if needs.hidden and not is_whole else None,
+            zeros(student.weight.shape) if needs.weight and not is_whole else None,
             zeros(student.weight.shape[vocab_dim : vocab_dim + 1]) if needs.bias else None,
+            zeros((n, student.weight.shape[vocab_dim]), student.hidden.dtype) if is_whole else None,
         ),
     )
-    (losses, statistics), (dhidden, dweight, dbias) = over_tokens(n, size, body, start)
+    (losses, statistics), (dhidden, dweight, dbias, du) = over_tokens(n, size, body, start)
+    if is_whole:
+        x = live_rows(student.hidden, scale)
+        dhidden = product(du, weight, 1, vocab_dim, options.student, x.dtype) if needs.hidden else None
+        dweight = weight_gradient(du, x, options.student)
     return (
         losses,
         statistics,
@@ -140,7 +154,8 @@ def by_vocabulary(
         part = take(student.weight, first, size, vocab_dim).astype(x.dtype)
         raw = logits(x, part, take(student.bias, first, size), options.student)
         of_teacher = _of_entries(teacher, first, size, scale, options)
-        du = gradient_of(raw, of_teacher, labels, statistics, scale, first, options)
+        dtype = jnp.float32 if needs.bias else x.dtype
+        du = gradient_of(raw, of_teacher, labels, statistics, scale, first, options, dtype)
         if needs.bias:
             dbias = put(dbias, jnp.sum(du, axis=0), first)
         if needs.weight:

@@ -39,8 +39,14 @@ class Statistics(NamedTuple):
     slope_sum: jax.Array  # A
 
 
-def terms(log_p: jax.Array, log_q: jax.Array, options: DivergenceOptions) -> tuple[jax.Array, jax.Array]:
-    """t and p · a of the table; a probability of 0 times an infinite logarithm is 0."""
+def terms(
+    log_p: jax.Array, log_q: jax.Array, options: DivergenceOptions, are_rounded: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """t and p · a of the table; a probability of 0 times an infinite logarithm is 0.
+
+    Logits that were rounded to 16 bits take log and exp for log1p and expm1, which cost a GPU twice as much: an error
+    of 10⁻⁷ is far below their own.
+    """
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     d = jnp.where((p == 0) & (q == 0), 0.0, log_q - log_p)
     if options.divergence == "forward_kl":
@@ -53,7 +59,8 @@ def terms(log_p: jax.Array, log_q: jax.Array, options: DivergenceOptions) -> tup
     # most 1 is taken.
     beta = options.beta
     share = jnp.where(d > 0, 1.0 - beta, beta)
-    rest = -jnp.log1p(share * jnp.expm1(-jnp.abs(d)))
+    e = -jnp.abs(d)
+    rest = -jnp.log(1.0 + share * (jnp.exp(e) - 1.0)) if are_rounded else -jnp.log1p(share * jnp.expm1(e))
     of_student = jnp.where(p > 0, p * jnp.where(d > 0, rest - d, rest), 0.0)
     of_teacher = jnp.where(q > 0, q * jnp.where(d > 0, rest, rest + d), 0.0)
     return beta * of_teacher, (1.0 - beta) * of_student
@@ -72,28 +79,31 @@ def reduced(
     """
     axis = options.vocab_axis
 
-    def logits(raw, teacher_raw):
-        raw, teacher_raw = raw.astype(jnp.float32), teacher_raw.astype(jnp.float32)
-        return transform(raw, options.student.logit), transform(teacher_raw, options.teacher.logit)
-
-    z, teacher_z = logits(raw, teacher_raw)
+    z, teacher_z = (
+        transform(u.astype(jnp.float32), head.logit)
+        for u, head in ((raw, options.student), (teacher_raw, options.teacher))
+    )
     lse, teacher_lse = normalizers
     lse = log_normalizer(z, axis) if lse is None else lse
     teacher_lse = log_normalizer(teacher_z, axis) if teacher_lse is None else teacher_lse
-    rest, _ = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options)
-    # The barrier makes XLA read the logits twice. Without it, it writes what both sums have in common, in float32.
-    z, teacher_z = logits(*jax.lax.optimization_barrier((raw, teacher_raw)))
-    _, weighted = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options)
-    own_slope_sum = jnp.sum(weighted, axis=1)
-    divergence = jnp.sum(rest, axis=1)
-    if options.divergence in ("reverse_kl", "jsd"):
-        divergence += own_slope_sum
-    slope_sum = over_shards(own_slope_sum, axis)
+    both = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options, raw.dtype.itemsize < 4)
     if options.divergence == "forward_kl":
-        slope_sum = jnp.full_like(slope_sum, -1.0)  # −Σ q, without its rounding
+        divergence = jnp.sum(both[0], axis=1)
+        slope_sum = jnp.full_like(divergence, -1.0)  # −Σ q, without its rounding
+    else:
+        divergence, own_slope_sum = _sums(*both)
+        if options.divergence in ("reverse_kl", "jsd"):
+            divergence += own_slope_sum
+        slope_sum = over_shards(own_slope_sum, axis)
     raw = raw.astype(jnp.float32)
     loss, hard_lse = with_cross_entropy(divergence, raw, lse, labels, options)
     return loss, Statistics(lse, teacher_lse, hard_lse, slope_sum)
+
+
+def _sums(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of both over rows, in one pass: as two sums, XLA would write in float32 what both have in common."""
+    found = jnp.sum(jax.lax.complex(a, b), axis=1)
+    return jnp.real(found), jnp.imag(found)
 
 
 def logit_gradient(
@@ -104,14 +114,17 @@ def logit_gradient(
     scale: jax.Array,
     start: jax.Array | int,
     options: DivergenceOptions,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on."""
+    """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on, in `dtype`."""
+    are_rounded = raw.dtype.itemsize < 4
     raw, teacher_raw = raw.astype(jnp.float32), teacher_raw.astype(jnp.float32)
     log_p = transform(raw, options.student.logit) - statistics.student_normalizer[:, None]
     log_q = transform(teacher_raw, options.teacher.logit) - statistics.teacher_normalizer[:, None]
-    _, weighted = terms(log_p, log_q, options)
+    _, weighted = terms(log_p, log_q, options, are_rounded)
     dz = weighted - jnp.exp(log_p) * statistics.slope_sum[:, None]
-    return raw_gradient(dz, raw, labels, statistics.hard_normalizer, scale, start, options)
+    hits = is_label(labels, start, raw.shape[1])
+    return raw_gradient(dz, raw, hits, statistics.hard_normalizer, scale, options).astype(dtype)
 
 
 # --- what the divergences share with the top-k loss -------------------------------------------------------------------
@@ -153,17 +166,19 @@ def with_cross_entropy(
 def raw_gradient(
     dz: jax.Array,
     raw: jax.Array,
-    labels: jax.Array,
+    is_label: jax.Array,
     hard_normalizer: jax.Array,
     scale: jax.Array,
-    start: jax.Array | int,
     options: Options,
 ) -> jax.Array:
-    """The gradient of Σ scale · loss by raw logits (N, v), from that of the divergence by the student's logits."""
+    """The gradient of Σ scale · loss by raw logits (N, v), from that of the divergence by the student's logits.
+
+    `is_label` (N, v) says where a logit is that of its token's label.
+    """
     du = dz * slope(raw, options.student.logit)
     if options.hard_weight:
         p = jnp.exp(transform(raw, options.hard) - hard_normalizer[:, None])
-        hard = jnp.where(is_label(labels, start, raw.shape[1]), p - 1.0, p) * slope(raw, options.hard)
+        hard = jnp.where(is_label, p - 1.0, p) * slope(raw, options.hard)
         du = (1.0 - options.hard_weight) * du + options.hard_weight * hard
     return jnp.where(scale[:, None] == 0, 0.0, scale[:, None] * du)
 

@@ -21,6 +21,7 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import transform
 from liger_jax.pallas_kernels.fused_linear_distillation.config import TopKOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.formulas import (
     in_one_shard,
+    is_label,
     log_normalizer,
     over_shards,
     raw_gradient,
@@ -89,14 +90,21 @@ def logit_gradient(
     scale: jax.Array,
     start: jax.Array | int,
     options: TopKOptions,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on."""
+    """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on, in `dtype`.
+
+    That of the stored tokens is computed for itself and put in its place, so that no float32 array (N, v) is written.
+    """
+    columns, size = _columns(teacher, start, raw.shape[1]), raw.shape[1]
+    stored_raw = jnp.take_along_axis(raw, jnp.where(columns < size, columns, 0), axis=1).astype(jnp.float32)
     raw = raw.astype(jnp.float32)
     z = transform(raw, options.student.logit)
     dz = statistics.others[:, None] * jnp.exp(z - statistics.normalizer[:, None])
-    columns = _columns(teacher, start, raw.shape[1])
-    dz = dz.at[_rows(columns), columns].set(statistics.stored, mode="drop")
-    return raw_gradient(dz, raw, labels, statistics.hard_normalizer, scale, start, options)
+    gradient = lambda *of_logits: raw_gradient(*of_logits, statistics.hard_normalizer, scale, options).astype(dtype)
+    du = gradient(dz, raw, is_label(labels, start, size))
+    of_stored = gradient(statistics.stored, stored_raw, columns + start == labels[:, None])
+    return du.at[_rows(columns), columns].set(of_stored, mode="drop")
 
 
 def _columns(teacher: TopK, start: jax.Array | int, size: int) -> jax.Array:

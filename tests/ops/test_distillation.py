@@ -283,6 +283,27 @@ def test_gradients_cost_the_products_that_the_docstring_says(mode, of_logits, rn
     assert products(jax.grad(topk, (0, 1)), hidden, weight) == of_logits // 2 + 2
 
 
+@pytest.mark.parametrize("op", ["distillation", "topk"])
+def test_one_chunk_of_all_tokens_equals_many(op, rng):
+    """It makes the logits of 1,024 tokens at a time, and these chunks overlap."""
+    n = 1100
+    (hidden, weight, bias), (teacher, teacher_weight, _) = heads(rng, n=n)
+    token_ids, log_probs = stored(rng, n=n)
+
+    def loss(hidden, weight, bias, chunk_size):
+        own = dict(mode="fast", chunk_size=chunk_size)
+        if op == "topk":
+            return fused_linear_topk_distillation(hidden, weight, token_ids, log_probs, bias=bias, **own)
+        return fused_linear_distillation(
+            hidden, weight, teacher, teacher_weight, divergence="jsd", student_bias=bias, **own
+        )
+
+    run = lambda size: jax.jit(jax.value_and_grad(functools.partial(loss, chunk_size=size), (0, 1, 2)))
+    found, expected = (jax.tree.leaves(run(size)(hidden, weight, bias)) for size in (n, 256))
+    for own, other in zip(found, expected, strict=True):
+        assert largest_error(own, other) < TOLERANCE
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_no_buffer_of_all_logits_exists(mode):
     n, v = 2048, 8192
