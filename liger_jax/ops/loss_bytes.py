@@ -4,6 +4,7 @@ They are those of the compiled programs, which tests/aot compares, with a term f
 """
 
 from liger_jax.ops.loss_problem import DistillationProblem, Problem
+from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_gpu
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import TOKENS_OF_LOGITS
@@ -23,6 +24,8 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
     float32_dw = 4 * v * d if needs_weight and problem.weight_itemsize < 4 else 0
     chunk = chunk_bytes(problem, tokens)
     if problem.kernels == "mosaic_gpu":
+        if not any(problem.gradients):
+            return forward_bytes(problem, entries=0)
         is_whole = tokens >= n
         dw_low_byte = 0 if is_whole else float32_dw // 4  # the lowest of the sum's three; dW holds the upper two
         # With one chunk dW is written last. Until then the weight's copy lies in its place.
@@ -32,11 +35,13 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
             is_copied = mosaic_gpu.copies_slices(problem.vocab_dim)
             # The weight's whole tiles, and their part of dW until it is put in its place.
             weight_slice = v * d * problem.itemsize if is_copied and not problem.weight_copy_bytes else 0
-            part_of_dw = v * d * problem.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
+            # Where the weight was cast, one chunk's dW is XLA's product, which is written to its place.
+            has_part = needs_weight and (not is_whole or is_copied and not problem.weight_copy_bytes)
+            part_of_dw = v * d * problem.weight_itemsize if has_part else 0
             of_parts = max(weight_slice, part_of_dw)  # one after the other
             if part_of_dw and not is_whole:  # at a time, and the largest buffer beside it lies where dW will be
                 of_parts = weight_slice + part_of_dw - max(weight_slice, dw_low_byte, weight_copy)
-        return chunk + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
+        return chunk + padded_hidden_bytes(problem) + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
     if problem.kernels == "mosaic_tpu" and tokens >= n:  # dW is one product
         return chunk + problem.weight_copy_bytes
     # dW is written last, from its float32 sum. Until then the largest buffer that fits lies in its place.
@@ -63,23 +68,47 @@ def chunk_bytes(problem: Problem, tokens: int) -> int:
 
 def lean_bytes(problem: Problem, entries: int) -> int:
     """What the lean mode needs beside inputs and gradients, with slices of so many vocabulary entries."""
-    n, d, v, itemsize, weight_copy = problem.n, problem.d, problem.v, problem.itemsize, problem.weight_copy_bytes
+    if not any(problem.gradients):
+        return forward_bytes(problem, entries)
+    n, d, itemsize, weight_copy = problem.n, problem.d, problem.itemsize, problem.weight_copy_bytes
     of_slice = slice_bytes(problem, entries)
     float32_dx = 4 * n * d if problem.gradients.hidden and itemsize < 4 else 0
     if problem.kernels == "mosaic_gpu":
-        tile_statistics = 2 * 4 * n * cdiv(v, 256)
-        # Beside slices of the weight, hidden without the rows that do not count finds no place in dX or dW.
-        is_sliced = not mosaic_gpu.takes(v, "lean", problem.vocab_dim) and not weight_copy
-        masked_hidden = n * d * itemsize if is_sliced else 0
-        if is_sliced and not problem.gradients.weight and mosaic_gpu.copies_slices(problem.vocab_dim):
-            tile_statistics += v * d * itemsize  # whole tiles of the weight, until they are read; else in dW's place
-        of_slice += masked_hidden
-        return weight_copy + max(of_slice + float32_dx, tile_statistics)
+        # Hidden without the rows that do not count lies where dX will be.
+        masked_hidden = 0 if problem.gradients.hidden else n * d * itemsize
+        forward = forward_bytes(problem, entries)
+        if problem.gradients.weight and not weight_copy:
+            forward -= whole_tiles_bytes(problem)  # which lie where dW will be
+        return max(weight_copy + of_slice + masked_hidden + float32_dx + padded_hidden_bytes(problem), forward)
     if problem.kernels == "mosaic_tpu":
         return of_slice + float32_dx + 4 * 128 * n + weight_copy  # a token's numbers, in 128 lanes
     masked_hidden = n * d * itemsize
     # XLA casts a slice of the weight at a time.
     return of_slice + float32_dx + masked_hidden + (0 if problem.kernels == "xla" else weight_copy)
+
+
+def forward_bytes(problem: Problem, entries: int) -> int:
+    """What the loss needs where nothing is differentiated; XLA and Triton go over slices of so many entries."""
+    n, d, v, weight_copy = problem.n, problem.d, problem.v, problem.weight_copy_bytes
+    if problem.kernels == "mosaic_gpu":
+        tile_statistics = 2 * 4 * n * cdiv(v, 256)
+        return weight_copy + padded_hidden_bytes(problem) + whole_tiles_bytes(problem) + tile_statistics
+    if problem.kernels == "xla":
+        return 4 * n * entries + entries * d * problem.itemsize
+    return weight_copy + 4 * 128 * n  # a token's numbers, in 128 lanes on a TPU
+
+
+def padded_hidden_bytes(problem: Problem) -> int:
+    """Hopper's copy of hidden with whole tiles of rows."""
+    return 0 if problem.n % ROWS == 0 else round_up(problem.n, ROWS) * problem.d * problem.itemsize
+
+
+def whole_tiles_bytes(problem: Problem) -> int:
+    """The copy of the weight's whole tiles that Hopper's lean mode reads statistics from."""
+    is_copied = not mosaic_gpu.takes(problem.v, "lean", problem.vocab_dim) and not problem.weight_copy_bytes
+    if not is_copied or not mosaic_gpu.copies_slices(problem.vocab_dim):
+        return 0
+    return problem.v * problem.d * problem.itemsize
 
 
 def slice_bytes(problem: Problem, entries: int) -> int:
@@ -90,7 +119,8 @@ def slice_bytes(problem: Problem, entries: int) -> int:
         if mosaic_gpu.takes(problem.v, "lean", problem.vocab_dim):
             return du
         part_of_dw = problem.weight_itemsize if mosaic_gpu.copies_slices(problem.vocab_dim) else 0
-        return du + entries * d * (itemsize + part_of_dw)
+        part_of_weight = 0 if problem.weight_copy_bytes and part_of_dw else itemsize
+        return du + entries * d * (part_of_weight + part_of_dw)
     if problem.kernels == "mosaic_tpu":
         return du  # the weight's slice is read, and dW's is written, in its place
     logits = 4 * n * entries if problem.kernels == "xla" else 0
