@@ -95,25 +95,27 @@ def check_mode(op: str, mode: str, chunk_size: int | None) -> None:
 
 
 def linear_head(
-    op: str, hidden: Any, weight: Any, bias: Any, weight_layout: str, prefix: str = ""
+    op: str, hidden: Any, weight: Any, bias: Any, weight_layout: str, prefix: str = "", split: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, int]:
     """Hidden states, weight and bias of a linear loss as JAX's arrays that fit each other, and the vocabulary's size.
 
-    The arguments' names begin with `prefix`. Raises a TypeError or ValueError unless they fit.
+    The arguments' names begin with `prefix`. With a `HeadSplit`, the weight is this device's part. Raises a TypeError
+    or ValueError unless they fit.
     """
     arrays = {"hidden": hidden, "weight": weight, "bias": bias}
     hidden, weight, bias = floating(op, **{f"{prefix}{name}": x for name, x in arrays.items()})
     check_layout(op, weight_layout, prefix)
     if hidden.ndim == 0:
         raise ValueError(f"{op}: {prefix}hidden has shape (), but must be (..., D).")
-    if weight.ndim != 2 or weight.shape[weight_layout.index("d")] != hidden.shape[-1]:
+    whole = weight if split is None else split.whole(weight, hidden)
+    if whole.ndim != 2 or whole.shape[weight_layout.index("d")] != hidden.shape[-1]:
         wanted = "(V, D)" if weight_layout == "vd" else "(D, V)"
         raise ValueError(
-            f"{op}: {prefix}weight has shape {weight.shape}, but with {prefix}weight_layout={weight_layout!r} and "
+            f"{op}: {prefix}weight has shape {whole.shape}, but with {prefix}weight_layout={weight_layout!r} and "
             f"{prefix}hidden of width D={hidden.shape[-1]} it must be {wanted}; "
             "the other layout is the other value of weight_layout."
         )
-    vocab_size = weight.shape[weight_layout.index("v")]
+    vocab_size = whole.shape[weight_layout.index("v")]
     check_shape(op, f"{prefix}bias", bias, (vocab_size,), "one entry for each row of the vocabulary")
     return hidden, weight, bias, vocab_size
 

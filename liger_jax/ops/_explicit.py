@@ -4,6 +4,7 @@ After its checks, a public op calls itself inside a `jax.shard_map` that these f
 parameters and their gradients, and for a loss a few numbers.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops._loss import LossMetrics
+from liger_jax.ops._sliced_head import HeadSplit
 
 Names = tuple[str, ...]
 
@@ -156,6 +158,14 @@ def head_spec(op: str, weight: jax.Array, vocab_dim: int, token_axes: Names) -> 
             "split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
         )
     return spec, vocab_axes[0] if vocab_axes else None
+
+
+def split_of(weight: jax.Array, spec: P, token_axes: Names) -> HeadSplit | None:
+    """How the tokens' mesh axes split a weight that lies as `spec` says; None if they leave it whole."""
+    shape = jax.typeof(weight).sharding.mesh.shape if is_explicit(weight) else {}
+    first, second = [tuple(name for name in names(entry) if name in token_axes) for entry in spec]
+    parts = [math.prod(shape[name] for name in axes) for axes in (first, second)]
+    return HeadSplit((first, second), (parts[0], parts[1])) if max(parts) > 1 else None
 
 
 def gathered(weight: jax.Array, spec: P, token_axes: Names) -> jax.Array:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import _mesh
+from liger_jax.ops import _mesh, _sliced_head
 from liger_jax.ops._device import memory_of_device
 from liger_jax.ops._kernels import Kernel
-from liger_jax.ops.loss_plan import kernel_options
+from liger_jax.ops.loss_plan import kernel_options, make_plan
 from liger_jax.ops.loss_problem import KERNELS, Problem, problem_of, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
@@ -107,15 +107,14 @@ def from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _statistics_vjp(hidden, weight, bias, class_weights, labels, problem, options) -> Statistics:
-    kernel = kernel_of(problem, options, "statistics")
-    return kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
+    return _run_statistics(guarded_inputs(problem, hidden, weight, labels, bias, class_weights), problem, options)
 
 
 def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, problem, options):
     needs = as_shapes(needs_of(hidden, weight, bias))
     hidden, weight, bias, class_weights, labels = values(hidden, weight, bias, class_weights, labels)
-    kernel = kernel_of(problem, options, "statistics")
-    statistics = kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
+    inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
+    statistics = _run_statistics(inputs, problem, options)
     rows = statistics.log_normalizer, statistics.entropy
     return statistics, (needs, hidden, weight, bias, class_weights, labels, rows)
 
@@ -125,10 +124,24 @@ def _statistics_backward_rule(problem, options, residuals, cotangents):
     g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
     if entropy is not None and not _is_zero(cotangents.entropy):
         g = row_formulas.with_entropy(g, entropy, cotangents.entropy)
-    kernel = kernel_of(problem, options, "gradients", from_shapes(needs))
+    needs = from_shapes(needs)
+    kernel = kernel_of(problem, options, "gradients", needs)
+    run = lambda *arrays: kernel.run(*kernel.guarded(*arrays))
     inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
-    grads = kernel.run(*kernel.guarded(inputs, lse, g))
+    if problem.split is None:
+        grads = run(inputs, lse, g)
+    else:
+        entries = make_plan(problem, needs).chunk_size
+        grads = _sliced_head.gradients(run, inputs, problem.split, options, entries, lse, g, needs)
     return *grads, None, None
+
+
+def _run_statistics(inputs: Inputs, problem: Problem, options: LinearOptions) -> Statistics:
+    kernel = kernel_of(problem, options, "statistics")
+    run = lambda inputs: kernel.run(*kernel.guarded(inputs))
+    if problem.split is None:
+        return run(inputs)
+    return _sliced_head.statistics(run, inputs, problem.split, options, make_plan(problem).chunk_size)
 
 
 _statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)

@@ -21,6 +21,7 @@ def plan_fused_linear_cross_entropy(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     weight_dtype: jax.typing.DTypeLike | None = None,
     weight_layout: str = "vd",
+    weight_is_split: bool = False,
     reduction: str = "mean",
     differentiated: tuple[str, ...] = ("hidden", "weight"),
     logit_scale: float = 1.0,
@@ -44,6 +45,8 @@ def plan_fused_linear_cross_entropy(
         dtype: of the hidden states.
         weight_dtype: of the weight; None for `dtype`.
         weight_layout: "vd" or "dv".
+        weight_is_split: whether the devices that split the tokens have parts of the weight, as under FSDP. Mode "lean"
+            gathers it in slices, and "fast" gathers all of it.
         reduction: "mean", "sum" or "none".
         differentiated: which of "hidden" and "weight" get gradients.
         logit_scale: as the op takes it.
@@ -87,6 +90,7 @@ def plan_fused_linear_cross_entropy(
         dtype=dtype,
         weight_dtype=weight_dtype or dtype,
         weight_layout=weight_layout,
+        weight_is_split=weight_is_split,
         reduction=reduction,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,

@@ -1,17 +1,19 @@
 """Softmax cross-entropy of a linear layer's output, without ever holding the logits."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _sliced_head, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
 from liger_jax.ops._linear_sum import RowLoss, linear_sum
+from liger_jax.ops._sliced_head import SplitHead
 from liger_jax.ops.loss_plan import choose_mode
 from liger_jax.ops.loss_problem import OP
 from liger_jax.pallas_kernels.cross_entropy import formulas
@@ -24,7 +26,7 @@ _CROSS_ENTROPY = RowLoss(formulas.row_losses, formulas.row_cotangents)
 
 def fused_linear_cross_entropy(
     hidden: Float[ArrayLike, "*tokens D"],
-    weight: Float[ArrayLike, "_ _"],
+    weight: Float[ArrayLike, "_ _"] | SplitHead,
     labels: Integer[ArrayLike, "*tokens"],
     *,
     bias: Float[ArrayLike, " V"] | None = None,
@@ -107,7 +109,8 @@ def fused_linear_cross_entropy(
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the
         blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
     """
-    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout)
+    weight, split = _sliced_head.taken_apart(weight)
+    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
     _checks.check_mode(OP, mode, chunk_size)
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
@@ -125,6 +128,8 @@ def fused_linear_cross_entropy(
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
     if vocab_axis is not None:
         return _local(*arrays, options=loss_options, vocab_axis=vocab_axis, **static)
+    if split is not None:
+        return _local(*arrays, options=loss_options, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
     by_device = _on_parts if _explicit.is_explicit(hidden) else _local
     return by_device(*arrays, options=loss_options, **static)
@@ -138,12 +143,9 @@ def _on_parts(hidden, weight, labels, bias, where, token_weights, class_weights,
     tokens, token_axes = _explicit.token_spec(OP, hidden)
     vocab_dim = static["weight_layout"].index("v")
     of_weight, vocab_axis = _explicit.head_spec(OP, weight, vocab_dim, token_axes)
-
-    def local(hidden, weight, *others):
-        weight = _explicit.gathered(weight, of_weight, token_axes)
-        own = dataclasses.replace(options, token_axes=token_axes)
-        return _local(hidden, weight, *others, options=own, vocab_axis=vocab_axis, **static)
-
+    split = _explicit.split_of(weight, of_weight, token_axes)
+    own = dataclasses.replace(options, token_axes=token_axes)
+    local = functools.partial(_local, options=own, vocab_axis=vocab_axis, split=split, **static)
     classes = P(vocab_axis)
     specs = _explicit.spec_of(hidden), of_weight, tokens, classes, tokens, tokens, classes
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
@@ -152,9 +154,9 @@ def _on_parts(hidden, weight, labels, bias, where, token_weights, class_weights,
 
 def _local(
     hidden, weight, labels, bias, where, token_weights, class_weights, *, options, return_metrics, weight_layout,
-    precision, mode, vocab_axis=None, **limits,
+    precision, mode, vocab_axis=None, split=None, **limits,
 ):  # fmt: skip
-    vocab_size, tokens_shape = weight.shape[weight_layout.index("v")], labels.shape
+    tokens_shape = labels.shape
     flat = lambda x: None if x is None else x.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, where, token_weights = labels.reshape(-1), flat(where), flat(token_weights)
@@ -162,12 +164,13 @@ def _local(
     linear_options = LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0)
     problem = problem_on_device(
         OP, hidden, weight, labels, bias, class_weights,
-        options=linear_options, reduction=options.reduction, vocab_axis=vocab_axis, **limits,
+        options=linear_options, reduction=options.reduction, vocab_axis=vocab_axis, split=split, **limits,
     )  # fmt: skip
     terms, kernel_labels = _vocab_shards.token_terms(
-        labels, where, token_weights, class_weights, options, vocab_size, vocab_axis
+        labels, where, token_weights, class_weights, options, problem.v, vocab_axis
     )
     if choose_mode(problem) == "fast":
+        weight = _sliced_head.whole_weight(weight, split, hidden)
         h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
             hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients
         )
@@ -178,7 +181,7 @@ def _local(
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)
         statistics = formulas.where(terms.counts, linear_statistics(h, w, b, c, y, problem, linear_options))
         if vocab_axis is not None:
-            statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
+            statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
         losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
         loss = _loss.reduced(losses, options, tokens_shape)
     return (loss, _loss.metrics(statistics, terms, options, tokens_shape)) if return_metrics else loss

@@ -1,6 +1,7 @@
 """Log-probabilities, and entropies, of a linear layer's output, without ever holding the logits."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax._tree import tree_dataclass
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _sliced_head, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
+from liger_jax.ops._sliced_head import SplitHead
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
@@ -44,7 +46,7 @@ class TokenLogProbs:
 
 def fused_linear_log_probs(
     hidden: Float[ArrayLike, "*tokens D"],
-    weight: Float[ArrayLike, "_ _"],
+    weight: Float[ArrayLike, "_ _"] | SplitHead,
     labels: Integer[ArrayLike, "*tokens"],
     *,
     bias: Float[ArrayLike, " V"] | None = None,
@@ -116,7 +118,8 @@ def fused_linear_log_probs(
     References:
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009).
     """
-    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout)
+    weight, split = _sliced_head.taken_apart(weight)
+    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
     _checks.check_mode(OP, "lean", chunk_size)
     _loss.check_temperature(OP, temperature)
     _loss.check_logit_options(OP, logit_scale, logit_softcap)
@@ -136,6 +139,8 @@ def fused_linear_log_probs(
     arrays = hidden, weight, labels, bias, where
     if vocab_axis is not None:
         return _local(*arrays, vocab_axis=vocab_axis, **static)
+    if split is not None:
+        return _local(*arrays, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
     return (_on_parts if _explicit.is_explicit(hidden) else _local)(*arrays, **static)
 
@@ -144,28 +149,27 @@ def _on_parts(hidden, weight, labels, bias, where, **static) -> TokenLogProbs:
     """The log-probabilities of tokens on an Explicit mesh: each device computes its own tokens'."""
     tokens, token_axes = _explicit.token_spec(OP, hidden)
     of_weight, vocab_axis = _explicit.head_spec(OP, weight, static["linear"].vocab_dim, token_axes)
-
-    def local(hidden, weight, *others):
-        weight = _explicit.gathered(weight, of_weight, token_axes)
-        return _local(hidden, weight, *others, vocab_axis=vocab_axis, **static)
-
+    split = _explicit.split_of(weight, of_weight, token_axes)
+    local = functools.partial(_local, vocab_axis=vocab_axis, split=split, **static)
     specs = _explicit.spec_of(hidden), of_weight, tokens, P(vocab_axis), tokens
     return _explicit.on_parts(OP, local, (hidden, weight, labels, bias, where), specs, tokens)
 
 
-def _local(hidden, weight, labels, bias, where, *, options, linear, vocab_axis=None, **limits: Any) -> TokenLogProbs:
-    vocab_size, shape = weight.shape[linear.vocab_dim], labels.shape
+def _local(
+    hidden, weight, labels, bias, where, *, options, linear, vocab_axis=None, split=None, **limits: Any
+) -> TokenLogProbs:
+    shape = labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     where = None if where is None else where.reshape(-1)
     problem = problem_on_device(
         OP, hidden, weight, labels, bias,
-        options=linear, reduction=options.reduction, vocab_axis=vocab_axis, **limits,
+        options=linear, reduction=options.reduction, vocab_axis=vocab_axis, split=split, **limits,
     )  # fmt: skip
-    terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, vocab_size, vocab_axis)
+    terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, problem.v, vocab_axis)
     h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
     statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
     if vocab_axis is not None:
-        statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
+        statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
         statistics = formulas.where(terms.counts, statistics)
     return token_log_probs(statistics, terms, shape)
 

@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax._tree import tree_dataclass
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _sliced_head, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
 from liger_jax.ops._linear_sum import RowLoss, linear_sum
+from liger_jax.ops._sliced_head import SplitHead
 from liger_jax.ops.loss_plan import choose_mode
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
@@ -42,7 +43,7 @@ class TokenLosses:
 def fused_linear_token_loss(
     loss_fn: Callable[..., Any],
     hidden: Float[ArrayLike, "*tokens D"],
-    weight: Float[ArrayLike, "_ _"],
+    weight: Float[ArrayLike, "_ _"] | SplitHead,
     labels: Integer[ArrayLike, "*tokens"],
     per_token: tuple[Any, ...] = (),
     *,
@@ -127,7 +128,8 @@ def fused_linear_token_loss(
         Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward; Wijmans et al., "Cut Your
         Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the lean mode.
     """
-    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout)
+    weight, split = _sliced_head.taken_apart(weight)
+    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
     _checks.check_mode(OP, mode, chunk_size)
     _loss.check_temperature(OP, temperature)
     _loss.check_logit_options(OP, logit_scale, logit_softcap)
@@ -154,6 +156,8 @@ def fused_linear_token_loss(
     arrays = hidden, weight, labels, bias, where, per_token, constants
     if vocab_axis is not None:
         return _local(*arrays, vocab_axis=vocab_axis, **static)
+    if split is not None:
+        return _local(*arrays, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
     return (_on_parts if _explicit.is_explicit(hidden) else _local)(*arrays, **static)
 
@@ -272,14 +276,14 @@ def _on_parts(hidden, weight, labels, bias, where, per_token, constants, *, opti
     """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
     tokens, token_axes = _explicit.token_spec(OP, hidden)
     of_weight, vocab_axis = _explicit.head_spec(OP, weight, static["linear"].vocab_dim, token_axes)
+    split = _explicit.split_of(weight, of_weight, token_axes)
     own = dataclasses.replace(options, token_axes=token_axes)
 
     def local(hidden, weight, labels, bias, where, *rest):
-        weight = _explicit.gathered(weight, of_weight, token_axes)
         per_token_here, constants_here = rest[: len(per_token)], rest[len(per_token) :]
         return _local(
             hidden, weight, labels, bias, where, per_token_here, constants_here,
-            options=own, vocab_axis=vocab_axis, **static,
+            options=own, vocab_axis=vocab_axis, split=split, **static,
         )  # fmt: skip
 
     specs = _explicit.spec_of(hidden), of_weight, tokens, P(vocab_axis), tokens
@@ -290,18 +294,19 @@ def _on_parts(hidden, weight, labels, bias, where, per_token, constants, *, opti
 
 def _local(
     hidden, weight, labels, bias, where, per_token, constants, *,
-    options, linear, token_loss, vocab_axis=None, **limits: Any,
+    options, linear, token_loss, vocab_axis=None, split=None, **limits: Any,
 ):  # fmt: skip
-    vocab_size, shape = weight.shape[linear.vocab_dim], labels.shape
+    shape = labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     where = None if where is None else where.reshape(-1)
     problem = problem_on_device(
         OP, hidden, weight, labels, bias,
-        options=linear, reduction=options.reduction, vocab_axis=vocab_axis, **limits,
+        options=linear, reduction=options.reduction, vocab_axis=vocab_axis, split=split, **limits,
     )  # fmt: skip
-    terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, vocab_size, vocab_axis)
+    terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, problem.v, vocab_axis)
     factor, per_token = terms.coefficients.target, [x.reshape(-1) for x in per_token]
     if choose_mode(problem) == "fast":
+        weight = _sliced_head.whole_weight(weight, split, hidden)
         h, w, b, y, factor, *per_token = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *per_token)
         of_rows = factor, tuple(per_token)
         loss, statistics = linear_sum(h, w, b, of_rows, None, constants, y, problem, linear, token_loss.row_loss)
@@ -309,7 +314,7 @@ def _local(
         h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
         statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))
         if vocab_axis is not None:
-            statistics = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
+            statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
             statistics = formulas.where(terms.counts, statistics)
         fields = [*statistics, factor, *per_token]
         fields = _mesh.align_varying(*fields)

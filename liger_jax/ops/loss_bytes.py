@@ -22,7 +22,7 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
     """What the fast mode needs beside inputs and gradients, with chunks of so many tokens."""
     n, d, v, needs_weight = problem.n, problem.d, problem.v, problem.gradients.weight
     float32_dw = 4 * v * d if needs_weight and problem.weight_itemsize < 4 else 0
-    chunk = chunk_bytes(problem, tokens)
+    chunk = chunk_bytes(problem, tokens) + problem.gathered_bytes
     if problem.kernels == "mosaic_gpu":
         if not any(problem.gradients):
             return forward_bytes(problem, entries=0)
@@ -115,6 +115,8 @@ def slice_bytes(problem: Problem, entries: int) -> int:
     """What grows with the slice of the lean mode: logits, their gradient du, and parts of the weight and of dW."""
     n, d, itemsize = max(problem.n, 1), problem.d, problem.itemsize
     du = n * entries * itemsize
+    if problem.split is not None and problem.kernels != "xla":  # a gathered slice, and its gradient
+        return du + 2 * entries * d * problem.weight_itemsize
     if problem.kernels == "mosaic_gpu":
         if mosaic_gpu.takes(problem.v, "lean", problem.vocab_dim):
             return du

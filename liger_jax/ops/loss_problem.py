@@ -20,6 +20,7 @@ from jax.sharding import AbstractDevice
 from liger_jax.ops._checks import current_precision
 from liger_jax.ops._device import described, device_of
 from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops._sliced_head import HeadSplit
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
@@ -54,6 +55,7 @@ class Problem:
     soft_budget_bytes: int | None = None
     vocab_dim: int = 0  # which axis of the weight is the vocabulary
     op: str = OP  # for messages
+    split: HeadSplit | None = None  # of the weight over the devices that split the tokens
 
     @property
     def kernels(self) -> str:
@@ -69,6 +71,11 @@ class Problem:
     def weight_copy_bytes(self) -> int:
         """Products take hidden's dtype: a weight of another one is copied."""
         return 0 if self.weight_itemsize == self.itemsize else self.v * self.d * self.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What mode "fast" holds where the devices have parts of the weight: the whole of it, and of its gradient."""
+        return 0 if self.split is None else (1 + self.gradients.weight) * self.v * self.d * self.weight_itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +143,12 @@ def problem_of(
     device_memory_bytes: int | None = None,
     device: AbstractDevice | None = None,
     gradients: Needs = ALL_GRADIENTS,
+    split: HeadSplit | None = None,
 ) -> Problem:
     """The problem of arrays, or of their types. `options.mode` may be "auto", and its chunk size is not read."""
     options = dataclasses.replace(options, mode=possible_mode(op, options.mode, not_fast_because))
     device = device or device_of(hidden, weight)
+    weight = weight if split is None else split.whole(weight, hidden)
     kernels = dataclasses.replace(KERNELS, op=op)
     choice = kernels.choose(implementation, hidden, weight, *others, device=device, options=options)
     mode = options.mode
@@ -160,6 +169,7 @@ def problem_of(
         hard_budget_bytes=memory_budget_bytes,
         soft_budget_bytes=soft_budget_bytes(device_memory_bytes),
         op=op,
+        split=split,
     )
 
 
@@ -176,9 +186,13 @@ def problem_of_sizes(
     logit_softcap: float | None = None,
     mode: str = "auto",
     device: Any = None,
+    weight_is_split: bool = False,
     **options: Any,
 ) -> Problem:
-    """`problem_of` for arrays that need not be there, on a device that need not be there."""
+    """`problem_of` for arrays that need not be there, on a device that need not be there.
+
+    `weight_is_split` says whether the devices that split the tokens have parts of the weight.
+    """
     if device is None:
         device = device_of()
     elif not isinstance(device, AbstractDevice):
@@ -191,5 +205,6 @@ def problem_of_sizes(
         options=LinearOptions(logit, weight_layout, current_precision(None), mode, chunk_size=0),
         not_fast_because=why_not_fast(reduction, None, jnp.dtype(dtype), jnp.dtype(weight_dtype)),
         device=device,
+        split=HeadSplit(((), ()), (1, 1)) if weight_is_split else None,  # of whole sizes
         **options,
     )

@@ -155,26 +155,31 @@ def estimate(run: Run) -> Estimate:
     # Of quantised ones, one layer's are made dense.
     copied_layers = 2 if gathered else 1 if is_cast or run.quantize is not None else 0
     of_layers = size * sizes.layer * copied_layers
-    of_head = param * sizes.head if gathered else 0
     loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
     tpu = run.target.platform == "tpu"
-    if run.loss == "fused":  # the head's gradient is whole before it is scattered; a TPU casts before it gathers
-        loss, head_gradient = loss + run.loss_plan().extra_bytes, param * sizes.trained_head
-        in_loss, in_layers = 0 if tpu else of_head, of_head
+    head_gradient, in_loss = param * sizes.trained_head, 0
+    if run.loss == "fused":
+        plan = run.loss_plan()
+        loss += plan.extra_bytes
+        if gathered:  # mode "lean" takes slices, and scatters their gradients at once
+            head_gradient //= run.mesh["fsdp"]
+            if plan.mode == "fast":
+                head_gradient, in_loss = size * sizes.trained_head, size * sizes.head
     else:
         # A GPU holds the logits and their gradient, and makes the head's gradient in the logits' place. On a TPU the
         # logits' gradient takes the logits' place, and the head's gradient has a place of its own.
         loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8)
         loss += size * sizes.head if is_cast else 0
-        head_gradient = param * sizes.trained_head if tpu else 0
-        in_loss, in_layers = of_head, 0 if tpu else of_head
+        head_gradient, in_loss = head_gradient if tpu else 0, param * sizes.head if gathered else 0
     # A tied head's gradient is the embedding's, too. In 16 bits, what rounding took off the tokens' rows is held, too.
     is_widened = run.head_dtype != run.param_dtype and run.lora is None
     remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if is_widened else 0
     sums = 4 * sizes.trained if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
     # On several GPUs, from Hopper on, XLA orders a program so that communication is hidden. The zeros into which the
-    # layers' gradients are summed then exist early.
-    early = sizes.layers_gradient_bytes if run.target.count > 1 and run.target.capability >= (9, 0) else 0
+    # layers' gradients are summed then exist early, and so does what the embedding's gradient needs.
+    is_hidden = run.target.count > 1 and run.target.capability >= (9, 0)
+    early = sizes.layers_gradient_bytes if is_hidden else 0
+    in_layers = size * sizes.head if is_hidden and gathered else 0
     at_loss = {"gradients": head_gradient + sums + early, "copies of parameters": in_loss, "loss": loss}
     in_backward = {
         "gradients": sizes.gradient_bytes + sums + remainder,

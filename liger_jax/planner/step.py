@@ -15,6 +15,7 @@ from liger_jax.models import lora as adapters
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
+from liger_jax.ops._sliced_head import sent_dtype
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.ops.loss_plan import budget_beside_layers
 from liger_jax.planner.architectures import Architecture
@@ -123,10 +124,12 @@ class Run:
             What `plan_fused_linear_cross_entropy` returns.
         """
         config: Any = self.model.config
+        is_split = self.mesh["fsdp"] > 1
         sizes = (self.tokens, config.hidden_size, config.vocab_size)
         options: dict[str, Any] = dict(
             dtype=self.dtype,
-            weight_dtype=self.head_dtype,
+            weight_dtype=sent_dtype(self.head_dtype, self.dtype) if is_split else self.head_dtype,
+            weight_is_split=is_split,
             logit_scale=config.logit_scale,
             logit_softcap=config.final_logit_softcapping,
             device=self.target.description,

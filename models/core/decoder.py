@@ -16,6 +16,7 @@ from liger_jax.models.core.layer_stack import LayerStack
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards
 from liger_jax.ops import Segments, rope_table
+from liger_jax.ops._sliced_head import sent_dtype
 
 
 def attention_segments(
@@ -77,14 +78,15 @@ class Decoder(nnx.Module):
         """Looks up the tokens' embeddings, and returns the table too, as the weight of a tied head.
 
         On one device the table's two gradients are summed in float32 and rounded once. If the batch is split over
-        several devices, each sums its own, and the devices' sums are added in the parameter's dtype, as for every
-        parameter.
+        several devices, each sums its own. The table is sent to them in the computation's dtype, and the devices' sums
+        are added in it, as for every matrix.
         """
         table = self.embed_tokens[...]
         if not self.batch_axes:
             return embed_tied(table, input_ids, self.dtype)
         look_up = lambda ids, table: embed(table, ids, self.dtype)
-        return on_batch_shards(look_up, self.batch_axes, (input_ids,), (table,)), table
+        sent = table.astype(sent_dtype(table.dtype, self.dtype))
+        return on_batch_shards(look_up, self.batch_axes, (input_ids,), (sent,)), table
 
     def run_layers(
         self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]], cache: KVCache | None = None

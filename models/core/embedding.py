@@ -21,8 +21,7 @@ def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) ->
     Returns:
         (B, T, D).
     """
-    embeddings, _, _ = _looked_up(table, ids, dtype)
-    return embeddings
+    return _embedded(table, ids, dtype)
 
 
 def embed_tied(
@@ -72,13 +71,38 @@ def _sorted_tokens(ids, vocab_size) -> _SortedTokens:
 _DISTINCT: Any = dict(unique_indices=True, indices_are_sorted=True, wrap_negative_indices=False)
 
 
+def _rows(table, ids, dtype):
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
+
+
+def _sums(dx, tokens: _SortedTokens, start):
+    """The sums (U, D) of the tokens' gradients by id, added to `start`."""
+    dx = dx.reshape(-1, dx.shape[-1])[tokens.order].astype(jnp.float32)
+    return start.at[tokens.place].add(dx, indices_are_sorted=True)
+
+
+def _embed_forward(table, ids, dtype):
+    return _rows(table, ids, dtype), (ids, jnp.zeros((len(table), 0), table.dtype))
+
+
+def _embed_backward(dtype, residuals, dx):
+    ids, like = residuals
+    tokens, width = _sorted_tokens(ids, len(like)), dx.shape[-1]
+    sums = _sums(dx, tokens, jnp.zeros((len(tokens.distinct_ids), width), jnp.float32))
+    dtable = jnp.zeros((len(like), width), like.dtype)
+    return dtable.at[tokens.distinct_ids].set(sums.astype(like.dtype), mode="drop", **_DISTINCT), None
+
+
+_embedded = jax.custom_vjp(_rows, nondiff_argnums=(2,))
+_embedded.defvjp(_embed_forward, _embed_backward)
+
+
 def _look_up(table, ids, dtype):
     """table[ids]; the table; and zeros (U, D).
 
     The cotangent of the zeros holds the rounding errors of the table's cotangent.
     """
-    embeddings = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
-    return embeddings, table, jnp.zeros((min(ids.size, len(table) + 1), table.shape[1]), jnp.float32)
+    return _rows(table, ids, dtype), table, jnp.zeros((min(ids.size, len(table) + 1), table.shape[1]), jnp.float32)
 
 
 def _look_up_forward(table, ids, dtype):
@@ -88,9 +112,8 @@ def _look_up_forward(table, ids, dtype):
 def _look_up_backward(dtype, residuals, cotangents):
     (ids,) = residuals
     dx, dtable, rounding_errors = cotangents
-    order, place, distinct_ids = _sorted_tokens(ids, len(dtable))
-    dx = dx.reshape(-1, dx.shape[-1])[order].astype(jnp.float32)
-    sums = rounding_errors.at[place].add(dx, indices_are_sorted=True)
+    tokens = _sorted_tokens(ids, len(dtable))
+    distinct_ids, sums = tokens.distinct_ids, _sums(dx, tokens, rounding_errors)
     if dtable.dtype == jnp.float32:  # one scatter, without the (U, D) array that is gathered below
         return dtable.at[distinct_ids].add(sums, mode="drop", **_DISTINCT), None
     sums += dtable.at[distinct_ids].get(mode="fill", fill_value=0, **_DISTINCT).astype(jnp.float32)

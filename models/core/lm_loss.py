@@ -17,6 +17,7 @@ from liger_jax.models.core.sharding import on_batch_shards, sum_over_batch_shard
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._device import device_of
 from liger_jax.ops._quantized_head import quantized_log_probs
+from liger_jax.ops._sliced_head import SplitHead, sent_dtype
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.ops.loss_plan import budget_beside_layers
@@ -112,7 +113,7 @@ class LanguageModelLoss:
             **logit_options_of(self.config),
         )
         in_order = lambda hidden, targets, head: local(hidden, head, targets)
-        return on_batch_shards(in_order, self.kernels.batch_axes, (hidden, targets), (head,))
+        return on_batch_shards(in_order, self.kernels.batch_axes, (hidden, targets), head=head)
 
     def token_loss(
         self,
@@ -151,7 +152,7 @@ class LanguageModelLoss:
             )
 
         def local(hidden, targets, *others):
-            per_token, (head, denominator, *constants) = others[:num], others[num:]
+            per_token, (denominator, *constants, head) = others[:num], others[num:]
             return ops.fused_linear_token_loss(
                 lambda *numbers: function(*numbers, *constants),
                 hidden,
@@ -169,15 +170,15 @@ class LanguageModelLoss:
             )
 
         budget = self._budget_bytes(hidden, targets, head)
-        batch, shared = (hidden, targets, *per_token), (head, denominator, *constants)
+        batch, shared = (hidden, targets, *per_token), (denominator, *constants)
         if self.kernels.batch_axes:
-            return sum_over_batch_shards(local, self.kernels.batch_axes, batch, shared)
-        return local(*batch, *shared)
+            return sum_over_batch_shards(local, self.kernels.batch_axes, batch, shared, head)
+        return local(*batch, *shared, head)
 
     def _sharded(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
         """The loss of a batch that is sharded: each device sums its tokens, and "mean" is the global mean."""
 
-        def local(hidden, logits, targets, weights, head):
+        def local(hidden, logits, targets, weights, head=None):
             loss, own = self._local(hidden, logits, targets, weights, head, "sum", return_metrics)
             return loss, own and (own.predicted_tokens, own.max_logit, own.log_normalizer)
 
@@ -185,7 +186,7 @@ class LanguageModelLoss:
         per_token = (hidden, None) if logits is None else (None, logits)
         head = head if logits is None else None
         loss, per_token = sum_over_batch_shards(
-            local, self.kernels.batch_axes, (*per_token, targets, loss_weights), (head,)
+            local, self.kernels.batch_axes, (*per_token, targets, loss_weights), head=head
         )
         weights = jnp.ones(targets.shape) if loss_weights is None else loss_weights.astype(jnp.float32)
         counts = (targets != IGNORE_INDEX) & (weights != 0)
@@ -263,7 +264,7 @@ class LanguageModelLoss:
 
     def _budget_bytes(self, hidden, targets, head):
         """What the fused loss may use of this device's memory."""
-        config, kernels = self.config, self.kernels
+        config, kernels, is_split = self.config, self.kernels, isinstance(head, SplitHead)
         if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
             return kernels.memory_budget_bytes
         return budget_beside_layers(
@@ -272,11 +273,12 @@ class LanguageModelLoss:
             config.vocab_size,
             f=config.intermediate_size,
             dtype=hidden.dtype,
-            weight_dtype=head.dtype,
+            weight_dtype=sent_dtype(head.dtype, hidden.dtype) if is_split else head.dtype,
+            weight_is_split=is_split,
             layers_are_recomputed=self.remat != "none",
             head_is_copied=not kernels.batch_axes and self.table_dtype != hidden.dtype,
             head_is_widened=self.table_dtype != head.dtype,
             implementation=kernels.implementation,
-            device=device_of(hidden, head),
+            device=device_of(hidden),
             **logit_options_of(config),
         )

@@ -10,6 +10,8 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.ops._sliced_head import HeadSplit, SplitHead
+
 
 def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a model's call run with Auto axes on a mesh whose axes are Explicit.
@@ -77,6 +79,7 @@ def on_batch_shards(
     batch_axes: tuple[str, ...] | None,
     batch: tuple[Any, ...],
     shared: tuple[Any, ...] = (),
+    head: jax.Array | None = None,
 ) -> Any:
     """Runs `function(*batch, *shared)` on every device's part of the batch; without axes, a plain call.
 
@@ -88,20 +91,22 @@ def on_batch_shards(
         batch: arrays with a leading batch axis; `None` entries pass.
         shared: arrays that are whole inside the function; `None` entries pass. A matrix enters split along its first
             axis over the last of `batch_axes`, if that divides it, and its gradient leaves the same way.
+        head: the function's last argument, if there is one. A linear loss gathers a head as it needs it.
 
     Returns:
         The function's results, sharded like the batch.
     """
     if not batch_axes:
-        return function(*batch, *shared)
-    return _sharded(function, batch_axes, batch, shared, P(batch_axes))
+        return function(*batch, *shared, *(() if head is None else (head,)))
+    return _sharded(function, batch_axes, batch, shared, P(batch_axes), head)
 
 
 def sum_over_batch_shards(
     function: Callable[..., tuple[jax.Array, Any]],
     batch_axes: tuple[str, ...],
     batch: tuple[Any, ...],
-    shared: tuple[Any, ...],
+    shared: tuple[Any, ...] = (),
+    head: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Does what `on_batch_shards` does for a function that returns a sum over its tokens and arrays per token.
 
@@ -110,6 +115,7 @@ def sum_over_batch_shards(
         batch_axes: the axes of the mesh in context over which the batch is sharded.
         batch: arrays with a leading batch axis; `None` entries pass.
         shared: arrays that are whole inside the function, as in `on_batch_shards`.
+        head: the function's last argument, if there is one, as in `on_batch_shards`.
 
     Returns:
         (the sum over all tokens, the arrays).
@@ -119,10 +125,10 @@ def sum_over_batch_shards(
         total, others = function(*arrays)
         return jax.lax.psum(total, batch_axes), others
 
-    return _sharded(local, batch_axes, batch, shared, (P(), P(batch_axes)))
+    return _sharded(local, batch_axes, batch, shared, (P(), P(batch_axes)), head)
 
 
-def _sharded(function, batch_axes, batch, shared, out_specs):
+def _sharded(function, batch_axes, batch, shared, out_specs, head=None):
     last, mesh = batch_axes[-1], jax.sharding.get_abstract_mesh()
     if missing := [axis for axis in batch_axes if axis not in mesh.axis_names]:
         raise ValueError(
@@ -131,16 +137,30 @@ def _sharded(function, batch_axes, batch, shared, out_specs):
         )
     size = mesh.shape[last]
     is_cut = [x is not None and x.ndim == 2 and x.shape[0] % size == 0 for x in shared]
+    # A quantised head is small, and enters whole.
+    split = _split_of(head, last, size) if isinstance(head, jax.Array) else None
 
-    def local(*arrays):
-        own, others = arrays[: len(batch)], arrays[len(batch) :]
+    def local(own, others, head):
         whole = lambda x: jax.lax.all_gather(x, last, tiled=True)
-        return function(*own, *(whole(x) if cut else x for x, cut in zip(others, is_cut, strict=True)))
+        others = [whole(x) if cut else x for x, cut in zip(others, is_cut, strict=True)]
+        head = head if split is None else SplitHead(head, split)
+        return function(*own, *others, *(() if head is None else (head,)))
 
-    specs = (*(P(batch_axes) for _ in batch), *(P(last) if cut else P() for cut in is_cut))
+    of_shared = tuple(P(last) if cut else P() for cut in is_cut)
+    specs = tuple(P(batch_axes) for _ in batch), of_shared, P() if split is None else split.spec
     # Without check_vma: JAX's own attention kernels do not declare the axes that they vary over, and Hopper's loss
     # kernels cannot write in place under it.
-    return jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)(*batch, *shared)
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)
+    return mapped(tuple(batch), tuple(shared), head)
+
+
+def _split_of(head: jax.Array, axis: str, size: int) -> HeadSplit | None:
+    """How a mesh axis splits a head (V, D): its vocabulary, or else its width. None where it divides neither."""
+    if size > 1 and head.shape[0] % size == 0:
+        return HeadSplit(((axis,), ()), (size, 1))
+    if size > 1 and head.shape[1] % size == 0:
+        return HeadSplit(((), (axis,)), (1, size))
+    return None
 
 
 def gathered(parameters: Any, batch_axes: tuple[str, ...] | None, dtype: Any) -> Any:

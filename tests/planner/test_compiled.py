@@ -33,12 +33,13 @@ def compiled(script, *arguments, platform="gpu"):
 
 
 PLAN = """
-import json, sys
+import json, math, re, sys
 from benchmarks._memory import kernels_in
 from liger_jax.planner import compile_run
 from liger_jax.planner.compilers import without_cudnn
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.planning import make_run
+from tests.ops._oracle import sent
 model, batch, seq, device, options = sys.argv[1:]
 run = make_run(model, batch=int(batch), seq=int(seq), device=device, **json.loads(options))
 found = compile_run(run)
@@ -50,6 +51,8 @@ print(json.dumps(dict(
     host_arguments=memory and memory.host_argument_size_in_bytes,
     host_temporaries=memory and memory.host_temp_size_in_bytes,
     kernels=kernels_in(text), without_cudnn=without_cudnn(),
+    float32=sorted({math.prod(map(int, dims.split(","))) for dims in re.findall(r"\\bf32\\[([\\d,]+)\\]", text)}),
+    sent=sorted(sent(text)), mode=run.loss_plan().mode, slice=run.loss_plan().chunk_size,
 )))
 """
 
@@ -93,13 +96,29 @@ def tiny(tmp_path):
     return path
 
 
-def test_a_sharded_packed_step_compiled_for_gpus_calls_our_kernels_and_holds_its_share_of_the_state(tiny):
-    found = compiled(PLAN, tiny, 8, 256, "h200:8", '{"packed": true}')
+@pytest.fixture(scope="module")
+def packed_step(tmp_path_factory):
+    """Of a tiny model in packed rows, for eight H200 along "fsdp"."""
+    path = tmp_path_factory.mktemp("tiny") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return compiled(PLAN, path, 8, 256, "h200:8", '{"packed": true}')
+
+
+def test_a_sharded_packed_step_compiled_for_gpus_calls_our_kernels_and_holds_its_share_of_the_state(packed_step):
+    found = packed_step
     assert {"fused_linear_cross_entropy_statistics", "rms_norm_forward", "rms_norm_backward"} <= set(found["kernels"])
     attention = {f"causal_attention_{name}" for name in ("forward", "query_gradient", "key_gradients")}
     assert attention <= set(found["kernels"])
     static = found["parts"]["parameters"] + found["parts"]["optimizer state"]
     assert found["arguments"] == pytest.approx(static, rel=0.01)
+
+
+def test_a_sharded_step_sends_its_head_in_slices_and_holds_no_float32_array_as_large_as_the_head(packed_step):
+    found, width = packed_step, TINY["hidden_size"]
+    head, part = TINY["vocab_size"] * width, found["slice"] * width
+    assert found["mode"] == "lean" and part < head
+    assert head not in found["float32"]
+    assert {("all-gather", part), ("reduce-scatter", part // 8)} <= {tuple(pair) for pair in found["sent"]}
 
 
 @pytest.mark.full

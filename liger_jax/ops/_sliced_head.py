@@ -1,0 +1,195 @@
+"""Heads that FSDP splits, inside `jax.shard_map`: no device ever holds the whole weight, nor its whole gradient.
+
+The same mesh axes split the tokens and the head's weight. In mode "lean" each device takes a slice of its part, and the
+devices gather these, in the products' dtype. The kernels read the gathered slice as if it were the whole vocabulary.
+Then it is dropped, and its gradient is summed over the devices and scattered at once. So a slice holds the same few
+entries of every part, and its columns have to be told from the vocabulary's entries:
+
+    column = owner · size + place        entry = owner · entries_of_a_part + start + place
+
+In mode "fast" every chunk of tokens reads the whole weight. There it is gathered once, and its gradient scattered once.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.pallas_kernels._tiles import cdiv, full_like
+from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
+from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
+from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Cotangents, Statistics
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import over_slices, put, take
+
+_NO_TOKEN = jnp.iinfo(jnp.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSplit:
+    """How a head is split: for each axis of the weight, the mesh axes that split it, and into how many parts."""
+
+    axes: tuple[tuple[str, ...], tuple[str, ...]]
+    parts: tuple[int, int]
+
+    @property
+    def spec(self) -> P:
+        """The partition of the weight."""
+        return P(*(names or None for names in self.axes))
+
+    def whole(self, part: Typed, hidden: Typed) -> jax.ShapeDtypeStruct:
+        """The type of the gathered weight."""
+        shape = tuple(size * parts for size, parts in zip(part.shape, self.parts, strict=True))
+        return jax.ShapeDtypeStruct(shape, sent_dtype(part.dtype, hidden.dtype))
+
+    def gathered(self, part: jax.Array) -> jax.Array:
+        """The parts of all devices in one array; its derivative is `scattered`."""
+        for axis, names in enumerate(self.axes):
+            part = jax.lax.all_gather(part, names, axis=axis, tiled=True) if names else part
+        return part
+
+    def scattered(self, whole: jax.Array) -> jax.Array:
+        """This device's part of the sum over all devices."""
+        for axis, names in enumerate(self.axes):
+            whole = jax.lax.psum_scatter(whole, names, scatter_dimension=axis, tiled=True) if names else whole
+        return whole
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitHead:
+    """This device's part of a head's weight. The linear losses take it in the weight's place."""
+
+    part: jax.Array
+    split: HeadSplit = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def dtype(self) -> Any:
+        """The weight's."""
+        return self.part.dtype
+
+
+def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -> Any:
+    """The dtype in which devices send a matrix and its gradient: the computation's, or the parameter's if smaller."""
+    return min(jnp.dtype(dtype), jnp.dtype(param_dtype), key=lambda dtype: dtype.itemsize)
+
+
+def taken_apart(weight: Any) -> tuple[Any, HeadSplit | None]:
+    """The weight or this device's part of it, and how it is split."""
+    return (weight.part, weight.split) if isinstance(weight, SplitHead) else (weight, None)
+
+
+def whole_weight(weight: jax.Array, split: HeadSplit | None, hidden: jax.Array) -> jax.Array:
+    """The weight, gathered once if it is split, for mode "fast"."""
+    return weight if split is None else split.gathered(weight.astype(sent_dtype(weight.dtype, hidden.dtype)))
+
+
+def statistics(
+    run: Callable[..., Statistics], inputs: Inputs, split: HeadSplit, options: LinearOptions, entries: int
+) -> Statistics:
+    """The statistics of all rows; `run` makes those of a slice, which has so many entries or fewer."""
+    slices = _Slices(inputs, split, options.vocab_dim, entries)
+    n, logit = inputs.hidden.shape[0], options.logit
+
+    def body(found, start, size):
+        own = run(slices.take(start, size))
+        if own.predicted_token is not None:
+            own = own._replace(predicted_token=slices.entry_of(own.predicted_token, start, size))
+        return jax.tree.map(lambda all_, x: put(all_, x[None], start // slices.size), found, own)
+
+    kinds = jax.eval_shape(lambda: run(slices.take(0, slices.size)))
+    number = cdiv(slices.entries_of_a_part, slices.size)
+    start = jax.tree.map(lambda x: full_like(inputs.hidden, (number, n), 0, x.dtype), kinds)
+    return _merged(slices.over(body, start), logit)
+
+
+def gradients(
+    run: Callable[..., Gradients],
+    inputs: Inputs,
+    split: HeadSplit,
+    options: LinearOptions,
+    entries: int,
+    log_normalizer: jax.Array,
+    cotangents: Cotangents,
+    needs: Needs,
+) -> Gradients:
+    """The gradients by hidden, by this device's part of the weight, and by the bias; `run` makes those of a slice."""
+    hidden, weight, _, bias, _ = inputs
+    slices = _Slices(inputs, split, options.vocab_dim, entries)
+
+    def body(grads, start, size):
+        dhidden, dweight, dbias = grads
+        own = run(slices.take(start, size), log_normalizer, cotangents)
+        if needs.weight:
+            dweight = put(dweight, split.scattered(own.weight), start, options.vocab_dim)
+        if needs.hidden:
+            dhidden += own.hidden.astype(jnp.float32)
+        if needs.bias:
+            dbias = put(dbias, own.bias.reshape(slices.parts, size), start, 1)
+        return Gradients(dhidden, dweight, dbias)
+
+    zeros = Gradients(
+        full_like(hidden, hidden.shape, 0, jnp.float32) if needs.hidden else None,
+        full_like(hidden, weight.shape, 0, weight.dtype) if needs.weight else None,
+        full_like(hidden, (slices.parts, slices.entries_of_a_part), 0, bias.dtype) if needs.bias else None,
+    )
+    dhidden, dweight, dbias = slices.over(body, zeros)
+    return Gradients(
+        dhidden.astype(hidden.dtype) if needs.hidden else None, dweight, dbias.reshape(-1) if needs.bias else None
+    )
+
+
+class _Slices:
+    """The slices of a vocabulary whose parts lie on the devices. A slice has `size` entries of every part, or fewer."""
+
+    def __init__(self, inputs: Inputs, split: HeadSplit, vocab_dim: int, entries: int) -> None:
+        self.inputs, self.split, self.vocab_dim = inputs, split, vocab_dim
+        self.parts = split.parts[vocab_dim]
+        self.entries_of_a_part = inputs.weight.shape[vocab_dim]
+        self.size = min(max(1, entries // self.parts), self.entries_of_a_part)
+        self.dtype = split.whole(inputs.weight, inputs.hidden).dtype
+
+    def over(self, body: Callable[[Any, Any, int], Any], carry: Any) -> Any:
+        """carry = body(carry, start, size) for each slice."""
+        return over_slices(self.entries_of_a_part, self.size, body, carry, last_waits=True)
+
+    def take(self, start: Any, size: int) -> Inputs:
+        """The inputs with the gathered slice as the vocabulary."""
+        hidden, weight, labels, bias, class_weights = self.inputs
+        owner, place = labels // self.entries_of_a_part, labels % self.entries_of_a_part - start
+        is_here = (labels >= 0) & (place >= 0) & (place < size)
+        # The label of another slice must match no column of this one, and no column of padding behind them.
+        missing = jnp.where(labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL)
+        column = jnp.where(is_here, owner * size + place, missing)
+        part = take(weight, start, size, self.vocab_dim).astype(self.dtype)
+        return Inputs(hidden, self.split.gathered(part), column, *(
+            None if x is None else take(x.reshape(self.parts, -1), start, size, 1).reshape(-1)
+            for x in (bias, class_weights)
+        ))  # fmt: skip
+
+    def entry_of(self, column: jax.Array, start: Any, size: int) -> jax.Array:
+        """The vocabulary's entry of a slice's column."""
+        return column // size * self.entries_of_a_part + start + column % size
+
+
+def _merged(slices: Statistics, options: LogitOptions) -> Statistics:
+    """The statistics (N,) of whole rows from those of the slices (slices, N)."""
+    # A slice's Σ exp(z − lse) is 1, and its Σ (z − lse)·exp(z − lse) is −H.
+    states = row_formulas.OnlineState(
+        maximum=slices.log_normalizer,
+        exp_sum=jnp.ones_like(slices.log_normalizer),
+        target_logit=slices.target_logit,
+        logit_sum=slices.logit_sum,
+        predicted_token=None,
+        weighted_sum=None if slices.entropy is None else -slices.entropy,
+        square_sum=None if slices.log_sum_of_squares is None else jnp.exp(slices.log_sum_of_squares),
+    )
+    merged = row_formulas.online_merge(states, dataclasses.replace(options, metrics=False))
+    if slices.max_logit is None:
+        return merged
+    max_logit = jnp.max(slices.max_logit, axis=0)
+    first = jnp.min(jnp.where(slices.max_logit == max_logit[None], slices.predicted_token, _NO_TOKEN), axis=0)
+    return merged._replace(max_logit=max_logit, predicted_token=first)

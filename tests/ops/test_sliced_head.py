@@ -1,0 +1,180 @@
+"""A head that FSDP splits: the loss is that of the whole head, and no device ever holds the whole head."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax import ops
+from tests.ops._oracle import TOLERANCE, largest_error, sent
+
+N, D, V = 24, 16, 72  # on 4 devices, 18 entries each: with slices of 4 of them, the last slice is shorter
+SLICE = 16
+TOKENS = P(("data", "fsdp"))
+OPTIONS = dict(
+    ignore_index=-100, label_smoothing=0.1, z_loss=0.01, logit_scale=0.7, logit_softcap=5.0, chunk_size=SLICE
+)
+# By name: how the head (V, D) lies on a mesh of that shape.
+HEADS = {
+    "vocabulary over all": (P("fsdp"), (1, 4)),
+    "vocabulary over one axis of two": (P("fsdp"), (2, 2)),
+    "vocabulary over both axes": (P(("data", "fsdp")), (2, 2)),
+    "width": (P(None, "fsdp"), (1, 4)),
+    "vocabulary and width": (P("data", "fsdp"), (2, 2)),
+}
+
+
+def fsdp(shape=(1, 4)):
+    return jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
+
+
+def placed(mesh, *arrays_and_specs):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arrays_and_specs]
+
+
+def draw(rng, v=V, dtype=jnp.float32):
+    """hidden, weight, bias and token weights; labels, of which some are ignored; class weights."""
+    hidden, weight, bias = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((N, D), (v, D), (v,)))
+    labels = jnp.where(jnp.asarray(rng.random(N) < 0.3), -100, jnp.asarray(rng.integers(0, v, N)))
+    token_weights, class_weights = (jnp.asarray(rng.uniform(0.5, 1.5, s), jnp.float32) for s in (N, v))
+    return (hidden, weight, bias, token_weights), labels, class_weights
+
+
+def assert_close(found, expected):
+    for x, truth in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert largest_error(np.asarray(x), truth) <= TOLERANCE
+
+
+CASES = [
+    pytest.param(head, mode, kernel, layout, marks=[] if (head, mode, kernel, layout) in (
+        ("vocabulary over all", "lean", "xla", "vd"), ("width", "lean", "xla", "dv")
+    ) else pytest.mark.full)
+    for head in HEADS
+    for mode, kernel, layout in (
+        ("lean", "xla", "vd"), ("lean", "xla", "dv"), ("fast", "xla", "vd"), ("lean", "triton:interpret", "vd")
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head, mode, kernel, layout", CASES)
+def test_loss_metrics_and_gradients_are_those_of_the_whole_head(head, mode, kernel, layout, rng):
+    arrays, labels, class_weights = draw(rng)
+    spec, shape = HEADS[head]
+
+    def op(hidden, weight, bias, token_weights, labels, class_weights):
+        options = OPTIONS | dict(mode=mode, implementation=kernel, weight_layout=layout, return_metrics=True)
+        weight = weight if layout == "vd" else weight.T
+        return ops.fused_linear_cross_entropy(
+            hidden, weight, labels, bias=bias, token_weights=token_weights, class_weights=class_weights, **options
+        )
+
+    run = jax.jit(jax.value_and_grad(op, argnums=(0, 1, 2, 3), has_aux=True))
+    expected = run(*arrays, labels, class_weights)
+    mesh = fsdp(shape)
+    with jax.set_mesh(mesh):
+        specs = TOKENS, spec, P(), TOKENS, TOKENS, P()
+        found = run(*placed(mesh, *zip((*arrays, labels, class_weights), specs, strict=True)))
+    assert_close(found, expected)
+
+
+def test_log_probs_and_entropies_of_a_split_head_are_those_of_the_whole_one(rng):
+    (hidden, weight, bias, _), labels, _ = draw(rng)
+    mesh = fsdp()
+
+    def op(hidden, weight, bias, labels):
+        found = ops.fused_linear_log_probs(hidden, weight, labels, bias=bias, entropy=True, chunk_size=SLICE)
+        return jnp.sum(found.log_probs * jnp.cos(found.entropy)), found
+
+    run = jax.jit(jax.value_and_grad(op, argnums=(0, 1, 2), has_aux=True))
+    expected = run(hidden, weight, bias, labels)
+    with jax.set_mesh(mesh):
+        arrays = placed(mesh, (hidden, TOKENS), (weight, P("fsdp")), (bias, P()), (labels, TOKENS))
+        assert_close(run(*arrays), expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["lean", "fast"])
+def test_token_loss_of_a_split_head_is_that_of_the_whole_one(mode, rng):
+    (hidden, weight, _, advantages), labels, _ = draw(rng)
+    mesh = fsdp()
+
+    def op(hidden, weight, advantages, labels):
+        return ops.fused_linear_token_loss(
+            lambda log_prob, advantage: -advantage * jnp.exp(log_prob), hidden, weight, labels, (advantages,),
+            denominator=N, mode=mode, chunk_size=SLICE,
+        )[0]  # fmt: skip
+
+    run = jax.jit(jax.value_and_grad(op, argnums=(0, 1, 2)))
+    expected = run(hidden, weight, advantages, labels)
+    with jax.set_mesh(mesh):
+        arrays = placed(mesh, (hidden, TOKENS), (weight, P("fsdp")), (advantages, TOKENS), (labels, TOKENS))
+        assert_close(run(*arrays), expected)
+
+
+def test_of_equal_logits_the_vocabularys_first_is_predicted_though_slices_hold_its_entries_out_of_order(rng):
+    (hidden, weight, *_), labels, _ = draw(rng)
+    weight = weight.at[20].set(weight[17]).at[40].set(weight[17])  # 17 is in the last slice, 20 and 40 in the first
+    hidden = jnp.broadcast_to(5.0 * weight[17], hidden.shape)
+    mesh = fsdp()
+    with jax.set_mesh(mesh):
+        arrays = placed(mesh, (hidden, TOKENS), (weight, P("fsdp")), (jnp.abs(labels) % V, TOKENS))
+        _, metrics = jax.jit(
+            lambda *arrays: ops.fused_linear_cross_entropy(*arrays, mode="lean", chunk_size=SLICE, return_metrics=True)
+        )(*arrays)
+    np.testing.assert_array_equal(metrics.predicted_tokens, 17)
+
+
+def test_labels_outside_the_vocabulary_poison_their_own_row(rng):
+    (hidden, weight, *_), labels, _ = draw(rng)
+    labels = jnp.abs(labels) % V
+    wrong = labels.at[3].set(V).at[5].set(-1)
+    mesh = fsdp()
+    with jax.set_mesh(mesh):
+        arrays = placed(mesh, (hidden, TOKENS), (weight, P("fsdp")), (wrong, TOKENS))
+        run = functools.partial(ops.fused_linear_cross_entropy, reduction="none", chunk_size=SLICE)
+        losses = np.asarray(jax.jit(run)(*arrays))
+    assert [int(i) for i in np.flatnonzero(np.isnan(losses))] == [3, 5]
+
+
+def test_lean_sends_slices_and_a_few_numbers_and_no_array_of_a_device_is_as_large_as_the_head(rng):
+    v = 264
+    (hidden, weight, *_), labels, _ = draw(rng, v)
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+    tokens = P("fsdp")
+
+    def loss(hidden, weight, labels):
+        return ops.fused_linear_cross_entropy(hidden, weight, labels, mode="lean", chunk_size=88)
+
+    with jax.set_mesh(mesh):
+        arrays = placed(mesh, (hidden, tokens), (weight, P("fsdp")), (labels, tokens))
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays).compile().as_text()
+    sizes = {math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", text)}
+    assert v * D not in sizes and max(sizes) <= max(v * D // 4, 88 * D)
+    assert {size for _, size in sent(text)} <= {1, 88 * D, 88 * D // 4}
+    assert {kind for kind, size in sent(text) if size > 1} == {"all-gather", "reduce-scatter"}
+
+
+def test_a_bfloat16_step_sums_the_heads_gradient_no_worse_than_twice_one_devices_rounding(rng):
+    """Every device's part is rounded once; a sum over devices in bfloat16 costs as much again."""
+    (hidden, weight, *_), labels, _ = draw(rng)
+    grad = jax.jit(
+        jax.grad(
+            lambda h, w, y: ops.fused_linear_cross_entropy(h, w, y, mode="lean", chunk_size=SLICE, logit_scale=0.3),
+            argnums=(0, 1),
+        )
+    )
+    truth, half = grad(hidden, weight, labels), hidden.astype(jnp.bfloat16)
+    rms = lambda found, truth: np.sqrt(np.mean(np.square(np.asarray(found, np.float64) - truth)))
+    single = [rms(x, y) for x, y in zip(grad(half, weight, labels), truth, strict=True)]
+    mesh = fsdp()
+    with jax.set_mesh(mesh):
+        found = grad(*placed(mesh, (half, TOKENS), (weight, P("fsdp")), (labels, TOKENS)))
+    assert found[1].dtype == jnp.float32
+    for x, y, own in zip(found, truth, single, strict=True):
+        assert rms(x, y) <= 2 * own
