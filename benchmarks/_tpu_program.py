@@ -83,6 +83,7 @@ def _instruction(line: str) -> Instruction | None:
 def _computations(text: str) -> dict[str, list[Instruction]]:
     """Instructions by computation; the program's entry is ""."""
     found: dict[str, list[Instruction]] = {}
+    instructions: list[Instruction] = []
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
             instructions = found["" if header[1] else header[2]] = []

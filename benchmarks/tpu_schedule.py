@@ -312,8 +312,9 @@ def main() -> None:
     title += f"and waiting for the units, which it leaves out, decides. tpu7x: with {SMALL_TILES}=false."
     lines, details = [], []
     for case in args.cases:
+        target, shape = case.split(":")
         for what in args.programs:  # a minute each: what is done is saved
-            row, of_operations = rows(*case.split(":"), what)
+            row, of_operations = rows(target, shape, what)
             print(" | ".join(row), flush=True)
             lines.append(row)
             details += of_operations

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -55,13 +56,15 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
     if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         raise ValueError("quantize: the model has adapters. Quantise it before add_lora, or merge_lora(model) first.")
     dense = [projection for projection in _projections(model) if not is_quantized(projection.kernel[...])]
-    with_head = head and not _is_tied("quantize", model) and not is_quantized(model.head)
+    causal_model: Any = model
+    with_head = head and not _is_tied("quantize", model) and not is_quantized(causal_model.head)
     if not dense and not with_head:
         raise ValueError("quantize: no projection of this model is left to quantise.")
     for projection in dense:
         projection.kernel = QuantizedParam(quantized(projection.kernel[...], kind, block_size=block_size))
     if with_head:
-        model.lm_head = QuantizedParam(quantized(model.lm_head[...], kind, block_size=block_size, axis=-1))
+        dense_head = causal_model.lm_head[...]
+        causal_model.lm_head = QuantizedParam(quantized(dense_head, kind, block_size=block_size, axis=-1))
     return model
 
 
@@ -114,7 +117,7 @@ def is_quantized(weight: Any) -> bool:
 
 def quantized(weight: jax.Array, kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
     """A parameter quantised, one stacked layer after another, on its own devices."""
-    sharding = None if isinstance(weight, jax.core.Tracer) else weight.sharding
+    sharding = None if isinstance(weight, Tracer) else weight.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return _quantized(weight, kind, block_size, axis)
     spec = [*sharding.spec, *(None for _ in range(weight.ndim - len(sharding.spec)))]

@@ -281,7 +281,8 @@ def statistics(
     )(hidden, weight.astype(hidden.dtype), rows, *vectors)
     parts = [part.reshape(1, n) for part in found[len(kept) :]]
     merged = row_formulas.online_merge(jax.tree.unflatten(jax.tree.structure(state), parts), options.logit)
-    return merged, *(found[: len(kept)] or (None, None))
+    exponentials, maxima = found[: len(kept)] or (None, None)
+    return merged, exponentials, maxima
 
 
 def _params(interpret: bool) -> pltpu.CompilerParams:

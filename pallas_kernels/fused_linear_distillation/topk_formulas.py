@@ -101,7 +101,9 @@ def logit_gradient(
     raw = raw.astype(jnp.float32)
     z = transform(raw, options.student.logit)
     dz = statistics.others[:, None] * jnp.exp(z - statistics.normalizer[:, None])
-    gradient = lambda *of_logits: raw_gradient(*of_logits, statistics.hard_normalizer, scale, options).astype(dtype)
+    gradient = lambda dz, raw, is_label: raw_gradient(
+        dz, raw, is_label, statistics.hard_normalizer, scale, options
+    ).astype(dtype)
     du = gradient(dz, raw, is_label(labels, start, size))
     of_stored = gradient(statistics.stored, stored_raw, columns + start == labels[:, None])
     return du.at[_rows(columns), columns].set(of_stored, mode="drop")

@@ -153,7 +153,7 @@ def test_lean_sends_slices_and_a_few_numbers_and_no_array_of_a_device_is_as_larg
 
     with jax.set_mesh(mesh):
         arrays = placed(mesh, (hidden, tokens), (weight, P("fsdp")), (labels, tokens))
-        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays).compile().as_text()
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays).compile().as_text() or ""
     sizes = {math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", text)}
     assert v * D not in sizes and max(sizes) <= max(v * D // 4, 88 * D)
     assert {size for _, size in sent(text)} <= {1, 88 * D, 88 * D // 4}
