@@ -1,6 +1,7 @@
 """Fused kernels for training language models in JAX, on NVIDIA GPUs, TPUs and CPUs."""
 
 from liger_jax import losses as losses
+from liger_jax.ops import BlockQuantized as BlockQuantized
 from liger_jax.ops import DynamicRope as DynamicRope
 from liger_jax.ops import LinearRope as LinearRope
 from liger_jax.ops import Llama3Rope as Llama3Rope
@@ -12,6 +13,7 @@ from liger_jax.ops import TokenLosses as TokenLosses
 from liger_jax.ops import YarnRope as YarnRope
 from liger_jax.ops import apply_mrope as apply_mrope
 from liger_jax.ops import apply_rope as apply_rope
+from liger_jax.ops import block_quantized as block_quantized
 from liger_jax.ops import causal_attention as causal_attention
 from liger_jax.ops import cross_entropy as cross_entropy
 from liger_jax.ops import dyt as dyt

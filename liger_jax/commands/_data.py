@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -94,7 +95,7 @@ def _of_file(path: Path, text: str, column: str) -> Iterator[Document]:
 
 def _of_dataset(name: str, column: str, subset: str | None) -> Iterator[Document]:
     with needed_packages():
-        import datasets
+        datasets = importlib.import_module("datasets")
     try:
         rows = datasets.load_dataset(name, subset, split="train")
     except Exception as error:  # whatever the hub, the network and the dataset's files may raise

@@ -61,8 +61,8 @@ def fused_linear_cross_entropy(
     one device, the same program gives the same bits every time.
 
     On a mesh with Explicit axes tokens stay where they are, and "mean" is the mean over all devices. A weight that is
-    split over the tokens' axes is gathered, and its gradient is scattered. A weight whose vocabulary is split over
-    another axis stays split.
+    split over the tokens' axes is gathered: in mode "lean" by slices, and each slice's gradient is scattered at once. A
+    weight whose vocabulary is split over another axis stays split.
 
     Args:
         hidden: (..., D), any float dtype.

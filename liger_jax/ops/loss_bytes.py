@@ -35,12 +35,12 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
             is_copied = mosaic_gpu.copies_slices(problem.vocab_dim)
             # The weight's whole tiles, and their part of dW until it is put in its place.
             weight_slice = v * d * problem.itemsize if is_copied and not problem.weight_copy_bytes else 0
-            # Where the weight was cast, one chunk's dW is XLA's product, which is written to its place.
-            has_part = needs_weight and (not is_whole or is_copied and not problem.weight_copy_bytes)
-            part_of_dw = v * d * problem.weight_itemsize if has_part else 0
+            # (Beside a cast weight XLA makes one chunk's dW, at some sizes in its place at once.)
+            part_of_dw = v * d * problem.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
             of_parts = max(weight_slice, part_of_dw)  # one after the other
             if part_of_dw and not is_whole:  # at a time, and the largest buffer beside it lies where dW will be
-                of_parts = weight_slice + part_of_dw - max(weight_slice, dw_low_byte, weight_copy)
+                in_its_place = max(weight_slice, dw_low_byte, 0 if is_copied else weight_copy)
+                of_parts = weight_slice + part_of_dw - in_its_place
         return chunk + padded_hidden_bytes(problem) + _CUBLAS_BYTES + dw_low_byte + weight_copy + of_parts
     if problem.kernels == "mosaic_tpu" and tokens >= n:  # dW is one product
         return chunk + problem.weight_copy_bytes

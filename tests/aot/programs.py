@@ -125,7 +125,7 @@ BOTH = [
         (((4096, 128256), BF16), ((4096,), INT)),
         ("cross_entropy_statistics",),
     ),
-    Case("fused_linear_cross_entropy", with_gradient(head(), (0, 1)), LLAMA_8B_HEAD, FLCE),
+    Case("fused_linear_cross_entropy", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, FLCE),
     Case("fused_linear_cross_entropy_float32", with_gradient(head(), (0, 1)), QWEN_HEAD, FLCE, full=True),
     Case(
         "fused_linear_cross_entropy_dv",
@@ -198,6 +198,7 @@ def forward(op):
 
 TPU_ONLY = [
     Case("forward", forward(head()), LLAMA_8B_HEAD, FLCE[:1], full=True),
+    Case("fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE[:1], full=True),
     Case(
         "llama_70b_all_options",
         with_gradient(head_with_everything, (0, 1, 2)),

@@ -116,7 +116,8 @@ def test_gradients_of_adapters_follow_from_those_of_the_merged_weights(options, 
     for (*path, part), gradient in by_path(found).items():
         dw = scale * of_weights[(*path, "kernel")]
         a, b = (parts[(*path, name)] for name in ("lora_a", "lora_b"))
-        close(gradient, dw @ b.swapaxes(-1, -2) if part == "lora_a" else a.swapaxes(-1, -2) @ dw)
+        expected = dw @ b.swapaxes(-1, -2) if part == "lora_a" else a.swapaxes(-1, -2) @ dw
+        close(gradient, expected, tolerance=4e-5)  # both sides are float32, and each may round by 2e-5
 
 
 def test_dora_turns_the_weight_and_trains_the_length_of_its_columns(rng):
