@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 class QuantizedParam(nnx.Variable):
-    """A `BlockQuantized` weight in the place of an `nnx.Param`. It is none, so it gets no gradient and no update."""
+    """A `BlockQuantized` weight. It is no `nnx.Param`, so it gets no gradient and no update."""
 
 
 def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = False) -> Model:

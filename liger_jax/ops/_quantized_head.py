@@ -1,7 +1,7 @@
 """Log-probabilities by a quantised head, one slice of the vocabulary after another: the dense head is never whole.
 
 Each slice is made dense, reduces its logits to statistics, and is forgotten; the backward makes it again. The slices'
-statistics are merged as those of a vocabulary that lies on several devices are.
+statistics are merged in the same way as those of several devices' shards.
 """
 
 import dataclasses
@@ -45,10 +45,10 @@ def quantized_log_probs(
         hidden: (..., D).
         head: (V, D), with blocks along D.
         labels: (...).
-        ignore_index: as there, and so are the next five.
-        temperature: by which logits are divided.
-        logit_scale: a number.
-        logit_softcap: a number or None.
+        ignore_index: the label of tokens that do not count, or None.
+        temperature: the divisor of the logits.
+        logit_scale: the factor of the logits.
+        logit_softcap: the bound of the logits; None for none.
         entropy: whether entropies are made.
         metrics: whether largest logits and their tokens are made.
         **limits: `memory_budget_bytes` and `implementation` of a slice's products.

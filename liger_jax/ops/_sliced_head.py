@@ -90,7 +90,7 @@ def whole_weight(weight: jax.Array, split: HeadSplit | None, hidden: jax.Array) 
 def statistics(
     run: Callable[..., Statistics], inputs: Inputs, split: HeadSplit, options: LinearOptions, entries: int
 ) -> Statistics:
-    """The statistics of all rows; `run` makes those of a slice, which has so many entries or fewer."""
+    """The statistics of all rows; `run` makes a slice's statistics. A slice has at most so many entries."""
     slices = _Slices(inputs, split, options.vocab_dim, entries)
     n, logit = inputs.hidden.shape[0], options.logit
 
@@ -116,7 +116,7 @@ def gradients(
     cotangents: Cotangents,
     needs: Needs,
 ) -> Gradients:
-    """The gradients by hidden, by this device's part of the weight, and by the bias; `run` makes those of a slice."""
+    """The gradients by hidden, by this device's part of the weight, and by the bias; `run` makes a slice's."""
     hidden, weight, _, bias, _ = inputs
     slices = _Slices(inputs, split, options.vocab_dim, entries)
 
@@ -143,7 +143,7 @@ def gradients(
 
 
 class _Slices:
-    """The slices of a vocabulary whose parts lie on the devices. A slice has `size` entries of every part, or fewer."""
+    """The slices of a vocabulary that devices split. A slice has at most `size` entries of every part."""
 
     def __init__(self, inputs: Inputs, split: HeadSplit, vocab_dim: int, entries: int) -> None:
         self.inputs, self.split, self.vocab_dim = inputs, split, vocab_dim
@@ -176,7 +176,7 @@ class _Slices:
 
 
 def _merged(slices: Statistics, options: LogitOptions) -> Statistics:
-    """The statistics (N,) of whole rows from those of the slices (slices, N)."""
+    """Joins the slices' statistics (slices, N) into whole rows' (N,)."""
     # A slice's Σ exp(z − lse) is 1, and its Σ (z − lse)·exp(z − lse) is −H.
     states = row_formulas.OnlineState(
         maximum=slices.log_normalizer,

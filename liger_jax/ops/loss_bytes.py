@@ -1,6 +1,6 @@
 """The bytes that a linear loss needs beside its inputs and gradients, for each backend and mode.
 
-They are those of the compiled programs, which tests/aot compares, with a term for each live buffer.
+There is a term for each live buffer. tests/aot compares the sums with compiled programs.
 """
 
 from liger_jax.ops.loss_problem import DistillationProblem, Problem

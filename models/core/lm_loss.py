@@ -97,7 +97,7 @@ class LanguageModelLoss:
             hidden: hidden states after the last norm.
             head: the head's weight (V, D), an array or quantised.
             targets: the label of each position, -100 where it is not scored.
-            temperature: by which logits are divided.
+            temperature: the divisor of the logits.
             entropy: whether entropies are wanted, too.
 
         Returns:
@@ -138,7 +138,7 @@ class LanguageModelLoss:
             per_token: (B, T) arrays that the function reads.
             constants: what it reads besides; the same for all tokens.
             denominator: of the sum.
-            temperature: by which logits are divided.
+            temperature: the divisor of the logits.
             entropy: whether the function takes the entropy.
 
         Returns:

@@ -68,7 +68,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → out (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq or more).
 
-    The queries stand at positions `q_offset` and after in the row of keys; `segments` are those of the keys.
+    The queries stand at positions `q_offset` and after in the row of keys; `segments` belong to the keys.
     """
     _, q_length, _, width = q.shape
     found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)

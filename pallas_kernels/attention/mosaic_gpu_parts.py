@@ -62,7 +62,7 @@ class Walk:
         return operands
 
     def split(self, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Splits a kernel's refs into those of `operands` and its other ones."""
+        """Splits a kernel's refs into the refs of `operands` and the others."""
         own, others = split(refs, [3 if self.bounds.row_ids is None else 5])
         return own, others
 

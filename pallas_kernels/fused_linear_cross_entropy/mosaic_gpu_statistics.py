@@ -55,7 +55,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
 
 
 def merged(states: list[OnlineState], options: LinearOptions) -> Statistics:
-    """The statistics of rows from those of the tiles of all parts of the vocabulary."""
+    """Joins the tiles' statistics, from all parts of the vocabulary, into whole rows'."""
     tiles = jax.tree.map(lambda *fields: jnp.concatenate(fields), *states)
     return row_formulas.online_merge(tiles, options.logit)
 

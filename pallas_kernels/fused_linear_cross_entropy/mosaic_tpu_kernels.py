@@ -134,7 +134,7 @@ def _spread_scratch(n_block_size: int, row_operand: jax.Array):
 
 
 def _maximum_lanes(v_block_size: int, whole_d: bool) -> int:
-    """Lanes that the maxima of a tile's parts take, of the 128 that hold those of several tiles."""
+    """How many of 128 lanes a tile's maxima take, one for each of its parts. Several tiles share the 128."""
     return next_power_of_2(len(_parts(v_block_size, whole_d)))
 
 
@@ -217,14 +217,14 @@ def _specs(tiles: config.TpuConfig, options: LinearOptions, row_width: int, num_
 
 
 def _tile_spec(tiles: config.TpuConfig) -> pl.BlockSpec:
-    """Of an array (N, V), over the same grid."""
+    """Blocks of an array (N, V), a row tile by a vocabulary tile."""
     return pl.BlockSpec(
         (tiles.n_block_size, tiles.v_block_size), lambda row_tile, vocab_tile, *_: (row_tile, vocab_tile)
     )
 
 
 def _maxima_spec(tiles: config.TpuConfig, whole_d: bool) -> pl.BlockSpec:
-    """Of the maxima of the rows at each part, over the same grid."""
+    """Blocks of the rows' maxima in each part of the vocabulary; several vocabulary tiles share one."""
     tiles_in_block = LANES // _maximum_lanes(tiles.v_block_size, whole_d)
     return pl.BlockSpec(
         (tiles.n_block_size, LANES), lambda row_tile, vocab_tile, *_: (row_tile, vocab_tile // tiles_in_block)

@@ -94,7 +94,7 @@ def logit_gradient(
 ) -> jax.Array:
     """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on, in `dtype`.
 
-    That of the stored tokens is computed for itself and put in its place, so that no float32 array (N, v) is written.
+    The stored tokens' part is computed by itself and put in its place, so no float32 array (N, v) is written.
     """
     columns, size = _columns(teacher, start, raw.shape[1]), raw.shape[1]
     stored_raw = jnp.take_along_axis(raw, jnp.where(columns < size, columns, 0), axis=1).astype(jnp.float32)

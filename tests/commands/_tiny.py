@@ -42,7 +42,7 @@ def checkpoint(folder: Path, vocab_size: int = 320, width: int = 16) -> Path:
 
 
 def text(count: int, begin: int = 0) -> str:
-    """Words of which each tells the next."""
+    """Words in a fixed order, so that each word tells the next."""
     return " ".join(WORDS[(begin + i) % len(WORDS)] for i in range(count))
 
 

@@ -98,7 +98,7 @@ def tiny(tmp_path):
 
 @pytest.fixture(scope="module")
 def packed_step(tmp_path_factory):
-    """Of a tiny model in packed rows, for eight H200 along "fsdp"."""
+    """The compiled step of a tiny model on packed rows, for eight H200s along "fsdp"."""
     path = tmp_path_factory.mktemp("tiny") / "config.json"
     path.write_text(json.dumps(TINY))
     return compiled(PLAN, path, 8, 256, "h200:8", '{"packed": true}')
