@@ -132,7 +132,7 @@ def slice_bytes(problem: Problem, entries: int) -> int:
 def distillation_bytes(problem: DistillationProblem, mode: str, tokens: int) -> int:
     """What a distillation loss needs beside inputs and gradients, with chunks of so many tokens."""
     dx = problem.itemsize * problem.n * problem.d  # for a cotangent of 1, until the backward
-    fixed = dx if mode == "lean" else 0 if is_whole(problem, tokens) else float32_sum_bytes(problem)
+    fixed = dx if mode == "lean" else 0 if tokens >= problem.n else _sum_bytes(problem)
     return problem.head_copies_bytes + fixed + distillation_chunk_bytes(problem, mode, tokens)
 
 
@@ -148,8 +148,14 @@ def distillation_chunk_bytes(problem: DistillationProblem, mode: str, tokens: in
 
 
 def float32_sum_bytes(problem: DistillationProblem) -> int:
-    """What the sum of the weight's gradient over chunks takes beside the gradient."""
+    """What a float32 sum of the weight's gradient over chunks takes beside the gradient."""
     return 4 * problem.v * problem.d if problem.weight_itemsize < 4 else 0
+
+
+def _sum_bytes(problem: DistillationProblem) -> int:
+    """What the sum takes. Hopper's has three bytes for a weight of 16 bits, and the gradient holds two of them."""
+    is_in_bytes = problem.implementation == "mosaic_gpu" and problem.weight_itemsize == 2
+    return float32_sum_bytes(problem) // 4 if is_in_bytes else float32_sum_bytes(problem)
 
 
 def is_whole(problem: DistillationProblem, tokens: int) -> bool:

@@ -253,7 +253,7 @@ def _distillation_sizes(problem: DistillationProblem, mode: str) -> list[int]:
     """Tokens in a chunk of a distillation loss to try, the best ones first.
 
     In mode "fast", dW's sum is read and written once a chunk, for which 2,048 tokens are enough work. A GPU takes one
-    chunk of all tokens where their gradient by the logits needs at most twice the bytes of the sum that it spares.
+    chunk of all tokens where their gradient by the logits needs at most twice the bytes of a float32 sum.
     """
     if problem.chunk_size:
         return [min(problem.n, problem.chunk_size)]

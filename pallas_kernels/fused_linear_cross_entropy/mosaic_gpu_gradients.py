@@ -16,7 +16,7 @@ from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import HeadProducts, Inputs, LinearOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_operands
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import Part, column_vectors, tile_logits
 
@@ -184,7 +184,7 @@ def _join(upper: jax.Array, third: jax.Array) -> jax.Array:
 
 
 def add_to_sum(
-    high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, part: jax.Array, options: LinearOptions
+    high: jax.Array, low: jax.Array, du: jax.Array, hidden: jax.Array, part: jax.Array, options: HeadProducts
 ) -> tuple[jax.Array, jax.Array]:
     """Adds duᵀ · X, in place, to a sum over parts that is kept in the upper three bytes of float32.
 

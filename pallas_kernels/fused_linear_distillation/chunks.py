@@ -3,8 +3,8 @@
 A chunk of tokens has all of the vocabulary, so that its losses and the gradient by its logits are made at once:
 
 - "fast": dX = du · W and dW += duᵀ · X follow at once, in the forward. That is three products of the student, and one
-  of the teacher. dW is summed in float32. A chunk of all tokens holds du for all of them instead, made from the logits
-  of 1,024 tokens at a time: dW is then one product, written once, and its sum is neither read nor written.
+  of the teacher. The backend says how dW is summed over chunks. A chunk of all tokens holds du for all of them instead,
+  made from the logits of 1,024 tokens at a time: dW is then one product and no sum.
 - "lean": the forward makes dX for a cotangent of 1, which the backward only multiplies by each token's own. The
   backward makes the logits once more, in slices of the vocabulary, and writes each slice of dW once. That is four
   products of the student, and two of the teacher.
@@ -45,8 +45,14 @@ class Backend(NamedTuple):
 
     # x (n, D), weight in its dtype, bias, the head's options → raw logits (n, V), and log Σ exp(z) (n,) or None
     logits: Callable[..., tuple[jax.Array, jax.Array | None]]
-    # dW (float32), du (n, V), x (n, D), the head's options → dW + duᵀ · X
-    add_weight_gradient: Callable[..., jax.Array]
+    # like, shape, dtype → an array for du, all of which will be written
+    empty: Callable[..., jax.Array]
+    # like, the weight's shape and dtype → what dW's sum is before the first chunk
+    start_of_sum: Callable[..., Any]
+    # the sum, du (n, V), x (n, D), the head's options, whether it is the first chunk, the last → the sum with duᵀ · X
+    add_to_sum: Callable[..., Any]
+    # the sum after the last chunk, the weight's dtype → dW
+    end_of_sum: Callable[..., jax.Array]
     chunk_multiple: int  # tokens of a chunk are a multiple of it
 
 
@@ -65,11 +71,12 @@ def by_tokens(
     `scale` is (N,) float32. A token whose scale is 0 has zeros, whatever its hidden states hold.
     """
     n, vocab_dim = student.hidden.shape[0], options.student.vocab_dim
-    multiple = backend.chunk_multiple
+    v, multiple = student.weight.shape[vocab_dim], backend.chunk_multiple
     # With no gradient by the weight, dX of a chunk follows at once.
     is_whole = needs.weight and options.tokens >= n > TOKENS_OF_LOGITS
     wanted = TOKENS_OF_LOGITS if is_whole else options.tokens
     size = min(max(multiple, wanted // multiple * multiple), n)
+    is_summed = needs.weight and not is_whole and not size == n > 0
     weight = student.weight.astype(student.hidden.dtype)
     teacher = _in_dtype_of_products(teacher)
     losses_of = topk_formulas.reduced if isinstance(teacher, TopK) else formulas.reduced
@@ -93,16 +100,21 @@ def by_tokens(
         losses, statistics, x, gradient = chunk(first, own)
         found = jax.tree.map(lambda whole, part: put(whole, part, first), found, (losses, statistics))
         if any(needs):
-            du = gradient()
+            du, entries = gradient()
             if needs.bias:
+                du, entries = formulas.with_entries(du, entries), None
                 dbias += jnp.sum(du, axis=0)
             du = du.astype(x.dtype)
             if is_whole:
-                return found, (dhidden, dweight, dbias, put(all_du, du, first))
+                all_du = formulas.with_entries(put(all_du, du, first), entries, first)
+                return found, (dhidden, dweight, dbias, all_du)
+            du = formulas.with_entries(du, entries)
             if needs.hidden:
-                dhidden = put(dhidden, product(du, weight, 1, vocab_dim, options.student), first)
-            if needs.weight:
-                dweight = backend.add_weight_gradient(dweight, du, x, options.student)
+                dhidden = put(dhidden, product(du, weight, 1, vocab_dim, options.student, x.dtype), first)
+            if is_summed:
+                dweight = backend.add_to_sum(dweight, du, x, options.student, first == 0, first + size == n)
+            elif needs.weight:
+                dweight = weight_gradient(du, x, options.student, student.weight.dtype)
         return found, (dhidden, dweight, dbias, all_du)
 
     zeros = lambda shape, dtype=jnp.float32: full_like(student.hidden, shape, 0, dtype)
@@ -111,25 +123,19 @@ def by_tokens(
         jax.tree.map(lambda x: zeros((n, *x.shape[1:]), x.dtype), of_chunk),
         (
             zeros(student.hidden.shape, student.hidden.dtype) if needs.hidden and not is_whole else None,
-            zeros(student.weight.shape) if needs.weight and not is_whole else None,
+            backend.start_of_sum(student.hidden, student.weight.shape, student.weight.dtype) if is_summed else None,
             zeros(student.weight.shape[vocab_dim : vocab_dim + 1]) if needs.bias else None,
-            zeros((n, student.weight.shape[vocab_dim]), student.hidden.dtype) if is_whole else None,
+            backend.empty(student.hidden, (n, v), student.hidden.dtype) if is_whole else None,
         ),
     )
     (losses, statistics), (dhidden, dweight, dbias, du) = over_tokens(n, size, body, start)
     if is_whole:
         x = live_rows(student.hidden, scale)
         dhidden = product(du, weight, 1, vocab_dim, options.student, x.dtype) if needs.hidden else None
-        dweight = weight_gradient(du, x, options.student)
-    return (
-        losses,
-        statistics,
-        (
-            dhidden,
-            None if dweight is None else dweight.astype(student.weight.dtype),
-            None if dbias is None else dbias.astype(student.bias.dtype),
-        ),
-    )
+        dweight = weight_gradient(du, x, options.student, student.weight.dtype)
+    elif is_summed:
+        dweight = backend.end_of_sum(dweight, student.weight.dtype)
+    return losses, statistics, (dhidden, dweight, None if dbias is None else dbias.astype(student.bias.dtype))
 
 
 def by_vocabulary(
@@ -155,11 +161,13 @@ def by_vocabulary(
         raw = logits(x, part, take(student.bias, first, size), options.student)
         of_teacher = _of_entries(teacher, first, size, scale, options)
         dtype = jnp.float32 if needs.bias else x.dtype
-        du = gradient_of(raw, of_teacher, labels, statistics, scale, first, options, dtype)
+        gradient = gradient_of(raw, of_teacher, labels, statistics, scale, first, options, dtype)
+        du = formulas.with_entries(*gradient)
         if needs.bias:
             dbias = put(dbias, jnp.sum(du, axis=0), first)
         if needs.weight:
-            dweight = put(dweight, weight_gradient(du.astype(x.dtype), x, options.student), first, vocab_dim)
+            own = weight_gradient(du.astype(x.dtype), x, options.student, dweight.dtype)
+            dweight = put(dweight, own, first, vocab_dim)
         return dweight, dbias
 
     start = (
@@ -198,5 +206,7 @@ def live_rows(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions) -> jax.Array:
-    """u = x · weightᵀ + bias in x's dtype."""
+    """u = x · weightᵀ + bias, summed in float32 and rounded to x's dtype."""
+    if bias is None:
+        return product(x, weight, 1, 1 - head.vocab_dim, head, x.dtype)
     return raw_logits(x, weight, bias, head).astype(x.dtype)

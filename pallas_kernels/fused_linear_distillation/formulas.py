@@ -30,6 +30,13 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import slope, transform
 from liger_jax.pallas_kernels.fused_linear_distillation.config import DivergenceOptions, Options
 
 
+class Entries(NamedTuple):
+    """Entries of a gradient by logits that are computed by themselves."""
+
+    columns: jax.Array  # (N, K) int32; one past the end is none
+    values: jax.Array  # (N, K)
+
+
 class Statistics(NamedTuple):
     """What a token's rows of logits are reduced to; each field is (N,) float32."""
 
@@ -41,29 +48,47 @@ class Statistics(NamedTuple):
 
 def terms(
     log_p: jax.Array, log_q: jax.Array, options: DivergenceOptions, are_rounded: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """t and p · a of the table; a probability of 0 times an infinite logarithm is 0.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """t and p · a of the table, and p; a probability of 0 times an infinite logarithm is 0.
 
     Logits that were rounded to 16 bits take log and exp for log1p and expm1, which cost a GPU twice as much: an error
     of 10⁻⁷ is far below their own.
     """
+    if options.divergence == "jsd":
+        return _jensen_shannon_terms(log_p, log_q, options.beta, are_rounded)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     d = jnp.where((p == 0) & (q == 0), 0.0, log_q - log_p)
     if options.divergence == "forward_kl":
-        return jnp.where(q > 0, q * d, 0.0), -q
+        return jnp.where(q > 0, q * d, 0.0), -q, p
     if options.divergence == "reverse_kl":
-        return jnp.zeros_like(p), jnp.where(p > 0, p * -d, 0.0)
-    if options.divergence == "tvd":
-        return 0.5 * jnp.abs(p - q), 0.5 * p * jnp.sign(p - q)
-    # With d = log q − log p: m = p · (1 + β (e^d − 1)) = q · (1 + (1 − β) (e^−d − 1)). The one whose exponential is at
-    # most 1 is taken.
-    beta = options.beta
-    share = jnp.where(d > 0, 1.0 - beta, beta)
-    e = -jnp.abs(d)
-    rest = -jnp.log(1.0 + share * (jnp.exp(e) - 1.0)) if are_rounded else -jnp.log1p(share * jnp.expm1(e))
-    of_student = jnp.where(p > 0, p * jnp.where(d > 0, rest - d, rest), 0.0)
-    of_teacher = jnp.where(q > 0, q * jnp.where(d > 0, rest, rest + d), 0.0)
-    return beta * of_teacher, (1.0 - beta) * of_student
+        return jnp.zeros_like(p), jnp.where(p > 0, p * -d, 0.0), p
+    return 0.5 * jnp.abs(p - q), 0.5 * p * jnp.sign(p - q), p
+
+
+def _jensen_shannon_terms(
+    log_p: jax.Array, log_q: jax.Array, beta: float, are_rounded: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """β q (log q − log m), (1 − β) p (log p − log m) and p, with m = (1 − β) p + β q.
+
+    With h the higher of p and q, d = log q − log p, and w the weight of the lower one in m, which is h · e^−|d|:
+    m / h = 1 + w (e^−|d| − 1). So three transcendental functions are enough, and none of them overflows.
+    """
+    # e^−1000 is 0 in float32, and a finite logarithm keeps 0 · ∞ away.
+    log_p, log_q = jnp.maximum(log_p, -1000.0), jnp.maximum(log_q, -1000.0)
+    higher, d = jnp.exp(jnp.maximum(log_p, log_q)), log_q - log_p
+    is_teacher_higher = d > 0
+    weight = jnp.where(is_teacher_higher, 1.0 - beta, beta)
+    if are_rounded:
+        lower_share = jnp.exp(-jnp.abs(d))
+        log_m = jnp.log(1.0 + weight * (lower_share - 1.0))  # log (m / h)
+    else:
+        less = jnp.expm1(-jnp.abs(d))
+        lower_share, log_m = less + 1.0, jnp.log1p(weight * less)
+    p = higher * jnp.where(is_teacher_higher, lower_share, 1.0)
+    q = higher * jnp.where(is_teacher_higher, 1.0, lower_share)
+    of_teacher = q * (jnp.minimum(d, 0.0) - log_m)
+    of_student = p * (-jnp.maximum(d, 0.0) - log_m)
+    return beta * of_teacher, (1.0 - beta) * of_student, p
 
 
 def reduced(
@@ -86,12 +111,12 @@ def reduced(
     lse, teacher_lse = normalizers
     lse = log_normalizer(z, axis) if lse is None else lse
     teacher_lse = log_normalizer(teacher_z, axis) if teacher_lse is None else teacher_lse
-    both = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options, raw.dtype.itemsize < 4)
+    value, weighted, _ = terms(z - lse[:, None], teacher_z - teacher_lse[:, None], options, raw.dtype.itemsize < 4)
     if options.divergence == "forward_kl":
-        divergence = jnp.sum(both[0], axis=1)
+        divergence = jnp.sum(value, axis=1)
         slope_sum = jnp.full_like(divergence, -1.0)  # −Σ q, without its rounding
     else:
-        divergence, own_slope_sum = _sums(*both)
+        divergence, own_slope_sum = _sums(value, weighted)
         if options.divergence in ("reverse_kl", "jsd"):
             divergence += own_slope_sum
         slope_sum = over_shards(own_slope_sum, axis)
@@ -115,19 +140,27 @@ def logit_gradient(
     start: jax.Array | int,
     options: DivergenceOptions,
     dtype: jax.typing.DTypeLike,
-) -> jax.Array:
+) -> tuple[jax.Array, None]:
     """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on, in `dtype`."""
     are_rounded = raw.dtype.itemsize < 4
     raw, teacher_raw = raw.astype(jnp.float32), teacher_raw.astype(jnp.float32)
     log_p = transform(raw, options.student.logit) - statistics.student_normalizer[:, None]
     log_q = transform(teacher_raw, options.teacher.logit) - statistics.teacher_normalizer[:, None]
-    _, weighted = terms(log_p, log_q, options, are_rounded)
-    dz = weighted - jnp.exp(log_p) * statistics.slope_sum[:, None]
+    _, weighted, p = terms(log_p, log_q, options, are_rounded)
+    dz = weighted - p * statistics.slope_sum[:, None]
     hits = is_label(labels, start, raw.shape[1])
-    return raw_gradient(dz, raw, hits, statistics.hard_normalizer, scale, options).astype(dtype)
+    return raw_gradient(dz, raw, hits, statistics.hard_normalizer, scale, options).astype(dtype), None
 
 
 # --- what the divergences share with the top-k loss -------------------------------------------------------------------
+
+
+def with_entries(du: jax.Array, entries: Entries | None, first: jax.Array | int = 0) -> jax.Array:
+    """A gradient by logits (N, V) with the entries of the rows from `first` on in their places."""
+    if entries is None:
+        return du
+    rows = first + jnp.arange(entries.columns.shape[0])[:, None]
+    return du.at[rows, entries.columns].set(entries.values, mode="drop")
 
 
 def over_shards(x: jax.Array, vocab_axis: str | None) -> jax.Array:

@@ -1,7 +1,8 @@
 """The fused distillation losses with Hopper's own product, in Pallas Mosaic GPU.
 
 The product that makes a tile of logits also makes the tile's log-sum-exp, from the float32 accumulators. So the
-normalisers take no pass over the logits. dW is added to its sum where it lies. All else is XLA's.
+normalisers take no pass over the logits. dW is added to its sum where it lies: a weight of 16 bits is summed in three
+bytes, of which dW holds the upper two, and another one in float32. All else is XLA's.
 """
 
 import math
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels._hopper_product import ROWS, Tile, product, row_staging, staging, store_rows, store_tile
-from liger_jax.pallas_kernels._tiles import cdiv, out_like
+from liger_jax.pallas_kernels._tiles import cdiv, full_like, out_like
 from liger_jax.pallas_kernels.cross_entropy.formulas import transform
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Needs,
@@ -20,6 +21,11 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     mosaic_gpu_tiles,
 )
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient, weight_operands
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_gradients import (
+    FIRST_PART,
+    LAST_PART,
+    add_to_sum,
+)
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
@@ -81,28 +87,53 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
     return raw, jax.nn.logsumexp(parts, axis=0)
 
 
-def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, head: HeadOptions) -> jax.Array:
-    """dW + duᵀ · X, in place."""
+def _start_of_sum(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Three bytes for each entry of a weight of 16 bits, which the first chunk fills; otherwise zeros in float32."""
+    if dtype.itemsize == 2 and _hopper.can_write_in_place(like):
+        return _hopper.empty(like, shape, dtype), _hopper.empty(like, shape, jnp.uint8)
+    return full_like(like, shape, 0, jnp.float32)
+
+
+def _add_to_sum(total: Any, du: jax.Array, x: jax.Array, head: HeadOptions, is_first: Any, is_last: Any) -> Any:
+    """The sum with duᵀ · X, in place."""
+    if isinstance(total, tuple):
+        which = jnp.where(is_first, FIRST_PART, jnp.where(is_last, LAST_PART, 0)).astype(jnp.int32)
+        return add_to_sum(*total, du, x, which[None], head)
     if not _hopper.can_add_in_place(x):
-        return dweight + weight_gradient(du, x, head)
+        return total + weight_gradient(du, x, head)
 
     def epilogue(tile: Tile, refs, scratch):
         store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, True)
 
     operands = weight_operands(du, x, head)
-    (dweight,) = product(
+    (total,) = product(
         *operands,
         (0, 0),
         mosaic_gpu_tiles(du.shape[0], *(operand.shape[1] for operand in operands)),
         epilogue,
         name="fused_linear_distillation_weight_gradient",
-        in_place=[dweight],
-        scratch=[staging(dweight.dtype)],
+        in_place=[total],
+        scratch=[staging(total.dtype)],
     )
-    return dweight
+    return total
 
 
-_BACKEND = chunks.Backend(_logits, _add_weight_gradient, chunk_multiple=ROWS)
+def _end_of_sum(total: Any, dtype: Any) -> jax.Array:
+    return total[0] if isinstance(total, tuple) else total.astype(dtype)
+
+
+def _empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.lax.optimization_barrier(_hopper.empty(like, shape, dtype))
+
+
+_BACKEND = chunks.Backend(
+    logits=_logits,
+    empty=_empty,
+    start_of_sum=_start_of_sum,
+    add_to_sum=_add_to_sum,
+    end_of_sum=_end_of_sum,
+    chunk_multiple=ROWS,
+)
 
 
 def by_tokens(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels.cross_entropy.formulas import transform
 from liger_jax.pallas_kernels.fused_linear_distillation.config import TopKOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.formulas import (
+    Entries,
     in_one_shard,
     is_label,
     log_normalizer,
@@ -91,10 +92,10 @@ def logit_gradient(
     start: jax.Array | int,
     options: TopKOptions,
     dtype: jax.typing.DTypeLike,
-) -> jax.Array:
+) -> tuple[jax.Array, Entries]:
     """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on, in `dtype`.
 
-    The stored tokens' part is computed by itself and put in its place, so no float32 array (N, v) is written.
+    The stored tokens' entries come by themselves. Put in their places last, they cost no pass over (N, v).
     """
     columns, size = _columns(teacher, start, raw.shape[1]), raw.shape[1]
     stored_raw = jnp.take_along_axis(raw, jnp.where(columns < size, columns, 0), axis=1).astype(jnp.float32)
@@ -106,7 +107,7 @@ def logit_gradient(
     ).astype(dtype)
     du = gradient(dz, raw, is_label(labels, start, size))
     of_stored = gradient(statistics.stored, stored_raw, columns + start == labels[:, None])
-    return du.at[_rows(columns), columns].set(of_stored, mode="drop")
+    return du, Entries(columns, of_stored)
 
 
 def _columns(teacher: TopK, start: jax.Array | int, size: int) -> jax.Array:

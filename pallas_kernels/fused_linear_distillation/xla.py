@@ -1,9 +1,14 @@
-"""The fused distillation losses in plain XLA: products by XLA's own library, then passes over a chunk of logits."""
+"""The fused distillation losses in plain XLA: products by XLA's own library, then passes over a chunk of logits.
+
+dW is summed over chunks in float32.
+"""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
@@ -21,11 +26,30 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
     return chunks.logits(x, weight, bias, head), None
 
 
-def _add_weight_gradient(dweight: jax.Array, du: jax.Array, x: jax.Array, head: HeadOptions) -> jax.Array:
-    return dweight + weight_gradient(du, x, head)
+def _empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return full_like(like, shape, 0, dtype)
 
 
-_BACKEND = chunks.Backend(_logits, _add_weight_gradient, chunk_multiple=1)
+def _start_of_sum(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return full_like(like, shape, 0, jnp.float32)
+
+
+def _add_to_sum(total: jax.Array, du: jax.Array, x: jax.Array, head: HeadOptions, *_: Any) -> jax.Array:
+    return total + weight_gradient(du, x, head)
+
+
+def _end_of_sum(total: jax.Array, dtype: Any) -> jax.Array:
+    return total.astype(dtype)
+
+
+_BACKEND = chunks.Backend(
+    logits=_logits,
+    empty=_empty,
+    start_of_sum=_start_of_sum,
+    add_to_sum=_add_to_sum,
+    end_of_sum=_end_of_sum,
+    chunk_multiple=1,
+)
 
 
 def by_tokens(
