@@ -197,7 +197,9 @@ class TpuConfig:
     keeps_hidden: bool
 
 
-def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int, num_statistics: int = 5) -> TpuConfig:
+def tpu_config(
+    n: int, v: int, d: int, itemsize: int, vmem_bytes: int, num_statistics: int = 5, keeps_maxima: bool = False
+) -> TpuConfig:
     """Square tiles of 1,024, or of the size that fits.
 
     Up to 4,096, a tile has all of d. Up to 8,192 it has all of d and half of the columns. Beyond, it has the widest
@@ -207,7 +209,10 @@ def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int, num_stati
     half as many, because hidden is read again for each weight tile. v6e's HBM asks for 561, which 1,024 rows with all
     of d give. 512 rows are what fits in 16 MiB.
 
-    What is left free has room for five statistics of a tile's rows; more of them are counted.
+    What is left free has room for five statistics of a tile's rows; more of them are counted. `keeps_maxima` says
+    whether the rows' maxima are written too, in mode "fast". They are counted where a tile has a part of d: without,
+    the kernel takes 16.06 MiB of v4's 16 at (8192, 4096, 128256). With all of d they fit into what is counted as
+    spilled and is not.
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
     # The compiler writes out the product of one tile, and float32 at 'highest' six times. Beyond `most` multiplications
@@ -220,7 +225,10 @@ def tpu_config(n: int, v: int, d: int, itemsize: int, vmem_bytes: int, num_stati
             width = width if round_up(v, width) - v <= v // 16 else width // 2
             n_block_size, v_block_size = min(block, round_up(n, 16)), min(max(width, 128), round_up(v, 128))
             tiles = TpuConfig(n_block_size, v_block_size, d_block_size, d_block_size == d and itemsize == 2)
-            if tpu_vmem_bytes(tiles, itemsize) + tpu_row_bytes(n_block_size, num_statistics - 5) <= room:
+            needed = tpu_vmem_bytes(tiles, itemsize) + tpu_row_bytes(n_block_size, num_statistics - 5)
+            if keeps_maxima and d_block_size < d:
+                needed += 2 * 4 * 128 * n_block_size  # double-buffered, in 128 lanes
+            if needed <= room:
                 return tiles
     return TpuConfig(min(128, round_up(n, 16)), 128, min([*parts, d]), keeps_hidden=False)
 

@@ -237,10 +237,10 @@ def _product_scratch(tiles: config.TpuConfig, d: int):
     return [*kept, pltpu.VMEM((tiles.n_block_size, tiles.v_block_size), jnp.float32)]
 
 
-def _tiles(inputs: Inputs, options: LinearOptions) -> config.TpuConfig:
+def _tiles(inputs: Inputs, options: LinearOptions, keep: bool) -> config.TpuConfig:
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
     num_fields = len(jax.tree.leaves(jax.eval_shape(lambda: row_formulas.online_start(1, options.logit))))
-    return config.tpu_config(n, v, d, inputs.hidden.dtype.itemsize, vmem_bytes(), num_fields)
+    return config.tpu_config(n, v, d, inputs.hidden.dtype.itemsize, vmem_bytes(), num_fields, keep)
 
 
 def statistics(
@@ -255,7 +255,7 @@ def statistics(
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]
     state = jax.eval_shape(lambda: row_formulas.online_start(n, options.logit))
     fields = jax.tree.leaves(state)
-    tiles = _tiles(inputs, options)
+    tiles = _tiles(inputs, options, keep)
     whole_d = tiles.d_block_size == d
     vectors = [x[None, :] for x in (bias, class_weights) if x is not None]
     rows = _row_operand(labels)
@@ -405,7 +405,7 @@ def make_logit_gradients(
 ) -> jax.Array:
     """Writes du (N, V) where E is: p = E · exp(maximum − lse), and for the softcap z = maximum + log E."""
     hidden, class_weights = inputs.hidden, inputs.class_weights if options.logit.logit_sum else None
-    (n, v), tiles = exponentials.shape, _tiles(inputs, options)
+    (n, v), tiles = exponentials.shape, _tiles(inputs, options, keep=True)
     whole_d = tiles.d_block_size == hidden.shape[1]
     rows = _row_operand(inputs.labels, log_normalizer, *(g for g in cotangents if g is not None))
     _, _, row_spec, *vector_specs = _specs(tiles, options, rows.shape[1], int(class_weights is not None))
