@@ -24,8 +24,12 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_tpu_kernels as kernels
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import (
+    formulas,
+    mosaic_tpu_gradients,
+    mosaic_tpu_statistics,
+    mosaic_tpu_tiles,
+)
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 
 _WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number, whose logarithm gives z back
@@ -48,7 +52,7 @@ def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options
 
 def statistics(inputs: Inputs, *, options: LinearOptions, interpret: bool) -> Statistics:
     """The statistics of all rows, each (N,)."""
-    return kernels.statistics(inputs, options=options, interpret=interpret)[0]
+    return mosaic_tpu_statistics.statistics(inputs, options=options, interpret=interpret)[0]
 
 
 def gradients(
@@ -65,7 +69,7 @@ def gradients(
     v, vocab_dim = weight.shape[options.vocab_dim], options.vocab_dim
     like, inputs = weight, inputs._replace(weight=weight.astype(hidden.dtype))
     log_normalizer = formulas.live_rows(log_normalizer, cotangents)
-    du_of = functools.partial(kernels.logit_gradients, inputs, log_normalizer, cotangents)
+    du_of = functools.partial(mosaic_tpu_gradients.logit_gradients, inputs, log_normalizer, cotangents)
 
     def body(grads, start, size):
         dhidden, dweight, dbias = grads
@@ -84,7 +88,7 @@ def gradients(
 
     start_carry = Gradients(
         full_like(hidden, hidden.shape, 0, jnp.float32) if needs.hidden else None,
-        kernels.empty(hidden, like.shape, like.dtype, interpret) if needs.weight else None,
+        mosaic_tpu_tiles.empty(hidden, like.shape, like.dtype, interpret) if needs.weight else None,
         full_like(hidden, (v,), 0, bias.dtype) if needs.bias and bias is not None else None,
     )
     grads = formulas.over_slices(v, min(options.chunk_size, v), body, start_carry)
@@ -112,9 +116,11 @@ def gradients_in_forward(
     def of_chunk(start, own, sum_dtype):
         """The chunk's statistics, dX, and what is to be added to dW and to the bias's gradient."""
         chunk, chunk_terms = formulas.take_tokens(inputs, terms, start, size, own)
-        stats, exponentials, maxima = kernels.statistics(chunk, options=options, interpret=interpret, keep=True)
+        stats, exponentials, maxima = mosaic_tpu_statistics.statistics(
+            chunk, options=options, interpret=interpret, keep=True
+        )
         cotangents = row_cotangents(stats, chunk_terms, constants)
-        du = kernels.make_logit_gradients(
+        du = mosaic_tpu_gradients.make_logit_gradients(
             exponentials, maxima, chunk, stats.log_normalizer, cotangents, options=options, interpret=interpret
         )
         dweight = formulas.weight_gradient(du, chunk.hidden, options, sum_dtype) if needs.weight else None

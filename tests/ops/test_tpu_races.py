@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from liger_jax import fused_linear_cross_entropy
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu_kernels
+from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_tpu_tiles
 
 N, V = 40, 300  # 3 row tiles (one core gets 2, the other 1) and 3 weight tiles; the last ones are partial
 
@@ -29,8 +29,8 @@ def two_cores(monkeypatch):
         )
         params = lambda _, *named, vmem_limit_bytes: pltpu.CompilerParams(dimension_semantics=semantics or named)
         monkeypatch.setattr(config, "tpu_config", tiles)
-        monkeypatch.setattr(mosaic_tpu_kernels, "tpu_params", params)
-        monkeypatch.setattr(mosaic_tpu_kernels, "tpu_interpreter", lambda _: interpreter)
+        monkeypatch.setattr(mosaic_tpu_tiles, "tpu_params", params)
+        monkeypatch.setattr(mosaic_tpu_tiles, "tpu_interpreter", lambda _: interpreter)
         # An earlier trace of the same shapes would have been made for one core.
         jax.clear_caches()
 
@@ -38,12 +38,12 @@ def two_cores(monkeypatch):
     jax.clear_caches()
 
 
-def loss_and_inputs(rng, d, dtype, implementation, mode="lean"):
+def loss_and_inputs(rng, d, dtype, implementation, mode="lean", n=N, v=V):
     """With every option, so that each operand is there."""
-    hidden, weight, bias = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((N, d), (V, d), (V,)))
+    hidden, weight, bias = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((n, d), (v, d), (v,)))
     hidden /= 16
-    class_weights = jnp.asarray(rng.uniform(0.5, 2.0, V), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, V, N))
+    class_weights = jnp.asarray(rng.uniform(0.5, 2.0, v), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, v, n))
     loss = lambda hidden, weight, bias, implementation=implementation: fused_linear_cross_entropy(
         hidden, weight, labels, bias=bias, class_weights=class_weights, label_smoothing=0.1, return_metrics=True,
         mode=mode, implementation=implementation,
@@ -55,6 +55,18 @@ def loss_and_inputs(rng, d, dtype, implementation, mode="lean"):
 def races(capfd, caplog):
     """Whether the interpreter saw a race: it prints so, and since JAX 0.12 logs it."""
     return lambda: "RACE DETECTED" in capfd.readouterr().out + caplog.text
+
+
+def agrees_with_xla(loss, inputs, races):
+    """The step in the interpreter sees no race, and its results are those of XLA's products."""
+    found = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
+    jax.block_until_ready(found)
+    assert not races()
+    reference = functools.partial(loss, implementation="xla")
+    expected = jax.jit(jax.value_and_grad(reference, (0, 1, 2), has_aux=True))(*inputs)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        scale = jnp.max(jnp.abs(b.astype(jnp.float32)))
+        assert jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))) <= 0.02 * scale
 
 
 @pytest.mark.parametrize(
@@ -69,14 +81,16 @@ def races(capfd, caplog):
 def test_cores_do_not_race(dtype, d, d_block_size, mode, two_cores, rng, races):
     two_cores(d_block_size)
     loss, inputs = loss_and_inputs(rng, d, dtype, "mosaic_tpu:interpret", mode)
-    found = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
-    jax.block_until_ready(found)
-    assert not races()
-    reference = functools.partial(loss, implementation="xla")
-    expected = jax.jit(jax.value_and_grad(reference, (0, 1, 2), has_aux=True))(*inputs)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        scale = jnp.max(jnp.abs(b.astype(jnp.float32)))
-        assert jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))) <= 0.02 * scale
+    agrees_with_xla(loss, inputs, races)
+
+
+def test_cores_do_not_race_where_gradients_are_written_in_place(two_cores, rng, races):
+    """Of whole tiles, the gradient by the logits is written over the exponentials in the interpreter, too."""
+    two_cores(100)
+    loss, inputs = loss_and_inputs(rng, 100, "bfloat16", "mosaic_tpu:interpret", "fast", n=32, v=256)
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    assert "input_output_aliases=((0, 0),)" in str(step.trace(*inputs).jaxpr)
+    agrees_with_xla(loss, inputs, races)
 
 
 def test_a_race_would_be_seen(two_cores, rng, races):
