@@ -1,6 +1,7 @@
 """Layers of several kinds, scanned and unrolled."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +168,18 @@ def test_hopper_s_feed_forward_keeps_gate_and_up_or_makes_them_again(family, rem
 @pytest.mark.parametrize("kinds, length", [("a", 1), ("aaa", 1), ("abab", 2), ("ababa", 2), ("aabaa", 3), ("aabb", 4)])
 def test_the_pattern_is_the_shortest(kinds, length):
     assert pattern_length(kinds) == length
+
+
+def test_norms_of_layers_are_xlas_on_a_tpu():
+    """XLA fuses them into the products behind them. The last norm, before the loss's kernels, is a kernel itself."""
+    config = models.LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2
+    )
+    graph, params = nnx.split(nnx.eval_shape(lambda: models.LlamaForCausalLM(config, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    device = AbstractDevice("TPU v6 lite", 1, "tpu")
+    loss = lambda params, tokens: nnx.merge(graph, params)(tokens, labels=tokens).loss
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)):
+        program = str(jax.make_jaxpr(jax.grad(loss))(params, tokens))
+    kernels = re.findall(r"name=(\w*norm\w*_(?:forward|backward))", program)
+    assert sorted(kernels) == ["rms_norm_backward", "rms_norm_forward"]
