@@ -1,13 +1,11 @@
-"""The causal language model of every family: its call, its checkpoints and its generation."""
+"""The causal language model of every family: its call, its losses and its generation."""
 
 import dataclasses
-import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Integer, Num
 
 from liger_jax.losses import shifted_labels
@@ -21,16 +19,15 @@ from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, with_auto_axes
-from liger_jax.models.hugging_face import checkpoint, pretrained
+from liger_jax.models.hugging_face import checkpoint
+from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import TokenLogProbs, TokenLosses
 from liger_jax.ops.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
 from liger_jax.ops.labels import as_labels
 
-Model = TypeVar("Model", bound="CausalLM")
 
-
-class CausalLM(nnx.Module):
+class CausalLM(Pretrained):
     """A decoder with a language-model head and its loss: base of the families' `…ForCausalLM`.
 
     A family sets three class attributes: `layer`, its layer's class, `config_type`, its config's class, and
@@ -51,8 +48,6 @@ class CausalLM(nnx.Module):
     """
 
     layer: type[nnx.Module]
-    config_type: type
-    config_fixed: Mapping[str, tuple[Any, ...]]
 
     def __init__(
         self,
@@ -80,97 +75,6 @@ class CausalLM(nnx.Module):
         if not config.tie_word_embeddings:
             normal = nnx.initializers.normal(config.initializer_range)
             self.lm_head = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
-
-    @classmethod
-    def from_pretrained(
-        cls: type[Model],
-        path_or_id: str | os.PathLike[str],
-        *,
-        dtype: Any = None,
-        param_dtype: Any = None,
-        mesh: Mesh | None = None,
-        partition_specs: Callable[[str, tuple[int, ...]], PartitionSpec] | Any = None,
-        quantize: str | None = None,
-        kernels: KernelOptions = KernelOptions(),
-        remat: Remat = "none",
-        scan_layers: bool = True,
-    ) -> Model:
-        """Reads a model from a Hugging Face checkpoint: config.json and safetensors, one file or many.
-
-        Parameters are read one after another, each to its own devices. Beside the model, a host holds one parameter at
-        a time; on a mesh of several hosts, it holds only the parts for its own devices.
-
-        Args:
-            path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads.
-            dtype: dtype of the computation; `None` for the parameters' dtype.
-            param_dtype: dtype of the parameters; `None` for config.json's, or float32 if that names none.
-            mesh: the devices that get the parameters; `None` for the default device.
-            partition_specs: how parameters are split over the mesh. A function gets a parameter's name, such as
-                "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
-                `PartitionSpec` has the structure of `nnx.state(model)`. `None` puts whole parameters on every device.
-            quantize: "nf4" or "int8" for projections in 4 or 8 bits, as `quantized.quantize` makes them. Each is
-                quantised before the next is read, so that a device holds one dense parameter at a time.
-            kernels: which ops run as kernels.
-            remat: what each layer keeps for the backward, as in the constructor.
-            scan_layers: stack the layers' parameters and scan over them.
-
-        Returns:
-            The model. It keeps the other fields of config.json, and generation_config.json, for `generate` and
-            `save_pretrained`.
-
-        Raises:
-            FileNotFoundError: the folder does not exist, or has no config.json or no safetensors. Pickled weights are
-                not read. If a save into the folder was interrupted, the message says how to repair it.
-            ValueError: a file is damaged; config.json has values that the model does not support, or disagrees with the
-                tensors on the number of layers or tokens; tensors are missing, unexpected, of a wrong shape or not
-                floats (the message lists all of them); `partition_specs` do not fit the parameters; or `quantize` is
-                unknown, or its blocks of 64 do not divide a projection's input.
-            ImportError: an id is given, and `huggingface_hub` is not installed.
-        """
-        return pretrained.read(
-            cls,
-            path_or_id,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            mesh=mesh,
-            partition_specs=partition_specs,
-            quantize=quantize,
-            kernels=kernels,
-            remat=remat,
-            scan_layers=scan_layers,
-        )
-
-    def save_pretrained(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        max_shard_bytes: int = 5 * 10**9,
-        config_fields: Mapping[str, Any] | None = None,
-        tokenizer_from: str | os.PathLike[str] | None = None,
-    ) -> None:
-        """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
-
-        Quantised weights are written dense, in the dtype that they had: the checkpoint computes the same.
-
-        If the model came from a checkpoint, that checkpoint's other fields of config.json and its
-        generation_config.json are written again. An earlier model in the folder is replaced at the end, by one rename:
-        a save that is killed leaves the earlier model or the new one. One case needs a repair: if config.json changes
-        what is computed, or another small file changes, a killed save may leave a folder without config.json.
-        `from_pretrained` then says how to repair it, and the next save repairs it too.
-
-        Args:
-            path: a folder, made if it does not exist. No other process may write to it meanwhile. An earlier model's
-                safetensors and generation_config.json in it are deleted; until then the disk holds both models.
-            max_shard_bytes: the most bytes in one file, unless a single tensor has more.
-            config_fields: more fields for config.json, such as `{"eos_token_id": 2}`.
-            tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
-                chat_template.jinja, which replace those in `path`. `None` leaves those in `path` as they are.
-
-        Raises:
-            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`; `lora.merge_lora`
-                adds them to the weights), or `tokenizer_from` is not a folder with a tokenizer's files.
-        """
-        pretrained.write(self, path, max_shard_bytes, config_fields, tokenizer_from)
 
     @property
     def head(self) -> Any:

@@ -4,84 +4,154 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from liger_jax.models import quantized
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.remat import Remat
 from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
 
-
-def read(
-    model_class: Any,
-    path_or_id: str | os.PathLike[str],
-    *,
-    dtype: Any,
-    param_dtype: Any,
-    mesh: Any,
-    partition_specs: Any,
-    quantize: str | None,
-    **options: Any,
-) -> Any:
-    """Does the work of `CausalLM.from_pretrained` for a model class; `options` go to its constructor."""
-    if quantize is not None:
-        quantized.check_kind("from_pretrained", quantize)
-    folder = checkpoint.find(path_or_id)
-    config, stored_dtype, kept = _described(model_class, folder)
-    config_in_files.check(config, weights.shapes(folder), folder)
-    param_dtype = jnp.dtype(stored_dtype if param_dtype is None else param_dtype)
-    dtype = param_dtype if dtype is None else dtype
-    make = lambda: model_class(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0), **options)
-    # A checkpoint may hold a tied head a second time, and old ones hold frequencies that the rotary embedding computes.
-    ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
-    graph, state = nnx.split(nnx.eval_shape(make))
-    shardings = weights.shardings_of(mesh, partition_specs, state)
-
-    def kept_as(path, array):
-        return array if quantize is None or path[-1] != "kernel" else quantized.quantized(array, quantize)
-
-    model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, kept_as=kept_as)
-    model.kept = kept
-    return quantized.frozen(model)
+Model = TypeVar("Model", bound="Pretrained")
 
 
-def write(
-    model: Any,
-    path: str | os.PathLike[str],
-    max_shard_bytes: int,
-    config_fields: Mapping[str, Any] | None,
-    tokenizer_from: str | os.PathLike[str] | None,
-) -> None:
-    """Does the work of `CausalLM.save_pretrained` for a model."""
-    if max_shard_bytes < 1:
-        raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    if added := [".".join(map(str, path)) for path, parameter in flat if type(parameter) is not nnx.Param]:
-        raise ValueError(
-            f"save_pretrained: {added} are parameters that Hugging Face's model does not have. Add adapters to the "
-            "weights that they change, merge_lora(model), or save them alone, save_adapters(model, path); both are in "
-            "liger_jax.models.lora."
-        )
-    model_class = type(model)
-    values = json.loads(model.kept.config)
-    values |= config_json.write(model.config, model.config_fixed, model_class.__name__, str(model.head.dtype))
-    values |= config_fields or {}
-    generation = model.kept.generation
-    small_files = {
-        checkpoint.CONFIG: (json.dumps(values, indent=2) + "\n").encode(),
-        checkpoint.GENERATION: None if generation is None else generation.encode(),
-    }
-    if tokenizer_from is not None:
-        small_files |= checkpoint.tokenizer_files(pathlib.Path(tokenizer_from))
+class Pretrained(nnx.Module):
+    """What `CausalLM` does with Hugging Face checkpoints: it reads one and writes one."""
 
-    def meaning(folder):
-        config, dtype, kept = _described(model_class, folder)
-        return config, dtype, dataclasses.replace(kept, generation=None).stops
+    config_type: type
+    config_fixed: Mapping[str, tuple[Any, ...]]
+    config: Any
+    kept: checkpoint.Kept
+    head: Any  # its dtype goes to config.json
 
-    shards = weights.shards(nnx.state(model, (nnx.Param, quantized.QuantizedParam)), max_shard_bytes)
-    saving.write(pathlib.Path(path), shards, small_files, meaning)
+    @classmethod
+    def from_pretrained(
+        cls: type[Model],
+        path_or_id: str | os.PathLike[str],
+        *,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        mesh: Mesh | None = None,
+        partition_specs: Callable[[str, tuple[int, ...]], PartitionSpec] | Any = None,
+        quantize: str | None = None,
+        kernels: KernelOptions = KernelOptions(),
+        remat: Remat = "none",
+        scan_layers: bool = True,
+    ) -> Model:
+        """Reads a model from a Hugging Face checkpoint: config.json and safetensors, one file or many.
+
+        Parameters are read one after another, each to its own devices. Beside the model, a host holds one parameter at
+        a time; on a mesh of several hosts, it holds only the parts for its own devices.
+
+        Args:
+            path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads.
+            dtype: dtype of the computation; `None` for the parameters' dtype.
+            param_dtype: dtype of the parameters; `None` for config.json's, or float32 if that names none.
+            mesh: the devices that get the parameters; `None` for the default device.
+            partition_specs: how parameters are split over the mesh. A function gets a parameter's name, such as
+                "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
+                `PartitionSpec` has the structure of `nnx.state(model)`. `None` puts whole parameters on every device.
+            quantize: "nf4" or "int8" for projections in 4 or 8 bits, as `quantized.quantize` makes them. Each is
+                quantised before the next is read, so that a device holds one dense parameter at a time.
+            kernels: which ops run as kernels.
+            remat: what each layer keeps for the backward, as in the constructor.
+            scan_layers: stack the layers' parameters and scan over them.
+
+        Returns:
+            The model. It keeps the other fields of config.json, and generation_config.json, for `generate` and
+            `save_pretrained`.
+
+        Raises:
+            FileNotFoundError: the folder does not exist, or has no config.json or no safetensors. Pickled weights are
+                not read. If a save into the folder was interrupted, the message says how to repair it.
+            ValueError: a file is damaged; config.json has values that the model does not support, or disagrees with the
+                tensors on the number of layers or tokens; tensors are missing, unexpected, of a wrong shape or not
+                floats (the message lists all of them); `partition_specs` do not fit the parameters; or `quantize` is
+                unknown, or its blocks of 64 do not divide a projection's input.
+            ImportError: an id is given, and `huggingface_hub` is not installed.
+        """
+        if quantize is not None:
+            quantized.check_kind("from_pretrained", quantize)
+        folder = checkpoint.find(path_or_id)
+        config, stored_dtype, kept = _described(cls, folder)
+        config_in_files.check(config, weights.shapes(folder), folder)
+        param_dtype = jnp.dtype(stored_dtype if param_dtype is None else param_dtype)
+        dtype = param_dtype if dtype is None else dtype
+        options = dict(kernels=kernels, remat=remat, scan_layers=scan_layers)
+        model_class: Any = cls  # CausalLM defines the constructor
+        make = lambda: model_class(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0), **options)
+        # A checkpoint may hold a tied head twice, and old ones hold frequencies that the rotary embedding computes.
+        ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
+        graph, state = nnx.split(nnx.eval_shape(make))
+        shardings = weights.shardings_of(mesh, partition_specs, state)
+
+        def kept_as(path, array):
+            return array if quantize is None or path[-1] != "kernel" else quantized.quantized(array, quantize)
+
+        model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, kept_as=kept_as)
+        model.kept = kept
+        return quantized.frozen(model)
+
+    def save_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_shard_bytes: int = 5 * 10**9,
+        config_fields: Mapping[str, Any] | None = None,
+        tokenizer_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
+
+        Quantised weights are written dense, in the dtype that they had: the checkpoint computes the same.
+
+        If the model came from a checkpoint, that checkpoint's other fields of config.json and its
+        generation_config.json are written again. An earlier model in the folder is replaced at the end, by one rename:
+        a save that is killed leaves the earlier model or the new one. One case needs a repair: if config.json changes
+        what is computed, or another small file changes, a killed save may leave a folder without config.json.
+        `from_pretrained` then says how to repair it, and the next save repairs it too.
+
+        Args:
+            path: a folder, made if it does not exist. No other process may write to it meanwhile. An earlier model's
+                safetensors and generation_config.json in it are deleted; until then the disk holds both models.
+            max_shard_bytes: the most bytes in one file, unless a single tensor has more.
+            config_fields: more fields for config.json, such as `{"eos_token_id": 2}`.
+            tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
+                chat_template.jinja, which replace those in `path`. `None` leaves those in `path` as they are.
+
+        Raises:
+            ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`; `lora.merge_lora`
+                adds them to the weights), or `tokenizer_from` is not a folder with a tokenizer's files.
+        """
+        if max_shard_bytes < 1:
+            raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes} must be positive.")
+        flat = nnx.to_flat_state(nnx.state(self, nnx.Param))
+        if added := [".".join(map(str, path)) for path, parameter in flat if type(parameter) is not nnx.Param]:
+            raise ValueError(
+                f"save_pretrained: {added} are parameters that Hugging Face's model does not have. Add adapters to the "
+                "weights that they change, merge_lora(model), or save them alone, save_adapters(model, path); both are "
+                "in liger_jax.models.lora."
+            )
+        values = json.loads(self.kept.config)
+        values |= config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
+        values |= config_fields or {}
+        generation = self.kept.generation
+        small_files = {
+            checkpoint.CONFIG: (json.dumps(values, indent=2) + "\n").encode(),
+            checkpoint.GENERATION: None if generation is None else generation.encode(),
+        }
+        if tokenizer_from is not None:
+            small_files |= checkpoint.tokenizer_files(pathlib.Path(tokenizer_from))
+
+        def meaning(folder):
+            config, dtype, kept = _described(type(self), folder)
+            return config, dtype, dataclasses.replace(kept, generation=None).stops
+
+        shards = weights.shards(nnx.state(self, (nnx.Param, quantized.QuantizedParam)), max_shard_bytes)
+        saving.write(pathlib.Path(path), shards, small_files, meaning)
 
 
 def _described(model_class: Any, folder: pathlib.Path) -> tuple[Any, str, checkpoint.Kept]:

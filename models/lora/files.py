@@ -1,0 +1,97 @@
+"""Adapters as files, which PEFT reads and writes too."""
+
+import os
+import pathlib
+from typing import TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from liger_jax.models.hugging_face import adapter_files
+from liger_jax.models.lora.adapters import add_lora
+from liger_jax.models.lora.linear import names, trained, with_adapters_on, without_adapters
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model: str | None = None) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors, which PEFT and `load_adapters` read.
+
+    Args:
+        model: a model with adapters.
+        path: a folder, made if it does not exist. Earlier adapters in it are replaced.
+        base_model: name or path of the model that the adapters belong to, for PEFT's `AutoPeftModel`.
+
+    Raises:
+        ValueError: the model has no adapters that are on.
+
+    Example:
+        >>> import tempfile
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> model = add_lora(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), 2, alpha=4, rngs=nnx.Rngs(1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapters(model, folder)
+        ...     sorted(os.listdir(folder))
+        ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    adapted = with_adapters_on("save_adapters", model)
+    tensors = {}
+    for path_in_model, projection in adapted:
+        is_stacked = projection.kernel.ndim == 3
+        arrays = {name: np.asarray(variable[...]) for name, variable in trained(projection).items()}
+        arrays = arrays if is_stacked else {name: array[None] for name, array in arrays.items()}
+        tensors |= adapter_files.tensors(names(path_in_model, projection), arrays)
+    first = adapted[0][1]
+    config = adapter_files.AdapterConfig(
+        rank=first.lora_a.shape[-1],
+        alpha=first.alpha,
+        targets=tuple(sorted({str(path_in_model[-1]) for path_in_model, _ in adapted})),
+        dropout=first.dropout,
+        rslora=first.rslora,
+        dora=first.magnitude is not None,
+    )
+    adapter_files.write(pathlib.Path(path), config, tensors, base_model)
+
+
+def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
+    """Adds adapters that PEFT or `save_adapters` wrote, in place.
+
+    Args:
+        model: the model that the adapters belong to, without adapters.
+        path: a folder with adapter_config.json and adapter_model.safetensors.
+
+    Returns:
+        The same model.
+
+    Raises:
+        FileNotFoundError: the folder lacks one of the files.
+        ValueError: a file is damaged; the adapters are of a kind that is not supported; or they do not fit the model,
+            and the message lists what is missing, left over or of another shape. The model is then unchanged.
+
+    Example:
+        >>> import tempfile
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> make = lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapters(add_lora(make(), 2, alpha=4, rngs=nnx.Rngs(1)), folder)
+        ...     model = load_adapters(make(), folder)
+        >>> model.model.layers.self_attn.q_proj.alpha
+        4.0
+    """
+    folder = pathlib.Path(path)
+    config, tensors = adapter_files.read(folder)
+    matching = without_adapters("load_adapters", model, config.targets)
+    shapes = {}
+    for path_in_model, projection in matching:
+        shapes |= adapter_files.shapes(names(path_in_model, projection), projection.kernel.shape[-2:], config)
+    adapter_files.check(folder, tensors, shapes)
+    options = dict(alpha=config.alpha, dropout=config.dropout, rslora=config.rslora, dora=config.dora)
+    add_lora(model, config.rank, targets=config.targets, **options, rngs=nnx.Rngs(0))
+    for path_in_model, projection in matching:
+        for name, variable in trained(projection).items():
+            array = adapter_files.stacked(tensors, names(path_in_model, projection), name)
+            variable[...] = jax.device_put(array.reshape(variable.shape), variable[...].sharding)
+    return model
