@@ -82,7 +82,7 @@ def pytest_report_header(config):
 
 @pytest.fixture(autouse=True)
 def highest_precision():
-    """GPUs and TPUs take float32 products in fewer bits unless told otherwise; a test of that says so itself."""
+    """Float32 products have full precision, where GPUs and TPUs use fewer bits by default. A test may set its own."""
     with jax.default_matmul_precision("highest"):
         yield
 

@@ -116,7 +116,7 @@ def _starts(run: Run, precisions: tuple[str, ...]) -> Iterator[tuple[Run, tuple[
 def _chosen(
     run: Run, changes: list[dict[str, Any]], needed: Callable[[Run], int], fits: Callable[[Run], bool]
 ) -> list[dict[str, Any]] | None:
-    """Takes changes in their order until the run fits, then drops those it fits without; None if it never fits."""
+    """Makes the changes in order until the run fits, then drops those that it does not need; None if it never fits."""
 
     def changed(some: list[dict[str, Any]]) -> Run:
         return dataclasses.replace(run, **{name: value for change in some for name, value in change.items()})
@@ -169,7 +169,7 @@ def _on(run: Run, devices: Target) -> Run | None:
         try:
             estimate(found)
             return found
-        except ValueError:  # so many devices do not divide a matrix
+        except ValueError:  # this number of devices does not divide a matrix
             data *= 2
     return None
 

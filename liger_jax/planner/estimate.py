@@ -77,8 +77,8 @@ def logits_bytes(tokens: int, vocab_size: int, bytes_per_logit: int = 8) -> int:
     Args:
         tokens: tokens of one device.
         vocab_size: V.
-        bytes_per_logit: 12 for a framework that runs one operation after the other and holds the softmax, too; 6 for a
-            compiler that has the gradient in 16 bits.
+        bytes_per_logit: 12 for a framework that runs one operation after the other and also holds the softmax; 6 for
+            a compiler that holds the gradient in 16 bits.
 
     Returns:
         Bytes.
@@ -150,9 +150,9 @@ def estimate(run: Run) -> Estimate:
     if run.state_memory == "host":
         static["optimizer state"] = 0
     kept = {name: layers * value for name, value in kept_by_a_layer(run).items()}
-    # Sharded parameters are gathered where they are used, two layers' at a time. On one device they may be cast.
+    # Sharded parameters are gathered for two layers at a time. Parameters on one device may be cast, for one layer.
     gathered, is_cast = run.mesh["fsdp"] > 1, param != size
-    # Of quantised ones, one layer's are made dense.
+    # Quantised parameters are made dense, one layer at a time.
     copied_layers = 2 if gathered else 1 if is_cast or run.quantize is not None else 0
     of_layers = size * sizes.layer * copied_layers
     loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
@@ -171,12 +171,13 @@ def estimate(run: Run) -> Estimate:
         loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8)
         loss += size * sizes.head if is_cast else 0
         head_gradient, in_loss = head_gradient if tpu else 0, param * sizes.head if gathered else 0
-    # A tied head's gradient is the embedding's, too. In 16 bits, what rounding took off the tokens' rows is held, too.
+    # A tied head's gradient is the embedding's, too. With 16-bit parameters it also holds the rounding errors of the
+    # rows of this batch's tokens, in float32.
     is_widened = run.head_dtype != run.param_dtype and run.lora is None
     remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if is_widened else 0
     sums = 4 * sizes.trained if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
-    # On several GPUs, from Hopper on, XLA orders a program so that communication is hidden. The zeros into which the
-    # layers' gradients are summed then exist early, and so does what the embedding's gradient needs.
+    # On several GPUs, from Hopper on, XLA reorders the program to hide communication. The buffer of zeros that sums
+    # the layers' gradients then exists early, and so do the buffers of the embedding's gradient.
     is_hidden = run.target.count > 1 and run.target.capability >= (9, 0)
     early = sizes.layers_gradient_bytes if is_hidden else 0
     in_layers = size * sizes.head if is_hidden and gathered else 0
@@ -197,8 +198,8 @@ def _work_of_a_layer(run: Run) -> int:
     heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
     values = (7 if run.model.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
     values += 2 * c.hidden_size  # gradients
-    # Gate, up, their product and two gradients. A single GPU computes them again one half at a time, in place. On
-    # several GPUs XLA orders the halves in another way, and holds both, as it does where adapters read them.
+    # Gate, up, their product and two gradients. A single GPU computes one half of them after the other, in place. On
+    # several GPUs, and where adapters read them, XLA holds both halves at once.
     one_gpu = run.target.platform == "gpu" and run.target.count == 1
     in_halves = one_gpu and run.remat in ("full", "offload") and run.lora is None
     feed_forward = (3 * c.intermediate_size + 1) // 2 if in_halves else 5 * c.intermediate_size
@@ -208,10 +209,10 @@ def _work_of_a_layer(run: Run) -> int:
 
 
 def _scores_in_chunks(run: Run) -> int:
-    """What XLA's attention makes of a chunk of queries in the backward; 0 where a kernel runs, which has none."""
+    """Bytes of the scores that XLA's attention holds for a chunk of queries in the backward; 0 where a kernel runs."""
     c = run.model.config
     if not run.packed and c.attn_logit_softcapping is None:
-        return 0  # cuDNN's rows or splash attention's; whether cuDNN is installed here does not matter
+        return 0  # cuDNN or splash attention runs on the device; whether cuDNN is installed here does not matter
     windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if _attention_of(run, w) == "xla"]
     keys = max([min(run.seq, xla.CHUNK + w - 1) if w else run.seq for w in windows], default=0)
     scores = run.tokens // run.seq * c.num_attention_heads * min(xla.CHUNK, run.seq) * keys
@@ -220,7 +221,7 @@ def _scores_in_chunks(run: Run) -> int:
 
 
 def _attention_of(run: Run, window: int | None) -> str:
-    """The name of the implementation that layers with this window attend by."""
+    """The name of the attention implementation that layers with this window use."""
     c, rows = run.model.config, (run.tokens // run.seq, run.seq)
     options = dict(window=window, softcap=c.attn_logit_softcapping, scale=c.attention_scale, implementation=None)
     names = []
@@ -242,10 +243,10 @@ class _Parameters:
     held_bytes: int  # on one device, adapters too
     trained: int  # on one device
     gradient_bytes: int  # on one device
-    layers_gradient_bytes: int  # of these, in layers
+    layers_gradient_bytes: int  # the layers' share of gradient_bytes
     layer: int  # in one layer, over all devices
     head: int  # in the head, over all devices
-    trained_head: int  # the same, or 0 beside adapters
+    trained_head: int  # like `head`; 0 if only adapters are trained
 
     @classmethod
     def of(cls, run: Run) -> "_Parameters":

@@ -95,7 +95,7 @@ def bars(plan: MemoryPlan) -> str:
 
 
 def _marks(plan: MemoryPlan, loss: str, most: int) -> Iterator[str]:
-    """The marks of a bar. A part ends at the rounded sum of all up to it, so that roundings do not add up."""
+    """The marks of a bar. Each part ends at the rounded sum of the parts so far, so rounding errors do not add up."""
     done = 0
     for name in STATIC + DYNAMIC:
         before, done = done, done + plan.estimates[loss].parts[name]
@@ -205,7 +205,7 @@ def notes(plan: MemoryPlan) -> list[str]:
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """Finds out before the plan is made whether its picture can be drawn.
+    """Checks before the plan is made that its picture can be drawn.
 
     Args:
         path: the file's path.

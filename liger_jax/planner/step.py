@@ -108,7 +108,7 @@ class Run:
 
     @property
     def batch_unit(self) -> int:
-        """What divides the batch: each device has a share of every micro-batch."""
+        """The number that divides the batch, since each device has a share of every micro-batch."""
         return self.target.count * self.micro_batches
 
     @property

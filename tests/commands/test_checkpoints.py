@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what is kept, and what is said of a folder that cannot be gone on from."""
+"""Checkpoints of a run: what is kept, and the errors for a folder that no run can resume from."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_fresh_keeps_the_old_checkpoint_until_there_is_a_new_one(folder):
 def test_settings_are_written_with_the_first_checkpoint(tmp_path):
     first = Checkpoints(tmp_path / "new", {"steps": 3}, fresh=False)
     assert first.restore(STATE) is None and not any((tmp_path / "new").iterdir())
-    (tmp_path / "new" / "settings.json").write_text("{")  # of a run that was killed before its checkpoint was whole
+    (tmp_path / "new" / "settings.json").write_text("{")  # left by a run that was killed while it wrote the checkpoint
     other = Checkpoints(tmp_path / "new", {"steps": 4}, fresh=False)
     assert other.restore(STATE) is None
     other.save(1, STATE, LOG)

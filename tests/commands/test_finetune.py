@@ -26,7 +26,7 @@ CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --ever
 
 @pytest.fixture(scope="module", autouse=True)
 def each_program_is_compiled_once(tmp_path_factory):
-    """Runs that go on compile the same programs as those before."""
+    """Resumed runs compile the same programs as the runs before them."""
     options = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0.0,

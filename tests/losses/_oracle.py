@@ -14,7 +14,7 @@ def float32(x):
 
 
 def numerical_gradient(function, x):
-    """By central differences in float64; `function` returns a number."""
+    """The gradient by central differences in float64; `function` returns a number."""
     gradient = np.zeros_like(x)
     for index in np.ndindex(x.shape):
         up, down = x.copy(), x.copy()
@@ -25,7 +25,7 @@ def numerical_gradient(function, x):
 
 
 def close(found, expected, tolerance=TOLERANCE, scale=0.0):
-    """By the largest error, as a share of the largest reference value, or of `scale` where that is larger."""
+    """Checks the largest error, as a share of the largest reference value, or of `scale` if that is larger."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     assert found.shape == expected.shape
     assert np.isfinite(found).all()

@@ -183,7 +183,7 @@ def test_half_precision_is_computed_in_float32(arrays):
 
 
 def test_the_numerical_gradient_is_one():
-    """The measure itself: x³ has the gradient 3x²."""
+    """The oracle itself is right: x³ has the gradient 3x²."""
     x = np.linspace(-2, 2, 5)
     np.testing.assert_allclose(numerical_gradient(lambda x: np.sum(x**3), x), 3 * x**2, atol=1e-8)
 

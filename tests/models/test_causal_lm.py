@@ -55,7 +55,7 @@ def loss_of(model, tokens, **arrays):
 
 @pytest.fixture
 def budgets(monkeypatch):
-    """What models let their fused losses use."""
+    """The memory budgets that models give to their fused losses."""
     found, loss = [], ops.fused_linear_cross_entropy
 
     def recording(*arrays, memory_budget_bytes, **options):
@@ -92,7 +92,7 @@ def test_a_named_budget_or_mode_is_not_overridden(tokens, budgets):
 
 
 def loss_budget(remat, config, tokens, weight_dtype, *, is_copied=False, is_widened=False, device=H200):
-    """What a bfloat16 model of this config lets its fused loss use."""
+    """The memory budget that a bfloat16 model of this config gives to its fused loss."""
     return budget_beside_layers(
         tokens,
         config.hidden_size,
@@ -130,7 +130,7 @@ def test_beside_kept_layers_a_float32_gradient_of_the_head_is_not_made_in_one_ch
     plan = functools.partial(ops.plan_fused_linear_cross_entropy, d=896, v=151936, weight_dtype=jnp.float32)
 
     def plans(tokens, is_widened=True, device=H200):
-        """The fused loss's without the bound, and with it."""
+        """The fused loss's budget without the bound, and with it."""
         bound = loss_budget("none", config, tokens, jnp.float32, is_widened=is_widened, device=device)
         return plan(tokens, device=device), plan(tokens, memory_budget_bytes=bound, device=device)
 
@@ -468,6 +468,6 @@ def test_a_rope_scaling_makes_the_model_take_longer_sequences(scaling, longest):
 
 
 def test_gemma_3_s_longest_sequence_counts_its_scaling():
-    """Gemma 3 of 4 billion parameters was trained with 131,072 positions, which its scaling reaches."""
+    """Gemma 3 with 4 billion parameters was trained on 131,072 positions, as many as its scaling reaches."""
     config = Gemma3TextConfig(rope_scaling=LinearRope(8.0))
     assert config.longest_sequence == config.max_position_embeddings == 131072

@@ -51,7 +51,7 @@ def test_every_config_field_is_read_by_the_model(family, monkeypatch):
         return object.__getattribute__(self, name)
 
     monkeypatch.setattr(family.config_type, "__getattribute__", recording)
-    for method in ("__hash__", "__eq__"):  # those of a dataclass read every field
+    for method in ("__hash__", "__eq__"):  # a dataclass's own methods read every field
         monkeypatch.setattr(family.config_type, method, getattr(object, method))
     tokens = jnp.zeros((1, 4), jnp.int32)
     jax.eval_shape(lambda: family(config, rngs=nnx.Rngs(0))(tokens, labels=tokens).loss)

@@ -77,7 +77,7 @@ def test_rematerialised_patterns_are_the_same(remat):
 def test_a_pattern_is_compiled_once():
     stack = Stacked("aab" * 5 + "aa", scan=True)
     program = str(jax.make_jaxpr(lambda x: stack(x, {"a": (0.1,), "b": (-0.7,)}))(jnp.ones((1, 2, 3))))
-    assert program.count("dot_general") == 3 + 2  # the pattern's, and those left over
+    assert program.count("dot_general") == 3 + 2  # the pattern's layers, and the leftover layers
 
 
 def test_a_layers_parameters_are_not_kept_for_the_backward_a_second_time():
@@ -86,7 +86,7 @@ def test_a_layers_parameters_are_not_kept_for_the_backward_a_second_time():
     program = jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((1, 2, 3)))
     forward, _ = [equation for equation in program.eqns if equation.primitive.name == "scan"]
     kept = [variable.aval.shape for variable in forward.outvars]
-    assert (4, 1, 2, 3) in kept  # a layer's input, of each of four groups
+    assert (4, 1, 2, 3) in kept  # one layer's input for each of four groups
     assert not [shape for shape in kept if shape[-2:] == (3, 3)], kept
 
 

@@ -25,7 +25,7 @@ def summed(ids, dx):
 
 
 def rounding_steps(x, exact, dtype):
-    """How far x is from `exact`, in steps between neighbouring numbers of `dtype`."""
+    """The distance from x to `exact`, counted in neighbouring numbers of `dtype`."""
     step = 2.0 ** np.floor(np.log2(np.abs(exact))) * float(jnp.finfo(dtype).eps)
     return np.abs(np.asarray(x, np.float64) - exact) / step
 
@@ -45,7 +45,7 @@ def test_a_tied_head_s_gradient_and_the_rows_are_summed_before_they_are_rounded(
     """Half a step from the float64 sum in bfloat16; float16 is rounded twice more, float32 as its sums are."""
     table, ids, dx = draw(rng, dtype, tokens)
     dhead = rng.standard_normal((V, D)).astype(np.float32)
-    dhead = dhead if dtype == jnp.bfloat16 else np.abs(dhead)  # where they cancel, steps become small
+    dhead = dhead if dtype == jnp.bfloat16 else np.abs(dhead)  # where terms cancel, the steps are small
 
     def loss(table, dx, dhead):
         rows, head = embed_tied(table, ids, dtype)

@@ -44,7 +44,7 @@ def logits_of(model, tokens):
 
 
 def assert_likeliest(model, prompts, mask, new_tokens):
-    """Each new token has the largest logit in a forward of all tokens before it, which stand without padding."""
+    """Each new token has the largest logit in a forward over all tokens before it, without padding."""
     texts = [np.concatenate([row[keep], new]) for row, keep, new in zip(prompts, mask, new_tokens, strict=True)]
     length = max(map(len, texts))
     rows = np.stack([np.pad(text, (0, length - len(text))) for text in texts])
@@ -120,7 +120,7 @@ def test_hugging_face_stops_what_we_save_where_it_and_we_stop_the_original(in_fi
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         arguments = dict(input_ids=torch.from_numpy(prompts), attention_mask=torch.from_numpy(masks))
         out = theirs.generate(**arguments, max_new_tokens=12, do_sample=False).numpy()
-        # It returns no column that is padding in every row.
+        # A column that is padding in every row is not returned.
         found.append(np.pad(out, ((0, 0), (0, 20 - out.shape[1])), constant_values=pad))
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
         assert tokenizer.apply_chat_template([{"content": "a a"}], return_dict=False) == [0, 0, 1]
@@ -159,7 +159,7 @@ def test_patterns_of_layers_with_some_left_over_generate_the_likeliest_tokens(fa
 
 
 class CountingLayer(LlamaLayer):
-    """Counts how often it is traced, and how often it runs."""
+    """Counts how often a function is traced, and how often it runs."""
 
     traced, ran = 0, 0
 
@@ -199,7 +199,7 @@ def test_rows_end_with_eos_and_the_work_with_the_last_row(rng):
         before = CountingLayer.ran
         out = np.asarray(generate(model, prompts, max_new_tokens=9, eos_token_id=stops, **options))[:, 4:]
         jax.effects_barrier()
-        # The first token comes of the prompt's run.
+        # The first token comes from the run over the prompt.
         assert CountingLayer.ran - before == CONFIG.num_hidden_layers * (max(ends) + 1)
         for row, full, end in zip(out, free, ends, strict=True):
             np.testing.assert_array_equal(row, [*full[: end + 1], *[fill] * (8 - end)])
@@ -288,7 +288,7 @@ DRAWS = 20_000
 
 
 def assert_drawn_from(tokens, probabilities):
-    """Frequencies within 5 standard deviations; what has no probability never comes."""
+    """Frequencies are within 5 standard deviations, and a token of probability 0 never comes."""
     found = np.bincount(tokens, minlength=len(probabilities)) / len(tokens)
     spread = np.sqrt(probabilities * (1 - probabilities) / len(tokens))
     assert np.all(np.abs(found - probabilities) <= 5 * spread), (found, probabilities)

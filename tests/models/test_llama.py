@@ -54,7 +54,7 @@ def test_loss_and_every_gradient_are_a_float64_rewriting_s(config, rng):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_tied_bfloat16_table_s_gradient_is_the_float32_one_s_rounded_once(fused, rng):
-    """A model with the same values in float32 has the sum of both gradients before it is rounded."""
+    """The truth: a float32 model with the same values, which does not round the sum of both gradients."""
     kernels = KernelOptions(fused_linear_cross_entropy=fused)
     narrow = make_model(TIED, kernels=kernels, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     wide = make_model(TIED, kernels=kernels, dtype=jnp.bfloat16, param_dtype=jnp.float32)
@@ -126,7 +126,7 @@ def test_a_layer_keeps_gate_and_up_but_not_their_product(glu):
 
 
 def test_what_is_frozen_costs_less():
-    """A frozen head saves the product for its gradient; a frozen trunk leaves of the backward only that product."""
+    """With a frozen head, the product for its gradient is gone; with a frozen trunk, only that product is left."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=1)
     kernels = KernelOptions(implementation="xla")  # the compiler counts XLA's operations, not a kernel's
     graph, params = nnx.split(nnx.eval_shape(lambda: make_model(config, kernels=kernels, scan_layers=False)))

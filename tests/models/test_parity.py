@@ -31,7 +31,7 @@ def relative(ours, theirs):
 
 @nnx.jit
 def run(model, tokens, labels):
-    """Logits, and by the fused loss the loss and its gradients."""
+    """Logits, and the fused loss with its gradients."""
     loss, gradients = nnx.value_and_grad(lambda model: model(tokens, labels=labels).loss)(model)
     return model(tokens).logits, loss, gradients
 

@@ -28,11 +28,11 @@ from tests.ops._oracle import first
 
 
 class Killed(BaseException):
-    """The process is gone: nothing that it still tries to do with a file comes to pass."""
+    """The process is dead: whatever it still tries to do with a file has no effect."""
 
 
 class Killer:
-    """Lets so many operations on files happen, and no more."""
+    """Allows this number of operations on files, then kills the process."""
 
     CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.truncate")
 
@@ -87,7 +87,7 @@ def killer(monkeypatch):
         KILLER.step()
         write(tensors, path, **options)
 
-    def fsync(file):  # data that are not synced may be lost; the real fsync takes milliseconds
+    def fsync(file):  # unsynced data may be lost; the real fsync takes milliseconds
         KILLER.step(torn=KILLER.opened)
 
     monkeypatch.setattr(saving, "save_file", save_file)
@@ -135,7 +135,7 @@ def read(folder) -> Model:
 
 
 def read_or_mend(folder) -> Model:
-    """Does what the message says, where there is one."""
+    """Follows the error's advice, if there is an error."""
     try:
         return read(folder)
     except FileNotFoundError as error:

@@ -82,7 +82,7 @@ def test_one_sequence_is_not_repeated_for_every_micro_batch(batch):
 
 
 def test_bfloat16_gradients_are_accumulated_in_float32(batch):
-    """Each part's gradient is less than half a unit in the last place of the sum of those before it."""
+    """Each part's gradient is below half a unit in the last place of the earlier parts' sum."""
     graph, params = split(param_dtype=jnp.bfloat16)
 
     def loss_fn(model, batch, normalizer):
@@ -130,7 +130,7 @@ def test_gradients_of_a_computation_in_bfloat16_reach_float32_masters(batch):
     for ours, truth in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         assert ours.dtype == jnp.float32
         assert jnp.sqrt(jnp.mean((ours - truth) ** 2)) < 0.1 * jnp.sqrt(jnp.mean(truth**2))
-    # A step that the weights themselves, in bfloat16, would have rounded away.
+    # This step is so small that bfloat16 weights would round it away.
     start = split(**mixed)[1]
     after = optax.apply_updates(start, jax.tree.map(lambda gradient: -1e-4 * gradient, found))
     unseen = lambda a, b: jnp.sum((a != b) & (a.astype(jnp.bfloat16) == b.astype(jnp.bfloat16)))

@@ -46,7 +46,7 @@ class Promises:
         return op, lambda *arrays: reference(*arrays, *[None] * (count - len(arrays)))
 
     def plain(self, *arrays, **options):
-        """The expression that a model would have instead: float32, rounded once."""
+        """The plain expression that a model would use: float32, rounded once."""
         _, reference = self.make("xla", **options)
         with jax.numpy_rank_promotion("allow"):
             return reference(*(x.astype(jnp.float32) for x in arrays)).astype(arrays[0].dtype)
@@ -85,7 +85,7 @@ class Promises:
     def test_more_rows_than_programs_match_float64(self, width, implementation, rng, monkeypatch):
         if not implementation.startswith("triton"):
             pytest.skip("only Triton's programs walk over rows")
-        monkeypatch.setattr(tiles_triton, "MULTIPROCESSORS", 1)  # as if for so small a GPU
+        monkeypatch.setattr(tiles_triton, "MULTIPROCESSORS", 1)  # as if for a GPU this small
         op, reference = self.make(implementation)
         self.check_float32(op, reference, self.arrays(rng, (43, width)), rng)
 
@@ -209,7 +209,7 @@ class LastAxisPromises(Promises):
 
 
 class KernelPromises(LastAxisPromises):
-    """What those with Pallas kernels refuse."""
+    """What normalisations with Pallas kernels refuse."""
 
     def call(self, width, dtype, implementation):
         arrays = self.arrays(np.random.default_rng(0), (4, width), dtype)

@@ -33,7 +33,7 @@ def hardware(hopper):
 
 
 def pytest_generate_tests(metafunc):
-    """What a class of promises (_norms.py) says of its op."""
+    """What a class of tests in _norms.py says about its op."""
     promises = metafunc.cls
     if not hasattr(promises, "num_optional"):
         return
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _is_shown_by_others(item) -> bool:
-    """Whether what a test claims of shared code is shown by another op's too: enough for the default run."""
+    """Whether another op's test already covers the same shared code. The default run then leaves this one out."""
     about_values = re.match(r"test_(every_|half_|plain_|the_largest_)", item.name)
     transformed = re.match(r"test_(vmap|scan|checkpoint|shard_map|xla_is_partitioned)", item.name)
     promises = getattr(item, "cls", None)

@@ -201,7 +201,7 @@ def run_kernels(name, q, k, v, do, segments, **options):
     "options", [dict(window=70, softcap=3.0), pytest.param({}, marks=pytest.mark.full)], ids=["window", "plain"]
 )
 def test_queries_may_stand_anywhere_in_a_longer_row(options, packed, rng):
-    """As a device does that has a part of the queries; where it begins, only the running program knows."""
+    """A device that has a part of the queries calls it so; only the running program knows where the part begins."""
     q_length, length, start = 100, 264, 129
     q, do = (jnp.asarray(rng.standard_normal((2, q_length, 2, 64)), jnp.bfloat16) for _ in range(2))
     k, v = (jnp.asarray(rng.standard_normal((2, length, 1, 64)), jnp.bfloat16) for _ in range(2))
@@ -220,7 +220,7 @@ def test_queries_may_stand_anywhere_in_a_longer_row(options, packed, rng):
 
 
 def test_log_sums_put_parts_of_the_keys_together(packed, rng):
-    """As ring attention does. Some queries see nothing of a part: zeros, with no weight."""
+    """Ring attention calls it so. A query that sees no key of a part gets zeros of weight 0 from it."""
     q = jnp.asarray(rng.standard_normal((1, 100, 2, 64)), jnp.bfloat16)
     k, v = (jnp.asarray(rng.standard_normal((1, 200, 1, 64)), jnp.bfloat16) for _ in range(2))
     start, cut = 100, 130
@@ -315,7 +315,7 @@ def test_chunks_of_queries_make_no_difference(rng, length, window):
 
 
 def largest_array(compiled):
-    """How many numbers it has."""
+    """The number of elements of an array."""
     shapes = re.findall(r"[a-z]+[0-9]*\[([0-9,]+)\]", compiled.as_text())
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 

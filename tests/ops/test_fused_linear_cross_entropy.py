@@ -36,7 +36,7 @@ def loss_of(labels, **options):
 def test_chunk_size_does_not_change_the_result(chunk_size, kernel_mode, rng):
     implementation, mode = kernel_mode
     if chunk_size == 1 and implementation != "xla":
-        chunk_size = 5  # 53 launches in an interpreter say no more than 11
+        chunk_size = 5  # 53 launches in an interpreter show no more than 11
     case = make_case(rng)
     truth, truth_grads = FUSED.oracle(case, token_weights=False, label_smoothing=0.1)
     value = lambda inputs: FUSED(
@@ -145,7 +145,7 @@ def test_frozen_head_gets_the_same_trunk_gradient(kernel_mode, rng):
 
 @pytest.mark.parametrize("mode", ["fast", "lean"])
 def test_one_jitted_loss_may_be_differentiated_by_this_and_then_by_that(mode, rng):
-    """A trace of one pattern of frozen inputs must not serve another."""
+    """A trace made for one set of frozen inputs must not be used for another set."""
     case = make_case(rng)
     inputs = arrays([case.hidden, case.weight, case.bias])
     labels = jnp.asarray(case.labels)
@@ -213,7 +213,7 @@ def test_impossible_budget_is_refused():
 
 
 def test_a_loss_scale_keeps_float16_gradients(rng):
-    """A token's share of the mean's gradient, a probability over N, is less than the least of float16's numbers."""
+    """A token's share of the mean's gradient is a probability over N, below float16's smallest number."""
     n, d, v = 4096, 16, 8192
     case = make_case(rng, n=n, d=d, v=v, scale=0.1, ignored=0)
     labels, inputs = jnp.asarray(case.labels), arrays([case.hidden, 0.1 * case.weight], jnp.float16)

@@ -88,7 +88,7 @@ def test_hopper_at_models_sizes(d, f, recomputed, hardware, hopper, rng):
 @keeping
 @pytest.mark.parametrize("loop", ["vmap", "map"])
 def test_hopper_maps_over_a_batch(loop, recomputed, hopper, rng):
-    """As each element by itself, but for the order of sums that are rounded to bfloat16."""
+    """Each element has its own result, up to the order of sums that are rounded to bfloat16."""
     op, batch = make("silu", hopper, recomputed), 3
     xs, *kernels = draw(rng, batch, 72, d=64, f=64, dtype="bfloat16")
     (dy,) = normal(rng, xs.shape, dtype="bfloat16")

@@ -35,7 +35,7 @@ def gates(rng, *shape, packed=False, dtype=jnp.float32):
 
 
 def plain(gate, up=None, *, activation):
-    """The expression that a model would have instead: the activation in float32, rounded before the product."""
+    """The plain expression that a model would use: the activation in float32, rounded before the product."""
     if up is None:
         gate, up = jnp.split(gate, 2, axis=-1)
     function = {

@@ -83,7 +83,7 @@ def test_values_and_gradients(hopper, mode, sizes, weight_dtype, options, chunk_
 
 
 def test_tiles_that_warpgroups_share(hopper, mode, rng, monkeypatch):
-    """As those of wide hidden states, which are too much for an interpreter."""
+    """The tiles are those of wide hidden states, which take too long in an interpreter."""
     monkeypatch.setattr(config, "mosaic_gpu_tiles", lambda *_: Tiles(columns=256))
     test_values_and_gradients(hopper, mode, SMALL, BF16, EVERYTHING, 128, rng)
 

@@ -30,7 +30,7 @@ def on_cpu():
 
 
 def device_in_context(kind, platform):
-    """Computations in this context are for such a device; it need not be there."""
+    """In this context programs are made for a device of this kind, which need not be there."""
     device = AbstractDevice(kind, 1, platform)
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device))
 
@@ -212,7 +212,7 @@ def test_mesh_of_an_input_comes_before_the_mesh_in_context():
 
 @pytest.mark.parametrize("name", ["xla", "triton:interpret", "mosaic_gpu"])
 def test_equal_choices_and_options_are_one_static_argument(name):
-    """So that jit compiles a kernel once for all layers of a model."""
+    """Then jit compiles a kernel once for all layers of a model."""
     traces, module = [], types.SimpleNamespace(forward=lambda x, *, eps: x + eps)
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -255,7 +255,7 @@ def test_kernel_that_an_op_does_not_have_is_unknown():
 
 
 def test_tuple_may_name_kernels_that_only_other_ops_have():
-    """As a model does, that hands one tuple to all of its ops."""
+    """A model, too, hands one tuple to all of its ops."""
     with pytest.warns(UserWarning, match=r"geglu: stepping down from 'mosaic_tpu': this op has \('xla', 'triton', "):
         assert geglu(X, X, implementation=("mosaic_tpu", "xla")).shape == X.shape
     with pytest.raises(

@@ -20,7 +20,7 @@ def make(implementation):
 
 
 def plain(x):
-    """The expression that a model would have instead."""
+    """The plain expression that a model would use."""
     return jnp.square(jax.nn.relu(x))
 
 

@@ -16,7 +16,7 @@ casting_modes = pytest.mark.parametrize("casting_mode", CASTING_MODES)
 
 
 def plain(x, scale=None, *, casting_mode="llama", offset=0.0, eps=1e-6):
-    """The expression that a model would have instead, rounding where the casting mode says."""
+    """The plain expression that a model would use, rounding where the casting mode says."""
     x32 = x.astype(jnp.float32)
     rstd = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     normed = x * rstd.astype(x.dtype) if casting_mode == "none" else x32 * rstd

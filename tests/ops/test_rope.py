@@ -66,7 +66,7 @@ def oracle(layout):
 
 
 def plain(q, k, cos, sin, layout="half"):
-    """The expression that a model would have instead, in float32, rounded once."""
+    """The plain expression that a model would use, in float32, rounded once."""
     widen = lambda x: x.astype(jnp.float32)
     rotated = reference.apply_rope(widen(q), widen(k), widen(cos), widen(sin), layout)
     return rotated[0].astype(q.dtype), rotated[1].astype(k.dtype)
@@ -87,7 +87,7 @@ def test_half_precision_is_no_worse_than_the_plain_expression(dtype, layout, imp
 
 
 def test_interleaved_pairs_are_halves_of_sorted_columns(rng):
-    """Meta's checkpoints become Hugging Face's so."""
+    """This turns Meta's checkpoints into Hugging Face's."""
     shape = Shape(2, 9, 3, 1, 16, 16, 1)
     q, k, *_ = make_arrays(rng, shape)
     order = jnp.concatenate([jnp.arange(0, 16, 2), jnp.arange(1, 16, 2)])
@@ -110,7 +110,7 @@ def test_rotation_multiplies_complex_pairs_by_the_phase(layout, implementation, 
 
 @pytest.mark.parametrize("dtype", _oracle.first(1, ["bfloat16", "float16"]))
 def test_values_near_the_limit_of_the_dtype_stay_finite(dtype, implementation, rng):
-    """A rotation by 45° of two largest values' halves is 0.71 of the largest, and no product overflows before."""
+    """Halves of the largest number rotated by 45° give 0.71 of it, and no product on the way overflows."""
     largest = jnp.finfo(dtype).max / 2
     q = jnp.full((1, 3, 2, 8), largest, dtype)
     tables = [jnp.full((1, 3, 8), 0.5**0.5)] * 2
@@ -271,7 +271,7 @@ def test_mrope_of_equal_positions_is_rope(implementation, rng):
 
 
 def test_mrope_keeps_only_the_tables_that_it_was_given(implementation, rng):
-    """All layers share the tables. A table put together from them would be one more for each layer."""
+    """All layers share the tables. A table made from them inside a layer would be one more array for each layer."""
     arrays = make_mrope_arrays(rng, Shape(2, 9, 4, 2, 16, 16, 2))
     op = make(implementation, op=apply_mrope, sections=(2, 3, 3))
     _oracle.check_residuals(op, arrays, kept=arrays[2:], wrt=BY_HEADS)

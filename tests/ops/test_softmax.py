@@ -28,7 +28,7 @@ def make(kind, implementation, **options):
 
 
 def plain(x, *, kind):
-    """The expression that a model would have instead. In float32 it would keep float32 probabilities."""
+    """The plain expression that a model would use. In float32 it would keep float32 probabilities."""
     if kind == "softmax":
         return jax.nn.softmax(x)
     return reference.sparsemax(x.astype(jnp.float32)).astype(x.dtype)
@@ -43,7 +43,7 @@ def test_every_shape_matches_float64(shape, kind, implementation, rng):
 @kinds
 @pytest.mark.parametrize("scale", _oracle.first(2, [0.1, 30.0, 0.0, 1e-3]))
 def test_flat_and_peaked_rows_match_float64(scale, kind, implementation, rng):
-    """Supports of all columns, of many, and of one."""
+    """The support has all columns, many, or one."""
     (x,) = normal(rng, (9, 700))
     _oracle.check_float32(*make(kind, implementation), [scale * x], rng)
 
