@@ -23,7 +23,7 @@ _MODULES = {"xla": xla, "cudnn": cudnn, "mosaic_gpu": mosaic_gpu, "triton": trit
 # 1,024 takes 0.76, 0.94, 0.98 and 1.02 of it at 512, 2,048, 8,192 and 32,768 positions, without cuDNN's workspace
 # (benchmarks/results/attention.md). cuDNN takes neither packed rows nor softcaps.
 _KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("cudnn", "mosaic_gpu", "triton"), "tpu": ("splash",)})
-_KERNELS_OF_WINDOWS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu", "cudnn", "triton"), "tpu": ("splash",)})
+_WINDOW_KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu", "cudnn", "triton"), "tpu": ("splash",)})
 ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of the forward's values that the backward needs
 
 
@@ -128,7 +128,7 @@ def choose(
 ) -> Choice:
     """The implementation that runs a case on a device that need not be there, from its arrays or their types."""
     case = options | {"capability": compute_capability(device)}
-    kernels = _KERNELS if options["window"] is None or options["window"] >= q.shape[1] else _KERNELS_OF_WINDOWS
+    kernels = _KERNELS if options["window"] is None or options["window"] >= q.shape[1] else _WINDOW_KERNELS
     return kernels.choose(implementation, q, k, v, segment_ids, device=device, **case)
 
 

@@ -1,6 +1,10 @@
 """Tile sizes of the attention kernels for Hopper and for Triton, by head width."""
 
 import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 WIDTHS = (64, 128, 256)  # others are padded to the next
 
@@ -59,3 +63,17 @@ TRITON_KEY_GRADIENTS = {
     128: TritonBlocks(64, 64, 8, 2),
     256: TritonBlocks(32, 32, 8, 2),
 }
+
+
+def unsupported(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *, scale: float | None, **_: Any
+) -> str | None:
+    """Why the kernels for Hopper and Triton cannot run: they take 16-bit operands of widths that fit the registers."""
+    widest = WIDTHS[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
+    if q.shape[3] > widest:
+        return f"the kernel takes head widths up to {widest}, and the width is {q.shape[3]}; use 'xla'."
+    if scale is not None and scale <= 0:
+        return f"the kernel takes positive scales, and scale is {scale}; use 'xla', or negate the queries."
+    return None

@@ -12,8 +12,6 @@ On an H100 packed rows take 0.22 to 0.64 of cuDNN's time without segments, by wh
 (benchmarks/results/attention.md).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -23,24 +21,11 @@ from liger_jax.pallas_kernels.attention import (
     mosaic_gpu_key_gradients,
     mosaic_gpu_query_gradient,
 )
+from liger_jax.pallas_kernels.attention.config import unsupported as unsupported
 from liger_jax.pallas_kernels.attention.formulas import Scores
 from liger_jax.pallas_kernels.attention.intervals import Segments, intervals
 
 _ROWS = 8  # positions that the copy engine moves at a time
-
-
-def unsupported(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *, scale: float | None, **_: Any
-) -> str | None:
-    """Takes 16-bit operands of widths that fit the registers."""
-    widest = config.WIDTHS[-1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"Hopper's matrix units take bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
-    if q.shape[3] > widest:
-        return f"the kernel takes head widths up to {widest}, and the width is {q.shape[3]}; use 'xla'."
-    if scale is not None and scale <= 0:
-        return f"the kernel takes positive scales, and scale is {scale}; use 'xla', or negate the queries."
-    return None
 
 
 def _padded(*arrays: jax.Array) -> list[jax.Array]:

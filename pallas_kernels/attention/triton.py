@@ -23,24 +23,11 @@ from jax.experimental.pallas import triton as pltriton
 from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.config import TritonBlocks
+from liger_jax.pallas_kernels.attention.config import unsupported as unsupported
 from liger_jax.pallas_kernels.attention.formulas import LOG2_E, NO_SCORE, Scores
 from liger_jax.pallas_kernels.attention.intervals import Bounds, Segments, Tile, intervals, table, whole_blocks
 
 _ROWS = 128  # a multiple of every block size; log-sum-exps, bounds and ids are padded to a multiple of it
-
-
-def unsupported(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *, scale: float | None, **_: Any
-) -> str | None:
-    """Takes 16-bit operands of widths that fit the registers."""
-    widest = config.WIDTHS[-1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
-    if q.shape[3] > widest:
-        return f"the kernel takes head widths up to {widest}, and the width is {q.shape[3]}; use 'xla'."
-    if scale is not None and scale <= 0:
-        return f"the kernel takes positive scales, and scale is {scale}; use 'xla', or negate the queries."
-    return None
 
 
 def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:

@@ -220,7 +220,7 @@ def test_queries_may_stand_anywhere_in_a_longer_row(options, packed, rng):
 
 
 def test_log_sums_put_parts_of_the_keys_together(packed, rng):
-    """Ring attention calls it so. A query that sees no key of a part gets zeros of weight 0 from it."""
+    """Ring attention adds up such parts. A query that sees no key of a part gets zeros of weight 0 from it."""
     q = jnp.asarray(rng.standard_normal((1, 100, 2, 64)), jnp.bfloat16)
     k, v = (jnp.asarray(rng.standard_normal((1, 200, 1, 64)), jnp.bfloat16) for _ in range(2))
     start, cut = 100, 130
@@ -315,7 +315,7 @@ def test_chunks_of_queries_make_no_difference(rng, length, window):
 
 
 def largest_array(compiled):
-    """The number of elements of an array."""
+    """The number of elements of the program's largest array."""
     shapes = re.findall(r"[a-z]+[0-9]*\[([0-9,]+)\]", compiled.as_text())
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 

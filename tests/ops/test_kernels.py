@@ -255,7 +255,7 @@ def test_kernel_that_an_op_does_not_have_is_unknown():
 
 
 def test_tuple_may_name_kernels_that_only_other_ops_have():
-    """A model, too, hands one tuple to all of its ops."""
+    """A model hands one tuple to all of its ops."""
     with pytest.warns(UserWarning, match=r"geglu: stepping down from 'mosaic_tpu': this op has \('xla', 'triton', "):
         assert geglu(X, X, implementation=("mosaic_tpu", "xla")).shape == X.shape
     with pytest.raises(
