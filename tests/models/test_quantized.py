@@ -1,6 +1,8 @@
 """Quantised weights: their error, and models that hold them beside adapters."""
 
 import dataclasses
+import importlib
+import importlib.util
 import re
 
 import jax
@@ -29,6 +31,37 @@ def test_nf4_is_the_normal_distribution_s_quantiles():
     below = -ndtri(jnp.linspace(outermost, 0.5, 8)[:-1])
     values = np.sort(np.concatenate([above, below, [0.0]]))
     np.testing.assert_allclose(np.array(NF4), values / values.max(), atol=2e-6)
+
+
+def test_nf4_is_the_code_book_that_bitsandbytes_publishes():
+    """`get_4bit_type("nf4")` in bitsandbytes' functional.py, and appendix E of QLoRA's paper."""
+    published = """
+        -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334
+        -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+        0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
+    """
+    assert NF4 == tuple(map(float, published.split()))
+    every_code = jnp.asarray(NF4, jnp.float32)[:, None]
+    np.testing.assert_array_equal(block_quantized(every_code, "nf4", block_size=16).astype(jnp.float32), every_code)
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is absent")
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_nf4_is_qwix_s_and_int8_is_as_exact(axis):
+    """In nf4 values are the same to the bit. In int8 qwix divides blocks by 127.5, and clips their largest value."""
+    qarray = importlib.import_module("qwix._src.core.qarray")
+    weight = jax.random.normal(jax.random.key(0), (256, 192), jnp.bfloat16).astype(jnp.float32)
+
+    def errors(kind):
+        how = qarray.HowToQuantize(qtype=kind, tiled_axes={axis % 2: 64}, channelwise_axes=[1 - axis % 2])
+        theirs = qarray.dequantize(qarray.quantize(weight, how))
+        return block_quantized(weight, kind, axis=axis).astype(jnp.float32) - weight, theirs - weight
+
+    ours, theirs = errors("nf4")
+    np.testing.assert_array_equal(ours, theirs)
+    ours, theirs = (float(jnp.sqrt(jnp.mean(error**2))) for error in errors("int8"))
+    assert 0.98 < ours / theirs < 1.02
 
 
 @pytest.mark.parametrize("kind", KINDS)
