@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "fsdp")
 # By a parameter's last name, the axis of the layer's own array that is split over "fsdp". All families name their
 # parameters alike. Vectors are small: where the mesh does not divide them, every device has them whole. Quantised
-# kernels' codes and scales are split along the output, so that blocks stay whole.
+# kernels' codes and scales are split along the output, so that blocks stay whole, and a quantised head's like the head.
 SPLIT_AXIS = {"embed_tokens": 0, "lm_head": 0, "kernel": 0, "bias": 0, "scale": 0, "codes": 1, "scales": 1}
 STACKED = "layers"  # parameters under this name have an axis of layers in front, unless a layer's number follows
 
@@ -83,7 +83,7 @@ def split(path: tuple[Any, ...], shape: tuple[int, ...], fsdp: int) -> P:
         return P()
     stacked = STACKED in names and not any(name.isdigit() for name in names[names.index(STACKED) :])
     layer_axes = 1 if stacked else 0
-    axis = SPLIT_AXIS[names[-1]] + layer_axes
+    axis = layer_axes + (SPLIT_AXIS["lm_head"] if "lm_head" in names else SPLIT_AXIS[names[-1]])
     if shape[axis] % fsdp == 0:
         return P(*[None] * axis, "fsdp")
     if len(shape) - layer_axes > 1:

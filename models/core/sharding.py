@@ -79,7 +79,7 @@ def on_batch_shards(
     batch_axes: tuple[str, ...] | None,
     batch: tuple[Any, ...],
     shared: tuple[Any, ...] = (),
-    head: jax.Array | None = None,
+    head: Any = None,
 ) -> Any:
     """Runs `function(*batch, *shared)` on every device's part of the batch; without axes, a plain call.
 
@@ -91,7 +91,8 @@ def on_batch_shards(
         batch: arrays with a leading batch axis; `None` entries pass.
         shared: arrays that are whole inside the function; `None` entries pass. A matrix enters split along its first
             axis over the last of `batch_axes`, if that divides it, and its gradient leaves the same way.
-        head: the function's last argument, if there is one. A linear loss gathers a head as it needs it.
+        head: the function's last argument, if there is one, an array or quantised. A linear loss gathers an array as it
+            needs it; a quantised head is whole.
 
     Returns:
         The function's results, sharded like the batch.
@@ -106,7 +107,7 @@ def sum_over_batch_shards(
     batch_axes: tuple[str, ...],
     batch: tuple[Any, ...],
     shared: tuple[Any, ...] = (),
-    head: jax.Array | None = None,
+    head: Any = None,
 ) -> tuple[jax.Array, Any]:
     """Does what `on_batch_shards` does for a function that returns a sum over its tokens and arrays per token.
 

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.scipy.special import ndtri
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models import AutoModelForCausalLM, KernelOptions
 from liger_jax.models.lora import add_lora, merge_lora, trainable
 from liger_jax.models.quantized import QuantizedParam, dequantize, quantize
 from liger_jax.ops import _quantized_head
 from liger_jax.ops.block_quantized import KINDS, NF4, block_quantized
 from liger_jax.planner import planning
+from liger_jax.planner.sharding import shardings
 from tests.models._llama import CONFIG, make_model, random_tokens
 
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=16)
@@ -145,3 +148,59 @@ def test_what_cannot_be_quantised_is_refused():
         quantize(make_model(dataclasses.replace(WIDE, tie_word_embeddings=True)), "nf4", head=True)
     with pytest.raises(ValueError, match="quantised weights are not trained"):
         planning.make_run("llama-3-8b", batch=1, seq=128, device="h100", quantize="nf4")
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+SHARDED = dataclasses.replace(WIDE, vocab_size=64)
+AXES = ("data", "fsdp")
+
+
+def sharded(mesh):
+    """A dense model whose parameters lie on a mesh as FSDP splits them."""
+    graph, params = nnx.split(make_model(SHARDED, kernels=KernelOptions(batch_axes=AXES)))
+    return nnx.merge(graph, jax.device_put(params, shardings(params, mesh)))
+
+
+def value_and_adapters_gradients(model, tokens):
+    graph, adapters, base = trainable(model)
+    # B is zero at first, and A's gradient with it.
+    adapters = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), adapters)
+
+    def loss(adapters, base, tokens):
+        return nnx.merge(graph, adapters, base)(tokens, labels=tokens).loss
+
+    return jax.jit(jax.value_and_grad(loss))(adapters, base, tokens)
+
+
+@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.full), AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.full)])
+def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(kind, axis_type, rng, monkeypatch):
+    """Layers and head alike; each device holds its part of the codes, and whole blocks."""
+    if len(jax.devices()) < 4:
+        pytest.skip("the mesh takes four devices")
+    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", 20)
+    tokens = random_tokens(rng, batch=8)
+    one = add_lora(quantize(make_model(SHARDED), kind, head=True), 3, alpha=6, rngs=nnx.Rngs(1))
+    truth, expected = value_and_adapters_gradients(one, tokens)
+    mesh = jax.make_mesh((2, 2), AXES, axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        model = add_lora(quantize(sharded(mesh), kind, head=True), 3, alpha=6, rngs=nnx.Rngs(1))
+        for x, y in zip(*(jax.tree.leaves(nnx.state(m, QuantizedParam)) for m in (model, one)), strict=True):
+            np.testing.assert_array_equal(x, y)
+            assert x.addressable_shards[0].data.size == x.size // 2
+        tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXES)))
+        value, found = value_and_adapters_gradients(model, tokens)
+    np.testing.assert_allclose(value, truth, rtol=1e-5)
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        # Both sides are float32, and each may round by 2e-5.
+        assert np.abs(np.asarray(x) - np.asarray(y)).max() < 4e-5 * np.abs(np.asarray(y)).max(), path
+
+
+def test_the_planner_splits_quantised_weights_as_quantize_does():
+    if len(jax.devices()) < 4:
+        pytest.skip("the mesh takes four devices")
+    mesh = jax.make_mesh((1, 4), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    state = nnx.state(quantize(sharded(mesh), "nf4", head=True), QuantizedParam)
+    found = jax.tree.map(lambda x, planned: x.sharding.is_equivalent_to(planned, x.ndim), state, shardings(state, mesh))
+    assert all(jax.tree.leaves(found))
