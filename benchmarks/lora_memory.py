@@ -3,8 +3,8 @@
     python -m benchmarks.lora_memory [--models qwen2-0.5b …] [--cards t4 …] [--estimate] [--workers 2]
 
 One sequence of 2,048 tokens, AdamW, the fused loss and `remat="full"`. All weights are trained in float32, as the
-planner does by default; adapters have rank 16, and stand beside bfloat16 weights, or nf4 ones. Every step is compiled for the
-card, which need not be there, and stands beside the planner's estimate. Nothing is run. Figures are kept in
+planner does by default. Adapters have rank 16, and stand beside bfloat16 weights, or nf4 ones. Every step is compiled
+for the card, which need not be there, and stands beside the planner's estimate. Nothing is run. Figures are kept in
 `results/lora_memory.json`; what is there is not made again. With `--estimate` nothing more is compiled.
 """
 
@@ -59,7 +59,8 @@ def report(figures: Figures, models: list[str], cards: list[str], folder: pathli
     )
     text = (
         f"`{command}`; figures of: {figures.stamps()}\n\n1 × 2,048 tokens, AdamW, fused loss, remat full; adapters of "
-        f"rank 16. GiB by the compiler for each card, or ≈ by the planner's estimate; nothing was run. A process can have {room}.\n\n"
+        f"rank 16. GiB by the compiler for each card, or ≈ by the planner's estimate; nothing "
+        f"was run. A process can have {room}.\n\n"
     )
     _measure.save(NAME, text + table(figures, models, cards), folder or _measure.RESULTS)
 
