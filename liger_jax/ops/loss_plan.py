@@ -12,7 +12,7 @@ loss_problem.py writes down all that the decision depends on, as a `Problem`, an
 mode and a chunk. The decision itself is here, and nothing of it stands outside this file:
 
     choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, and need no more than the
-                  unfused step's logits do, and else "lean".
+                  unfused step's logits do, and else "lean". Where both need more, it takes what needs least.
     make_plan     chooses the chunk for the gradients that are asked for, and counts its bytes: a `Plan`.
 
 There are two budgets, both for what is needed beside inputs and gradients. The hard one is the caller's
@@ -145,14 +145,22 @@ def kernel_options(problem: Problem, options: LinearOptions, needs: Needs | None
 
 @functools.lru_cache(maxsize=256)
 def _plan_of_all_gradients(problem: Problem) -> Plan:
-    """The first plan of mode "auto" that fits; where none does, the lean mode with the slices that it prefers."""
+    """The first plan of mode "auto" that fits; where none does, the lean mode with the slices that it prefers.
+
+    Where that needs more than logits would, as with a few entries and wide hidden states: the plan that needs least.
+    """
     least_tokens = LEAST_TOKENS if problem.platform == "cpu" else LEAST_TOKENS_OF_AUTO
     has_fast = hasattr(KERNELS.modules[problem.kernels], "gradients_in_forward")
-    if has_fast and (plan := _first_that_fits(problem, "fast", least_tokens)):
-        return plan
-    if plan := _first_that_fits(problem, "lean", least_tokens):
-        return plan
-    return _plan_of_size(problem, "lean", _sizes(problem, "lean", least_tokens)[0])
+    modes = ["fast", "lean"] if has_fast else ["lean"]
+    for mode in modes:
+        if plan := _first_that_fits(problem, mode, least_tokens):
+            return plan
+    lean, *others = (
+        _plan_of_size(problem, mode, size) for mode in reversed(modes) for size in _sizes(problem, mode, least_tokens)
+    )
+    if lean.extra_bytes <= logits_bytes(problem):
+        return lean
+    return min((lean, *others), key=lambda plan: plan.extra_bytes)
 
 
 def _first_that_fits(problem: Problem, mode: str, least_tokens: int) -> Plan | None:
@@ -169,7 +177,7 @@ def _plan_of_size(problem: Problem, mode: str, size: int) -> Plan:
 
 def _fits(problem: Problem, plan: Plan) -> bool:
     """Whether a plan keeps to the budget, and if the mode was not named, does not need more than logits would."""
-    if problem.mode == "auto" and plan.mode == "fast" and plan.extra_bytes > logits_bytes(problem):
+    if problem.mode == "auto" and plan.extra_bytes > logits_bytes(problem):
         return False
     return problem.budget_bytes is None or plan.extra_bytes <= problem.budget_bytes
 

@@ -1,5 +1,6 @@
 """What only fused_linear_cross_entropy promises: no logits in memory, no needless work, modes, shards."""
 
+import functools
 import re
 
 import jax
@@ -362,6 +363,24 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mesh, rng
     expected_leaves = jax.tree.leaves((expected_grads, expected_metrics))
     for a, b in zip(jax.tree.leaves((grads, metrics)), expected_leaves, strict=True):
         assert relative_error(a, b) < 2e-5
+
+
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_shards_of_any_size_equal_the_whole_vocabulary(layout, mesh, rng):
+    shard = 2 * int(rng.integers(3, 40)) + 1
+    case = make_case(rng, n=24, v=4 * shard)
+    hidden, weight, _ = arrays(FUSED.inputs(case))
+    labels, weight = jnp.asarray(case.labels), weight if layout == "vd" else weight.T
+    split = jax.P("shard") if layout == "vd" else jax.P(None, "shard")
+    fused = functools.partial(fused_linear_cross_entropy, weight_layout=layout, mode="lean", implementation="xla")
+    sharded = jax.shard_map(
+        functools.partial(fused, vocab_axis="shard"), mesh=mesh, in_specs=(jax.P(), split, jax.P()), out_specs=jax.P()
+    )
+    expected, expected_grads = value_and_grad(fused, (0, 1))(hidden, weight, labels)
+    found, grads = value_and_grad(sharded, (0, 1))(hidden, weight, labels)
+    assert relative_error(found, expected) < 1e-5, shard
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert relative_error(grad, expected_grad) < 2e-5, shard
 
 
 def test_sharded_vocabulary_gathers_no_tokens_and_no_logits(mesh):
