@@ -158,6 +158,9 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
     lean, *others = (
         _plan_of_size(problem, mode, size) for mode in reversed(modes) for size in _sizes(problem, mode, least_tokens)
     )
+    if has_fast:  # one chunk of all tokens may need less than several, whose gradients are summed
+        whole = problem.chunk_size or preferred_tokens(problem)
+        others.append(_plan_of_size(problem, "fast", min(whole, max(1, problem.n))))
     if lean.extra_bytes <= logits_bytes(problem):
         return lean
     return min((lean, *others), key=lambda plan: plan.extra_bytes)
