@@ -178,6 +178,18 @@ def plan(student: Head, teacher: Head | TopK, options: Options, static: Static, 
     return plan_distillation(problem)
 
 
+def _entries_of_slice(planned: Plan, student: Head, teacher: Head | TopK, v: int) -> int:
+    """Vocabulary entries in a slice of the lean backward, which takes as many bytes as a chunk of the forward.
+
+    A slice has logits of all tokens, its parts of both heads, and its part of the weight's gradient.
+    """
+    n, d = student.hidden.shape
+    width = 2 * d + (teacher.hidden.shape[1] if isinstance(teacher, Head) else 0)
+    bytes_of_logit = planned.slice_bytes // (planned.chunk_size * v)
+    bytes_of_entry = bytes_of_logit * n + student.hidden.dtype.itemsize * width
+    return max(128, planned.slice_bytes // bytes_of_entry // 128 * 128)
+
+
 # --- the computation of one device, and of many -----------------------------------------------------------------------
 
 
@@ -231,8 +243,7 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         raise ValueError(f"{op}: {reason}")
     n, shard_size = student.hidden.shape[0], student.weight.shape[options.student.vocab_dim]
     planned = plan(student, teacher, options, static, choice.name)
-    # As many logits at a time as a chunk of tokens has.
-    entries = max(128, planned.chunk_size * shard_size // max(1, n) // 128 * 128)
+    entries = _entries_of_slice(planned, student, teacher, shard_size)
     options = dataclasses.replace(options, tokens=planned.chunk_size, entries=entries)
 
     first, vocab_size = 0, shard_size
