@@ -107,7 +107,7 @@ def loss_budget(remat, config, tokens, weight_dtype, *, is_copied=False, is_wide
     )
 
 
-def test_the_bound_is_a_layers_memory_or_what_the_lean_loss_needs():
+def test_the_bound_is_a_layers_memory_or_the_least_that_the_loss_needs():
     config = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192)
 
     def bound(tokens, dtype=jnp.bfloat16, **options):
@@ -121,8 +121,8 @@ def test_the_bound_is_a_layers_memory_or_what_the_lean_loss_needs():
     assert bound(16384, jnp.float32, is_copied=True) == bound(16384) + copy_of_the_head
     assert bound(16384, jnp.float32) == bound(16384)
     mixed = dict(weight_dtype=jnp.float32, device=H200)
-    lean = ops.plan_fused_linear_cross_entropy(1, 2048, 128256, mode="lean", **mixed)
-    assert bound(1, jnp.float32) == lean.extra_bytes
+    plans = [ops.plan_fused_linear_cross_entropy(1, 2048, 128256, mode=mode, **mixed) for mode in ("fast", "lean")]
+    assert bound(1, jnp.float32) == min(plan.extra_bytes for plan in plans)
 
 
 def test_beside_kept_layers_a_float32_gradient_of_the_head_is_not_made_in_one_chunk():
