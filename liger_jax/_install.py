@@ -11,7 +11,8 @@ NAME = "liger-jax"
 def install_command(extra: str) -> str:
     """The command that installs an extra of liger-jax beside this copy of it.
 
-    A checkout is installed from its folder, what came by a URL from that URL, and what came from an index by name.
+    A checkout is installed from its folder. A copy that came by a URL is installed from that URL, and a copy from an
+    index by its name.
 
     Args:
         extra: one of pyproject.toml's optional dependencies, such as "planner".

@@ -12,7 +12,7 @@ _Class = TypeVar("_Class")
 def tree_dataclass(cls: type[_Class]) -> type[_Class]:
     """A frozen `chex.dataclass`: a JAX pytree and a mapping of its fields, which the constructor takes by name.
 
-    chex's own decorator hides the constructor from type checkers, for its result has no annotation.
+    chex's own decorator hides the constructor from type checkers, because its result has no annotation.
     """
     decorate: Any = chex.dataclass
     return decorate(cls, frozen=True)

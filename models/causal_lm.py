@@ -176,17 +176,17 @@ class CausalLM(Pretrained):
         """The hidden states after the last norm: what the head makes logits of, for losses of one's own.
 
         Args:
-            input_ids: as the call takes them, and so are the others.
-            positions: rotary positions.
-            segment_ids: ids of packed segments.
-            attention_mask: 0 where a token is padding.
+            input_ids: as the call takes them.
+            positions: as the call takes them.
+            segment_ids: as the call takes them.
+            attention_mask: as the call takes it.
 
         Returns:
             (B, T, D) in the computation's dtype. With `head` they make the call's logits.
 
         Raises:
             ValueError: a shape does not fit.
-            TypeError: `input_ids` are no integers.
+            TypeError: `input_ids` are not integers.
         """
         arguments.check_call(input_ids, None, None, None, None)
         return self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)[0]
@@ -226,7 +226,7 @@ class CausalLM(Pretrained):
 
         Raises:
             ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
-            TypeError: integers or a Python number are expected and something else comes.
+            TypeError: an argument is not of integers, or an option is no Python number.
         """
         arguments.check_call(input_ids, labels, shift_labels, None, None)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
@@ -253,7 +253,7 @@ class CausalLM(Pretrained):
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, ""], TokenLosses]:
-        """The sum over scored positions of any loss of a log-probability, over a denominator, without logits in memory.
+        """Sums any function of a log-probability over the scored positions, without logits in memory.
 
         It is `fused_linear_token_loss` with the labels of `log_probs`: position t scores labels[:, t + 1].
 
@@ -264,20 +264,20 @@ class CausalLM(Pretrained):
             labels: token ids, unshifted; -100 is not scored, nor is the last position of a sequence or a segment.
             shift_labels: labels that are shifted already.
             per_token: arrays that broadcast to (B, kept), by position, as `log_probs` returns them.
-            denominator: a number or a () array, of all devices and micro-batches together.
+            denominator: what the sum is divided by, a number or a () array, for all devices and micro-batches together.
             temperature: by which logits are divided, a Python number > 0.
             entropy: whether `loss_fn` takes the entropy.
             logits_to_keep: only the last k positions (0: all), or these positions. Each keeps its label.
-            positions: as the call takes them, and so are the others.
-            segment_ids: ids of packed segments.
-            attention_mask: 0 where a token is padding.
+            positions: as the call takes them.
+            segment_ids: as the call takes them.
+            attention_mask: as the call takes it.
 
         Returns:
             (loss, `TokenLosses` of (B, kept) arrays).
 
         Raises:
             ValueError: a shape does not fit, there are no labels or two sorts of them, or an option is out of range.
-            TypeError: integers, a tuple or a Python number are expected and something else comes.
+            TypeError: an argument is not of integers, `per_token` is no tuple, or an option is no Python number.
         """
         if labels is None and shift_labels is None:
             raise ValueError("token_loss needs the labels whose probabilities are wanted. Pass labels=input_ids.")

@@ -27,7 +27,7 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
     """Quantises the weights of all projections, in place, one after another.
 
     Embeddings, norms and biases keep their dtype. Blocks lie along a projection's input, as in bitsandbytes. On a mesh
-    they lie whole on a device: what splits the input's axis then splits the output's.
+    each block lies whole on one device: a mesh axis that splits a dense kernel's input splits the codes' output.
 
     Args:
         model: a model of `liger_jax.models`, before `add_lora`. Weights that are quantised already stay.
@@ -103,7 +103,7 @@ def check_kind(caller: str, kind: Any) -> None:
 
 
 def frozen(model: Model) -> Model:
-    """The model, in which quantised weights are `QuantizedParam` whatever variable a checkpoint was read into."""
+    """The model with each quantised weight as a `QuantizedParam`, whatever variable a checkpoint was read into."""
     for projection in _projections(model):
         if is_quantized(projection.kernel[...]):
             projection.kernel = QuantizedParam(projection.kernel[...])

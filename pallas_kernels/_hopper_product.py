@@ -3,9 +3,9 @@
 The kernel is persistent and warp-specialised: in each block one warpgroup copies tiles of both operands into a ring of
 shared memory, and two warpgroups multiply them and run the epilogue. These two either share a tile, 64 rows each, or
 take whole tiles in turn. Then one multiplies while the other is in its epilogue, which is better where the contracted
-axis is short. Blocks walk the output along a snake, so that the tiles which are computed at a time share their operands
-in L2. (Pairs of blocks that share b's tiles by multicast were within 1 % of single blocks on an H200, with either kind
-of tile, and are left out.)
+axis is short. Blocks walk the output along a snake, so that tiles which are computed at the same time share their
+operands in L2. (Pairs of blocks that share b's tiles by multicast were within 1 % of single blocks on an H200, with
+either kind of tile, and are left out.)
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Tiles:
     """What one block computes at a time: a tile of 128 rows by `columns`, `depth` of the contracted axis a step.
 
     Shared memory, at most 227 KiB: stages · (128 + columns) · depth · 2 bytes for the ring, and what the epilogue
-    stages. Registers: a warpgroup's accumulator is 64 · columns float32 where a tile is shared, and 128 · columns in
-    turn. More than 128 of them a thread spill.
+    stages. Registers: a warpgroup's accumulator is 64 · columns float32 where a tile is shared, and 128 · columns where
+    tiles are taken in turn. A thread has room for 128 of them; more would spill.
     """
 
     columns: int = 256
@@ -144,7 +144,7 @@ class _Walk:
         """The row tile and the column tile of this block's i-th tile."""
         tile = jax.lax.axis_index("block") + i * self.num_blocks
         shape = self.row_tiles, self.column_tiles
-        bands = cdiv(self.row_tiles, self.tiles.snake_width)  # of equal widths: a narrow one shares less
+        bands = cdiv(self.row_tiles, self.tiles.snake_width)  # all equally wide: a narrow band shares less
         return plgpu.planar_snake(tile, shape, minor_dim=0, tile_width=cdiv(self.row_tiles, bands))
 
     def slot(self, i: Any, step: Any) -> Any:
@@ -217,7 +217,7 @@ def _multiply_tile(walk: _Walk, i: Any, warpgroup: Any, contract: tuple[int, int
             x, y = ring.a.at[slot], ring.b.at[slot]
             x = x.at[own_rows] if contract[0] == 1 else x.at[:, own_rows].transpose((1, 0))
             plgpu.wgmma(accumulator, x, y.transpose((1, 0)) if contract[1] == 1 else y)
-            plgpu.wgmma_wait(1)  # for all products but the last; then the tiles that the earlier ones read are free
+            plgpu.wgmma_wait(1)  # all products but the last are done, so the tiles that they read are free
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.emptied.at[walk.slot(i, step - 1)]))
 
         jax.lax.fori_loop(0, walk.steps, multiply_step, None)
@@ -273,12 +273,12 @@ def product(
     """Calls `epilogue(tile, refs, scratch)` for each tile of a · b, which contracts a's and b's axes of `contract`.
 
     `prologue(tile, refs, scratch)` is called before a tile's product, when the tile has no values, to fetch what the
-    epilogue needs. `refs` are those of `matrices`, then those of the outputs or of `in_place`, as `launch` takes them.
+    epilogue needs. `refs` are references to `matrices`, and then to the outputs or to `in_place` (see `launch`).
     The tile brings its parts of the row vectors (rows,) and of the column vectors (columns of b,).
 
-    `start` (1,) int32 says by `start_of` where b's columns begin ("columns"; `num_columns` of them are multiplied), or
-    where b's contracted axis begins ("depth"). A start of "output", which is a multiple of 64, and a "flag", which is
-    any number, are for the epilogue alone: it finds them in `tile.start`.
+    `start` (1,) int32 is a number, and `start_of` says what it means. "columns": b's columns begin there, and
+    `num_columns` of them are multiplied. "depth": b's contracted axis begins there. "output", a multiple of 64, and
+    "flag", any number, change nothing in the product: the epilogue finds the number in `tile.start`.
 
     Elements past an end are read as zero, and are not written. Inner axes are multiples of 64, and the matrices' rows
     multiples of 8.

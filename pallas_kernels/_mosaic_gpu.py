@@ -1,4 +1,4 @@
-"""`jax.experimental.pallas.mosaic_gpu`, imported at the first use of a name: a machine without a GPU makes none.
+"""`jax.experimental.pallas.mosaic_gpu`, imported at the first use of a name: a machine without a GPU never imports it.
 
 The import takes a third of a second, a sixth of what `import liger_jax` took with it.
 """

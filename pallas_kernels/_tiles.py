@@ -46,7 +46,7 @@ def in_bounds(start: jax.Array | int, size: int, bound: int, axis: int, rank: in
 
 
 def mask_of_tile(starts: Sequence[jax.Array | int], sizes: Sequence[int], bounds: Sequence[int]) -> jax.Array | None:
-    """True inside of `bounds`, for a tile of `sizes`. None if all tiles are full, which Triton cannot find out."""
+    """True inside of `bounds`, for a tile of `sizes`. None if all tiles are full: Triton cannot find that out."""
     axes = [axis for axis, (size, bound) in enumerate(zip(sizes, bounds, strict=True)) if bound % size]
     masks = [in_bounds(starts[axis], sizes[axis], bounds[axis], axis, len(sizes)) for axis in axes]
     return functools.reduce(jnp.logical_and, masks) if masks else None
@@ -72,19 +72,19 @@ def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
 
 
 def tpu_params(interpret: bool, *dimension_semantics: str, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
-    """What `pallas_call(compiler_params=...)` takes; JAX's interpreter fails where vmap adds an axis to named ones."""
+    """What `pallas_call(compiler_params=...)` takes. JAX's interpreter fails with semantics where vmap adds an axis."""
     return pltpu.CompilerParams(
         dimension_semantics=None if interpret else dimension_semantics, vmem_limit_bytes=vmem_limit_bytes
     )
 
 
 def vmem_bytes() -> int:
-    """VMEM of a core that is computed for: 16 MiB (v4) to 128 (v5e, v6e); 16 where it is no TPU (the interpreter)."""
+    """VMEM of a core of the target: from 16 MiB (v4) to 128 (v5e, v6e); 16 if it is no TPU (the interpreter)."""
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else TPU_LEAST_VMEM_BYTES
 
 
 def vmem_limit(capacity: int) -> int:
-    """What a kernel may use: the default of 16 MiB, or an eighth less than there is."""
+    """The VMEM that a kernel may use: seven eighths of what there is, or the default of 16 MiB if that is more."""
     return max(TPU_LEAST_VMEM_BYTES, capacity * 7 // 8)
 
 
@@ -95,6 +95,6 @@ def with_absent(refs: Iterable[Any], present: Iterable[bool]) -> list[Any]:
 
 
 def split(values: Sequence[Any], counts: Iterable[int]) -> list[Sequence[Any]]:
-    """The first so many, the next so many, …, and the rest."""
+    """Cuts values into consecutive pieces of these lengths, and the rest."""
     ends = [0, *itertools.accumulate(counts)]
     return [*(values[start:end] for start, end in itertools.pairwise(ends)), values[ends[-1] :]]

@@ -1,7 +1,7 @@
 """Conversations by a tokenizer's chat template, and which part of the text the assistant wrote.
 
-A template that marks the assistant's words by `{% generation %}` is taken at its word. With any other, an answer begins
-where the prompt for it ends: the conversation before it, rendered with `add_generation_prompt`.
+Some templates mark the assistant's words by `{% generation %}`, and the marks decide. With any other template, an
+answer begins where its prompt ends. The prompt is the conversation before it, rendered with `add_generation_prompt`.
 """
 
 import datetime
@@ -25,10 +25,10 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        special_tokens: such as `{"bos_token": "<s>"}`.
+        special_tokens: special tokens by name, such as `{"bos_token": "<s>"}`.
 
     Raises:
-        UserError: the template is no Jinja.
+        UserError: the template is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
@@ -51,7 +51,8 @@ class ChatTemplate:
             tools: functions that the assistant may call, as the template takes them.
 
         Returns:
-            The text, and the begin and end of each answer, which has the mark that ends it and no space after that.
+            The text, and where each answer begins and ends. An answer includes the mark that ends it, and no space
+            after the mark.
 
         Raises:
             UserError: the template refuses the messages, or does not tell where an answer begins.

@@ -23,7 +23,7 @@ class Checkpoints:
     Args:
         folder: where checkpoints are kept.
         settings: the run's settings; a folder holds one run only.
-        fresh: whether to start over, even if there is a checkpoint.
+        fresh: whether to start over even if there is a checkpoint.
 
     Raises:
         UserError: nothing can be written to the folder.

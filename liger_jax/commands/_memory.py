@@ -27,9 +27,9 @@ def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str,
     Args:
         settings: the run.
         model: the architecture.
-        dtype: of the computation.
-        param_dtype: of the weights.
-        stored: the checkpoint's own, which frozen weights would have.
+        dtype: dtype of the computation.
+        param_dtype: dtype of the weights.
+        stored: dtype of the checkpoint, which frozen weights would have.
 
     Raises:
         UserError: the run does not fit; the message says what makes it fit.
@@ -58,7 +58,7 @@ def in_use() -> int:
     """The most memory that was in use so far.
 
     Returns:
-        Bytes of the device's allocator, or of the process on a CPU; 0 where nobody says.
+        Bytes of the device's allocator, or of the process on a CPU; 0 where the system does not tell.
     """
     if stats := jax.devices()[0].memory_stats():
         return stats["peak_bytes_in_use"]
@@ -134,7 +134,7 @@ def _options(before: Run, after: Run) -> str:
 
 
 def _with_more_of_the_device(run: Run, needed: int) -> float | None:
-    """The share of a known GPU's memory that would do; `None` if there is none, or no such setting."""
+    """The share of a known GPU's memory with which the run fits; `None` if no share is enough, or on other devices."""
     if run.target.name not in devices.GPUS:
         return None
     return devices.target(run.target.name).fraction_for(needed)

@@ -17,7 +17,7 @@ def write(model: Any, settings: Settings, source: Path, stops: Sequence[int]) ->
 
     Args:
         model: the trained model.
-        settings: say which of the two, and where.
+        settings: the run; they say whether weights or adapters are written, and where.
         source: folder of the model that was tuned.
         stops: the tokens that end a text.
 

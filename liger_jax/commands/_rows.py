@@ -17,11 +17,11 @@ def split(pieces: Sequence[Piece], share: float, seed: int) -> tuple[list[Piece]
 
     Args:
         pieces: all of them.
-        share: how many are held out; at least one if it is not 0.
-        seed: of the draw.
+        share: the share that is held out; at least one piece if it is not 0.
+        seed: seed of the draw.
 
     Returns:
-        Those to train on and those that are held out.
+        The pieces to train on, and the pieces that are held out.
 
     Raises:
         UserError: there is only one piece, which cannot be both.
@@ -75,7 +75,7 @@ def batches(rows: Rows, batch: int, seed: int) -> Callable[[int], Rows]:
     Args:
         rows: of `rows`.
         batch: rows in a step.
-        seed: of their order, which is new in each epoch.
+        seed: seed of the rows' order, which is new in each epoch.
 
     Returns:
         A function of the step, from 0.

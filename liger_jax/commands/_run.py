@@ -101,7 +101,7 @@ def schedule(peak: float, steps: int) -> Callable[[Any], Any]:
 
     Args:
         peak: the highest rate.
-        steps: of the whole run.
+        steps: how many steps the whole run has.
 
     Returns:
         A function of the step, from 0, for optax.
@@ -244,7 +244,7 @@ def _model(settings: Settings, folder: Path, precision: dict[str, str]) -> Any:
 
 
 def _rows_of(settings: Settings, tokenizer: Tokenizer, documents: list[Any]) -> tuple[_rows.Rows, _rows.Rows | None]:
-    """The rows to train on and those to score, of which the command tells."""
+    """The rows to train on and the rows to score. Prints how many there are."""
     pieces = tokenizer.pieces(documents, settings.length)
     train, held_out = _rows.split(pieces, settings.eval_share, settings.seed)
     rows = lambda some: _rows.rows(some, settings.length, packed=settings.pack)

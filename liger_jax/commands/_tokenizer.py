@@ -68,8 +68,8 @@ class Tokenizer:
     def pieces(self, documents: Sequence[Document], length: int) -> list[Piece]:
         """Encodes documents and cuts them to the length of a row.
 
-        A text ends with the end-of-text token, and its parts of `length` tokens are pieces. A conversation is cut off.
-        What ends an answer is added to `stops`.
+        A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
+        and what is longer is dropped. A token that ends an answer is added to `stops`.
 
         Args:
             documents: texts and conversations.

@@ -4,7 +4,8 @@ liger-jax finetune --model Qwen/Qwen2.5-0.5B --data 'letters/*.txt' --pack
 liger-jax finetune --model ./llama --data chats.jsonl --lora 16 --batch 8 --micro-batches 4
 liger-jax finetune --model ./llama --data org/dataset --lora 16 --quantize nf4 --log csv,tensorboard
 
-Stopped by Ctrl-C or kill, it saves; started again, it goes on. OUT/model or OUT/adapters is for transformers.
+If Ctrl-C or kill stops a run, it saves its state, and the same command continues it. transformers loads OUT/model or
+OUT/adapters.
 """
 
 import argparse
@@ -46,8 +47,8 @@ class Settings:
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
         eval_share: the share of the data that is held out and scored.
         every: steps between checkpoints, each with an evaluation.
-        seed: of the adapters, the held-out data and the order of the rows.
-        log: where each step's figures go, of `LOGS`.
+        seed: seed of the adapters, the held-out data and the order of the rows.
+        log: where each step's figures go, names of `LOGS`.
         out: folder for checkpoints, logs and the result.
         merge: add the adapters to the weights in the result.
         fresh: start over, whatever checkpoint there is.
@@ -104,10 +105,10 @@ class Settings:
         return self.learning_rate or (1e-5 if self.lora is None else 2e-4)
 
     def of_the_run(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with the one before.
+        """The settings that must stay the same when a run is continued.
 
         Returns:
-            Values by name: all but where the figures go, and how often it saves.
+            Values by name: all but where the figures go, and how often the run saves.
         """
         return {
             name: value
@@ -150,10 +151,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fine-tunes, and tells a user's error in one sentence.
+    """Fine-tunes, and prints a user's error as one sentence.
 
     Args:
-        args: with what `add_arguments` adds.
+        args: the parsed arguments that `add_arguments` has added.
 
     Returns:
         The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan.
 
     Args:
-        args: with what `add_arguments` adds.
+        args: the parsed arguments that `add_arguments` has added.
 
     Returns:
         The exit code: 0 if the run fits, 1 if not, 2 for an error.

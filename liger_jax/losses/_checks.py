@@ -47,7 +47,7 @@ def check_denominator(op: str, **values: Any) -> None:
 
 
 def check_label_smoothing(op: str, label_smoothing: Any) -> None:
-    """Raises a TypeError or ValueError unless it is the share of wrong labels, below one half."""
+    """Raises a TypeError or ValueError unless `label_smoothing`, the share of wrong labels, is in [0, 0.5)."""
     check_python_numbers(op, label_smoothing=label_smoothing)
     law = "in [0, 0.5), the share of pairs whose labels are exchanged; 0.0 switches it off"
     check_number(op, "label_smoothing", label_smoothing, 0 <= label_smoothing < 0.5, law)

@@ -69,8 +69,8 @@ def policy_token_loss(
         importance_ratio: factors of the losses, such as the ratio of `old_log_probs` to the sampler's.
         loss_type: a type of `policy_loss`; "grpo", "bnpo", "dr_grpo" and "luspo" are "dapo" at a single token.
         importance_level: "token"; "sequence" is refused.
-        epsilon_low: as in `policy_loss`, and so are the options below.
-        epsilon_high: the upper end of the ratios' range.
+        epsilon_low: 1 − epsilon_low is the lower end of the ratios' range; options are as in `policy_loss`.
+        epsilon_high: 1 + epsilon_high is the upper end.
         delta: the largest ratio where the advantage is negative.
         beta: the weight of the reference's penalty.
         unbiased_kl: whether the penalty is multiplied by the ratio.
@@ -249,7 +249,7 @@ def _check_companions(
 
 
 def _token_arrays(op: str, mask: jax.Array, **arrays: Any) -> list[Any]:
-    """Each in float32, and 0 where a token does not count: what stands there may be inf or NaN."""
+    """Each array in float32, and 0 where a token does not count: what stands there may be inf or NaN."""
     results = _checks.as_float32(op, **arrays)
     for name, x in zip(arrays, results, strict=True):
         check_shape(op, name, x, mask.shape, "one number for each token of log_probs")

@@ -33,7 +33,7 @@ def policy_weights(
         weights (B, T) float32, 0 where a token does not count, and denominator () float32, which is never 0.
 
     Raises:
-        TypeError: the mask is not bool, or `max_length` no int.
+        TypeError: the mask is not bool, or `max_length` is no int.
         ValueError: the type is unknown, `max_length` is missing, not positive or not read, or the mask counts no token
             outside of jit.
 

@@ -120,8 +120,8 @@ class LayerCache:
     ) -> Float[Array, "B T Q H"]:
         """Writes T keys and values, and attends to all keys in the cache.
 
-        In an empty cache, only the T themselves are there: `attend_to_own` then attends to them, unless a row has
-        padding between its tokens, which a window would count.
+        If the cache was empty, the call's own keys are all there is, and `attend_to_own` attends to them. The exception
+        is a row with padding between its tokens, which a window would count.
 
         Args:
             q: queries, after the rotary embedding.

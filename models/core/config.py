@@ -27,8 +27,8 @@ class LlamaConfig:
             `Llama3Rope` or `YarnRope`, or `None`.
         tie_word_embeddings: whether the head is the embedding.
         initializer_range: standard deviation of the initial weights.
-        logit_scale: a factor of the logits, in every result and loss. Cohere's config.json calls it so, and Granite's
-            says its inverse, `logits_scaling`.
+        logit_scale: a factor of the logits, in every result and loss. Cohere's config.json has this name. Granite's has
+            the inverse, under the name `logits_scaling`.
 
     Raises:
         ValueError: fields have a wrong type, are out of range or do not fit together; the message lists them all. A

@@ -1,7 +1,7 @@
 """Checks of a config's fields: by their annotations, and by bounds that are the same in all families.
 
-A config may come from a file that anyone may have written. So no field is computed with, and no memory is reserved by
-it, before it is checked.
+A config may come from a file that anyone may have written. So every field is checked before anything is computed from
+it, and before memory is reserved for it.
 """
 
 import dataclasses

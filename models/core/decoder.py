@@ -78,8 +78,8 @@ class Decoder(nnx.Module):
         """Looks up the tokens' embeddings, and returns the table too, as the weight of a tied head.
 
         On one device the table's two gradients are summed in float32 and rounded once. If the batch is split over
-        several devices, each sums its own. The table is sent to them in the computation's dtype, and the devices' sums
-        are added in it, as for every matrix.
+        several devices, each device sums its own two. The table is sent to the devices in the computation's dtype, and
+        their sums are added in that dtype, as for every matrix.
         """
         table = self.embed_tokens[...]
         if not self.batch_axes:

@@ -42,8 +42,8 @@ def generate(
         temperature: 0 takes the likeliest token; below 1 the distribution is sharper than the model's, above 1 flatter.
         top_p: in (0, 1]; 1 draws from all tokens.
         eos_token_id: a row ends after this token, or after any of these. The work ends once all rows have ended. `None`
-            takes the tokens that the model's checkpoint names in generation_config.json, else in config.json; `()` is
-            for none.
+            takes the tokens that the model's checkpoint names in generation_config.json, else in config.json. With
+            `()` no token ends a row.
         pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first that ends a row.
         key: a key of `jax.random`; needed for random tokens.
 

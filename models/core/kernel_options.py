@@ -10,7 +10,7 @@ class KernelOptions:
 
     Args:
         rope: rotary embedding by `liger_jax.ops.apply_rope`.
-        rms_norm: normalisation by `liger_jax.ops.rms_norm`, of the residual stream by `fused_add_rms_norm`.
+        rms_norm: normalisation by `liger_jax.ops.rms_norm`; for the residual stream, by `fused_add_rms_norm`.
         glu: the feed-forward by `liger_jax.ops.gated_mlp`; or, if its products have to stay separate, its gate by
             `swiglu` or `geglu`.
         cross_entropy: the loss by `liger_jax.ops.cross_entropy`, on logits in memory.
@@ -22,8 +22,8 @@ class KernelOptions:
             needs if that is more.
         attention: the `implementation` of `liger_jax.ops.causal_attention`: `None` for the platform's default.
         implementation: the `implementation` of all other ops. `None` takes the platform's default. A name such as "xla"
-            or "triton" is one that every op in use must have. Of several names, such as `("mosaic_tpu", "xla")`, an op
-            takes the first that it has, and warns of each that it lacks.
+            or "triton" is one that every op in use must have. From a tuple such as `("mosaic_tpu", "xla")`, an op takes
+            the first name that it has, and warns of each that it lacks.
         batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
             over which the batch is sharded. Ops then run on each device's part of the batch, and a layer's parameters,
             however they are sharded, are gathered where they are used. `None` on one device.

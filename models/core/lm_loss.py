@@ -128,16 +128,15 @@ class LanguageModelLoss:
         temperature: float,
         entropy: bool,
     ) -> tuple[Float[Array, ""], TokenLosses]:
-        """The sum over all devices' tokens of a function of the log-probability, over a denominator.
-
+        """Sums a function of the log-probability over all devices' tokens, and divides by a denominator.
         Args:
-            function: of one token's numbers, and of the constants.
+            function: a function of one token's numbers and of the constants.
             hidden: hidden states after the last norm.
             head: the head's weight (V, D), an array or quantised.
             targets: the label of each position, -100 where it is not scored.
             per_token: (B, T) arrays that the function reads.
-            constants: what it reads besides; the same for all tokens.
-            denominator: of the sum.
+            constants: what else the function reads; the same for all tokens.
+            denominator: what the sum is divided by.
             temperature: the divisor of the logits.
             entropy: whether the function takes the entropy.
 
@@ -232,7 +231,7 @@ class LanguageModelLoss:
         return result if return_metrics else (result, None)
 
     def _by_quantized_head(self, hidden, targets, loss_weights, head, reduction, return_metrics):
-        """The same from log-probabilities, for which the head is made dense slice by slice."""
+        """The loss by a quantised head, from log-probabilities: the head is made dense slice by slice."""
         weights = jnp.ones(targets.shape) if loss_weights is None else loss_weights.astype(jnp.float32)
         targets = jnp.where(weights != 0, targets, IGNORE_INDEX)
         counts = targets != IGNORE_INDEX

@@ -43,12 +43,12 @@ class Gemma2Config(GemmaConfig):
     Args:
         query_pre_attn_scalar: attention scores are divided by its root.
         sliding_window: how many positions a position sees in a sliding layer, itself included.
-        layer_types: each layer's, "sliding_attention" or "full_attention"; `None` for the two in turn.
+        layer_types: the type of each layer, "sliding_attention" or "full_attention"; `None` for the two in turn.
         attn_logit_softcapping: bound of the attention scores; `None` for none.
         final_logit_softcapping: bound of the logits; `None` for none.
 
     Raises:
-        ValueError: as `LlamaConfig`; or `layer_types` has another length than the layers, or another word.
+        ValueError: as `LlamaConfig`; or `layer_types` does not have one type for each layer, or has an unknown one.
 
     Example:
         >>> Gemma2Config(num_hidden_layers=3).layer_types

@@ -87,7 +87,8 @@ def read(
         state: the model's state, made of `jax.ShapeDtypeStruct` with the dtypes that the parameters get.
         shardings: a list with one for each parameter; `None` for the default device.
         ignored: endings of names that a checkpoint may hold beside the model's.
-        kept_as: what takes the place of a parameter that was read, by its path, before the next one is read.
+        kept_as: a function that gets a parameter's path and the parameter that was read. What it returns takes the
+            parameter's place before the next one is read.
 
     Raises:
         ValueError: tensors are missing or left over, or shapes or dtypes do not fit, and the message lists them all; or
@@ -237,7 +238,7 @@ def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -
 def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields a state's tensors in groups of at most `max_shard_bytes`, unless one tensor has more.
 
-    The parameters are fetched to the host one after another, and of quantised ones one layer after another.
+    The parameters are fetched to the host one after another, and a quantised one layer by layer.
     """
     shard, size = {}, 0
     is_quantized = lambda x: isinstance(x, BlockQuantized)

@@ -165,7 +165,7 @@ def with_dropout(model: Model, key: Key[Array, ""]) -> Model:
 
     Args:
         model: a model with adapters. It stays as it is.
-        key: of `jax.random.key`; each adapter of each layer derives its own from it.
+        key: a key of `jax.random`; each adapter of each layer derives its own from it.
 
     Returns:
         A model with the same arrays.
@@ -192,8 +192,7 @@ def merge_lora(model: Model) -> Model:
     """Adds the adapters' products to the weights, in place, and removes the adapters.
 
     W + scale·A·B is summed in float32 and rounded once, one projection after another. Quantised weights become dense,
-    in the dtype that they had. The model then saves, loads and
-    runs as one that never had adapters.
+    in the dtype that they had. The model then saves, loads and runs as one that never had adapters.
 
     Args:
         model: a model with adapters.
@@ -235,7 +234,7 @@ def _keys(key: Key[Array, ""], path: tuple[Any, ...], projection: nnx.Linear) ->
 
 def _placed(array: jax.Array, projection: nnx.Linear, shared_axis: int | None) -> jax.Array:
     """The array on its kernel's mesh, split like the kernel along the axis that they share."""
-    kernel = jax.tree.leaves(projection.kernel[...])[0]  # a quantised one's codes are split like their kernel
+    kernel = jax.tree.leaves(projection.kernel[...])[0]  # the codes of a quantised kernel are split like the kernel
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     if not isinstance(sharding, NamedSharding):
         return array

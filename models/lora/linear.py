@@ -116,7 +116,7 @@ def become(projection: nnx.Linear, kind: type[nnx.Linear]) -> None:
 
 
 def trained(projection: LoRALinear) -> dict[str, nnx.LoRAParam]:
-    """What is trained, by its name."""
+    """The adapter's trained arrays, by their names."""
     variables = dict(lora_a=projection.lora_a, lora_b=projection.lora_b, magnitude=projection.magnitude)
     return {name: variable for name, variable in variables.items() if variable is not None}
 

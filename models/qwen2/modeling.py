@@ -15,10 +15,10 @@ class Qwen2Config(LlamaConfig):
         use_sliding_window: whether some layers slide, if `layer_types` is `None`.
         max_window_layers: how many layers at the start then have full attention; those after them slide.
         sliding_window: how many positions a position sees in a sliding layer, itself included.
-        layer_types: each layer's, "full_attention" or "sliding_attention"; `None` for the fields above.
+        layer_types: the type of each layer, "full_attention" or "sliding_attention"; `None` for the fields above.
 
     Raises:
-        ValueError: as `LlamaConfig`; or `layer_types` has another length than the layers, or another word.
+        ValueError: as `LlamaConfig`; or `layer_types` does not have one type for each layer, or has an unknown one.
 
     Example:
         >>> Qwen2Config(hidden_size=896, num_attention_heads=14, num_key_value_heads=2).head_dim

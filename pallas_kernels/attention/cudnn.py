@@ -26,7 +26,7 @@ def unsupported(
 
 
 def why_not(q: jax.Array | jax.ShapeDtypeStruct, *, capability: tuple[int, int]) -> str | None:
-    """Why cuDNN cannot take queries like q (B, T, Q, H), or None where it can. JAX gives it wide heads from 9.0 on."""
+    """Why cuDNN cannot take queries like q (B, T, Q, H), or None where it can. Widths over 128 need capability 9.0."""
     width, widest = q.shape[3], 256 if capability >= (9, 0) else 128
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."

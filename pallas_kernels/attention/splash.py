@@ -1,8 +1,9 @@
 """Causal attention by JAX's splash attention for TPUs, which skips blocks of keys that nobody sees.
 
-Lengths are padded to whole blocks: what comes after a row is seen by nothing in it. The backward is one kernel of five
-products where its dq, which comes in a piece for each block of keys, takes few pieces, and else two kernels of seven
-products (`block_sizes`). benchmarks/results/attention_schedule.md has the compiler's schedules; no TPU was there.
+Lengths are padded to whole blocks: no position of a row sees the padding after it. The backward is either one kernel of
+five products, which writes dq in one piece for each block of keys, or two kernels of seven products. It is one kernel
+where the pieces are few (`block_sizes`). The compiler's schedules are in benchmarks/results/attention_schedule.md;
+nothing was run on a TPU.
 """
 
 from typing import Any
@@ -35,7 +36,7 @@ def num_blocks(length: int, window: int | None, q_block: int, kv_block: int) -> 
 
 
 def whole_length(length: int, window: int | None) -> tuple[int, int]:
-    """The positions that are computed, and in blocks of how many: what takes least, steps and padding counted."""
+    """The padded length, and the block size, that cost least. Steps of the kernel and padding are counted."""
 
     def cost(block: int) -> int:
         return num_blocks(round_up(length, block), window, block, block) * (block**2 + _STEP)
@@ -48,7 +49,7 @@ def block_sizes(length: int, window: int | None, block: int) -> splash.BlockSize
     """The blocks for a length that `block` divides.
 
     The fused backward makes scores once, which saves two of seven products. It goes through larger blocks of keys, and
-    sums dq's pieces at the end. It is taken where it multiplies less, and reading the pieces is counted.
+    sums dq's pieces at the end. It is taken where it costs less. Reading the pieces counts as multiplications.
     """
     forward = dict(block_q=block, block_kv=block, block_kv_compute=block)
     two_kernels = splash.BlockSizes(
@@ -68,7 +69,9 @@ def block_sizes(length: int, window: int | None, block: int) -> splash.BlockSize
     kv_block = fitting[0]
     products = lambda kv_block: num_blocks(length, window, block, kv_block) * block * kv_block
     pieces = length // kv_block
-    read = _PRODUCTS_A_BYTE * 2 * length * pieces if pieces > 1 else 0  # in bfloat16; as products, over the width
+    read = (
+        _PRODUCTS_A_BYTE * 2 * length * pieces if pieces > 1 else 0
+    )  # bfloat16, in multiplications, divided by the width
     if 5 * products(kv_block) + read > 7 * products(block):
         return two_kernels
     return splash.BlockSizes(

@@ -19,7 +19,7 @@ from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 NO_LABEL = -1  # the label of a row that does not count
 IMPOSSIBLE_LABEL = -2  # the label of a row that counts and has no valid label. No column matches -1 or -2.
 _NO_INDEX = 2**31 - 1
-# Exponents below it, −inf too, count as it in x·exp(x): exp of it is 0 in float32, and 0 · −inf would be NaN.
+# In x·exp(x), a smaller x, such as −inf, is replaced by this one: its exp is 0 in float32, and 0 · −inf would be NaN.
 LEAST_EXPONENT = -128.0
 
 

@@ -11,7 +11,7 @@ from liger_jax.pallas_kernels._hopper_product import ROWS, Tiles
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
-SHORT_DEPTH = 1536  # of a product: below it, tiles in turn are faster (benchmarks/results/tiles.md)
+SHORT_DEPTH = 1536  # tiles in turn are faster for products less deep than this (benchmarks/results/tiles.md)
 
 Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 
@@ -117,10 +117,11 @@ def triton_vocab_splits(n_tiles: int, v_tiles: int) -> int:
 
 
 def mosaic_gpu_tiles(depth: int, rows: int, columns: int) -> Tiles:
-    """Tiles that two warpgroups share, as wide as leaves the fewest cores idle; tiles in turn where the depth is short.
+    """The tiles of a product. A short product has tiles in turn; others have tiles that two warpgroups share.
 
-    With tiles in turn, a tile's epilogue is hidden behind the other warpgroup's product, but twice as much of b is
-    read. On an H200 they win below a depth of about 1,500 (benchmarks/results/tiles.md).
+    Shared tiles have the width that leaves the fewest cores idle. With tiles in turn, a tile's epilogue is hidden
+    behind the other warpgroup's product, but twice as much of b is read. On an H200 they win below a depth of about
+    1,500 (benchmarks/results/tiles.md).
     """
     if depth < SHORT_DEPTH:
         return Tiles(columns=128, in_turn=True, stages=5)
@@ -141,17 +142,17 @@ def mosaic_gpu_logit_tiles(d: int, rows: int, columns: int) -> Tiles:
 def mosaic_gpu_rounds(tiles: Tiles, rows: int, columns: int) -> float:
     """How many columns of b each core goes through, one tile after the other, for a product of this size.
 
-    In tiles of 192 columns each counts 3 % more: there a's part of the copies serves fewer columns.
+    A column counts 3 % more in tiles of 192 columns, because each copy of a's tile then serves fewer columns.
     """
     cost = 1.0 if tiles.columns == 256 else 1.03
     return cost * cdiv(cdiv(rows, ROWS) * cdiv(columns, tiles.columns), NUM_CORES) * tiles.columns
 
 
 def mosaic_gpu_entry_cost(n: int, d: int, size: int) -> float:
-    """What a vocabulary entry costs the gradients of the lean mode, in slices of so many entries.
+    """What a vocabulary entry costs in the lean mode's gradients, if a slice has `size` entries.
 
-    For each of du and dW that is the columns that a core goes through times the product's depth, which is D for du and
-    N for dW.
+    The cost of du and the cost of dW are added. Each is the number of columns that a core goes through, times the
+    product's depth: D for du, N for dW.
     """
     du = mosaic_gpu_rounds(mosaic_gpu_tiles(d, n, size), n, size) * d
     dw = mosaic_gpu_rounds(mosaic_gpu_tiles(n, size, d), size, d) * n
@@ -159,10 +160,10 @@ def mosaic_gpu_entry_cost(n: int, d: int, size: int) -> float:
 
 
 def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
-    """What chunks of so many tokens cost the gradients of the fast mode, in columns that a core goes through.
+    """What the fast mode's gradients cost in chunks of `tokens` tokens, in columns that a core goes through.
 
-    The first part is the product that makes dX. A core that idles costs a quarter of its time only, because the other
-    cores run faster meanwhile: their power is limited. (On an H200, 10.4 rounds of 5,504 tokens took 0.7 % longer a
+    The first part is the product that makes dX. Idle time of a core counts as a quarter, because the other cores run
+    faster meanwhile: their power is limited. (On an H200, 10.4 rounds of 5,504 tokens took 0.7 % longer a
     token than 8.97 rounds of 4,736.) The second part is the sum of dW. If there are several chunks, each reads and
     writes the sum, which costs 3 % of D. (6 bytes an entry took 1.5 ms beside dX's 52 at (16384, 8192, 128256).)
     """
@@ -178,7 +179,7 @@ def mosaic_gpu_chunk_cost(n: int, d: int, tokens: int) -> float:
 
 
 def mosaic_gpu_sum_tiles() -> Tiles:
-    """Tiles of a product that is added to what is in memory: in turn, so that one moves while the other is made."""
+    """Tiles, in turn, of a product that is added to memory: one tile's sums move while the other is multiplied."""
     return Tiles(columns=128, in_turn=True, stages=4, snake_width=8)
 
 
@@ -211,8 +212,8 @@ def tpu_config(
 
     What is left free has room for five statistics of a tile's rows; more of them are counted. `keeps_maxima` says
     whether the rows' maxima are written too, in mode "fast". They are counted where a tile has a part of d: without,
-    the kernel takes 16.06 MiB of v4's 16 at (8192, 4096, 128256). With all of d they fit into what is counted as
-    spilled and is not.
+    the kernel takes 16.06 MiB of v4's 16 at (8192, 4096, 128256). With all of d they fit into memory that is counted
+    for spills and stays free.
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
     # The compiler writes out the product of one tile, and float32 at 'highest' six times. Beyond `most` multiplications

@@ -229,8 +229,8 @@ def _no_statistics(hidden: jax.Array, options: LinearOptions) -> Statistics:
 class _WeightSum(NamedTuple):
     """How dW comes together over chunks of tokens, with a sum for each part of the vocabulary.
 
-    One chunk of all tokens makes dW at once. Several are added up, in float32, or where the weight has 16 bits in three
-    bytes, of which dW holds the upper two.
+    One chunk of all tokens makes dW at once. Several chunks are added up: in float32, or if the weight has 16 bits, in
+    three bytes. dW holds the upper two of these.
     """
 
     one_chunk: bool

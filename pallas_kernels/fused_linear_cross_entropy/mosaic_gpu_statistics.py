@@ -63,15 +63,15 @@ def merged(states: list[OnlineState], options: LinearOptions) -> Statistics:
 def partial_statistics(part: Part, options: LinearOptions, keep: bool) -> tuple[OnlineState, jax.Array | None]:
     """The statistics of each tile of a part, (tiles, N); with `keep` also E = exp(z − the tile's maximum).
 
-    Of the weight's entries the first `part.size` count. E is 0 for the others.
+    Only the first `part.size` of the weight's entries count. E is 0 for the others.
     """
     inputs, vocab_size = part.inputs, part.size
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
     tiles = config.mosaic_gpu_logit_tiles(d, n, v)
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
     logit = options.logit
-    # To look for the label takes three operations a logit, which show where the depth is short. On an H200 the forward
-    # without them is 4 % faster at D = 896, and 1 % slower at 2,304 and 4,096 (benchmarks/results/tiles.md).
+    # The search for the label takes three operations a logit, which cost time where the depth is short. On an H200 the
+    # forward without them is 4 % faster at D = 896, and 1 % slower at 2,304 and 4,096 (benchmarks/results/tiles.md).
     wanted = _Wanted(keep or logit.metrics, not tiles.in_turn, logit.logit_sum, logit.entropy, logit.metrics)
     dtypes = wanted.dtypes
 

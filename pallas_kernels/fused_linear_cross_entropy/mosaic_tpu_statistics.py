@@ -70,8 +70,8 @@ def statistics(
 ) -> tuple[Statistics, jax.Array | None, jax.Array | None]:
     """The statistics of all rows, each (N,), and with `keep` E (N, V) and the rows' maxima that it is relative to.
 
-    E = exp(z − maximum) has hidden's dtype. The maximum is that of the row's columns up to the end of a part of a tile,
-    and of those in it: a lane of the maxima belongs to each part.
+    E = exp(z − maximum) has hidden's dtype. Each part of a tile has a maximum of its own, in a lane of its own. It is
+    taken over all of the row's columns from the first to the end of that part.
     """
     hidden, weight, labels, bias, class_weights = inputs
     (n, d), v = hidden.shape, weight.shape[options.vocab_dim]

@@ -2,8 +2,8 @@
 
 Spills: only the float32 sums of a part of a tile's columns are left, 1 MiB, for which no core has registers
 (benchmarks/results/tpu_schedule.md).
-What belongs to a row is spread over 128 lanes once a row tile. To spread it for each part of the columns would keep the
-unit that moves values between lanes busier than the matrix units where the width is small.
+The numbers of a row are spread over 128 lanes once for each row tile. If they were spread for each part of the columns,
+the unit that moves values between lanes would be busier than the matrix units where the width is small.
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ def write_pieces(ref, own, first: int, pieces: jax.Array) -> None:
 
 
 def row_operand(labels: jax.Array, *fields: jax.Array) -> jax.Array:
-    """All numbers of a row in one operand (N, k), because a row takes 512 bytes of HBM, for 1 lane or for 128."""
+    """All numbers of a row in one operand (N, k), because a row takes 512 bytes of HBM for 1 lane as for 128."""
     return jnp.stack([labels, *(jax.lax.bitcast_convert_type(field, jnp.int32) for field in fields)], axis=1)
 
 

@@ -47,7 +47,7 @@ def _product_with(
     name: str,
     in_place: bool = False,
 ) -> Sequence[jax.Array]:
-    """formula(a · b, *matrices), element by element. The results are one array more than there are matrices.
+    """formula(a · b, *matrices), element by element. It makes one result more than there are matrices.
 
     A tile is computed piece by piece. `NUM_SLOTS` pieces of each matrix are fetched ahead, and results are written to
     their slots. With `in_place` the results are written over the matrices, and the last one to an array of its own.

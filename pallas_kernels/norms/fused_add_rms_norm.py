@@ -1,12 +1,12 @@
 """The addition of a residual, and the RMSNorm of the sum, in one pass.
 
-Rounding: the sum is rounded to the residual's dtype, and the rounded sum is normalised: the norm is taken of the value
-which goes on. From there on rounding is `rms_norm`'s. In the backward, the gradients by both outputs are added in
+Rounding: the sum is rounded to the residual's dtype, and the rounded sum is normalised, because it is the value that
+later layers see. From there on rounding is `rms_norm`'s. In the backward, the gradients by both outputs are added in
 float32 and rounded once.
 
-Memory passes: the forward is two reads and two writes, for the sum is normalised while it is there. The backward reads
-the sum and both cotangents once, writes their common gradient, and sums dscale on the way. XLA fuses the addition into
-the passes of its norm.
+Memory passes: the forward is two reads and two writes, because the sum is normalised before it leaves the registers.
+The backward reads the sum and both cotangents once, writes their common gradient, and sums dscale on the way. XLA fuses
+the addition into the passes of its norm.
 
 Speed on an H200, in per cent of a copy's (benchmarks/results/row_tiles.md):
 - Triton: forward 92 to 98, backward 81 to 86. At 18,432 columns 84 and 70.

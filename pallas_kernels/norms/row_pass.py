@@ -96,8 +96,8 @@ def statistic_sums(
 ) -> Arrays:
     """The sums of the statistics and of the rescue. The rescue runs only if it is needed; otherwise its sums are 0.
 
-    `sum_along_row(stage, sums, number)` makes the sums of a stage. Sums are numbered along the row, and the stage's
-    first has this number.
+    `sum_along_row(stage, sums, number)` makes the sums of a stage. All sums of a pass are numbered in order, and
+    `number` is the number of the stage's first sum.
     `overflows(sum)` says whether any row of the last statistic's sum is infinite.
     """
     if not row_pass.statistics:

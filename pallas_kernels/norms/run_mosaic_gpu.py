@@ -29,7 +29,7 @@ _MOST_SUMS = 8  # along a row
 
 
 def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | None:
-    """16- and 32-bit arrays, in widths that warpgroups share evenly and of which shared memory holds two rows."""
+    """16- and 32-bit arrays, whose width warpgroups share evenly, and two rows of which fit shared memory."""
     present = [array for array in (x, *arrays) if array is not None]
     for array in present:
         if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):

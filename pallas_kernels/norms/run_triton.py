@@ -4,7 +4,7 @@ Memory passes: each row is read once and stays in registers through all stages. 
 width is a power of two, as all of Triton's arrays, so pieces leave fewer lanes idle than one array would at widths like
 2,304, 5,120 or 18,432. A program walks over rows and, where registers allow, loads the next ones while it computes.
 Totals are float32 in registers too; each program writes its own, (programs, D), and XLA adds these up.
-The rows' sums are saved by a forward pass: with them a backward pass has one stage left, and registers for it.
+The rows' sums are saved by a forward pass: with them a backward pass has one stage left, and enough registers for it.
 """
 
 import functools

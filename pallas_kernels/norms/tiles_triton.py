@@ -50,8 +50,8 @@ class _Share(NamedTuple):
 
 _Table = Mapping[int, _Share]  # by the most columns of 16 bits
 
-# Each share is within a few per cent of the best tile on an H200, for 16,384 rows and more in bfloat16. One warp has a
-# row of up to 5,120 columns, or of two matrices up to 4,096, in its registers: warps that share a row wait for each
+# Each share is within a few per cent of the best tile on an H200, for 16,384 rows and more in bfloat16. One warp holds
+# a whole row in its registers, up to 5,120 columns, or 4,096 with two matrices: warps that share a row wait for each
 # other at each of its sums.
 _NARROW: _Table = {1024: _Share(1024, 1, None, 512), 4096: _Share(1, 1, None, 1024)}
 _ONE_MATRIX: _Table = {
