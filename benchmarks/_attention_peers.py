@@ -18,7 +18,7 @@ Shape = tuple[int, int, int, int, int]  # B, T, Q, K, H
 
 
 def tokamax(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, softcap: float | None) -> jax.Array:
-    """Its Mosaic kernel for Hopper; packed rows would be a (T, T) mask."""
+    """tokamax's Mosaic kernel for Hopper; packed rows would be a (T, T) mask."""
     attend = importlib.import_module("tokamax").dot_product_attention
     near = None if window is None else (window - 1, 0)
     return attend(
@@ -88,7 +88,7 @@ def _varlen(torch: Any, case: TorchCase) -> Callable[..., Any]:
 
 
 def _flex(torch: Any, case: TorchCase) -> Callable[..., Any]:
-    """Compiled for its mask. The mask's blocks are found beforehand."""
+    """Flex attention, compiled for its mask. The mask's blocks are found beforehand."""
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     (batch, length), ids, window = case.shape[:2], case.ids, case.window
     places = torch.zeros((batch, length), dtype=torch.int32) if ids is None else torch.tensor(ids)

@@ -2,11 +2,11 @@
 
 The programs of a case take turns in rounds. In its turn a program runs several times, each time on the next of several
 equal sets of buffers, together at least four times the L2 cache, and its outputs are held until the turn is over: no
-run finds its data in the cache. A time is that of the kernels alone (CUPTI), summed over a run, the median over the
-runs of a turn and then over the rounds. The yardstick is the fastest of several kernels that copy as many bytes as the
-op must read and write, timed in the same rounds.
+run finds its data in the cache. Times count the kernels alone (CUPTI). They are summed over a run; the figure is the
+median over the runs of a turn, and then over the rounds. The yardstick is the fastest of several kernels that copy as
+many bytes as the op must read and write, timed in the same rounds.
 
-Torch's programs run in the same process on copies of the same data, Triton's first runs and torch.compile's being over
+Torch's programs run in the same process on copies of the same data. Triton and torch.compile have compiled theirs
 before the rounds begin.
 """
 
@@ -159,7 +159,7 @@ def copy_programs(num_bytes: int, torch: Any) -> tuple[int, dict[str, Rotation]]
 
 
 class TorchOutput:
-    """What `jax.block_until_ready` can wait for."""
+    """A result of torch that `jax.block_until_ready` can wait for."""
 
     def __init__(self, torch: Any, value: Any):
         self.torch, self.value = torch, value

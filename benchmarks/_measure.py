@@ -39,9 +39,9 @@ def in_rounds(
 ) -> dict[str, float]:
     """Milliseconds a run of each program, the median over rounds in which every program has its turn.
 
-    A GPU under full load slows down, by a sixth and more, as power and temperature have it: only programs that run
-    in turn, as long and as densely as each other, can be compared. In its turn a program is queued `seconds` long,
-    each run's outputs freed as the next is queued; the first fifth of them is not timed.
+    Power and temperature slow a GPU under full load, by a sixth and more. So only programs that run in turn, equally
+    long and equally densely, can be compared. In its turn a program's runs are queued for `seconds`, and the outputs of
+    a run are freed when the next one is queued. The first fifth of the runs is not timed.
     """
     times = {name: [] for name in programs}
     estimates = {name: wall_ms(run, wait, iterations=2) for name, run in programs.items()}
@@ -94,7 +94,7 @@ def extra_mib(f, *args) -> float:
 
 
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) in a new process, which takes its memory along when it ends, or only itself when it fails."""
+    """function(*args) in a new process. Its memory is freed when it ends, and a failure ends that process only."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_with_plain_errors, function, *args).result()
 

@@ -84,7 +84,7 @@ class Figures:
     """Figures by name in a JSON file, written with each that comes: a command that was ended goes on from there."""
 
     def __init__(self, name: str, folder: pathlib.Path | None):
-        """Reads those of `folder`, or else of `results/`, and writes to the former."""
+        """Reads the figures of `folder`, or else of `results/`, and writes to `folder`."""
         kept = [place / f"{name}.json" for place in (folder, _measure.RESULTS) if place is not None]
         self.path, self.lock = kept[0], threading.Lock()
         found = next((path for path in kept if path.is_file()), None)

@@ -133,7 +133,7 @@ class TorchStep:
         self.on_gpu = on_gpu(self.torch)
 
     def forward(self):
-        """Without gradients: some peers make them whenever an input asks for them."""
+        """Runs the loss without gradients: some peers make them whenever an input asks for them."""
         with self.torch.no_grad(), self._mixed_precision():
             return self.loss(self.inputs.hidden.detach(), self.inputs.weight.detach(), self.inputs.labels)
 

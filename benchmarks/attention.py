@@ -87,7 +87,7 @@ class Case:
         ]
 
     def types(self) -> list[jax.ShapeDtypeStruct]:
-        """Those of `inputs`."""
+        """The types of `inputs`."""
         return jax.eval_shape(self.inputs)
 
 
@@ -127,7 +127,7 @@ def lowered(case: Case, kernel: str, mask: dict[str, Any] | None = None, has_ids
 
 
 def compiled(programs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """All (key, program) that could be lowered, compiled side by side and while the next are lowered."""
+    """Each (key, program) that could be lowered. They are compiled side by side, while the next ones are lowered."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = {key: pool.submit(compile_one, key, program) for key, program in programs if program is not None}
         found = {key: future.result() for key, future in futures.items()}
@@ -209,7 +209,7 @@ def programs_of_errors(cases: Iterable[Case]) -> Iterator[tuple[Any, Any]]:
 
 
 def rms_errors(found: Iterable[jax.Array], truth: Iterable[jax.Array]) -> list[float]:
-    """One for each array."""
+    """The RMS error of each array."""
     return [float(jnp.sqrt(jnp.mean((x - t) ** 2))) for x, t in zip(found, truth, strict=True)]
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gated_mlp [--shapes 16384,2048,8192]
 
-"up" is the product that makes up, and the gated product of it and of gate; "gradients" is the gated product's gradient,
-and by it those of gate and up and the gated product once more. SwiGLU in bfloat16. The programs of a shape take turns
-in rounds; the unit is XLA's plain product of the same size.
+"up" makes up by a product, and then the gated product. "gradients" makes the gated product's gradient by a product, and
+then the gradients of gate and up and the gated product once more. All is SwiGLU in bfloat16. The programs of a shape
+take turns in rounds; the unit is XLA's plain product of the same size.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gradient_products [--shapes llama-3-8b-head] [--tokens 2048 3072]
 
-From du (tokens, V) of one chunk: dX = du · W, and dW = duᵀ · X written in bfloat16 or float32, or added to a sum over
-chunks in three bytes. In rounds with XLA's plain product of hidden and weight. Its time is the unit.
+The products of one chunk's du (tokens, V) are dX = du · W and dW = duᵀ · X. dW is written in bfloat16 or float32, or
+added to a sum over chunks in three bytes. They are timed in rounds with XLA's plain product of hidden and weight, whose
+time is the unit.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m benchmarks.log_probs [--heads llama_8b qwen2_half_b] [--tokens 8192] [--no-times | --no-picture]
 
-Forward alone, and forward with the gradients by hidden and by the weight, of 8,192 tokens in bfloat16. All programs of
-a head have their turn in each round (`_measure.in_rounds`). The loss is that of mode "lean", the sum over tokens; what
-is differentiated of the log-probabilities is Σ a·log_probs + b·entropy with random a and b.
+Two programs are timed, of 8,192 tokens in bfloat16: the forward alone, and the forward with the gradients by hidden and
+by the weight. All programs of a head have their turn in each round (`_measure.in_rounds`). The loss is the sum over
+tokens in mode "lean". The log-probabilities are differentiated through Σ a·log_probs + b·entropy with random a and b.
 
 Errors are RMS, of values (N,) and of dW in 512 random rows of the vocabulary, against float64 from the same bfloat16
 values. "Unfused" is plain JAX. It rounds logits to bfloat16.

@@ -40,7 +40,7 @@ def make_arrays(rows, width, num_parameters, num_matrices, key):
 
 
 def torch_op(op, compiled):
-    """As a user would write it."""
+    """The op as a user of torch would write it."""
     torch = importlib.import_module("torch")
     functional = torch.nn.functional
     rms = lambda x, scale: functional.rms_norm(x, scale.shape, scale, EPS)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner [--models qwen2-0.5b llama-3.2-1b …] [--name planner]
 
-The estimate beside what the compiler allocates, for described devices. Where a GPU is there: the same for it, beside
-the most that its allocator held while the step ran twice, each in a process of its own.
+The estimate is set beside what the compiler allocates, for described devices. If there is a GPU, the same is done for
+it, and beside both stands the most that its allocator held while the step ran twice, each step in its own process.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     python -m benchmarks.tiles [--shapes llama-3-8b-head qwen2-0.5b-head]
 
-Forward alone and whole steps, in rounds with XLA's plain product of hidden and weight. Its time is the unit.
+The forward alone and whole steps are timed in rounds with XLA's plain product of hidden and weight, whose time is the
+unit.
 """
 
 import argparse

@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         argv: its arguments; the command line's if none.
 
     Returns:
-        By what a student learns from, its divergence from the teacher before training, every tenth step and at the end.
+        Each student's divergence from the teacher, before training, every tenth step and at the end. The keys say what
+        a student learns from.
     """
     steps, out = steps_and_folder(argv, 150, "runs/distill")
     graph, params = tiny.llama(VOCAB, hidden_size=128)
@@ -106,7 +107,7 @@ def full_loss(model: CausalLM, head: jax.Array, batch: dict, denominator: jax.Ar
 
 
 def topk_loss(model: CausalLM, batch: dict, denominator: jax.Array | None = None) -> jax.Array:
-    """The same from the stored `token_ids` and `log_probs` (B, T, K); all other tokens are one event."""
+    """The mean divergence from the stored `token_ids` and `log_probs` (B, T, K); all other tokens are one event."""
     hidden = model.hidden_states(batch["input_ids"])
     counted = shifted_labels(batch["labels"]) != -100
     return fused_linear_topk_distillation(

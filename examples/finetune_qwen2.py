@@ -3,7 +3,7 @@
     python -m examples.finetune_qwen2 --data 'books/*.txt'
     python -m examples.finetune_qwen2 --data 'letters/*.txt' --pack --lora 16  # all options of the command
 
-Started again, it goes on from its last checkpoint.
+If it is started again, it continues from its last checkpoint.
 """
 
 import sys

@@ -7,8 +7,9 @@
     python -m examples.train_llama --no-rms-norm --loss logits  # without this kernel, and on logits
     python -m examples.train_llama --kernels off                # all in plain jnp
 
-Stopped by Ctrl-C or kill, it saves; started again, it goes on. In its folder (--out) it leaves loss.png, memory.png,
-its checkpoints and the text's tokens. `python PATH/examples/train_llama.py` is the same from any folder.
+If Ctrl-C or kill stops it, it saves its state, and the same command continues the run. In its folder (--out) it leaves
+loss.png, memory.png, its checkpoints and the text's tokens. `python PATH/examples/train_llama.py` is the same from any
+folder.
 """
 
 import argparse
@@ -148,7 +149,7 @@ def make_model(model: dict[str, int], vocab_size: int, training: Training) -> Ll
     """A random model.
 
     Args:
-        model: a size's.
+        model: fields of `LlamaConfig`, as a `Size` has them.
         vocab_size: entries of the vocabulary.
         training: says which ops run as kernels, and in which dtypes.
 

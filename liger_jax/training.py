@@ -95,8 +95,8 @@ def make_step(
     Args:
         graph: the model's structure.
         optimizer: any optax transformation.
-        loss_fn: called with model, batch and what `normalizer` made; with `None` for the latter where one batch meets
-            the default. What it returns is summed over micro-batches.
+        loss_fn: called with the model, the batch and what `normalizer` made. The last is `None` if the batch is whole
+            and the normalizer is the default. What `loss_fn` returns is summed over micro-batches.
         normalizer: makes the denominator, an array or a tree of them, from the whole batch. The default is the number
             of scored tokens. `policy_weights` makes a policy loss's, and `lambda batch: len(batch["chosen"])` counts
             the pairs of a preference loss.

@@ -51,7 +51,7 @@ class Training:
     kernels: KernelOptions = KernelOptions()
 
     def model_options(self) -> dict[str, Any]:
-        """The part of it that the model's constructor takes.
+        """The options that the model's constructor takes.
 
         Returns:
             Arguments by name.
@@ -79,10 +79,10 @@ def with_loss(kernels: KernelOptions, loss: str) -> KernelOptions:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Gives a parser the flags of `Training`; one that is not passed changes nothing.
+    """Gives a parser the flags of `Training`; a flag that is not passed changes nothing.
 
     Args:
-        parser: the program's.
+        parser: the program's parser.
     """
     for name, help in dict(
         batch="sequences in a step", length="tokens in a sequence", steps="training steps",

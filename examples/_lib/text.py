@@ -113,7 +113,7 @@ def num_tokens(batch: Batch) -> int:
     """The tokens of a batch, without its padding.
 
     Args:
-        batch: of `batches`.
+        batch: a step's batch, as `batches` makes it.
 
     Returns:
         Their number.

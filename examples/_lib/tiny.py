@@ -19,7 +19,7 @@ def llama(vocab_size: int, hidden_size: int = 64, num_hidden_layers: int = 2, se
         vocab_size: entries of the vocabulary.
         hidden_size: a multiple of 32.
         num_hidden_layers: number of layers.
-        seed: of the parameters.
+        seed: seed of the parameters.
 
     Returns:
         Its graph and its parameters.
@@ -43,7 +43,7 @@ def pretrain(graph: Any, params: Any, batch: Callable[[int], jax.Array], steps: 
         params: its parameters, which are left as they are.
         batch: gives the token ids (B, T) of a step, from 0.
         steps: training steps.
-        description: what the bar is headed.
+        description: the text before the bar.
 
     Returns:
         The parameters after training.

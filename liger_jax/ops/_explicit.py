@@ -52,7 +52,7 @@ def row_spec(x: jax.Array) -> P | None:
 def on_rows(
     op: str, function: Callable[..., Any], spec: P, rows: tuple[Any, ...], whole: tuple[Any, ...] = (), results: int = 1
 ) -> Any:
-    """`on_parts` for rows, for results that lie as the rows do, and for parameters that each device has whole."""
+    """`on_parts` for rows. The results lie as the rows do, and each device has the parameters whole."""
     specs = *[spec] * len(rows), *[P()] * len(whole)
     return on_parts(op, function, (*rows, *whole), specs, spec if results == 1 else (spec,) * results)
 

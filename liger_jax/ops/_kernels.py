@@ -77,7 +77,7 @@ class Kernels:
 
     Attributes:
         op: the op's public name, for messages.
-        modules: by name, what has the functions: a module, or another value. Each has
+        modules: by name, the module with the functions, or another value with them. Each has
             `unsupported(*inputs, **case) -> str | None`.
         defaults: for a platform, the names to try in order when `implementation` is None; "xla" follows.
     """

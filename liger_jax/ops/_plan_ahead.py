@@ -42,8 +42,8 @@ def plan_fused_linear_cross_entropy(
         n: tokens.
         d: width of the hidden states.
         v: entries of the vocabulary.
-        dtype: of the hidden states.
-        weight_dtype: of the weight; None for `dtype`.
+        dtype: dtype of the hidden states.
+        weight_dtype: dtype of the weight; None for `dtype`.
         weight_layout: "vd" or "dv".
         weight_is_split: whether the devices that split the tokens have parts of the weight, as under FSDP. Mode "lean"
             gathers it in slices, and "fast" gathers all of it.

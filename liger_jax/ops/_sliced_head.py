@@ -68,7 +68,7 @@ class SplitHead:
 
     @property
     def dtype(self) -> Any:
-        """The weight's."""
+        """The weight's dtype."""
         return self.part.dtype
 
 
@@ -90,7 +90,7 @@ def whole_weight(weight: jax.Array, split: HeadSplit | None, hidden: jax.Array) 
 def statistics(
     run: Callable[..., Statistics], inputs: Inputs, split: HeadSplit, options: LinearOptions, entries: int
 ) -> Statistics:
-    """The statistics of all rows; `run` makes a slice's statistics. A slice has at most so many entries."""
+    """The statistics of all rows; `run` makes a slice's. A slice has at most `entries` of the vocabulary."""
     slices = _Slices(inputs, split, options.vocab_dim, entries)
     n, logit = inputs.hidden.shape[0], options.logit
 

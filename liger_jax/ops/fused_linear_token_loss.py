@@ -27,7 +27,7 @@ OP = "fused_linear_token_loss"
 
 @tree_dataclass
 class TokenLosses:
-    """What a token loss is the sum of, without gradient; `...` is the labels' shape. 0 where a token does not count.
+    """The parts of a token loss, without gradient; `...` is the labels' shape. A token that does not count has 0.
 
     Attributes:
         losses: (...) float32, what `loss_fn` returned.
@@ -63,7 +63,7 @@ def fused_linear_token_loss(
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, TokenLosses]:
-    """The sum over tokens of any loss of a token's log-probability, over a denominator, with no logits in memory.
+    """Sums any loss of a token's log-probability over the tokens, with no logits in memory.
 
     With ℓ = log p_y and H = −Σ_v p_v·log p_v, as `fused_linear_log_probs` makes them, the loss is
 
@@ -86,7 +86,7 @@ def fused_linear_token_loss(
             NaN under jit.
         per_token: a tuple of arrays that broadcast to (...), such as old log-probabilities, advantages and weights.
             What stands at tokens that do not count has no effect, and gradient 0.
-        denominator: a number or a () array, of all devices and micro-batches together; it is not summed here.
+        denominator: a number or a () array, for all devices and micro-batches together; it is not summed here.
         entropy: whether `loss_fn` takes the entropy.
         bias: (V,) float, or None.
         weight_layout: "vd" for an embedding or a Hugging Face head, "dv" for a Flax kernel.
@@ -229,7 +229,7 @@ class _TokenLoss:
         self.row_loss = RowLoss(self._losses, self._cotangents)
 
     def found(self, statistics: Statistics) -> tuple[Any, ...]:
-        """What the function takes first."""
+        """The function's first arguments: log-probabilities, and entropies if it takes them."""
         log_probs = statistics.target_logit - statistics.log_normalizer
         return (log_probs, statistics.entropy) if self.entropy else (log_probs,)
 

@@ -46,7 +46,7 @@ class _Options:
     backward_is_xla: bool
 
     def times(self, x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
-        """The product of x (..., D) and that axis of a kernel."""
+        """Contracts the last axis of x with `axis` of a kernel."""
         return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (axis,)), ((), ())), precision=self.precision)
 
     def kernel_gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
@@ -55,9 +55,9 @@ class _Options:
         return jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), precision=self.precision)
 
     def after(self, done: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The arrays, for work that must not start before `done` is made and the memory that it was made from is free.
+        """The arrays, for work that must wait until `done` is made and the memory that it was made from is free.
 
-        XLA's backward has no such order: on several devices, a gradient's sum over devices would be waited for.
+        XLA's backward is not ordered: on several devices, the work would wait for a gradient's sum over devices.
         """
         return arrays if self.backward_is_xla else jax.lax.optimization_barrier((arrays, done))[0]
 
