@@ -45,7 +45,7 @@ def make_data(n: int, d: int, v: int) -> Data:
 
 
 class ExactLogProbs(NamedTuple):
-    """In float64, (N,): the log-normalisers, and the labels' log-probabilities."""
+    """The log-normalisers and the labels' log-probabilities in float64, each (N,)."""
 
     log_normalizers: np.ndarray
     log_probs: np.ndarray
@@ -64,7 +64,7 @@ def exact_log_probs(data: Data) -> ExactLogProbs:
 
 
 class Truth(NamedTuple):
-    """In float64: a loss, and dW[rows]."""
+    """The true loss and dW[rows], in float64."""
 
     loss: float
     rows: np.ndarray

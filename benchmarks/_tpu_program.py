@@ -110,7 +110,7 @@ def operations(text: str) -> list[Operation]:
         return total
 
     def bytes_read(body: list[Instruction], number: int, whole: int) -> int:
-        """What a fusion reads of a parameter: where slices alone are read, these; nothing of what it updates."""
+        """The bytes that a fusion reads of a parameter: its slices if it reads only these, and none that it updates."""
         name = next((i.name for i in body if i.opcode == "parameter" and i.arguments == f"({number})"), None)
         total = 0
         for user in (i for i in body if name in i.operands):

@@ -55,7 +55,7 @@ class Case:
 
     @property
     def mask(self) -> dict[str, Any]:
-        """What `causal_attention` takes beside ids."""
+        """The arguments of `causal_attention` that say what is visible, without the ids."""
         return dict(window=self.window, softcap=self.softcap)
 
     def ids(self) -> jax.Array | None:
@@ -156,7 +156,7 @@ def show(value: float, digits: int = 2) -> str:
 
 
 def programs_of_cases() -> Iterator[tuple[Any, Any]]:
-    """By case and kernel; "causal" is cuDNN without the mask."""
+    """The programs by case and kernel; "causal" is cuDNN without the mask."""
     for case in CASES:
         yield (case, "causal"), lowered(case, "cudnn", mask={}, has_ids=False)
         for kernel in OURS:
@@ -196,7 +196,7 @@ def plain_attention(q, k, v, ids=None, *, window: int | None, softcap: float | N
 
 
 def programs_of_errors(cases: Iterable[Case]) -> Iterator[tuple[Any, Any]]:
-    """By case and kernel; beside ours plain XLA in bfloat16, and the truth in float32."""
+    """The programs by case and kernel: ours, plain XLA in bfloat16, and the truth in float32."""
     for case in cases:
         for kernel in OURS:
             yield (case, kernel), lowered(case, kernel)
@@ -239,7 +239,7 @@ def case_of_length(mask: str, length: int) -> Case:
 
 
 def programs_by_length(chunks: bool) -> Iterator[tuple[Any, Any]]:
-    """By mask, kernel and length."""
+    """The programs by mask, kernel and length."""
     for mask in MASKS:
         for length in LENGTHS:
             kernels = [*OURS, *(["xla"] if chunks and length in CHUNK_LENGTHS else [])]
@@ -249,7 +249,7 @@ def programs_by_length(chunks: bool) -> Iterator[tuple[Any, Any]]:
 
 
 def torch_by_length() -> dict[tuple[str, str, int], float | str]:
-    """By mask, kernel and length, in a process of its own."""
+    """Torch's times by mask, kernel and length, made in a process of its own."""
     cases = {}
     for mask in MASKS:
         for kind, lengths in (("varlen", LENGTHS), ("flex", FLEX_LENGTHS if mask != "one segment" else ())):

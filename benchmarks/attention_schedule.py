@@ -23,7 +23,7 @@ PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
 def compile_program(generation: str, length: str, what: str) -> None:
-    """In a process of its own, since libtpu reads its settings once."""
+    """Compiles a program, in a process of its own because libtpu reads its settings once."""
     from tests.aot import targets
 
     os.environ.update(targets.ENVIRONMENT)

@@ -98,7 +98,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Truth(NamedTuple):
-    """In float64: the values (N,), and dW[rows] for the log-probabilities alone and with the entropies."""
+    """The values (N,), and dW[rows] for the log-probabilities alone and with the entropies, all in float64."""
 
     log_probs: np.ndarray
     entropy: np.ndarray

@@ -38,7 +38,7 @@ class Case:
     drops_softcap: bool = False
 
     def variants(self) -> dict[str, tuple[LlamaConfig, bool]]:
-        """By name: a config, and whether rows are packed."""
+        """The case's variants by name: a config, and whether rows are packed."""
         config = SIZES[self.model]
         if self.drops_softcap:
             plain = dataclasses.replace(config, attn_logit_softcapping=None)
@@ -54,7 +54,7 @@ CASES = {
 
 
 def compiled_step(config: LlamaConfig, remat: str, batch: dict[str, jax.Array]) -> tuple[Callable[[], Any], Any]:
-    """What makes the state, and the compiled step on (state, batch)."""
+    """The function that makes the state, and the compiled step on (state, batch)."""
     model = lambda: make_model(config, KernelOptions(), remat=remat)
     optimizer = optax.sgd(LEARNING_RATE)
     graphdef, params = nnx.split(jax.eval_shape(model))

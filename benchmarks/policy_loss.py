@@ -95,7 +95,7 @@ def exact_loss(rollouts: Rollouts, log_probs: jax.Array) -> jax.Array:
 
 
 def jax_losses(rollouts: Rollouts, plain: bool) -> dict[str, Loss]:
-    """By name, the unit first."""
+    """JAX's losses by name, the unit first."""
     per_token = tuple(jnp.asarray(x) for x in rollouts)
     n = len(rollouts.old)
 

@@ -163,7 +163,7 @@ def _schedule_of(directory: pathlib.Path, name: str, tiles: int, steps: int) -> 
 
 
 def _counted(directory: pathlib.Path, operation: Operation, core: Core, d: int) -> Count:
-    """The count of an operation. Of ours it knows the grid, and that each row tile reads the whole weight."""
+    """The count of an operation. For our kernels it knows the grid, and that each row tile reads the whole weight."""
     from liger_jax.pallas_kernels._tiles import cdiv
     from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 

@@ -31,7 +31,7 @@ from benchmarks.model_step import LEARNING_RATE, SIZES, WEIGHT_DECAY, family_of,
 from liger_jax.models import KernelOptions
 from liger_jax.models.hugging_face import config_json
 
-# Of dense bfloat16 products, by the vendor's data sheets.
+# FLOP/s of dense bfloat16 products, by the vendor's data sheets.
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 OURS = {
     "ours": "liger-jax",

@@ -119,7 +119,7 @@ def _check_labels(documents: list[np.ndarray], labels: list[np.ndarray]) -> None
 
 
 def _first_fit(sizes: list[int], length: int) -> tuple[list[int], list[int]]:
-    """For each segment its row, and the place in the row at which it begins."""
+    """The row of each segment, and the place in the row at which it begins."""
     room = np.zeros(len(sizes), np.int64)  # what the opened rows have left
     opened, rows, begins = 0, [], []
     for size in sizes:

@@ -212,7 +212,7 @@ class CausalLM(Pretrained):
 
         Args:
             input_ids: as the call takes them.
-            labels: token ids, unshifted; -100 is not scored, nor is the last position of a sequence or a segment.
+            labels: token ids, unshifted; neither -100 nor the last position of a sequence or a segment is scored.
             shift_labels: labels that are shifted already.
             temperature: by which logits are divided, a Python number > 0.
             entropy: whether entropies are wanted, too.
@@ -261,7 +261,7 @@ class CausalLM(Pretrained):
             loss_fn: takes a token's log-probability, perhaps its entropy, and one number of each of `per_token`, and
                 returns its loss. It may close over traced values.
             input_ids: as the call takes them.
-            labels: token ids, unshifted; -100 is not scored, nor is the last position of a sequence or a segment.
+            labels: token ids, unshifted; neither -100 nor the last position of a sequence or a segment is scored.
             shift_labels: labels that are shifted already.
             per_token: arrays that broadcast to (B, kept), by position, as `log_probs` returns them.
             denominator: what the sum is divided by, a number or a () array, for all devices and micro-batches together.

@@ -65,14 +65,14 @@ def full_like(x: jax.Array, shape: tuple[int, ...], value: int | float, dtype: j
 
 
 def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
-    """What `pallas_call(interpret=...)` takes: the TPU interpreter at its strictest, or False."""
+    """The value of `pallas_call(interpret=...)`: the TPU interpreter at its strictest, or False."""
     if not interpret:
         return False
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
 def tpu_params(interpret: bool, *dimension_semantics: str, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
-    """What `pallas_call(compiler_params=...)` takes. JAX's interpreter fails with semantics where vmap adds an axis."""
+    """The compiler's parameters. The interpreter gets no semantics: JAX's fails with them where vmap adds an axis."""
     return pltpu.CompilerParams(
         dimension_semantics=None if interpret else dimension_semantics, vmem_limit_bytes=vmem_limit_bytes
     )

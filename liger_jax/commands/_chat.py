@@ -72,7 +72,7 @@ class ChatTemplate:
             raise UserError(f"The chat template refuses the messages: {str(error) or type(error).__name__}.") from error
 
     def _span(self, text: str, messages: Sequence[Any], i: int, tools: Any) -> Span:
-        """Where message i, an answer, stands in the text."""
+        """The begin and the end of message i, which is an answer, in the text."""
         before = self._text(messages[:i], tools) if i else ""
         prompt = self._text(messages[:i], tools, prompt=True) if i else ""
         begin = len(os.path.commonprefix([text, prompt]))  # a prompt may go on, as by "<think>"

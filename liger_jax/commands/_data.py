@@ -59,7 +59,7 @@ def read(data: str, column: str, subset: str | None) -> list[Document]:
 
 
 def fingerprint(documents: Sequence[Document]) -> str:
-    """What tells these documents from others.
+    """A text by which these documents can be told from others.
 
     Args:
         documents: the data of a run.

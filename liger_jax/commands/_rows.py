@@ -93,7 +93,7 @@ def batches(rows: Rows, batch: int, seed: int) -> Callable[[int], Rows]:
 
 
 def parts(rows: Rows, size: int) -> Iterator[Rows]:
-    """Cuts rows into equal parts, of which the last is filled up with rows that are not scored.
+    """Cuts rows into equal parts. The last part is filled up with rows that are not scored.
 
     Args:
         rows: of `rows`.

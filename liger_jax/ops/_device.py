@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 Capability = tuple[int, int]
 AMPERE, HOPPER = (8, 0), (9, 0)
-# A GPU that is not there cannot be asked, and is known by how its product's name begins. (7, 5) stands for all that is
+# A GPU that is absent cannot be asked, so the beginning of its name tells its capability. (7, 5) stands for all that is
 # older than Ampere. A name that is not here is taken for Ampere. "RTX 20" is not here, since the RTX 2000 Ada is newer,
 # nor is "RTX 50", since the RTX 5000 Ada is older.
 _CAPABILITY_OF: dict[Capability, tuple[str, ...]] = {

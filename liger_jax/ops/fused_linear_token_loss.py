@@ -192,7 +192,7 @@ def hoisted(
     per_token: tuple[jax.Array, ...],
     varying: frozenset[Any] = frozenset(),
 ) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
-    """`loss_fn` as a function of one token's scalars and of what it closes over, and the latter.
+    """`loss_fn` as a function of one token's scalars and of the values that it closes over, and these values.
 
     `jax.closure_convert` would leave integers where they are.
     """

@@ -27,7 +27,7 @@ UP_PROJECTION = "up_projection"
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What is compiled.
+    """The kernels and options that an op is compiled with.
 
     Attributes:
         forward: the kernel of up and the gated product.

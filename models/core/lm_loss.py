@@ -262,7 +262,7 @@ class LanguageModelLoss:
         )
 
     def _budget_bytes(self, hidden, targets, head):
-        """What the fused loss may use of this device's memory."""
+        """How much of this device's memory the fused loss may use."""
         config, kernels, is_split = self.config, self.kernels, isinstance(head, SplitHead)
         if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
             return kernels.memory_budget_bytes

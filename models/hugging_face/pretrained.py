@@ -155,7 +155,7 @@ class Pretrained(nnx.Module):
 
 
 def _described(model_class: Any, folder: pathlib.Path) -> tuple[Any, str, checkpoint.Kept]:
-    """From a folder's JSON files: the config, the dtype of the weights, and the parts that a save writes again."""
+    """The config, the dtype of the weights, and the parts that a save writes again, from a folder's JSON files."""
     values, path = checkpoint.read_config(folder), folder / checkpoint.CONFIG
     config: Any = config_json.read(values, model_class.config_type, model_class.config_fixed, path)
     dtype = config_json.dtype_of(values, path)

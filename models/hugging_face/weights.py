@@ -158,7 +158,7 @@ def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _places(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, tuple[Any, str]]:
-    """For each tensor's name in a language model, its open file and its name in that file.
+    """The open file of each tensor and the tensor's name there, by its name in a language model.
 
     In a multimodal checkpoint the language part's names begin with "language_model.model." or "model.language_model.".
     All other names except the head's belong to other parts, and are left out.

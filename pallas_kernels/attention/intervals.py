@@ -86,7 +86,7 @@ class Intervals(NamedTuple):
 
     @property
     def of_queries(self) -> Bounds:
-        """What queries see of keys."""
+        """The bounds of the keys that queries see."""
         return Bounds(self.first, self.until, self.is_foreign, self.query_ids, self.key_ids)
 
     @property

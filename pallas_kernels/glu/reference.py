@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def gated(gate: jax.Array, up: jax.Array | None = None, *, activation: str) -> jax.Array:
-    """act(gate) · up; act is x·σ(x), x·Φ(x), or the latter with Φ(x) ≈ (1 + tanh(√(2/π)·(x + 0.044715·x³)))/2.
+    """act(gate) · up; act is x·σ(x), x·Φ(x), or x·Φ(x) with Φ(x) ≈ (1 + tanh(√(2/π)·(x + 0.044715·x³)))/2.
 
     Without `up`, gate holds both side by side.
     """

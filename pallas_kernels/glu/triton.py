@@ -48,8 +48,7 @@ def _kernel(*refs, shape, index_map, formula, num_inputs):
 
 
 def _elementwise(name, formula, inputs, out_types, interpret, written_over=()):
-    """Runs an elementwise formula of arrays (N, F), or of arrays (N, 1, F). An array (N, 2, F) is two of the latter.
-
+    """Runs an elementwise formula of arrays (N, F), or of arrays (N, 1, F). An array (N, 2, F) counts as two of these.
     Output i is written over input number `written_over[i]`.
     """
     n, *_, f = shape = inputs[0].shape
