@@ -161,5 +161,5 @@ def interpreter(interpret: bool) -> Iterator[None]:
 
 
 def tanh(x: jax.Array) -> jax.Array:
-    """1 − 2/(1 + exp(2x)), with an absolute error of at most 2^-23."""
+    """1 − 2/(1 + exp(2x)), with an absolute error of about 2^-23."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * math.log2(math.e))))

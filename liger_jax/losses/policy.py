@@ -69,8 +69,8 @@ def policy_token_loss(
         importance_ratio: factors of the losses, such as the ratio of `old_log_probs` to the sampler's.
         loss_type: a type of `policy_loss`; "grpo", "bnpo", "dr_grpo" and "luspo" are "dapo" at a single token.
         importance_level: "token"; "sequence" is refused.
-        epsilon_low: 1 − epsilon_low is the lower end of the ratios' range; options are as in `policy_loss`.
-        epsilon_high: 1 + epsilon_high is the upper end.
+        epsilon_low: as in `policy_loss`.
+        epsilon_high: as in `policy_loss`.
         delta: the largest ratio where the advantage is negative.
         beta: the weight of the reference's penalty.
         unbiased_kl: whether the penalty is multiplied by the ratio.

@@ -69,9 +69,8 @@ def block_sizes(length: int, window: int | None, block: int) -> splash.BlockSize
     kv_block = fitting[0]
     products = lambda kv_block: num_blocks(length, window, block, kv_block) * block * kv_block
     pieces = length // kv_block
-    read = (
-        _PRODUCTS_A_BYTE * 2 * length * pieces if pieces > 1 else 0
-    )  # bfloat16, in multiplications, divided by the width
+    # Reading the pieces in bfloat16, counted as multiplications and divided by the width, as `products` is.
+    read = _PRODUCTS_A_BYTE * 2 * length * pieces if pieces > 1 else 0
     if 5 * products(kv_block) + read > 7 * products(block):
         return two_kernels
     return splash.BlockSizes(

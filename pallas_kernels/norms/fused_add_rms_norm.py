@@ -4,7 +4,7 @@ Rounding: the sum is rounded to the residual's dtype, and the rounded sum is nor
 later layers see. From there on rounding is `rms_norm`'s. In the backward, the gradients by both outputs are added in
 float32 and rounded once.
 
-Memory passes: the forward is two reads and two writes, because the sum is normalised before it leaves the registers.
+Memory passes: the forward is two reads and two writes, because the sum is normalised before it leaves the core.
 The backward reads the sum and both cotangents once, writes their common gradient, and sums dscale on the way. XLA fuses
 the addition into the passes of its norm.
 
