@@ -173,7 +173,7 @@ def estimate(run: Run) -> Estimate:
         head_gradient, in_loss = head_gradient if tpu else 0, param * sizes.head if gathered else 0
     # A tied head's gradient is the embedding's, too. With 16-bit parameters it also holds the rounding errors of the
     # rows of this batch's tokens, in float32.
-    is_widened = run.head_dtype != run.param_dtype and run.lora is None
+    is_widened = run.head_dtype != run.param_dtype
     remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if is_widened else 0
     sums = 4 * sizes.trained if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
     # On several GPUs, from Hopper on, XLA reorders the program to hide communication. The buffer of zeros that sums

@@ -113,8 +113,12 @@ class Run:
 
     @property
     def head_dtype(self) -> str:
-        """The dtype of the head's gradient. On one device a tied head's is float32 until it is rounded once."""
-        is_widened = self.target.count == 1 and self.model.config.tie_word_embeddings and self.param_dtype == "bfloat16"
+        """The dtype of the head's gradient. On one device a tied head's is float32 until it is rounded once.
+
+        Beside adapters the head has no gradient, and this is the dtype of the head itself.
+        """
+        is_summed = self.target.count == 1 and self.model.config.tie_word_embeddings and self.lora is None
+        is_widened = is_summed and self.param_dtype == "bfloat16"
         return "float32" if is_widened else self.param_dtype
 
     def loss_plan(self) -> Any:

@@ -79,9 +79,13 @@ class Decoder(nnx.Module):
 
         On one device the table's two gradients are summed in float32 and rounded once. If the batch is split over
         several devices, each device sums its own two. The table is sent to the devices in the computation's dtype, and
-        their sums are added in that dtype, as for every matrix.
+        their sums are added in that dtype, as for every matrix. Beside adapters the table is not trained, and the head
+        is the table as it is: a float32 copy of a bfloat16 one would be held for nothing.
         """
         table = self.embed_tokens[...]
+        is_frozen = bool(nnx.to_flat_state(nnx.state(self, nnx.LoRAParam)))
+        if is_frozen and not self.batch_axes:
+            return embed(table, input_ids, self.dtype), table
         if not self.batch_axes:
             return embed_tied(table, input_ids, self.dtype)
         look_up = lambda ids, table: embed(table, ids, self.dtype)
