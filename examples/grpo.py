@@ -1,20 +1,23 @@
 """GRPO on a tiny LLaMA: it adds better and better, and is only told whether a sum is right.
 
-    python -m examples.grpo
+    python -m examples.grpo [--lora RANK]
 
 A prompt is `a + b =` with two digits, and an answer has two digits. The model first sees sums for a moment, so that
 some of its answers are right. Then each step samples a group of answers to each prompt, rewards the right ones, and
-updates twice: the ratio is that to the policy that sampled, and a penalty keeps the model near the frozen reference. In
+updates twice: the ratio is that to the policy that sampled, and a penalty keeps the model near the frozen reference.
+With --lora adapters alone are trained, and the reference is the same model with its adapters off, not a second copy. In
 its folder (--out) the program leaves grpo.png: the mean reward, and the distance from the reference.
 """
 
+import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from examples._lib.command import needed_packages, run, steps_and_folder
+from examples._lib.command import all_flags, needed_packages, run
 
 with needed_packages(__name__):
     import jax
@@ -27,6 +30,7 @@ with needed_packages(__name__):
     from examples._lib import report, tiny
     from liger_jax import losses
     from liger_jax.models import CausalLM
+    from liger_jax.models.lora import add_lora, trainable, with_adapters
     from liger_jax.training import make_step
 
 PLUS, EQUALS, VOCAB = 10, 11, 12
@@ -45,42 +49,63 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         The mean reward of each step's answers, the KL divergence at each update, and the share of all sums that the
         likeliest answer gets right, before training and after it.
     """
-    steps, out = steps_and_folder(argv, 100, "runs/grpo")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
+    flags = all_flags(parser, argv, 100, "runs/grpo")
     graph, params = tiny.llama(VOCAB)
-    reference = tiny.pretrain(graph, params, sums, PRETRAINING_STEPS, "a moment of sums")
+    params = tiny.pretrain(graph, params, sums, PRETRAINING_STEPS, "a moment of sums")
+    graph, trained, frozen, reference = policy_and_reference(nnx.merge(graph, params), flags.lora)
 
-    log_probs = jax.jit(lambda params, tokens: answer_log_probs(nnx.merge(graph, params), tokens))
+    log_probs = jax.jit(answer_log_probs)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-4))
     update = jax.jit(make_step(graph, optimizer, policy_loss, has_aux=True))
     state, log = (
-        (reference, optimizer.init(reference)),
-        {"reward": [], "kl": [], "right": [share_right(graph, reference)]},
+        (trained, optimizer.init(trained)),
+        {"reward": [], "kl": [], "right": [share_right(reference)]},
     )
-    with tqdm(range(steps), desc="GRPO", unit="step", dynamic_ncols=True) as bar:
+    with tqdm(range(flags.steps), desc="GRPO", unit="step", dynamic_ncols=True) as bar:
         for number in bar:
-            tokens = rollout(nnx.merge(graph, state[0]), number)
+            policy = nnx.merge(graph, state[0], frozen)
+            tokens = rollout(policy, number)
             rewards = reward(tokens)
             batch = {
                 "input_ids": tokens,
                 "advantages": losses.group_advantages(rewards.reshape(PROMPTS, GROUP)).reshape(-1),
-                "old": log_probs(state[0], tokens),
+                "old": log_probs(policy, tokens),
                 "reference": log_probs(reference, tokens),
             }
             for _ in range(UPDATES):
-                state, (_, kl) = update(state, batch)
+                state, (_, kl) = update(state, batch, frozen)
                 log["kl"].append(float(kl))
             log["reward"].append(float(rewards.mean()))
             bar.set_postfix_str(f"reward {log['reward'][-1]:.3f}", refresh=False)
-    log["right"].append(share_right(graph, state[0]))
+    log["right"].append(share_right(nnx.merge(graph, state[0], frozen)))
 
     print(f"share of all sums that the likeliest answer gets right: {log['right'][0]:.2f} → {log['right'][1]:.2f}")
     panels = {
-        "mean reward": {"sampled answers": (range(steps), log["reward"])},
-        "nats a token": {"KL from the reference": ([i / UPDATES for i in range(UPDATES * steps)], log["kl"])},
+        "mean reward": {"sampled answers": (range(flags.steps), log["reward"])},
+        "nats a token": {"KL from the reference": ([i / UPDATES for i in range(UPDATES * flags.steps)], log["kl"])},
     }
-    report.curves(panels, "GRPO: right sums become likelier", out / "grpo.png")
-    print(f"picture: {out / 'grpo.png'}")
+    report.curves(panels, "GRPO: right sums become likelier", flags.out / "grpo.png")
+    print(f"picture: {flags.out / 'grpo.png'}")
     return log
+
+
+def policy_and_reference(model: CausalLM, rank: int | None) -> tuple[Any, Any, Any, CausalLM]:
+    """Splits the policy that is trained, and makes the reference that stays as the model is.
+
+    Args:
+        model: a causal language model.
+        rank: of the adapters; `None` to train all weights.
+
+    Returns:
+        The policy's graph, what is trained of it, what is frozen, and the reference. Beside adapters the reference
+        shares all arrays with the policy.
+    """
+    if rank is None:
+        return *nnx.split(model, nnx.Param, ...), model
+    policy = add_lora(model, rank, alpha=2 * rank, rngs=nnx.Rngs(1))
+    return *trainable(policy), with_adapters(policy, False)
 
 
 def policy_loss(model: CausalLM, batch: dict, _=None) -> tuple[jax.Array, jax.Array]:
@@ -123,10 +148,10 @@ def reward(tokens: jax.Array) -> jax.Array:
     return ((tens < 10) & (ones < 10) & (10 * tens + ones == a + b)).astype(jnp.float32)
 
 
-def share_right(graph, params) -> float:
+def share_right(model: CausalLM) -> float:
     """The share of all hundred sums that the likeliest answer gets right."""
     prompts = with_sums(*np.divmod(np.arange(100), 10))[:, :PROMPT]
-    return float(reward(nnx.merge(graph, params).generate(prompts, max_new_tokens=ANSWER)).mean())
+    return float(reward(model.generate(prompts, max_new_tokens=ANSWER)).mean())
 
 
 def sums(step: int, count: int = 64) -> jax.Array:

@@ -58,16 +58,34 @@ def steps_and_folder(argv: list[str] | None, steps: int, out: str) -> tuple[int,
     Raises:
         UserError: there is no step to take, or nothing can be written to the folder.
     """
+    flags = all_flags(argparse.ArgumentParser(), argv, steps, out)
+    return flags.steps, flags.out
+
+
+def all_flags(parser: argparse.ArgumentParser, argv: list[str] | None, steps: int, out: str) -> argparse.Namespace:
+    """The flags of a program that has others beside --steps and --out.
+
+    Args:
+        parser: knows the others.
+        argv: the program's arguments; the command line's if none.
+        steps: the default of --steps.
+        out: the default of --out.
+
+    Returns:
+        All flags. `out` is the path of a folder that exists.
+
+    Raises:
+        UserError: there is no step to take, or nothing can be written to the folder.
+    """
     from liger_jax.commands._errors import UserError, writable_folder
 
-    parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=steps, help="training steps (default: %(default)s)")
-    parser.add_argument("--out", default=out, help="folder for the picture (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if args.steps < 1:
-        raise UserError(f"--steps={args.steps} must be at least 1.")
-    writable_folder(Path(args.out))
-    return args.steps, Path(args.out)
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder for the picture (default: %(default)s)")
+    flags = parser.parse_args(argv)
+    if flags.steps < 1:
+        raise UserError(f"--steps={flags.steps} must be at least 1.")
+    writable_folder(flags.out)
+    return flags
 
 
 def _print_error(text: str) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from examples import distill, dpo, grpo
@@ -41,6 +42,26 @@ def test_rollouts_keep_their_prompts_and_the_penalty_is_finite(tmp_path, monkeyp
     log = grpo.main(["--steps=2", f"--out={tmp_path}"])
     assert all(0 <= reward <= 1 for reward in log["reward"]) and all(0 <= kl < 1 for kl in log["kl"])
     assert (tmp_path / "grpo.png").stat().st_size and "2/2" in capsys.readouterr().err
+
+
+def test_with_adapters_the_reference_is_the_policy_s_own_weights():
+    graph, params = tiny.llama(grpo.VOCAB, num_hidden_layers=1)
+    model, log_probs = nnx.merge(graph, params), jax.jit(grpo.answer_log_probs)
+    tokens = grpo.sums(0, 8)
+    before = log_probs(model, tokens)
+    graph, adapters, frozen, reference = grpo.policy_and_reference(model, 2)
+    policy = nnx.merge(graph, jax.tree.map(lambda x: x + 0.1, adapters), frozen)
+    np.testing.assert_array_equal(log_probs(reference, tokens), before)
+    assert jnp.abs(log_probs(policy, tokens) - before).max() > 0.01
+    held = {id(x) for x in jax.tree.leaves((adapters, frozen))}
+    assert {id(x) for x in jax.tree.leaves(nnx.state(reference))} <= held  # no second copy
+
+
+@pytest.mark.full
+def test_adapters_move_away_from_their_reference(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "PRETRAINING_STEPS", 20)
+    log = grpo.main(["--steps=4", "--lora=2", f"--out={tmp_path}"])
+    assert log["kl"][0] == 0 < log["kl"][-1]  # B is zero at first
 
 
 def test_an_update_makes_rewarded_answers_likelier_than_the_others():

@@ -219,6 +219,21 @@ def test_no_product_is_the_gradient_of_a_frozen_weight(tied, options):
     assert len(gradient_shapes(config, frozen=False, **options)) >= 5  # some stand in one product
 
 
+def test_a_tied_bfloat16_head_is_held_in_float32_only_if_it_is_trained():
+    config = dataclasses.replace(SMALL, tie_word_embeddings=True)
+    make = lambda: make_model(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((2, 7), jnp.int32)
+
+    def is_copied(make, trained):
+        graph, params, frozen = nnx.split(nnx.eval_shape(make), trained, ...)
+        loss = lambda params, frozen, tokens: nnx.merge(graph, params, frozen)(tokens, labels=tokens).loss
+        text = jax.jit(jax.grad(loss)).lower(params, frozen, tokens).as_text()
+        return "(tensor<61x32xbf16>) -> tensor<61x32xf32>" in text
+
+    assert is_copied(make, nnx.Param)
+    assert not is_copied(lambda: add_lora(make(), RANK, alpha=ALPHA, rngs=nnx.Rngs(1)), nnx.LoRAParam)
+
+
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_a_layer_keeps_the_sums_of_products_and_adapters_and_not_their_terms(remat):
     config = dataclasses.replace(SMALL, intermediate_size=72)

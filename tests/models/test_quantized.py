@@ -114,6 +114,25 @@ def test_a_step_s_program_makes_no_gradient_of_a_quantised_weight():
     assert not [shape for shape in products if {int(n) for n in shape} <= {64, 128, 32, 61}]
 
 
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.full)])
+def test_a_step_never_holds_the_dense_weights_of_all_layers(remat):
+    """The largest float array of the compiled program is less than the smallest projection's weights of all layers."""
+    config = dataclasses.replace(WIDE, num_hidden_layers=16)
+    make = lambda: add_lora(quantize(make_model(config, remat=remat), "nf4"), 3, alpha=6, rngs=nnx.Rngs(1))
+    graph, adapters, base = trainable(nnx.eval_shape(make))
+    tokens = jax.ShapeDtypeStruct((1, 7), jnp.int32)
+
+    def largest_float_array(prepared):
+        loss = lambda adapters, base, tokens: prepared(nnx.merge(graph, adapters, base))(tokens, labels=tokens).loss
+        text = jax.jit(jax.grad(loss)).lower(adapters, base, tokens).compile().as_text()
+        shapes = re.findall(r"\b(?:f64|f32|f16|bf16)\[([\d,]+)\]", text)
+        return max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+
+    smallest = 16 * 64 * 32  # keys or values
+    assert largest_float_array(lambda model: model) < smallest
+    assert largest_float_array(dequantize) >= smallest  # so it would be seen
+
+
 def test_quantised_models_load_merge_and_save_dense(rng, tmp_path):
     tokens, dense_model = random_tokens(rng), make_model(WIDE)
     dense_model.save_pretrained(tmp_path / "dense")
