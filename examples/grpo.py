@@ -103,7 +103,8 @@ def policy_and_reference(model: CausalLM, rank: int | None) -> tuple[Any, Any, A
         shares all arrays with the policy.
     """
     if rank is None:
-        return *nnx.split(model, nnx.Param, ...), model
+        graph, params, others = nnx.split(model, nnx.Param, ...)
+        return graph, params, others, model
     policy = add_lora(model, rank, alpha=2 * rank, rngs=nnx.Rngs(1))
     return *trainable(policy), with_adapters(policy, False)
 

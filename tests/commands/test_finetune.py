@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -19,6 +20,7 @@ from liger_jax.commands import _rows, _run, main
 from liger_jax.commands._tokenizer import Piece
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
+from liger_jax.planner import devices
 from tests.commands import _tiny
 
 CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
@@ -169,6 +171,21 @@ def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, 
     assert list((tmp_path / "tensorboard").glob("events.*"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.kept.stops == AutoModelForCausalLM.from_pretrained(source).kept.stops != ()
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_options_that_make_it_fit(source, tmp_path, capsys, monkeypatch):
+    size = 8 * 2**20
+    small = dataclasses.replace(devices.target("l4"), name="small", memory_bytes=size, capacity_bytes=size)
+    monkeypatch.setattr(devices, "here", lambda: small)
+    command = ["finetune", f"--model={source}", f"--data={tmp_path / 'none.jsonl'}", f"--out={tmp_path}"]
+    command += "--length 512 --batch 8 --remat none".split()
+    assert main(command) == 2
+    printed, error = capsys.readouterr()
+    advised = re.search(r"The run needs .* It fits with (--.+): [\d.]+ GiB\.\n$", error)
+    assert advised and not printed, (printed, error)
+    assert main([*command, *advised[1].split()]) == 2
+    printed, error = capsys.readouterr()
+    assert "memory: the run needs" in printed and "none.jsonl" in error  # it fits, and looks for its data
 
 
 @pytest.mark.parametrize("packed", [True, False])

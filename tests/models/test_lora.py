@@ -117,7 +117,9 @@ def test_gradients_of_adapters_follow_from_those_of_the_merged_weights(options, 
         dw = scale * of_weights[(*path, "kernel")]
         a, b = (parts[(*path, name)] for name in ("lora_a", "lora_b"))
         expected = dw @ b.swapaxes(-1, -2) if part == "lora_a" else a.swapaxes(-1, -2) @ dw
-        close(gradient, expected, tolerance=4e-5)  # both sides are float32, and each may round by 2e-5
+        # Both sides are float32. From the truth in float64, in twelve draws, the adapters' gradients were off by 1.4e-5
+        # at most, and those that follow from the merged weights by 4.1e-5 ("full", whose scale is the largest).
+        close(gradient, expected, tolerance=1e-4)
 
 
 def test_dora_turns_the_weight_and_trains_the_length_of_its_columns(rng):

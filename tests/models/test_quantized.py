@@ -124,7 +124,7 @@ def test_a_step_never_holds_the_dense_weights_of_all_layers(remat):
 
     def largest_float_array(prepared):
         loss = lambda adapters, base, tokens: prepared(nnx.merge(graph, adapters, base))(tokens, labels=tokens).loss
-        text = jax.jit(jax.grad(loss)).lower(adapters, base, tokens).compile().as_text()
+        text = str(jax.jit(jax.grad(loss)).lower(adapters, base, tokens).compile().as_text())
         shapes = re.findall(r"\b(?:f64|f32|f16|bf16)\[([\d,]+)\]", text)
         return max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
 
