@@ -174,7 +174,7 @@ def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, 
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_options_that_make_it_fit(source, tmp_path, capsys, monkeypatch):
-    size = 8 * 2**20
+    size = 3 * 2**20
     small = dataclasses.replace(devices.target("l4"), name="small", memory_bytes=size, capacity_bytes=size)
     monkeypatch.setattr(devices, "here", lambda: small)
     command = ["finetune", f"--model={source}", f"--data={tmp_path / 'none.jsonl'}", f"--out={tmp_path}"]
