@@ -252,8 +252,9 @@ def _rows_of(settings: Settings, tokenizer: Tokenizer, documents: list[Any]) -> 
     padding = share_of_padding(found) if settings.pack else 1 - tokens / found["input_ids"].size
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
     are_held_out = "piece is held out" if len(held_out) == 1 else "pieces are held out"
+    read = "1 document" if len(documents) == 1 else f"{len(documents):,} documents"
     print(
-        f"data: {len(documents):,} documents; {tokens:,} tokens in {_rows.count(found):,} rows to train on, "
+        f"data: {read}; {tokens:,} tokens in {_rows.count(found):,} rows to train on, "
         f"{padding:.1%} of them padding{hint}; {len(held_out):,} {are_held_out}"
     )
     return found, rows(held_out) if held_out else None
