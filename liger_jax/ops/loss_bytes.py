@@ -83,6 +83,9 @@ def lean_bytes(problem: Problem, entries: int) -> int:
     if problem.kernels == "mosaic_tpu":
         return of_slice + float32_dx + 4 * 128 * n + weight_copy  # a token's numbers, in 128 lanes
     masked_hidden = n * d * itemsize
+    if _writes_in_place(problem):  # the logits and the labels' own; or a slice's part, the masked hidden and dX's part
+        part_of_gradients = 4 * (n * entries + entries * d + 2 * n * d)
+        return max(of_slice, part_of_gradients) + 7 * 4 * n  # and a token's numbers
     # XLA casts a slice of the weight at a time.
     return of_slice + float32_dx + masked_hidden + (0 if problem.kernels == "xla" else weight_copy)
 
@@ -126,7 +129,15 @@ def slice_bytes(problem: Problem, entries: int) -> int:
     if problem.kernels == "mosaic_tpu":
         return du  # the weight's slice is read, and dW's is written, in its place
     logits = 4 * n * entries if problem.kernels == "xla" else 0
+    if _writes_in_place(problem):
+        return logits + max(logits, 4 * entries * d)
     return du + logits + entries * d * (4 + itemsize)
+
+
+def _writes_in_place(problem: Problem) -> bool:
+    """XLA in float32 on a CPU: its compiler writes du over the logits, and dW's slice where it belongs."""
+    is_float32 = problem.itemsize == problem.weight_itemsize == 4
+    return problem.platform == "cpu" and problem.kernels == "xla" and is_float32 and problem.split is None
 
 
 def distillation_bytes(problem: DistillationProblem, mode: str, tokens: int) -> int:

@@ -30,18 +30,21 @@ def over_slices(
     """carry = body(carry, start, slice_size) for each slice of `total`; the last slice may be shorter.
 
     XLA may begin a shorter last slice before the others, and hold its results in memory meanwhile. With `last_waits` it
-    has to wait for them.
+    has to wait for them: its start comes out of their loop. (A CPU's compiler drops barriers before it orders its work.)
     """
     whole = total // size
+    start = whole * size
     if whole == 1:
         carry = body(carry, 0, size)
-    elif whole > 1:
+    elif whole > 1 and not (last_waits and total % size):
         carry = jax.lax.fori_loop(0, whole, lambda i, carry: body(carry, i * size, size), carry)
+    elif whole > 1:
+        step = lambda i, state: (body(state[0], i * size, size), (i + 1) * size)
+        carry, start = jax.lax.fori_loop(0, whole, step, (carry, jnp.int32(0)))
     if total % size == 0:
         return carry
-    start = whole * size
     if last_waits:
-        carry, start = jax.lax.optimization_barrier((carry, jnp.int32(start)))
+        carry, start = jax.lax.optimization_barrier((carry, jnp.asarray(start, jnp.int32)))
     return body(carry, start, total % size)
 
 
@@ -165,5 +168,6 @@ def lean_gradients(
             full_like(hidden, weight.shape, 0, weight.dtype) if needs.weight else None,
             full_like(hidden, (v,), 0, bias.dtype) if needs.bias else None,
         ),
+        last_waits=True,
     )
     return grads._replace(hidden=grads.hidden.astype(hidden.dtype) if needs.hidden else None)

@@ -50,7 +50,7 @@ def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
 
     # As many logits at a time as a chunk of the fast mode holds.
     size = options.chunk_size if options.mode == "lean" else max(1, options.chunk_size * v // max(n, 1))
-    state = formulas.over_slices(v, min(size, v), body, start_state)
+    state = formulas.over_slices(v, min(size, v), body, start_state, last_waits=True)
     parts = jax.tree.map(lambda field: field.reshape(1, n), state)
     return row_formulas.online_merge(parts, options.logit)
 

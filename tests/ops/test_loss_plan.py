@@ -223,8 +223,11 @@ def test_lean_takes_a_quarter_of_small_logits():
     [("xla", "cpu"), ("xla", "gpu"), ("xla", "tpu"), ("mosaic_gpu", "gpu"), ("mosaic_tpu", "tpu")],
 )
 @pytest.mark.parametrize("times", [10, pytest.param(400, marks=pytest.mark.full)])
-def test_auto_plans_nothing_larger_than_logits(kernels, platform_of_plan, times, rng):
-    """The unfused step holds logits in float32 and their gradient. Where no mode needs less, auto takes the least."""
+def test_auto_plans_no_more_than_logits_or_the_least_of_both_modes(kernels, platform_of_plan, times, rng):
+    """Logits are the unfused step's, in float32, and their gradient.
+
+    Where "fast" and "lean" both plan more, auto plans no more than the smaller of them.
+    """
     for _ in range(times):
         n, d, v = (int(2 ** rng.uniform(*powers)) for powers in ((0, 17), (4, 13), (4, 18)))
         itemsize = 2 if kernels == "mosaic_gpu" else int(rng.choice([2, 4]))
@@ -236,7 +239,7 @@ def test_auto_plans_nothing_larger_than_logits(kernels, platform_of_plan, times,
 
 
 def test_the_compiled_lean_loss_takes_what_is_planned_at_random_sizes(platform, rng):
-    """Within a quarter and 1 MiB on a CPU, whose compiler lays some buffers over each other; tests/aot has Hopper's."""
+    """Within 5 % and 256 KiB of XLA's lean mode on a CPU; tests/aot has Hopper's."""
     if platform != "cpu":
         pytest.skip("the bound is a CPU's")
     for _ in range(3):
@@ -246,4 +249,4 @@ def test_the_compiled_lean_loss_takes_what_is_planned_at_random_sizes(platform, 
         types = [jax.ShapeDtypeStruct(*x) for x in (((n, d), jnp.float32), ((v, d), jnp.float32), ((n,), jnp.int32))]
         step = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*types).compile()
         extra = step.memory_analysis().temp_size_in_bytes
-        assert abs(extra - plan.extra_bytes) <= plan.extra_bytes / 4 + 2**20, (n, d, v, plan, extra)
+        assert abs(extra - plan.extra_bytes) <= plan.extra_bytes / 20 + 2**18, (n, d, v, plan, extra)
