@@ -30,7 +30,8 @@ def over_slices(
     """carry = body(carry, start, slice_size) for each slice of `total`; the last slice may be shorter.
 
     XLA may begin a shorter last slice before the others, and hold its results in memory meanwhile. With `last_waits` it
-    has to wait for them: its start comes out of their loop. (A CPU's compiler drops barriers before it orders its work.)
+    has to wait for them: its start comes out of their loop, since a CPU's compiler drops barriers before it orders
+    its work.
     """
     whole = total // size
     start = whole * size

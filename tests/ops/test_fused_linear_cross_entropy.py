@@ -1,6 +1,5 @@
-"""What only fused_linear_cross_entropy promises: no logits in memory, no needless work, modes, shards."""
+"""What only fused_linear_cross_entropy promises: no logits in memory, no needless work, modes."""
 
-import functools
 import re
 
 import jax
@@ -311,13 +310,6 @@ def test_wrong_arguments_are_refused(unchecked_types):
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mesh():
-    devices = jax.devices("cpu")
-    assert len(devices) == 4
-    return jax.sharding.Mesh(np.array(devices), ("shard",))
-
-
 def test_tokens_on_an_auto_mesh_are_never_gathered_silently():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu"))
     tokens = jax.NamedSharding(mesh, jax.P("data"))
@@ -328,83 +320,3 @@ def test_tokens_on_an_auto_mesh_are_never_gathered_silently():
     for f in (loss, jax.grad(loss)):
         with pytest.raises(Exception, match="jax.shard_map"):
             jax.jit(f)(hidden, weight, labels)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mesh, rng):
-    case = make_case(rng, n=24, v=64)
-    inputs, labels = arrays(FUSED.inputs(case)), jnp.asarray(case.labels)
-    t, c = arrays([case.token_weights, case.class_weights])
-    # All of one sign: a sum that cancels would have no relative error to speak of.
-    cotangent = jnp.asarray(rng.uniform(0.5, 2.0, 24 if reduction == "none" else ()), jnp.float32)
-    options = dict(
-        reduction=reduction, return_metrics=True, label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0, ignore_index=-100
-    )
-    split, same = jax.P("shard"), jax.P()
-
-    def whole(inputs, t):
-        loss, metrics = FUSED(inputs, labels, token_weights=t, class_weights=c, mode="lean", **options)
-        return jnp.sum(loss * cotangent), metrics
-
-    def sharded(inputs, t):
-        local = lambda hidden, weight, bias, labels, t, c: FUSED(
-            [hidden, weight, bias], labels, token_weights=t, class_weights=c, vocab_axis="shard", **options
-        )
-        specs = (same, split, split, same, same, split)
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=same, check_vma=check_vma)
-        hidden, weight, bias = inputs
-        loss, metrics = mapped(hidden, weight, bias, labels, t, c)
-        return jnp.sum(loss * cotangent), metrics
-
-    (expected, expected_metrics), expected_grads = value_and_grad(whole, (0, 1), has_aux=True)(inputs, t)
-    (found, metrics), grads = value_and_grad(sharded, (0, 1), has_aux=True)(inputs, t)
-    assert relative_error(found, expected) < 1e-5
-    expected_leaves = jax.tree.leaves((expected_grads, expected_metrics))
-    for a, b in zip(jax.tree.leaves((grads, metrics)), expected_leaves, strict=True):
-        assert relative_error(a, b) < 2e-5
-
-
-@pytest.mark.parametrize("layout", ["vd", "dv"])
-def test_shards_of_any_size_equal_the_whole_vocabulary(layout, mesh, rng):
-    shard = 2 * int(rng.integers(3, 40)) + 1
-    case = make_case(rng, n=24, v=4 * shard)
-    hidden, weight, _ = arrays(FUSED.inputs(case))
-    labels, weight = jnp.asarray(case.labels), weight if layout == "vd" else weight.T
-    split = jax.P("shard") if layout == "vd" else jax.P(None, "shard")
-    fused = functools.partial(fused_linear_cross_entropy, weight_layout=layout, mode="lean", implementation="xla")
-    sharded = jax.shard_map(
-        functools.partial(fused, vocab_axis="shard"), mesh=mesh, in_specs=(jax.P(), split, jax.P()), out_specs=jax.P()
-    )
-    expected, expected_grads = value_and_grad(fused, (0, 1))(hidden, weight, labels)
-    found, grads = value_and_grad(sharded, (0, 1))(hidden, weight, labels)
-    assert relative_error(found, expected) < 1e-5, shard
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert relative_error(grad, expected_grad) < 2e-5, shard
-
-
-def test_sharded_vocabulary_gathers_no_tokens_and_no_logits(mesh):
-    """What crosses the mesh is a few numbers a token, and the hidden states' gradient."""
-    n, d, v = 32, 8, 128
-    local = lambda h, w, y: fused_linear_cross_entropy(h, w, y, vocab_axis="shard")
-    loss = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("shard"), jax.P()), out_specs=jax.P())
-    arguments = jnp.zeros((n, d)), jnp.zeros((v, d)), jnp.zeros(n, jnp.int32)
-    text = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().as_text() or ""
-    assert "all-gather" not in text
-    collectives = re.findall(r"= [^=]*?\[([\d,]*)\][^=]* all-reduce\(", text)
-    assert collectives
-    assert all(np.prod([int(s) for s in shape.split(",") if s]) <= n * d for shape in collectives)
-
-
-def test_impossible_label_on_a_sharded_vocabulary_is_nan(mesh):
-    local = lambda h, w, y: fused_linear_cross_entropy(h, w, y, vocab_axis="shard", reduction="none")
-    loss = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("shard"), jax.P()), out_specs=jax.P())
-    rows = loss(jnp.ones((3, 8)), jnp.ones((16, 8)), jnp.array([15, 16, -1]))
-    assert np.isfinite(rows[0]) and np.all(np.isnan(rows[1:]))
-
-
-def test_fast_mode_refuses_a_sharded_vocabulary(mesh):
-    local = lambda h, w, y: fused_linear_cross_entropy(h, w, y, vocab_axis="shard", mode="fast")
-    loss = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("shard"), jax.P()), out_specs=jax.P())
-    with pytest.raises(ValueError, match="log-normaliser of all shards is unknown"):
-        loss(jnp.ones((3, 8)), jnp.ones((16, 8)), jnp.array([1, 2, 3]))

@@ -239,7 +239,7 @@ def test_auto_plans_no_more_than_logits_or_the_least_of_both_modes(kernels, plat
 
 
 def test_the_compiled_lean_loss_takes_what_is_planned_at_random_sizes(platform, rng):
-    """Within 5 % and 256 KiB of XLA's lean mode on a CPU; tests/aot has Hopper's."""
+    """Within an eighth and 256 KiB of XLA's lean mode on a CPU; tests/aot has Hopper's."""
     if platform != "cpu":
         pytest.skip("the bound is a CPU's")
     for _ in range(3):
@@ -249,4 +249,4 @@ def test_the_compiled_lean_loss_takes_what_is_planned_at_random_sizes(platform, 
         types = [jax.ShapeDtypeStruct(*x) for x in (((n, d), jnp.float32), ((v, d), jnp.float32), ((n,), jnp.int32))]
         step = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*types).compile()
         extra = step.memory_analysis().temp_size_in_bytes
-        assert abs(extra - plan.extra_bytes) <= plan.extra_bytes / 20 + 2**18, (n, d, v, plan, extra)
+        assert abs(extra - plan.extra_bytes) <= plan.extra_bytes / 8 + 2**18, (n, d, v, plan, extra)
