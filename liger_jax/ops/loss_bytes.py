@@ -131,7 +131,9 @@ def slice_bytes(problem: Problem, entries: int) -> int:
     logits = 4 * n * entries if problem.kernels == "xla" else 0
     if _writes_in_place(problem):
         return logits + max(logits, 4 * entries * d)
-    return du + logits + entries * d * (4 + itemsize)
+    # On a GPU, XLA writes a float32 dW's slice where it belongs.
+    is_written_in_place = (problem.kernels, problem.platform, problem.weight_itemsize) == ("xla", "gpu", 4)
+    return du + logits + entries * d * (itemsize if is_written_in_place else 4 + itemsize)
 
 
 def _writes_in_place(problem: Problem) -> bool:
