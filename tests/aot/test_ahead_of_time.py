@@ -223,7 +223,7 @@ print("done")
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_xla_s_lean_loss_takes_no_more_than_is_planned_at_random_sizes(layout):
-    """On an H200. Up to 3 % and cuBLAS's 32 MiB more, and up to a quarter less: XLA lays some buffers over each other."""
+    """On an H200: 3 % and cuBLAS's 32 MiB more at most, and at most a quarter less, as XLA lays buffers over others."""
     need_compiler("gpu")
     script = """
 import sys

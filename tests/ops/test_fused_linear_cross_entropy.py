@@ -189,7 +189,7 @@ def test_memory_stays_flat_as_tokens_grow():
     assert extra(32768) <= 1.2 * extra(4096)
 
 
-@pytest.mark.parametrize("mode, mib, v", [("fast", 10, 8192), ("lean", 40, 32768)])
+@pytest.mark.parametrize("mode, mib, v", [("fast", 10, 8192), ("lean", 48, 32768)])
 def test_budget_bounds_the_memory(mode, mib, v):
     n, d = 4096, 1024
 
