@@ -129,12 +129,13 @@ def lean_gradients(
     needs: Needs,
     logit_gradients: Callable[..., jax.Array],
     mask_once: bool = True,
+    last_waits: bool = False,
 ) -> Gradients:
     """The lean backward: for each slice of the vocabulary du, then dX += du · W and dW = duᵀ · X.
 
     `logit_gradients` makes du. Rows on whose loss nothing depends must reach no product. With `mask_once` they are
     zeros in a copy of hidden. Otherwise `logit_gradients` leaves them out of du, and dW's product applies the mask to
-    its operand, as a TPU's can, which saves the N·D values of the copy.
+    its operand, as a TPU's can, which saves the N·D values of the copy. `last_waits` is for `over_slices`.
     """
     hidden, weight, labels, bias, class_weights = inputs
     log_normalizer = live_rows(log_normalizer, cotangents)
@@ -169,6 +170,6 @@ def lean_gradients(
             full_like(hidden, weight.shape, 0, weight.dtype) if needs.weight else None,
             full_like(hidden, (v,), 0, bias.dtype) if needs.bias else None,
         ),
-        last_waits=True,
+        last_waits=last_waits,
     )
     return grads._replace(hidden=grads.hidden.astype(hidden.dtype) if needs.hidden else None)

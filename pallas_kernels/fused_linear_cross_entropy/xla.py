@@ -77,7 +77,13 @@ def gradients(
 ) -> Gradients:
     """The lean backward, with du from XLA."""
     return formulas.lean_gradients(
-        inputs, log_normalizer, cotangents, options=options, needs=needs, logit_gradients=logit_gradients
+        inputs,
+        log_normalizer,
+        cotangents,
+        options=options,
+        needs=needs,
+        logit_gradients=logit_gradients,
+        last_waits=True,
     )
 
 
