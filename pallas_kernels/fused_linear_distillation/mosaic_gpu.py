@@ -98,7 +98,8 @@ def _add_to_sum(total: Any, du: jax.Array, x: jax.Array, head: HeadOptions, is_f
     """The sum with duᵀ · X, in place."""
     if isinstance(total, tuple):
         which = jnp.where(is_first, FIRST_PART, jnp.where(is_last, LAST_PART, 0)).astype(jnp.int32)
-        return add_to_sum(*total, du, x, which[None], head)
+        high, low = total
+        return add_to_sum(high, low, du, x, which[None], head)
     if not _hopper.can_add_in_place(x):
         return total + weight_gradient(du, x, head)
 
