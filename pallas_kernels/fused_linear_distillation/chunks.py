@@ -192,12 +192,15 @@ def _of_tokens(teacher: Head | TopK, first: Any, size: int, scales: jax.Array, o
 
 
 def _of_entries(teacher: Head | TopK, first: Any, size: int, scale: jax.Array, options: Any) -> Any:
-    """What the teacher says of a slice of the vocabulary: raw logits (N, size), or what is stored."""
+    """What the teacher says of a slice of the vocabulary: raw logits (N, size), or what is stored.
+
+    The teacher's hidden states are taken as they are, because a copy would have (N, D) entries. The gradient by logits
+    is 0 for the tokens that do not count, whatever their logits are.
+    """
     if isinstance(teacher, TopK):
         return TopK(*(live_rows(field, scale) for field in teacher))
-    x = live_rows(teacher.hidden, scale)
-    part = take(teacher.weight, first, size, options.teacher.vocab_dim).astype(x.dtype)
-    return logits(x, part, take(teacher.bias, first, size), options.teacher)
+    part = take(teacher.weight, first, size, options.teacher.vocab_dim).astype(teacher.hidden.dtype)
+    return logits(teacher.hidden, part, take(teacher.bias, first, size), options.teacher)
 
 
 def live_rows(x: jax.Array, scale: jax.Array) -> jax.Array:
