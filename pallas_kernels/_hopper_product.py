@@ -77,6 +77,7 @@ class Tile(NamedTuple):
         return jax.lax.broadcast_in_dim(vector, self.values.shape, (0,))
 
     def over_columns(self, vector):
+        """A vector of columns, repeated along the rows."""
         return jax.lax.broadcast_in_dim(vector, self.values.shape, (1,))
 
     def column_indices(self):

@@ -85,6 +85,7 @@ def columns_of_part(v_block_size: int, first: int, width: int) -> jax.Array:
 
 
 def row_groups(n_block_size: int):
+    """A tile's rows in groups of `ROW_GROUP`, as slices of a ref."""
     return [pl.ds(start, min(ROW_GROUP, n_block_size - start)) for start in range(0, n_block_size, ROW_GROUP)]
 
 
@@ -94,10 +95,12 @@ def pieces(x: jax.Array) -> jax.Array:
 
 
 def vector_pieces(ref, part):
+    """A part of a vector's ref (1, V) as `pieces` in float32, or None."""
     return None if ref is None else pieces(_float32(ref, part))
 
 
 def write_pieces(ref, own, first: int, pieces: jax.Array) -> None:
+    """Writes `pieces` to the rows `own` of a ref, from column `first` on."""
     for i in range(pieces.shape[0]):
         ref[own, pl.ds(first + i * LANES, LANES)] = pieces[i].astype(ref.dtype)
 
@@ -123,6 +126,7 @@ def read_rows(spread_ref, own) -> tuple[jax.Array, ...]:
 
 
 def spread_scratch(n_block_size: int, row_operand: jax.Array):
+    """Scratch memory of `spread_rows`."""
     return pltpu.VMEM((row_operand.shape[1], n_block_size, LANES), jnp.int32)
 
 
@@ -186,6 +190,7 @@ def product_scratch(tiles: config.TpuConfig, d: int):
 
 
 def tiles_of(inputs: Inputs, options: LinearOptions, keep: bool) -> config.TpuConfig:
+    """The tiles of these inputs; `keep` says whether exponentials and maxima are kept for the gradients."""
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
     num_fields = len(jax.tree.leaves(jax.eval_shape(lambda: row_formulas.online_start(1, options.logit))))
     return config.tpu_config(n, v, d, inputs.hidden.dtype.itemsize, vmem_bytes(), num_fields, keep)
