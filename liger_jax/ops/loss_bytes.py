@@ -83,9 +83,10 @@ def lean_bytes(problem: Problem, entries: int) -> int:
     if problem.kernels == "mosaic_tpu":
         return of_slice + float32_dx + 4 * 128 * n + weight_copy  # a token's numbers, in 128 lanes
     masked_hidden = n * d * itemsize
-    if _writes_in_place(problem):  # the logits and the labels' own; or a slice's part, the masked hidden and dX's part
+    if _writes_in_place(problem):
+        # The forward holds a slice. The backward holds its logits, its weights, the masked hidden states, and dX.
         part_of_gradients = 4 * (n * entries + entries * d + 2 * n * d)
-        return max(of_slice, part_of_gradients) + 7 * 4 * n  # and a token's numbers
+        return max(of_slice, part_of_gradients) + 7 * 4 * n  # seven numbers a token
     # XLA casts a slice of the weight at a time.
     return of_slice + float32_dx + masked_hidden + (0 if problem.kernels == "xla" else weight_copy)
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp")
 # By a parameter's last name, the axis of the layer's own array that is split over "fsdp". All families name their
-# parameters alike. Vectors are small: where the mesh does not divide them, every device has them whole. Quantised
-# kernels' codes and scales are split along the output, so that blocks stay whole, and a quantised head's like the head.
+# parameters alike. Vectors are small: where the mesh does not divide them, every device has them whole. The codes and
+# scales of quantised kernels are split along the output, so that blocks stay whole. A quantised head is split like any.
 SPLIT_AXIS = {"embed_tokens": 0, "lm_head": 0, "kernel": 0, "bias": 0, "scale": 0, "codes": 1, "scales": 1}
 STACKED = "layers"  # parameters under this name have an axis of layers in front, unless a layer's number follows
 

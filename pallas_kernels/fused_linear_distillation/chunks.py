@@ -4,7 +4,7 @@ A chunk of tokens has all of the vocabulary, so that its losses and the gradient
 
 - "fast": dX = du · W and dW += duᵀ · X follow at once, in the forward. That is three products of the student, and one
   of the teacher. The backend says how dW is summed over chunks. A chunk of all tokens holds du for all of them instead,
-  made from the logits of 1,024 tokens at a time: dW is then one product and no sum.
+  made from the logits of 1,024 tokens at a time: dW is then one product, without a sum.
 - "lean": the forward makes dX for a cotangent of 1, which the backward only multiplies by each token's own. The
   backward makes the logits once more, in slices of the vocabulary, and writes each slice of dW once. That is four
   products of the student, and two of the teacher.

@@ -95,7 +95,7 @@ def logit_gradient(
 ) -> tuple[jax.Array, Entries]:
     """The gradient of Σ scale · loss by raw logits (N, v), the vocabulary entries from `start` on, in `dtype`.
 
-    The stored tokens' entries come by themselves. Put in their places last, they cost no pass over (N, v).
+    The stored tokens' entries are returned apart. They are put in their places last, which takes no pass over (N, v).
     """
     columns, size = _columns(teacher, start, raw.shape[1]), raw.shape[1]
     stored_raw = jnp.take_along_axis(raw, jnp.where(columns < size, columns, 0), axis=1).astype(jnp.float32)

@@ -154,7 +154,7 @@ print("done")
 def test_plan_predicts_the_memory_of_the_compiled_loss():
     """Within 10 % of what the compiler allocates, for float32 weights, the modes of XLA, and Triton.
 
-    XLA's lean loss may take two fifths less.
+    XLA's lean loss may take three tenths less.
 
     Around Triton's kernels JAX 0.12 copies slices while it multiplies, for which it holds 25 % more than 0.10.
     """
@@ -179,7 +179,7 @@ for kernel, mode, weight_dtype, chunk_size in (
     extra = compile_for(step, shapes, device, "gpu").memory_analysis().temp_size_in_bytes
     print(kernel, mode, weight_dtype, plan, f"{extra / plan.extra_bytes:.3f}")
     # XLA lays some of its lean buffers over each other, at some sizes: there the plan is an upper bound.
-    least = 0.6 if (kernel, mode) == ("xla", "lean") else 0.9
+    least = 0.7 if (kernel, mode) == ("xla", "lean") else 0.9
     assert least < extra / plan.extra_bytes < (1.3 if kernel == "triton" else 1.1)
 print("done")
 """

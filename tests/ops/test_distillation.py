@@ -159,6 +159,18 @@ def test_hopper_s_products_give_the_same(hopper, kind, mode, rng):
         assert largest_error(grad.astype(jnp.float32), expected_grad.astype(jnp.float32)) < 2e-2  # of bfloat16
 
 
+def test_hopper_s_sum_of_dw_over_chunks_is_rounded_once(hopper, rng):
+    """A first chunk, one between and a last one give the bits of one product, but for a few ties."""
+    n, d, v = 384, 64, 128
+    hidden, weight, teacher, teacher_weight = normal(rng, (n, d), (v, d), (n, d), (v, d), dtype=jnp.bfloat16)
+
+    def weight_gradient(chunk_size):
+        loss = functools.partial(fused_linear_distillation, mode="fast", chunk_size=chunk_size, implementation=hopper)
+        return jax.grad(loss, argnums=1)(hidden, weight / 8, teacher, teacher_weight / 8, divergence="jsd")
+
+    assert np.mean(weight_gradient(128) != weight_gradient(n)) < 0.05
+
+
 # --- extremes ---------------------------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,7 @@ def test_cores_do_not_race(dtype, d, d_block_size, mode, two_cores, rng, races):
 
 
 def test_cores_do_not_race_where_gradients_are_written_in_place(two_cores, rng, races):
-    """Of whole tiles, the gradient by the logits is written over the exponentials in the interpreter, too."""
+    """Where all tiles are whole, the interpreter also writes the logits' gradient over their exponentials."""
     two_cores(100)
     loss, inputs = loss_and_inputs(rng, 100, "bfloat16", "mosaic_tpu:interpret", "fast", n=32, v=256)
     step = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
