@@ -295,9 +295,13 @@ def test_gradients_cost_the_products_that_the_docstring_says(mode, of_logits, rn
     assert products(jax.grad(topk, (0, 1)), hidden, weight) == of_logits // 2 + 2
 
 
+@pytest.mark.parametrize("trained", [(0, 1), (0, 1, 2)], ids=["without a bias", "with a bias"])
 @pytest.mark.parametrize("op", ["distillation", "topk"])
-def test_one_chunk_of_all_tokens_equals_many(op, rng):
-    """It makes the logits of 1,024 tokens at a time, and these chunks overlap."""
+def test_one_chunk_of_all_tokens_equals_many(op, trained, rng):
+    """It makes the logits of 1,024 tokens at a time, and these chunks overlap.
+
+    Where the bias is trained, stored tokens' entries are put in their places before its sum; otherwise at the end.
+    """
     n = 1100
     (hidden, weight, bias), (teacher, teacher_weight, _) = heads(rng, n=n)
     token_ids, log_probs = stored(rng, n=n)
@@ -310,7 +314,7 @@ def test_one_chunk_of_all_tokens_equals_many(op, rng):
             hidden, weight, teacher, teacher_weight, divergence="jsd", student_bias=bias, **own
         )
 
-    run = lambda size: jax.jit(jax.value_and_grad(functools.partial(loss, chunk_size=size), (0, 1, 2)))
+    run = lambda size: jax.jit(jax.value_and_grad(functools.partial(loss, chunk_size=size), trained))
     found, expected = (jax.tree.leaves(run(size)(hidden, weight, bias)) for size in (n, 256))
     for own, other in zip(found, expected, strict=True):
         assert largest_error(own, other) < TOLERANCE
