@@ -119,7 +119,7 @@ def test_lean_loss_takes_as_much_on_tpu7x_in_small_tiles():
     script = """
 from tests.aot.programs import LLAMA_8B_HEAD, head, with_gradient
 from liger_jax.planner.compilers import compile_for, tpu_devices
-step = with_gradient(head(), (0, 1))("mosaic_tpu")
+step = with_gradient(head(mode="lean"), (0, 1))("mosaic_tpu")
 options = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
 compiled = compile_for(step, LLAMA_8B_HEAD, tpu_devices("tpu7x")[0], "tpu", options)
 assert compiled.memory_analysis().temp_size_in_bytes <= 256 * 2**20
