@@ -199,7 +199,15 @@ class TpuConfig:
 
 
 def tpu_config(
-    n: int, v: int, d: int, itemsize: int, vmem_bytes: int, num_statistics: int = 5, keeps_maxima: bool = False
+    n: int,
+    v: int,
+    d: int,
+    itemsize: int,
+    vmem_bytes: int,
+    *,
+    num_statistics: int = 5,
+    keeps_maxima: bool = False,
+    num_vectors: int = 0,
 ) -> TpuConfig:
     """Square tiles of 1,024, or of the size that fits.
 
@@ -211,9 +219,10 @@ def tpu_config(
     of d give. 512 rows are what fits in 16 MiB.
 
     What is left free has room for five statistics of a tile's rows; more of them are counted. `keeps_maxima` says
-    whether the rows' maxima are written too, in mode "fast". They are counted where a tile has a part of d: without,
-    the kernel takes 16.06 MiB of v4's 16 at (8192, 4096, 128256). With all of d they fit into memory that is counted
-    for spills and stays free.
+    whether the rows' maxima are written too, in mode "fast". `num_vectors` says how many of a bias and class weights
+    there are: each spills as much as a product. Both are counted where a tile has a part of d: without, v4's 16 MiB
+    are exceeded by 0.06 (maxima at (8192, 4096, 128256)) and 1.34 (all options at (8192, 8192, 128256)). With all of d
+    they fit into memory that is counted for spills and stays free.
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
     # The compiler writes out the product of one tile, and float32 at 'highest' six times. Beyond `most` multiplications
@@ -227,8 +236,9 @@ def tpu_config(
             n_block_size, v_block_size = min(block, round_up(n, 16)), min(max(width, 128), round_up(v, 128))
             tiles = TpuConfig(n_block_size, v_block_size, d_block_size, d_block_size == d and itemsize == 2)
             needed = tpu_vmem_bytes(tiles, itemsize) + tpu_row_bytes(n_block_size, num_statistics - 5)
-            if keeps_maxima and d_block_size < d:
-                needed += 2 * 4 * 128 * n_block_size  # double-buffered, in 128 lanes
+            if d_block_size < d:
+                maxima = 2 * 4 * 128 * n_block_size if keeps_maxima else 0  # double-buffered, in 128 lanes
+                needed += maxima + num_vectors * 4 * n_block_size * v_block_size
             if needed <= room:
                 return tiles
     return TpuConfig(min(128, round_up(n, 16)), 128, min([*parts, d]), keeps_hidden=False)

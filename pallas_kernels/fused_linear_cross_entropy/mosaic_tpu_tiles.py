@@ -193,7 +193,16 @@ def tiles_of(inputs: Inputs, options: LinearOptions, keep: bool) -> config.TpuCo
     """The tiles of these inputs; `keep` says whether exponentials and maxima are kept for the gradients."""
     (n, d), v = inputs.hidden.shape, inputs.weight.shape[options.vocab_dim]
     num_fields = len(jax.tree.leaves(jax.eval_shape(lambda: row_formulas.online_start(1, options.logit))))
-    return config.tpu_config(n, v, d, inputs.hidden.dtype.itemsize, vmem_bytes(), num_fields, keep)
+    return config.tpu_config(
+        n,
+        v,
+        d,
+        inputs.hidden.dtype.itemsize,
+        vmem_bytes(),
+        num_statistics=num_fields,
+        keeps_maxima=keep,
+        num_vectors=sum(x is not None for x in (inputs.bias, inputs.class_weights)),
+    )
 
 
 def launch_options(interpret: bool) -> dict[str, Any]:

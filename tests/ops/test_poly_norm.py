@@ -18,6 +18,10 @@ class TestPolyNorm(_norms.LastAxisPromises):
     def parameters(self, rng, shape, dtype):
         return normal(rng, (3,), (), dtype=dtype)
 
+    def many(self, arrays):
+        """A single number's gradient is a sum of three terms, which may cancel by chance."""
+        return [] if arrays[0].size == 1 else super().many(arrays)
+
 
 @pytest.mark.parametrize(
     "arguments, options, error, message",
