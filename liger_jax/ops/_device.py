@@ -91,6 +91,11 @@ def is_hopper(device: AbstractDevice) -> bool:
     return compute_capability(device)[0] == HOPPER[0]
 
 
+def is_h100(device: AbstractDevice) -> bool:
+    """Whether a device is an H100 or an H800 by its name. Their memory is slower than an H200's: 3.35 TB/s, not 4.8."""
+    return re.search(r"\bH[18]00\b", device.device_kind) is not None
+
+
 def _told_capabilities() -> dict[str, Capability]:
     """The capabilities that this process's GPUs tell, by their names."""
     try:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _explicit, _mesh, _rows
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._device import device_of, is_h100
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.norms import rms_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
@@ -18,7 +19,7 @@ _KERNELS = Kernels(
     backends(formulas, "xla", "triton", "mosaic_gpu", "mosaic_tpu"),
     defaults={"gpu": ("triton",), "tpu": ("mosaic_tpu",)},
 )
-_HOPPER_WIDTHS = (9216, 2560)  # forward and backward; measured, benchmarks/results/row_tiles.md
+_HOPPER_WIDTHS, _H100_WIDTHS = (9216, 2560), (9216, 9216)  # forward and backward; benchmarks/results/row_tiles.md
 CASTING_MODES = ("llama", "gemma", "none")
 
 
@@ -89,7 +90,8 @@ def rms_norm(
         op = functools.partial(rms_norm, **options)
         return _explicit.on_rows("rms_norm", op, spec, (x,), (scale,))
     rows = x.reshape(-1, x.shape[-1])
-    forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, hopper_widths=_HOPPER_WIDTHS)
+    widths = _H100_WIDTHS if is_h100(device_of(x, scale)) else _HOPPER_WIDTHS
+    forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, hopper_widths=widths)
     options = {"eps": float(eps), "offset": float(offset)}
     kernels = forward.kernel("forward", **options, casting_mode=casting_mode), backward.kernel("backward", **options)
     return jnp.reshape(_rms_norm(*_mesh.align_varying(rows, scale), *kernels), x.shape)

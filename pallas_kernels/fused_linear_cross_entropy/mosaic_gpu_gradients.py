@@ -263,7 +263,7 @@ def make_logit_gradients(
     """
     inputs, cotangents = part.inputs, g
     (n, v), num_tiles = exponentials.shape, maximum.shape[0]
-    columns = config.mosaic_gpu_tiles(inputs.hidden.shape[1], n, v).columns
+    columns = config.mosaic_gpu_logit_tiles(inputs.hidden.shape[1], n, v).columns  # as E was written
     has_weights = inputs.class_weights is not None and options.logit.logit_sum
     row_vectors = [inputs.labels, lse, *[g for g in cotangents if g is not None]]
     column_vectors = [inputs.class_weights] if has_weights else []

@@ -123,6 +123,23 @@ def test_wide_rows_come_by_hoppers_copy_engine(kind, shape, dtype, expected):
 
 
 @pytest.mark.parametrize(
+    "kind, expected", [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA H100 80GB HBM3", "triton"), ("NVIDIA H100 PCIe", "triton")]
+)
+def test_rms_norm_s_backward_follows_the_card(kind, expected, monkeypatch):
+    found, choose = [], _rows.choose
+
+    def recorded(*arguments, **options):
+        choices = choose(*arguments, **options)
+        found.extend(choice.name for choice in choices)
+        return choices
+
+    monkeypatch.setattr(_rows, "choose", recorded)
+    with device_in_context(kind, "gpu"):
+        jax.eval_shape(rms_norm, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
+    assert found == ["triton", expected]
+
+
+@pytest.mark.parametrize(
     "width, dtype, expected",
     [(8192, jnp.bfloat16, "mosaic_gpu"), (8192, jnp.float32, "triton"), (9216, jnp.float32, "mosaic_gpu")],
 )
