@@ -207,8 +207,9 @@ def function_of(what: str):
         return jnp.mean(jax.nn.logsumexp(z, axis=1) - jnp.take_along_axis(z, y[:, None], axis=1)[:, 0])
 
     def peer(h, w, y):
-        from tokamax import linear_softmax_cross_entropy_loss  # pyright: ignore[reportMissingImports]
+        from tokamax import config, linear_softmax_cross_entropy_loss  # pyright: ignore[reportMissingImports]
 
+        config.cross_compile(True).__enter__()  # for good: its backward asks again whether a TPU is there
         return linear_softmax_cross_entropy_loss(h, y, w.T, reduction="mean", implementation="mosaic_tpu")
 
     def ours(h, w, y):
@@ -225,16 +226,11 @@ def compile_program(generation: str, shape: str, what: str, in_small_tiles: str,
 
     os.environ.update(targets.ENVIRONMENT)
     import jax.numpy as jnp
-    from jax.experimental import topologies
 
     n, d, v = HEADS[shape]
     arguments = (((n, d), jnp.bfloat16), ((v, d), jnp.bfloat16), ((n,), jnp.int32))
     options = {SMALL_TILES: "false"} if in_small_tiles == "yes" else None
     device = targets.tpu_devices(generation)[0]
-    if generation == "v4":  # whose chip is described as two devices, unless it is asked for as one, as JAX runs it
-        device = topologies.get_topology_desc(
-            platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore"
-        ).devices[0]
     compiled = targets.compile_for(function_of(what), arguments, device, "tpu", options)
     pathlib.Path(text_path).write_text(compiled.as_text())
     print(json.dumps({"temporary": compiled.memory_analysis().temp_size_in_bytes}))

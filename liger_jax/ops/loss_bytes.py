@@ -4,6 +4,7 @@ There is a term for each live buffer. tests/aot compares the sums with compiled 
 """
 
 from liger_jax.ops.loss_problem import DistillationProblem, Problem
+from liger_jax.pallas_kernels._hopper import NUM_CORES
 from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config, mosaic_gpu
@@ -49,7 +50,18 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
     logits, du = 4 * tokens * v, tokens * v * problem.itemsize
     logits = 0 if problem.kernels == "mosaic_tpu" else logits  # which keeps no float32 logits
     in_its_place = max((size for size in (logits, du) if size <= room), default=0)
-    return chunk - in_its_place + float32_dw + problem.weight_copy_bytes
+    return chunk - in_its_place + float32_dw + problem.weight_copy_bytes + padded_weight_bytes(problem, tokens)
+
+
+def padded_weight_bytes(problem: Problem, tokens: int) -> int:
+    """At most what XLA's product that makes dX takes on a GPU, where it has few tiles and V is no multiple of 16.
+
+    XLA cuts V in two there at many sizes, so that all cores have work, and pads the weight to whole parts for it.
+    """
+    rows = problem.n % tokens or tokens  # of the last chunk, which has the fewest tiles
+    has_few_tiles = cdiv(rows, 128) * cdiv(problem.d, 128) < NUM_CORES
+    is_cut = problem.platform == "gpu" and problem.gradients.hidden and problem.v % 16 and has_few_tiles
+    return problem.v * problem.d * problem.itemsize if is_cut else 0
 
 
 def chunk_bytes(problem: Problem, tokens: int) -> int:
@@ -60,7 +72,8 @@ def chunk_bytes(problem: Problem, tokens: int) -> int:
         part_maxima = 4 * tokens * round_up(cdiv(problem.v, 256), 128)
         return du + part_maxima + hidden + 4 * 128 * tokens  # and a token's numbers, in 128 lanes
     if problem.kernels != "mosaic_gpu":
-        return du + 4 * tokens * problem.v
+        # A GPU adds a chunk's dX to what there is of it; on a CPU it lies where the logits were.
+        return du + 4 * tokens * problem.v + (hidden if problem.platform == "gpu" else 0)
     # Each tile of logits leaves a row's maximum; a tile has 128 columns where the depth is short, and else 256 or 192.
     tile_maxima = 4 * tokens * cdiv(problem.v, 128 if problem.d < config.SHORT_DEPTH else 256)
     return du + tile_maxima + hidden

@@ -124,8 +124,10 @@ def tpu_devices(name: str, topology: str | None = None) -> list[Any]:
     if jax.default_backend() != "tpu":
         for variable, value in TPU_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
-    name = f"{name}:{topology or TPUS[name].smallest}"
-    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    tpu = TPUS[name]
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{name}:{topology or tpu.smallest}", chip_config_name=tpu.chip_config
+    ).devices
 
 
 def described(device: Any, platform: str) -> AbstractDevice:
@@ -136,9 +138,9 @@ def described(device: Any, platform: str) -> AbstractDevice:
         platform: "gpu" or "tpu".
 
     Returns:
-        Its kind and platform.
+        Its kind, cores and platform.
     """
-    return AbstractDevice(device.device_kind, None, platform)
+    return AbstractDevice(device.device_kind, getattr(device, "num_cores", None), platform)
 
 
 def compile_for(

@@ -69,6 +69,7 @@ class TPU:
         smallest: the smallest topology, one host.
         most_chips: chips of the largest topology, a pod.
         devices_per_chip: cores of a chip that are devices of their own.
+        chip_config: how libtpu names the chip as JAX runs it, where that is not its default.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class TPU:
     smallest: str
     most_chips: int
     devices_per_chip: int = 1
+    chip_config: str = "default"
 
 
 GPUS = {
@@ -89,7 +91,7 @@ GPUS = {
     "b200": GPU("NVIDIA B200", (10, 0), 183359 * MIB, 178.35, 148, 233472, 2048, 128, 126 * MIB),
 }
 TPUS = {
-    "v4": TPU("TPU v4", int(15.25 * GIB), "2x2x1", 4096, 2),
+    "v4": TPU("TPU v4", int(30.75 * GIB), "2x2x1", 4096, chip_config="megacore"),  # two cores are one device
     "v5e": TPU("TPU v5 lite", int(15.75 * GIB), "2x2", 256),
     "v5p": TPU("TPU v5", int(95.74 * GIB), "2x2x1", 8960),
     "v6e": TPU("TPU v6 lite", int(31.25 * GIB), "2x2", 256),

@@ -223,9 +223,14 @@ print("done")
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mode", ["fast", "lean"])
 @pytest.mark.parametrize("layout", ["vd", "dv"])
-def test_xla_s_lean_loss_takes_no_more_than_is_planned_at_random_sizes(layout):
-    """On an H200: 3 % and cuBLAS's 32 MiB more at most, and at most a quarter less, as XLA lays buffers over others."""
+def test_xla_s_loss_takes_no_more_than_is_planned_at_random_sizes(mode, layout):
+    """On an H200: 3 % and cuBLAS's 32 MiB more at most, and at most three tenths less.
+
+    XLA lays buffers over others at some sizes, and in mode "fast" pads the weight at most of those for which the plan
+    counts it: with few tiles, and a vocabulary that is no multiple of 16.
+    """
     need_compiler("gpu")
     script = """
 import sys
@@ -233,7 +238,8 @@ import jax, jax.numpy as jnp, numpy as np
 from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
 from liger_jax.planner.compilers import compile_for, described, gpu_devices
 device, rng = gpu_devices("h200")[0], np.random.default_rng(31)
-options = dict(mode="lean", implementation="xla", weight_layout=sys.argv[1])
+mode, layout = sys.argv[1:]
+options = dict(mode=mode, implementation="xla", weight_layout=layout)
 for weight_dtype in ("bfloat16", "float32") * 2:
     n, d, v = (int(2 ** rng.uniform(*powers)) for powers in ((11, 14), (9.5, 12.5), (14, 17.5)))
     d = d // 64 * 64
@@ -241,15 +247,15 @@ for weight_dtype in ("bfloat16", "float32") * 2:
         n, d, v, weight_dtype=weight_dtype, device=described(device, "gpu"), **options
     )
     step = jax.value_and_grad(lambda h, w, y: fused_linear_cross_entropy(h, w, y, **options), (0, 1))
-    of_weight = (v, d) if sys.argv[1] == "vd" else (d, v)
+    of_weight = (v, d) if layout == "vd" else (d, v)
     shapes = ((n, d), jnp.bfloat16), (of_weight, jnp.dtype(weight_dtype)), ((n,), jnp.int32)
     extra = compile_for(step, shapes, device, "gpu").memory_analysis().temp_size_in_bytes
     case = (n, d, v, weight_dtype, plan, extra)
     print(f"{extra / plan.extra_bytes:.3f}", *case)
-    assert 0.75 * plan.extra_bytes <= extra <= 1.03 * plan.extra_bytes + 32 * 2**20, case
+    assert 0.7 * plan.extra_bytes <= extra <= 1.03 * plan.extra_bytes + 32 * 2**20, case
 print("done")
 """
-    assert "done" in run("-c", script, layout)
+    assert "done" in run("-c", script, mode, layout)
 
 
 @pytest.mark.parametrize(
