@@ -123,7 +123,8 @@ def test_wide_rows_come_by_hoppers_copy_engine(kind, shape, dtype, expected):
 
 
 @pytest.mark.parametrize(
-    "kind, expected", [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA H100 80GB HBM3", "triton"), ("NVIDIA H100 PCIe", "triton")]
+    "kind, expected",
+    [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA H100 80GB HBM3", "triton"), ("NVIDIA H100 PCIe", "triton")],
 )
 def test_rms_norm_s_backward_follows_the_card(kind, expected, monkeypatch):
     found, choose = [], _rows.choose
