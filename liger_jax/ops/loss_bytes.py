@@ -58,8 +58,7 @@ def padded_weight_bytes(problem: Problem, tokens: int) -> int:
 
     XLA cuts V in two there at many sizes, so that all cores have work, and pads the weight to whole parts for it.
     """
-    rows = problem.n % tokens or tokens  # of the last chunk, which has the fewest tiles
-    has_few_tiles = cdiv(rows, 128) * cdiv(problem.d, 128) < NUM_CORES
+    has_few_tiles = cdiv(tokens, 128) * cdiv(problem.d, 128) < NUM_CORES
     is_cut = problem.platform == "gpu" and problem.gradients.hidden and problem.v % 16 and has_few_tiles
     return problem.v * problem.d * problem.itemsize if is_cut else 0
 

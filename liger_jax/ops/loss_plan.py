@@ -158,9 +158,11 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
     lean, *others = (
         _plan_of_size(problem, mode, size) for mode in reversed(modes) for size in _sizes(problem, mode, least_tokens)
     )
-    if has_fast:  # one chunk of all tokens may need less than several, whose gradients are summed
-        whole = problem.chunk_size or preferred_tokens(problem)
-        others.append(_plan_of_size(problem, "fast", min(whole, max(1, problem.n))))
+    if has_fast:
+        # The chunk of the fast mode by its name may be longer and need less: the gradients of one chunk are not summed,
+        # and products with many tiles pad no weight.
+        named = dataclasses.replace(problem, mode="fast")
+        others.extend(_plan_of_size(problem, "fast", size) for size in _sizes(named, "fast", least_tokens))
     if lean.extra_bytes <= logits_bytes(problem):
         return lean
     return min((lean, *others), key=lambda plan: plan.extra_bytes)
@@ -198,7 +200,10 @@ def _sizes(problem: Problem, mode: str, least_tokens: int) -> list[int]:
     if mode == "fast" and problem.kernels == "mosaic_gpu":  # its last chunk may be shorter than the others
         return _by_cost(problem, preferred, least)
     part = largest_part(total, preferred, least, lambda size: _fits(problem, _plan_of_size(problem, mode, size)))
-    return [part] if mode == "fast" else [preferred, part]  # the last slice may be shorter
+    if mode == "lean":
+        return [preferred, part]  # the last slice may be shorter
+    # On a GPU a longer chunk may need less (`padded_weight_bytes`), which bisection can miss.
+    return [part, *(size for i in range(5) if (size := preferred >> i) > part)]
 
 
 def preferred_tokens(problem: Problem) -> int:

@@ -24,7 +24,7 @@ def two_cores(monkeypatch):
     )
 
     def run(d_block_size, semantics=None):
-        tiles = lambda n, v, d, itemsize, *_: config.TpuConfig(
+        tiles = lambda n, v, d, itemsize, *_, **__: config.TpuConfig(
             16, 128, d_block_size, keeps_hidden=d_block_size == d and itemsize == 2
         )
         params = lambda _, *named, vmem_limit_bytes: pltpu.CompilerParams(dimension_semantics=semantics or named)
