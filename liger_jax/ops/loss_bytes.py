@@ -54,9 +54,10 @@ def fast_bytes(problem: Problem, tokens: int) -> int:
 
 
 def padded_weight_bytes(problem: Problem, tokens: int) -> int:
-    """At most what XLA's product that makes dX takes on a GPU, where it has few tiles and V is no multiple of 16.
+    """What XLA's copy of the weight takes, at most, in the product that makes dX on a GPU.
 
-    XLA cuts V in two there at many sizes, so that all cores have work, and pads the weight to whole parts for it.
+    Where that product has fewer tiles than the GPU has cores, XLA cuts V in two at many sizes. If V is no multiple of
+    16, it pads the weight for that. The cores are an H200's; an A100 has fewer.
     """
     has_few_tiles = cdiv(tokens, 128) * cdiv(problem.d, 128) < NUM_CORES
     is_cut = problem.platform == "gpu" and problem.gradients.hidden and problem.v % 16 and has_few_tiles

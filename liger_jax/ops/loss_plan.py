@@ -159,8 +159,8 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
         _plan_of_size(problem, mode, size) for mode in reversed(modes) for size in _sizes(problem, mode, least_tokens)
     )
     if has_fast:
-        # The chunk of the fast mode by its name may be longer and need less: the gradients of one chunk are not summed,
-        # and products with many tiles pad no weight.
+        # Who names mode "fast" gets a longer chunk, which may need less: the gradients of one chunk are not summed, and
+        # products with many tiles pad no weight.
         named = dataclasses.replace(problem, mode="fast")
         others.extend(_plan_of_size(problem, "fast", size) for size in _sizes(named, "fast", least_tokens))
     if lean.extra_bytes <= logits_bytes(problem):

@@ -69,7 +69,7 @@ class TPU:
         smallest: the smallest topology, one host.
         most_chips: chips of the largest topology, a pod.
         devices_per_chip: cores of a chip that are devices of their own.
-        chip_config: how libtpu names the chip as JAX runs it, where that is not its default.
+        chip_config: libtpu's name of the configuration in which JAX runs a chip.
     """
 
     kind: str

@@ -25,6 +25,11 @@ class Inputs(NamedTuple):
     bias: jax.Array | None  # (V,)
     class_weights: jax.Array | None  # (V,) float32
 
+    @property
+    def num_vectors(self) -> int:
+        """How many of a bias and class weights there are."""
+        return sum(x is not None for x in (self.bias, self.class_weights))
+
 
 class Needs(NamedTuple):
     """Which gradients are asked for."""

@@ -59,8 +59,7 @@ def logit_gradients(
     """
     hidden, weight, labels, bias, class_weights = inputs
     n, d = hidden.shape
-    num_vectors = sum(x is not None for x in (bias, class_weights))
-    tiles = config.tpu_config(n, size, d, hidden.dtype.itemsize, vmem_bytes(), num_vectors=num_vectors)
+    tiles = config.tpu_config(n, size, d, hidden.dtype.itemsize, vmem_bytes(), num_vectors=inputs.num_vectors)
     labels, first_tile = labels - start, jnp.full((1,), start // tiles.v_block_size, jnp.int32)
     if options.chunk_size % tiles.v_block_size and size < weight.shape[options.vocab_dim]:
         weight, first_tile = formulas.take(weight, start, size, options.vocab_dim), jnp.zeros_like(first_tile)

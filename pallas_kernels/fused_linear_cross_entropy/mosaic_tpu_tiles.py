@@ -201,7 +201,7 @@ def tiles_of(inputs: Inputs, options: LinearOptions, keep: bool) -> config.TpuCo
         vmem_bytes(),
         num_statistics=num_fields,
         keeps_maxima=keep,
-        num_vectors=sum(x is not None for x in (inputs.bias, inputs.class_weights)),
+        num_vectors=inputs.num_vectors,
     )
 
 

@@ -82,9 +82,11 @@ def test_values_and_gradients(hopper, mode, sizes, weight_dtype, options, chunk_
         assert rms_error(grad, truth_grad) <= 1.5 * rms_error(plain_grad, truth_grad) + 1e-6 * (1 + abs(truth))
 
 
-def test_tiles_that_warpgroups_share(hopper, mode, rng, monkeypatch):
-    """The tiles are those of wide hidden states, which take too long in an interpreter."""
-    monkeypatch.setattr(config, "mosaic_gpu_tiles", lambda *_: Tiles(columns=256))
+@pytest.mark.parametrize("of_products", ["mosaic_gpu_tiles", "mosaic_gpu_logit_tiles"])
+def test_tiles_that_warpgroups_share(hopper, mode, of_products, rng, monkeypatch):
+    """The tiles of all products, or of the logits alone, are those of wide hidden states, which would take too long."""
+    monkeypatch.setattr(config, of_products, lambda *_: Tiles(columns=256))
+    jax.clear_caches()  # a kernel that was traced before keeps its tiles
     test_values_and_gradients(hopper, mode, SMALL, BF16, EVERYTHING, 128, rng)
 
 

@@ -122,11 +122,9 @@ def test_wide_rows_come_by_hoppers_copy_engine(kind, shape, dtype, expected):
     assert tuple(choice.name for choice in found) == expected
 
 
-@pytest.mark.parametrize(
-    "kind, expected",
-    [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA H100 80GB HBM3", "triton"), ("NVIDIA H100 PCIe", "triton")],
-)
-def test_rms_norm_s_backward_follows_the_card(kind, expected, monkeypatch):
+@pytest.fixture
+def norm_choices(monkeypatch):
+    """The names of a norm's implementations, forward and backward, once it was traced."""
     found, choose = [], _rows.choose
 
     def recorded(*arguments, **options):
@@ -135,28 +133,28 @@ def test_rms_norm_s_backward_follows_the_card(kind, expected, monkeypatch):
         return choices
 
     monkeypatch.setattr(_rows, "choose", recorded)
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [("NVIDIA H200", "mosaic_gpu"), ("NVIDIA H100 80GB HBM3", "triton"), ("NVIDIA H100 PCIe", "triton")],
+)
+def test_rms_norm_s_backward_follows_the_card(kind, expected, norm_choices):
     with device_in_context(kind, "gpu"):
         jax.eval_shape(rms_norm, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
-    assert found == ["triton", expected]
+    assert norm_choices == ["triton", expected]
 
 
 @pytest.mark.parametrize(
     "width, dtype, expected",
     [(8192, jnp.bfloat16, "mosaic_gpu"), (8192, jnp.float32, "triton"), (9216, jnp.float32, "mosaic_gpu")],
 )
-def test_float32_scales_move_layer_norm_s_forward_to_wider_rows(width, dtype, expected, monkeypatch):
-    found, choose = [], _rows.choose
-
-    def recorded(*arguments, **options):
-        choices = choose(*arguments, **options)
-        found.extend(choice.name for choice in choices)
-        return choices
-
-    monkeypatch.setattr(_rows, "choose", recorded)
+def test_float32_scales_move_layer_norm_s_forward_to_wider_rows(width, dtype, expected, norm_choices):
     row, scale = (jax.ShapeDtypeStruct(*x) for x in (((4096, width), jnp.bfloat16), ((width,), dtype)))
     with device_in_context("NVIDIA H200", "gpu"):
         jax.eval_shape(layer_norm, row, scale)
-    assert found == [expected, "mosaic_gpu"]
+    assert norm_choices == [expected, "mosaic_gpu"]
 
 
 def test_named_kernel_serves_both_directions():
