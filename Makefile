@@ -1,15 +1,20 @@
 # Everything that a user or a developer starts; `make help` lists it. Each purpose, Python version and platform has
-# an environment of its own under .venv/, made on first use; a stamp file in it says that all is installed.
+# an environment of its own under .venv/, made on first use; a stamp file in it says that all is installed. With
+# ENV=system the tests run in the interpreter that is there, with what it has, and nothing is installed.
 
 PYTHON ?= python3
 EXTRA ?= auto
 PLATFORM ?= cpu
+ENV ?= venv
 JAX ?=
+PART ?= 1/1
 TESTS ?=
 PYTEST_ARGS ?=
 ARGS ?=
-# Workers of the tests. An accelerator's memory is not shared between processes, so there it is one.
-JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,0)
+# Workers of the tests. On a GPU they share the cards (tests/_devices.py), and each compiles on about two cores. A TPU
+# belongs to one process.
+CORES = $(shell getconf _NPROCESSORS_ONLN)
+JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,$(if $(filter gpu,$(PLATFORM)),$(shell expr \( $(CORES) + 1 \) / 2),0))
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-full parity lint format types docs wheel clean
@@ -29,6 +34,17 @@ ifneq ($(filter-out help clean,$(GOALS)),)
   endif
   ifeq ($(filter cpu gpu tpu,$(PLATFORM)),)
     $(error PLATFORM=$(PLATFORM) must be cpu, gpu or tpu)
+  endif
+  ifeq ($(filter venv system,$(ENV)),)
+    $(error ENV=$(ENV) must be venv, or system for the packages that $(PYTHON) has)
+  endif
+  ifeq ($(ENV),system)
+    ifneq ($(filter-out test test-full parity,$(GOALS)),)
+      $(error ENV=system is for make test, test-full and parity)
+    endif
+    ifneq ($(JAX),)
+      $(error ENV=system installs nothing, so JAX=$(JAX) cannot be chosen: leave it out, or ENV=system)
+    endif
   endif
 endif
 
@@ -61,6 +77,7 @@ endif
 VERSIONS := py$(PY)$(if $(JAX),-jax$(JAX))
 TRAIN_ENV := .venv/train-$(VERSIONS)-$(ACCELERATOR)
 TEST_ENV := .venv/test-$(VERSIONS)-$(PLATFORM)
+TEST_PYTHON := $(if $(filter system,$(ENV)),$(PYTHON),$(TEST_ENV)/bin/python)
 DOCS_ENV := .venv/docs-$(VERSIONS)
 
 EXTRAS_none := examples
@@ -100,6 +117,7 @@ $(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
 help:
 	@echo 'make train      train a small LLaMA on real text         ARGS="--steps 50"  EXTRA=cuda|tpu|none'
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
+	@echo '                JOBS=8 workers, PART=1/2 of the cases, ENV=system: in the Python that is there'
 	@echo 'make test-full  all shapes, targets and model families   the same'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
 	@echo 'make lint       ruff: mistakes and format'
@@ -117,16 +135,18 @@ train: $(TRAIN_ENV)/.installed
 
 # ALLOW_MULTIPLE_LIBTPU_LOAD: libtpu compiles in several workers at once, and no TPU is there to fight for.
 CPU_ONLY := JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1
-PYTEST = $(if $(filter cpu,$(PLATFORM)),$(CPU_ONLY)) $(TEST_ENV)/bin/python -m pytest -n $(JOBS) \
-  $(if $(filter-out cpu,$(PLATFORM)),--platform=$(PLATFORM))
+# Other people's plugins stay out: a warning of theirs would be an error here.
+PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(filter cpu,$(PLATFORM)),$(CPU_ONLY)) $(TEST_PYTHON) -m pytest \
+  -p xdist -n $(JOBS) --platform=$(PLATFORM) --part=$(PART)
+installed = $(if $(filter venv,$(ENV)),$(TEST_ENV)/.installed$(1))
 
-test: $(TEST_ENV)/.installed
+test: $(call installed)
 	@$(PYTEST) -m 'not full and not parity' $(PYTEST_ARGS) $(TESTS)
 
-test-full: $(TEST_ENV)/.installed
+test-full: $(call installed)
 	@$(PYTEST) $(PYTEST_ARGS) $(TESTS)
 
-parity: $(TEST_ENV)/.installed-parity
+parity: $(call installed,-parity)
 	@$(PYTEST) -m parity $(PYTEST_ARGS) $(TESTS)
 
 lint: $(TEST_ENV)/.installed-dev

@@ -1,24 +1,30 @@
 """Where the tests run, and under which rules.
 
-    pytest --platform=cpu|gpu|tpu
+    pytest --platform=cpu|gpu|tpu --part=i/n
 
 The cases are the same everywhere. On a CPU the Pallas kernels run in their interpreters, through the public ops;
-on a GPU or TPU they are compiled for it.
+on a GPU or TPU they are compiled for it. What needs no accelerator is the CPU's alone (`is_for_the_cpu`).
 """
 
 import gc
+import importlib.util
 import os
 import secrets
 import zlib
+from pathlib import Path
 
 import jax
 import jaxtyping
 import numpy as np
 import pytest
 
-# Annotations are checked. Here and not in a hook of pytest's: tests/ops/conftest.py imports liger_jax before those run
-# wherever it is named on the command line.
-jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
+from tests import _devices
+
+# Annotations are checked, where beartype is there to do it. Here and not in a hook of pytest's: tests/ops/conftest.py
+# imports liger_jax before those run wherever it is named on the command line.
+CHECKS_TYPES = importlib.util.find_spec("beartype") is not None
+if CHECKS_TYPES:
+    jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
 
 IMPLEMENTATIONS = {
     "cpu": ("xla", "triton:interpret", "mosaic_tpu:interpret"),
@@ -32,6 +38,17 @@ def pytest_addoption(parser):
     parser.addoption(
         "--platform", choices=tuple(IMPLEMENTATIONS), default="cpu", help="the device that the tests run on"
     )
+    parser.addoption(
+        "--part", type=part, default=(1, 1), metavar="i/n", help="runs the i-th of n parts of equal length"
+    )
+
+
+def part(text: str) -> tuple[int, int]:
+    """The two numbers of `i/n`."""
+    i, n = map(int, text.split("/"))
+    if not 1 <= i <= n:
+        raise ValueError(text)
+    return i, n
 
 
 def pytest_configure(config):
@@ -41,6 +58,8 @@ def pytest_configure(config):
     platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[config.getoption("--platform")]
     os.environ["JAX_PLATFORMS"] = platforms  # for the processes that tests start
     jax.config.update("jax_platforms", platforms)
+    if config.getoption("--platform") == "gpu":
+        _devices.share_cards()
     # Before the first computation: four CPU devices serve the sharding tests, and code that runs once need not be fast.
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4"]
     if platforms == "cpu":
@@ -76,8 +95,40 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("implementation", cases)
 
 
+@pytest.hookimpl(trylast=True)  # behind -m and -k, so that parts are equal
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--platform") != "cpu":
+        keep(config, items, [item for item in items if not is_for_the_cpu(item)])
+    # Cases of one test take about as long as each other and stand side by side: each part gets every n-th of them.
+    i, n = config.getoption("--part")
+    keep(config, items, items[i - 1 :: n])
+
+
+def keep(config, items, kept):
+    """Deselects the others, which pytest then counts."""
+    gone = {*items} - {*kept}
+    config.hook.pytest_deselected(items=[item for item in items if item in gone])
+    items[:] = kept
+
+
+def is_for_the_cpu(item) -> bool:
+    """Compilers for devices that are not there, simulators of other devices, the planner, the site and the wheel."""
+    return (
+        item.get_closest_marker("aot") is not None
+        or ":interpret" in item.name
+        or {"aot", "packaging", "benchmarks", "planner"} & {*item.path.relative_to(Path(__file__).parents[1]).parts}
+        or item.path.name == "test_tpu_races.py"
+    )
+
+
 def pytest_report_header(config):
-    return f"inputs: --platform={config.getoption('--platform')} --seed={os.environ['TEST_SEED']}"
+    i, n = config.getoption("--part")
+    lines = [f"inputs: --platform={config.getoption('--platform')} --seed={os.environ['TEST_SEED']} --part={i}/{n}"]
+    if not CHECKS_TYPES:
+        lines.append("annotations are not checked: beartype is not installed")
+    if config.getoption("--platform") != "cpu":
+        lines.append("left to `make test` on a CPU: compilers for absent devices, simulators, planner, site and wheel")
+    return lines
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +147,13 @@ def rng(request):
 @pytest.fixture(scope="session")
 def platform(request):
     return request.config.getoption("--platform")
+
+
+@pytest.fixture
+def devices():
+    """Four devices for a mesh, or two where the platform has no more; see `_devices.several`."""
+    with _devices.several() as found:
+        yield found
 
 
 @pytest.fixture

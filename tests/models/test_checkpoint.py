@@ -136,7 +136,9 @@ def test_rope_of_transformers_4_and_5_and_of_their_predecessors_is_one():
 # --- on a mesh --------------------------------------------------------------------------------------------------------
 
 
-MESH = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+@pytest.fixture
+def mesh(devices):
+    return jax.make_mesh((len(devices) // 2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def split_last(shape):
@@ -152,18 +154,18 @@ def specs_by(kind, model):
 
 @pytest.mark.parametrize("kind", ["rule", "pytree", "none"])
 @pytest.mark.parametrize("scan", [True, False])
-def test_each_parameter_is_read_to_its_shards(kind, scan, tmp_path):
+def test_each_parameter_is_read_to_its_shards(kind, scan, mesh, tmp_path):
     model = make_model(scan_layers=scan)
     model.save_pretrained(tmp_path)
-    options = dict(mesh=MESH, partition_specs=specs_by(kind, model), scan_layers=scan)
+    options = dict(mesh=mesh, partition_specs=specs_by(kind, model), scan_layers=scan)
     found = LlamaForCausalLM.from_pretrained(tmp_path, **options)
     assert_equal_models(found, model)
     layers = found.model.layers
     kernel = (layers if scan else layers[1]).mlp.up_proj.kernel[...]
     split = P() if kind == "none" else split_last(kernel.shape)
-    assert kernel.sharding.is_equivalent_to(NamedSharding(MESH, split), kernel.ndim)
+    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, split), kernel.ndim)
     if kind == "rule":
-        assert found.lm_head[...].sharding.is_equivalent_to(NamedSharding(MESH, P(None, ("data", "fsdp"))), 2)
+        assert found.lm_head[...].sharding.is_equivalent_to(NamedSharding(mesh, P(None, ("data", "fsdp"))), 2)
 
 
 @pytest.mark.parametrize(
@@ -174,18 +176,18 @@ def test_each_parameter_is_read_to_its_shards(kind, scan, tmp_path):
         (False, "model.layers.2.mlp.up_proj.kernel"),
     ],
 )
-def test_a_parameter_s_name_says_layers_once(scan, name, tmp_path):
+def test_a_parameter_s_name_says_layers_once(scan, name, mesh, tmp_path):
     kinds = ("sliding_attention", "full_attention", "sliding_attention")
     sizes = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG)}
     config = Qwen2Config(**sizes | dict(num_hidden_layers=3, layer_types=kinds))
     Qwen2ForCausalLM(config, scan_layers=scan, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
     names = []
     specs = lambda name, shape: names.append(name) or P()
-    Qwen2ForCausalLM.from_pretrained(tmp_path, mesh=MESH, partition_specs=specs, scan_layers=scan)
+    Qwen2ForCausalLM.from_pretrained(tmp_path, mesh=mesh, partition_specs=specs, scan_layers=scan)
     assert name in names and not [name for name in names if name.count("layers") > 1], names
 
 
-def test_of_a_sharded_parameter_parts_are_read_and_each_once(tmp_path, monkeypatch):
+def test_of_a_sharded_parameter_parts_are_read_and_each_once(mesh, tmp_path, monkeypatch):
     make_model().save_pretrained(tmp_path)
     most, total, open_file = {}, {}, weights.safe_open
 
@@ -218,7 +220,7 @@ def test_of_a_sharded_parameter_parts_are_read_and_each_once(tmp_path, monkeypat
             return Slice(name, self.inner.get_slice(name))
 
     monkeypatch.setattr(weights, "safe_open", File)
-    LlamaForCausalLM.from_pretrained(tmp_path, mesh=MESH, partition_specs=lambda _, shape: split_last(shape))
+    LlamaForCausalLM.from_pretrained(tmp_path, mesh=mesh, partition_specs=lambda _, shape: split_last(shape))
     assert most["model.layers.1.mlp.up_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
     assert most["model.layers.1.mlp.down_proj.weight"] == CONFIG.hidden_size * CONFIG.intermediate_size // 2
     assert most["lm_head.weight"] == CONFIG.vocab_size * CONFIG.hidden_size // 2
@@ -226,13 +228,13 @@ def test_of_a_sharded_parameter_parts_are_read_and_each_once(tmp_path, monkeypat
     assert total["lm_head.weight"] == CONFIG.vocab_size * CONFIG.hidden_size
 
 
-def test_specs_that_do_not_fit_are_refused(tmp_path):
+def test_specs_that_do_not_fit_are_refused(mesh, tmp_path):
     make_model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="partition_specs need a mesh"):
         LlamaForCausalLM.from_pretrained(tmp_path, partition_specs=lambda name, shape: P())
     for specs in ({"lm_head": P()}, lambda name, shape: None):
         with pytest.raises(ValueError, match="a PartitionSpec for each of the model's 12 parameters, and gave"):
-            LlamaForCausalLM.from_pretrained(tmp_path, mesh=MESH, partition_specs=specs)
+            LlamaForCausalLM.from_pretrained(tmp_path, mesh=mesh, partition_specs=specs)
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------

@@ -80,8 +80,8 @@ def test_hidden_states_and_head_make_the_logits(model, tokens):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_batch_that_is_sharded_stays_so(axis_type, tokens):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+def test_a_batch_that_is_sharded_stays_so(axis_type, devices, tokens):
+    mesh = jax.sharding.Mesh(devices[:2], ("data",), axis_types=(axis_type,))
     expected = found(make_model(), tokens)
     with jax.set_mesh(mesh):
         sharded = jax.device_put(tokens, NamedSharding(mesh, P("data", None)))
@@ -156,10 +156,10 @@ def test_token_loss_is_that_of_the_log_probs(model, tokens):
 
 
 @pytest.mark.parametrize("axis_type", first(1, [AxisType.Explicit, AxisType.Auto]), ids=str)
-def test_token_loss_of_a_sharded_batch_is_the_whole_batch_s(axis_type, tokens):
+def test_token_loss_of_a_sharded_batch_is_the_whole_batch_s(axis_type, devices, tokens):
     run = nnx.jit(nnx.value_and_grad(policy, argnums=(0, 2, 4), has_aux=True))
     (expected, _), gradients = run(make_model(), tokens, jnp.array([1.0, -0.5]), 5, jnp.float32(0.1))
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    mesh = jax.sharding.Mesh(devices[:2], ("data",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         sharded = jax.device_put(tokens, NamedSharding(mesh, P("data", None)))
         advantages = jax.device_put(jnp.array([1.0, -0.5]), NamedSharding(mesh, P("data")))

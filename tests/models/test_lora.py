@@ -281,11 +281,9 @@ AUTO = pytest.param(AxisType.Auto, marks=pytest.mark.full)
 AXIS_TYPES = pytest.mark.parametrize("axis_type", [AUTO, AxisType.Explicit], ids=str)
 
 
-def make_mesh(axis_type):
-    if len(jax.devices()) < 2:
-        pytest.skip("a mesh needs several devices")
-    devices = jax.devices()[:4]
-    return jax.make_mesh((2, len(devices) // 2), AXES, axis_types=(axis_type,) * 2, devices=devices)
+@pytest.fixture
+def mesh(axis_type, devices):
+    return jax.make_mesh((len(devices) // 2, 2), AXES, axis_types=(axis_type,) * 2, devices=devices)
 
 
 def sharded_model(mesh):
@@ -294,8 +292,7 @@ def sharded_model(mesh):
 
 
 @AXIS_TYPES
-def test_sharded_loss_and_gradients_are_those_of_one_device(axis_type, rng):
-    mesh = make_mesh(axis_type)
+def test_sharded_loss_and_gradients_are_those_of_one_device(mesh, rng):
     tokens = random_tokens(rng, batch=8)
 
     def value_and_gradients(model, tokens):
@@ -320,8 +317,8 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(axis_type, rng):
 
 
 @AXIS_TYPES
-def test_adapters_load_and_merge_on_a_mesh_and_kernels_stay_split(axis_type, tmp_path):
-    one, mesh = adapted(SHARDED, targets=("q_proj", "down_proj"), dora=True), make_mesh(axis_type)
+def test_adapters_load_and_merge_on_a_mesh_and_kernels_stay_split(mesh, tmp_path):
+    one = adapted(SHARDED, targets=("q_proj", "down_proj"), dora=True)
     save_adapters(one, tmp_path)
     with jax.set_mesh(mesh):
         model = merge_lora(load_adapters(sharded_model(mesh), tmp_path))

@@ -194,15 +194,13 @@ def value_and_adapters_gradients(model, tokens):
 
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.full), AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.full)])
-def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(kind, axis_type, rng, monkeypatch):
+def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(kind, axis_type, devices, rng, monkeypatch):
     """Layers and head alike; each device holds its part of the codes, and whole blocks."""
-    if len(jax.devices()) < 4:
-        pytest.skip("the mesh takes four devices")
     monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", 20)
     tokens = random_tokens(rng, batch=8)
     one = add_lora(quantize(make_model(SHARDED), kind, head=True), 3, alpha=6, rngs=nnx.Rngs(1))
     truth, expected = value_and_adapters_gradients(one, tokens)
-    mesh = jax.make_mesh((2, 2), AXES, axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh((len(devices) // 2, 2), AXES, axis_types=(axis_type,) * 2, devices=devices)
     with jax.set_mesh(mesh):
         model = add_lora(quantize(sharded(mesh), kind, head=True), 3, alpha=6, rngs=nnx.Rngs(1))
         for x, y in zip(*(jax.tree.leaves(nnx.state(m, QuantizedParam)) for m in (model, one)), strict=True):
@@ -216,10 +214,8 @@ def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(kind, 
         assert np.abs(np.asarray(x) - np.asarray(y)).max() < 4e-5 * np.abs(np.asarray(y)).max(), path
 
 
-def test_the_planner_splits_quantised_weights_as_quantize_does():
-    if len(jax.devices()) < 4:
-        pytest.skip("the mesh takes four devices")
-    mesh = jax.make_mesh((1, 4), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+def test_the_planner_splits_quantised_weights_as_quantize_does(devices):
+    mesh = jax.make_mesh((1, len(devices)), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
     state = nnx.state(quantize(sharded(mesh), "nf4", head=True), QuantizedParam)
     found = jax.tree.map(lambda x, planned: x.sharding.is_equivalent_to(planned, x.ndim), state, shardings(state, mesh))
     assert all(jax.tree.leaves(found))

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from liger_jax.pallas_kernels.norms import tiles_triton
+from tests._devices import several
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 
@@ -175,14 +176,15 @@ class Promises:
         arrays, split = self.arrays(rng, self.shape), range(self.num_rows)
         op, reference = self.make(implementation)
         _oracle.check_shard_map(op, arrays, rng, implementation, check_vma, self.many(arrays), split)
-        mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
-        specs = tuple(PartitionSpec("data") if i in split else PartitionSpec() for i in range(len(arrays)))
-        options = {"mesh": mesh, "in_specs": specs, "out_specs": PartitionSpec("data"), "check_vma": check_vma}
-        self.check_few(jax.jit(jax.shard_map(op, **options)), reference, arrays, rng)
+        with several(implementation) as devices:
+            mesh = jax.sharding.Mesh(devices, ("data",))
+            specs = tuple(PartitionSpec("data") if i in split else PartitionSpec() for i in range(len(arrays)))
+            options = {"mesh": mesh, "in_specs": specs, "out_specs": PartitionSpec("data"), "check_vma": check_vma}
+            self.check_few(jax.jit(jax.shard_map(op, **options)), reference, arrays, rng)
 
     @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-    def test_xla_is_partitioned_over_rows_without_communication(self, axis_type, rng):
-        mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
+    def test_xla_is_partitioned_over_rows_without_communication(self, axis_type, devices, rng):
+        mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(axis_type,))
         arrays, rows = self.arrays(rng, self.shape), range(self.num_rows)
         op, _ = self.make("xla")
         cotangents = _oracle.random_cotangents(op, arrays, rng)

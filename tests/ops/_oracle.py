@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests._devices import several
+
 TOLERANCE = 2e-5  # share of the largest reference value, in float32
 SAME = 2e-6  # share of the largest value, for the same arithmetic compiled twice
 ROUNDED = 1e-6  # an RMS error of float32 sums in any order
@@ -151,27 +153,29 @@ def check_scan(op, arrays, rng, wrt=None):
 
 
 def check_shard_map(op, arrays, rng, implementation, check_vma, wrt=None, split=(0,)):
-    """Split along their first axis over all devices, inside shard_map: value and gradients as on one device."""
+    """Split along their first axis over a mesh, inside shard_map: value and gradients as on one device."""
     if check_vma and implementation == "triton:interpret":
         pytest.skip("JAX's HLO interpreter does not run under check_vma; tests/aot compiles the kernels there")
-    mesh = jax.make_mesh((min(4, len(jax.devices())),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = tuple(PartitionSpec("data") if i in split else PartitionSpec() for i in range(len(arrays)))
-    sharded = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=check_vma)
-    cotangents = random_cotangents(op, arrays, rng)
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-    run = lambda f, arrays: value_and_gradients(f, arrays, cotangents, wrt)
-    assert_same(run(sharded, placed), run(op, arrays))
+    with several(implementation) as devices:
+        mesh = jax.sharding.Mesh(devices, ("data",))
+        specs = tuple(PartitionSpec("data") if i in split else PartitionSpec() for i in range(len(arrays)))
+        sharded = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=check_vma)
+        cotangents = random_cotangents(op, arrays, rng)
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        run = lambda f, arrays: value_and_gradients(f, arrays, cotangents, wrt)
+        assert_same(run(sharded, placed), run(op, arrays))
 
 
 def check_partitioned(op, arrays, rng, axis_type, wrt=None, split=(0,)):
     """Split along their first axis over a mesh, outside of shard_map: results stay so, and nothing is communicated."""
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
-    over_data, replicated = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-    cotangents = jax.device_put(random_cotangents(op, arrays, rng), over_data)
-    placed = [jax.device_put(x, over_data if i in split else replicated) for i, x in enumerate(arrays)]
-    run = jax.jit(lambda arrays, cotangents: value_and_gradients(op, arrays, cotangents, wrt))
-    assert all(x.sharding.is_equivalent_to(over_data, x.ndim) for x in run(placed, cotangents))
-    assert not collectives(run.lower(placed, cotangents))
+    with several() as devices:
+        mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(axis_type,))
+        over_data, replicated = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+        cotangents = jax.device_put(random_cotangents(op, arrays, rng), over_data)
+        placed = [jax.device_put(x, over_data if i in split else replicated) for i, x in enumerate(arrays)]
+        run = jax.jit(lambda arrays, cotangents: value_and_gradients(op, arrays, cotangents, wrt))
+        assert all(x.sharding.is_equivalent_to(over_data, x.ndim) for x in run(placed, cotangents))
+        assert not collectives(run.lower(placed, cotangents))
 
 
 def check_residuals(op, arrays, kept: Sequence[jax.Array], wrt=None, per_row: int = 0):

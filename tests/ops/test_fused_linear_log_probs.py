@@ -241,8 +241,8 @@ def test_float16_gradients_survive_a_loss_scale(rng):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_sharded_vocabulary_equals_the_whole_one(check_vma, rng):
-    mesh = jax.make_mesh((4,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
+def test_sharded_vocabulary_equals_the_whole_one(check_vma, devices, rng):
+    mesh = jax.sharding.Mesh(devices, ("shard",))
     hidden, weight, bias = arrays(rng, v=64)
     labels = labels_of(rng, v=64).at[1].set(-100)
     split, same = PartitionSpec("shard"), PartitionSpec()
@@ -268,9 +268,9 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, rng):
 
 
 @pytest.mark.parametrize("head", [PartitionSpec(None, "data"), PartitionSpec("model", None)], ids=str)
-def test_tokens_on_an_explicit_mesh_stay_where_they_are(head, rng):
+def test_tokens_on_an_explicit_mesh_stay_where_they_are(head, devices, rng):
     axis_types = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axis_types)
+    mesh = jax.make_mesh((2, len(devices) // 2), ("data", "model"), axis_types=axis_types, devices=devices)
     hidden, weight, bias = arrays(rng, n=8, d=16, v=64)
     labels = labels_of(rng, n=8, v=64)
     tokens = NamedSharding(mesh, PartitionSpec("data"))

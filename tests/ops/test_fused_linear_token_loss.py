@@ -265,8 +265,8 @@ def test_auto_is_fast_but_with_entropies_on_hopper(rng):
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-def test_sharded_vocabulary_equals_the_whole_one(rng):
-    mesh = jax.make_mesh((min(4, len(jax.devices())),), ("shard",), axis_types=(AxisType.Auto,))
+def test_sharded_vocabulary_equals_the_whole_one(devices, rng):
+    mesh = jax.sharding.Mesh(devices, ("shard",))
     head = heads(rng, v=64)
     labels = labels_of(rng, v=64).at[1].set(-100)
     tokens = tokens_of(rng, head, labels)
@@ -290,8 +290,8 @@ def test_sharded_vocabulary_equals_the_whole_one(rng):
 
 
 @all_modes
-def test_tokens_on_an_explicit_mesh_stay_where_they_are(mode, rng):
-    mesh = jax.make_mesh((min(2, len(jax.devices())),), ("data",), axis_types=(AxisType.Explicit,))
+def test_tokens_on_an_explicit_mesh_stay_where_they_are(mode, devices, rng):
+    mesh = jax.sharding.Mesh(devices[:2], ("data",), axis_types=(AxisType.Explicit,))
     hidden, weight, bias = heads(rng, n=8, d=16, v=64)
     labels = labels_of(rng, n=8, v=64)
     tokens = tokens_of(rng, [hidden, weight, bias], labels)

@@ -1,10 +1,13 @@
 """What cross_entropy and fused_linear_cross_entropy promise alike: values, gradients, and what each option means."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests._devices import several
 from tests.ops._losses import (
     CROSS_ENTROPY,
     FUSED,
@@ -418,29 +421,27 @@ def test_scan_over_tokens_changes_nothing(op, implementation, rng):
 @both_ops
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("mode", ["fast", "lean"])
-def test_shard_map_over_tokens_changes_nothing(op, check_vma, mode, implementation, platform, rng):
+def test_shard_map_over_tokens_changes_nothing(op, check_vma, mode, implementation, rng):
     """The replicated head's gradient is the sum over the devices."""
     if mode == "fast" and (op is CROSS_ENTROPY or implementation != "xla"):
         pytest.skip("only the fused loss in XLA has a fast mode here")
     if check_vma and implementation == "triton:interpret":
         pytest.skip("JAX's HLO interpreter of Pallas cannot run under check_vma; compiled ahead of time in tests/aot")
-    devices = jax.devices("cpu")[:4] if platform == "cpu" else jax.devices()
-    if len(devices) < 4:
-        devices = devices[:1]
-    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     tokens, everywhere = jax.P("data"), jax.P()
     case = make_case(rng, n=36)
     options = dict(reduction="sum", implementation=implementation) | ({"mode": mode} if op is FUSED else {})
 
-    def total(inputs, labels):
+    def total(inputs, labels, mesh):
         specs = ([tokens] + [everywhere] * (len(inputs) - 1), tokens)
         local = lambda inputs, labels: jax.lax.psum(op(inputs, labels, **options), "data")
         sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=check_vma)
         return sharded(inputs, labels)
 
-    inputs, labels = arrays(op.inputs(case)), jnp.asarray(case.labels)
-    expected = value_and_grad(lambda inputs: op(inputs, labels, **options))(inputs)
-    found = value_and_grad(total)(inputs, labels)
+    with several(implementation) as devices:
+        inputs, labels = arrays(op.inputs(case)), jnp.asarray(case.labels)
+        expected = value_and_grad(lambda inputs: op(inputs, labels, **options))(inputs)
+        mesh = jax.sharding.Mesh(devices, ("data",))
+        found = value_and_grad(functools.partial(total, mesh=mesh))(inputs, labels)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, b) < 1e-5
 

@@ -129,8 +129,8 @@ def test_jit_gives_the_same_tables(scaling, rng):
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("scaling", [None, SCALINGS[6]], ids=by_name)
-def test_tables_are_sharded_as_their_positions(scaling, axis_type):
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(axis_type,))
+def test_tables_are_sharded_as_their_positions(scaling, axis_type, devices):
+    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(axis_type,))
     over_data = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     positions = jax.device_put(jnp.arange(40).reshape(8, 5), over_data)
     run = jax.jit(lambda positions: rope_table(positions, 16, scaling=scaling))
