@@ -125,10 +125,13 @@ def slope(u: jax.Array, options: LogitOptions) -> jax.Array | float:
 
 def slope_of_logit(z: jax.Array | None, options: LogitOptions) -> jax.Array | float:
     """`slope`, from z instead of u; without a softcap z is not read."""
-    if options.softcap is None or options.scale == 0.0:
+    if options.softcap is None:
         return options.scale
+    most = options.scale * options.softcap
+    if abs(most) < jnp.finfo(jnp.float32).tiny:
+        return 0.0  # every z is 0, and 0 / 0 would be NaN
     assert z is not None  # it is there where there is a softcap
-    return options.scale * (1.0 - jnp.square(z / (options.scale * options.softcap)))
+    return options.scale * (1.0 - jnp.square(z / most))
 
 
 def online_start(n: int, options: LogitOptions) -> OnlineState:

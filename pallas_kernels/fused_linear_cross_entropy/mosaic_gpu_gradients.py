@@ -26,13 +26,6 @@ _SMALLEST = 2.0**-126  # the smallest normal number in bfloat16
 _LEAST_EXPONENT = row_formulas.LEAST_EXPONENT * _LOG2_E  # of 2
 
 
-def _slope(z: jax.Array | None, options: LogitOptions) -> jax.Array | float:
-    """dz/du = scale · (1 − (z / (scale · softcap))²), from the capped logit."""
-    if options.softcap is None:
-        return options.scale
-    return options.scale * (1.0 - jnp.square(z / (options.scale * options.softcap)))
-
-
 def _logit_gradient(tile: Tile, z, exponent, probability, labels, g: Cotangents, class_weights, options: LogitOptions):
     """du = (g_lse · p + g_log_p · p · log p + g_target · 1[v = y] + g_sum · c_v) · dz/du; p is 2 to the exponent."""
     factor = tile.over_rows(g.log_normalizer)
@@ -43,7 +36,7 @@ def _logit_gradient(tile: Tile, z, exponent, probability, labels, g: Cotangents,
     if g.logit_sum is not None:
         g_sum = tile.over_rows(g.logit_sum)
         du += g_sum if class_weights is None else g_sum * tile.over_columns(class_weights)
-    slope = _slope(z, options)
+    slope = row_formulas.slope_of_logit(z, options)
     return du if isinstance(slope, float) and slope == 1.0 else du * slope
 
 

@@ -188,6 +188,15 @@ def test_every_token_has_its_own_cotangent(hopper, rng):
         assert relative_error(grad, truth_grad) < 1e-2
 
 
+def test_a_logit_scale_of_zero_has_no_gradient(hopper, mode, rng):
+    case, inputs = rounded_case(rng, n=64, d=64, v=128)
+    options = dict(logit_scale=0.0, logit_softcap=5.0, mode=mode, implementation=hopper)
+    loss = lambda i: FUSED(i, jnp.asarray(case.labels), **options)
+    value, grads = jax.jit(jax.value_and_grad(loss))(inputs)
+    assert relative_error(value, np.log(128)) < 1e-6
+    assert not any(np.any(np.asarray(g, np.float32)) for g in grads)  # NaN is something, too
+
+
 def test_large_and_equal_logits_neither_overflow_nor_vanish(hopper, mode):
     hidden = jnp.full((128, 64), 100.0, BF16)
     weight = jnp.zeros((640, 64), BF16).at[5].set(100.0).at[600].set(-100.0)  # logits of 0 and ±640,000

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from liger_jax.pallas_kernels.cross_entropy import formulas
+from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from tests._devices import several
 from tests.ops._losses import (
     CROSS_ENTROPY,
@@ -238,6 +240,19 @@ def test_ignore_index_may_be_a_class(op, implementation, rng):
         implementation=implementation,
     )
     np.testing.assert_array_equal(ignoring, masked)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [LogitOptions(0.7, 5.0), LogitOptions(0.7), LogitOptions(0.0, 5.0), LogitOptions(1e-30, 1e-20)],
+    ids=str,
+)
+def test_the_slope_of_a_logit_is_the_same_from_either_side_of_the_softcap(options):
+    """The kernels that store z have no u left."""
+    u = jnp.linspace(-9.0, 9.0, 19)
+    np.testing.assert_allclose(
+        formulas.slope_of_logit(formulas.transform(u, options), options), formulas.slope(u, options), 1e-4, 1e-6
+    )
 
 
 @both_ops
