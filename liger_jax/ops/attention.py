@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractDevice
 from jax.sharding import PartitionSpec as P
@@ -104,6 +105,8 @@ def causal_attention(
     segments = segment_ids if isinstance(segment_ids, Segments) else None
     ids = _checks.as_array(segment_ids) if segments is None else segments.ids
     _check(q, k, v, ids, window, softcap, scale)
+    if window is not None and window >= q.shape[1]:
+        window = None  # it hides nothing, and from 2³¹ on it would overflow a kernel's integers
     options = dict(window=window, softcap=softcap, scale=scale)
     if _explicit.is_explicit(q):
         return _on_mesh(q, k, v, ids, **options, implementation=implementation)
@@ -157,6 +160,8 @@ def _check(q, k, v, segment_ids, window, softcap, scale):
     for name, x in dict(k=k, v=v).items():
         if x.dtype != q.dtype:
             raise ValueError(f"{_OP}: {name} has dtype {x.dtype} and q {q.dtype}, but all must have one; cast it.")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, (int, np.integer))):
+        raise TypeError(f"{_OP}: window={window!r} must be a Python int, because kernels are compiled for its value.")
     if window is not None and window < 1:
         raise ValueError(
             f"{_OP}: window={window} must be at least 1, since a position sees itself; pass None for no window."

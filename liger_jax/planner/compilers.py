@@ -175,7 +175,7 @@ def without_cudnn() -> str | None:
     """
     gpu_devices("h200")  # where JAX looks for cuDNN before its plugin is there, it never finds it
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jax.numpy.bfloat16)
-    if cudnn.why_not(q, capability=GPUS["h200"].capability) is None:
+    if cudnn.why_not(q, q, capability=GPUS["h200"].capability) is None:
         return None
     return (
         "cuDNN is not installed, so attention was compiled as XLA's chunks, which need other memory: "

@@ -211,8 +211,7 @@ def _work_of_a_layer(run: Run) -> int:
 def _scores_in_chunks(run: Run) -> int:
     """Bytes of the scores that XLA's attention holds for a chunk of queries in the backward; 0 where a kernel runs."""
     c = run.model.config
-    if not run.packed and c.attn_logit_softcapping is None:
-        return 0  # cuDNN or splash attention runs on the device; whether cuDNN is installed here does not matter
+    # Whether cuDNN is installed here does not matter: what it takes, the other kernels for the same GPU take too.
     windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if _attention_of(run, w) == "xla"]
     keys = max([min(run.seq, xla.CHUNK + w - 1) if w else run.seq for w in windows], default=0)
     scores = run.tokens // run.seq * c.num_attention_heads * min(xla.CHUNK, run.seq) * keys

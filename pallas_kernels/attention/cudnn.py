@@ -1,4 +1,11 @@
-"""Causal attention by cuDNN, as JAX calls it: the fastest on NVIDIA GPUs for one segment without a softcap."""
+"""Causal attention by cuDNN, as JAX calls it: the fastest on NVIDIA GPUs for one segment without a softcap.
+
+What it takes is asked of the path that trains, because an op cannot know whether it will be differentiated. That path
+takes less than inference does: JAX (0.10.2 to 0.12.0, `check_is_flash_attention`) wants even lengths there, since it
+counts the empty array that stands for no bias as a bias, and cuDNN's own backward takes no single position. So an odd
+row is padded with one position. No position before it sees it, whatever the window is, and its own output is cut off:
+its gradient is 0, and it adds exactly 0 to the others'. This costs a copy of q, k and v.
+"""
 
 import functools
 from typing import Any
@@ -8,13 +15,16 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
+Typed = jax.Array | jax.ShapeDtypeStruct
+
 
 def unsupported(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
+    q: Typed,
+    k: Typed,
+    v: Typed,
+    segment_ids: Typed | None,
     *,
+    window: int | None,
     softcap: float | None,
     capability: tuple[int, int],
     **_: Any,
@@ -22,21 +32,26 @@ def unsupported(
     """Takes 16-bit operands of limited width. Refuses softcaps, and segments: JAX would make a (T, T) mask of them."""
     if segment_ids is not None or softcap is not None:
         return "cuDNN attention knows no segments and no softcap; use 'xla'."
-    return why_not(q, capability=capability)
+    return why_not(q, k, window=window, capability=capability)
 
 
-def why_not(q: jax.Array | jax.ShapeDtypeStruct, *, capability: tuple[int, int]) -> str | None:
-    """Why cuDNN cannot take queries like q (B, T, Q, H), or None where it can. Widths over 128 need capability 9.0."""
+def why_not(q: Typed, k: Typed, *, window: int | None = None, capability: tuple[int, int]) -> str | None:
+    """Why cuDNN cannot train on q (B, T, Q, H), and keys and values like k (B, T, K, H), or None where it can.
+
+    Widths over 128 need capability 9.0. JAX's own checks are asked last: they know the version of cuDNN, and ask the
+    GPU of this process, where there is one.
+    """
     width, widest = q.shape[3], 256 if capability >= (9, 0) else 128
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
     if width % 8 or width > widest:
         return f"cuDNN attention takes head widths up to {widest} that 8 divides, and the width is {width}; use 'xla'."
-    like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    like_q, like_k = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))
+    run = functools.partial(attend, segments=None, window=window, softcap=None, scale=None)
     try:
-        jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), like_q, like_q, like_q)
-    except RuntimeError as error:  # The program is compiled for a GPU that this machine does not have.
-        return f"cuDNN cannot be asked here: {error}"
+        jax.eval_shape(lambda *arrays: jax.vjp(run, *arrays)[0], like_q, like_k, like_k)
+    except RuntimeError as error:  # cuDNN is absent, as where a program is compiled for another machine, or refuses
+        return f"cuDNN attention cannot train here: {error} Use 'xla'."
     return None
 
 
@@ -52,7 +67,10 @@ def attend(
 ) -> jax.Array:
     """q (B, T, Q, H), k and v (B, T, K, H) → (B, T, Q, H)."""
     del segments, softcap  # `unsupported` refuses them
-    before = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
+    length, before = q.shape[1], None if window is None else (window - 1, 0)
+    if length % 2:
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(
         q, k, v, is_causal=True, scale=scale, local_window_size=before, implementation="cudnn"
     )
+    return out[:, :length]

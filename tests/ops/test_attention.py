@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from liger_jax import Segments, ops
 from liger_jax.models.core.remat import POLICIES
@@ -391,6 +392,7 @@ def test_rematerialised_layers_keep_the_output_and_a_number_for_each_query(name)
     "changes, error, message",
     [
         (dict(window=0), ValueError, "window=0 must be at least 1, since a position sees itself"),
+        (dict(window=2.5), TypeError, "window=2.5 must be a Python int"),
         (dict(softcap=0.0), ValueError, "softcap=0.0 must be positive"),
         (dict(scale=jnp.ones(())), TypeError, "scale is a .*must be a Python number"),
         (dict(k=jnp.zeros((2, 8, 3, 16))), ValueError, "with Q a multiple of K"),
@@ -416,8 +418,100 @@ def test_what_cannot_be_attended_is_refused(changes, error, message):
 def test_cudnn_says_that_it_knows_no_segments_and_no_softcap():
     q, segments = jnp.zeros((1, 128, 2, 64), jnp.bfloat16), jnp.zeros((1, 128), jnp.int32)
     for ids, softcap in ((segments, None), (None, 30.0)):
-        reason = cudnn.unsupported(q, q, q, ids, softcap=softcap, capability=(9, 0))
+        reason = cudnn.unsupported(q, q, q, ids, window=None, softcap=softcap, capability=(9, 0))
         assert "knows no segments and no softcap" in str(reason)
+
+
+@pytest.fixture
+def as_with_cudnn(monkeypatch):
+    """JAX's own checks as on a GPU of the capability that is set, with cuDNN 9.10."""
+
+    def pretend(capability):
+        monkeypatch.setattr(jax_cudnn, "check_cudnn_version", lambda: 91000)
+        at_least = lambda text: capability >= tuple(map(int, text.split(".")))
+        monkeypatch.setattr(jax_cudnn, "check_compute_capability", at_least)
+
+    return pretend
+
+
+def gradient_types(attention, q_shape, kv_heads, dtype, device_kind):
+    """The jaxpr of an attention's value and gradients on a device that need not be there."""
+    q, k = (jax.ShapeDtypeStruct((*q_shape[:2], n, q_shape[3]), dtype) for n in (q_shape[2], kv_heads))
+    device = AbstractDevice(device_kind, None, "gpu")
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)
+
+    def gradients(*inputs):
+        out, pullback = jax.vjp(attention, *inputs)
+        return pullback(out)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        return str(jax.make_jaxpr(gradients)(q, k, k))
+
+
+@pytest.mark.parametrize("length", [1, 7, 64])
+@pytest.mark.parametrize("options", [{}, dict(window=5), dict(scale=-0.3)], ids=str)
+def test_cudnn_is_asked_about_training_and_trains_at_every_length(length, options, as_with_cudnn):
+    as_with_cudnn((9, 0))
+    for heads, width, dtype in ((4, 64, jnp.bfloat16), (1, 256, jnp.float16)):
+        attention = functools.partial(causal_attention, implementation="cudnn", **options)
+        jaxpr = gradient_types(attention, (2, length, 4, width), heads, dtype, "NVIDIA H100 80GB HBM3")
+        assert "dot_product_attention_bwd" in jaxpr
+
+
+@pytest.mark.parametrize(
+    "kind, shape, dtype, refuses, expected",
+    [
+        ("NVIDIA H200", (2, 7, 4, 100), jnp.bfloat16, False, "Ref<smem>"),
+        ("NVIDIA L4", (2, 7, 4, 136), jnp.float16, False, "causal_attention_forward"),
+        ("NVIDIA H200", (2, 7, 4, 264), jnp.bfloat16, False, "dot_general"),
+        ("NVIDIA H200", (2, 7, 4, 64), jnp.float32, False, "dot_general"),
+        ("NVIDIA H200", (2, 7, 4, 64), jnp.bfloat16, True, "Ref<smem>"),
+        ("NVIDIA L4", (2, 7, 4, 64), jnp.bfloat16, True, "causal_attention_forward"),
+    ],
+)
+def test_what_cudnn_cannot_train_goes_to_ours(kind, shape, dtype, refuses, expected, as_with_cudnn, monkeypatch):
+    as_with_cudnn((9, 0) if kind == "NVIDIA H200" else (8, 9))
+
+    def refuse_training(*arguments, **options):
+        if arguments[6]:  # is_training
+            raise NotImplementedError("Not this.")
+
+    if refuses:
+        monkeypatch.setattr(jax_cudnn, "check_is_flash_attention", refuse_training)
+    jaxpr = gradient_types(causal_attention, shape, 2, dtype, kind)
+    assert expected in jaxpr and "dot_product_attention" not in jaxpr
+
+
+@pytest.mark.parametrize("length, options", [(1, {}), (33, dict(window=5))])
+def test_the_position_that_pads_an_odd_row_for_cudnn_changes_nothing(length, options, rng, monkeypatch):
+    """XLA's attention takes cuDNN's place, and refuses odd lengths as cuDNN does."""
+    plain = jax.nn.dot_product_attention
+
+    def even_only(q, *arrays, implementation, **kept):
+        assert q.shape[1] % 2 == 0
+        return plain(q, *arrays, implementation="xla", **kept)
+
+    def attend(*qkv, window=None):
+        return cudnn.attend(*qkv, None, window=window, softcap=None, scale=None)
+
+    def attend_each(*qkv, window=None):
+        return jax.vmap(lambda *row: attend(*(x[None] for x in row), window=window)[0])(*qkv)
+
+    def attend_sharded(*qkv, window=None):
+        mesh = jax.make_mesh((min(2, len(jax.devices())),), ("data",), axis_types=(AxisType.Auto,))
+        shard = functools.partial(attend, window=window)
+        return jax.shard_map(shard, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))(*qkv)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", even_only)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        for attention in (attend, attend_each, attend_sharded):
+            assert max(errors(attention, *inputs(rng, length=length), options)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("window", [8, 2**31 - 1, 2**31, 2**63])
+def test_a_window_of_the_row_or_more_is_none(window, rng):
+    q, k, v = inputs(rng, length=8)
+    np.testing.assert_array_equal(chunked_attention(q, k, v, window=window), chunked_attention(q, k, v))
 
 
 def test_no_rows_have_no_attention():
@@ -468,6 +562,19 @@ def test_packed_capped_and_windowed_rows_are_ours_from_ampere_on(rng, kind, dtyp
     assert ("Ref<smem>" in jaxpr) == (is_ours and is_hopper(device))  # Mosaic's own memory
 
 
+@pytest.mark.parametrize("length", [1, 7, 33, 64, 65])
+@pytest.mark.parametrize("options", [{}, dict(window=5), dict(implementation="cudnn", window=5)], ids=str)
+@pytest.mark.parametrize("kv_heads, dtype", [(4, jnp.bfloat16), (1, jnp.float16)])
+def test_a_gpus_default_trains_at_every_length(length, options, kv_heads, dtype, rng, platform):
+    if platform != "gpu":
+        pytest.skip("cuDNN is there on a GPU only")
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, n, 64)), dtype) for n in (4, kv_heads, kv_heads))
+    masked = {name: value for name, value in options.items() if name != "implementation"}
+    named = {name: value for name, value in options.items() if name == "implementation"}
+    found, plain = errors(causal_attention, q, k, v, masked, **named), errors(chunked_attention, q, k, v, masked)
+    assert max(found) <= 2 * max(plain)
+
+
 def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
     if platform != "gpu":
         pytest.skip("cuDNN is there on a GPU only")
@@ -478,8 +585,10 @@ def test_a_gpu_takes_cudnn_in_bfloat16(rng, platform):
 @pytest.mark.parametrize("capability, widest", [((8, 9), 128), ((9, 0), 256), ((10, 0), 256), ((12, 0), 256)], ids=str)
 def test_cudnn_takes_wider_heads_from_hopper_on(capability, widest):
     q = lambda width: jax.ShapeDtypeStruct((1, 128, 2, width), jnp.bfloat16)
-    assert f"head widths up to {widest} that 8 divides" in str(cudnn.why_not(q(widest + 8), capability=capability))
-    assert "head widths" not in str(cudnn.why_not(q(widest), capability=capability))
+    assert f"head widths up to {widest} that 8 divides" in str(
+        cudnn.why_not(q(widest + 8), q(widest + 8), capability=capability)
+    )
+    assert "head widths" not in str(cudnn.why_not(q(widest), q(widest), capability=capability))
 
 
 @pytest.mark.parametrize("window, kernel", [(None, "dot_product_attention"), (100, "causal_attention_forward")])
