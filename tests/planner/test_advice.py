@@ -49,7 +49,7 @@ def test_the_verdict_comes_first_then_the_largest_batch_then_the_table():
     assert re.fullmatch(r"Largest batch: \d+ with XLA_PYTHON_CLIENT_MEM_FRACTION=0.97 \(estimate\)\.", lines[1])
     assert lines[3].startswith("llama-3-8b, 16 × 4096 tokens") and lines[5].startswith("GiB on each device")
     lines = report.text(plan("llama-3-8b", batch=1, seq=4096, device="t4")).splitlines()
-    assert re.fullmatch(r"Does not fit: 121\.5 GiB needed, and a process can have 13\.\d\.", lines[0])
+    assert re.fullmatch(r"Does not fit: 121\.9 GiB needed, and a process can have 13\.\d\.", lines[0])
     assert lines[1] == "No batch of 4096 tokens fits (estimate)."
 
 
