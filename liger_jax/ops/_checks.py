@@ -1,6 +1,7 @@
 """The checks that several ops share. Each message names argument, value, rule and cure."""
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,6 +57,13 @@ def check_number(op: str, **numbers: Any) -> None:
                 f"{op}: {name} is a {type(value).__name__}, but must be a Python number, because the kernel is "
                 f"compiled for its value; pass float({name}) from outside of jit."
             )
+
+
+def check_eps(op: str, eps: Any) -> None:
+    """Raises unless what a norm adds under its root is a Python number, finite and not negative."""
+    check_number(op, eps=eps)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{op}: eps={eps} must be finite and ≥ 0, since a root is taken of it; 1e-6 is usual.")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -60,7 +60,7 @@ def fused_add_rms_norm(
         x: (..., D), any float dtype: the output of the sublayer before.
         residual: (..., D), any float dtype: the residual stream, to which x is added; None if x is the stream itself.
         scale: (D,), any float dtype, or None for no scale.
-        eps: added to the mean square, a Python number ≥ 0.
+        eps: added to the mean square, a finite Python number ≥ 0.
         offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
         casting_mode: where y is rounded to x.dtype. "llama": before the scale; "gemma": once, at the end; "none": from
             the reciprocal root on, everything in x.dtype.
@@ -85,7 +85,8 @@ def fused_add_rms_norm(
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
     """
     x, residual, scale = _checks.floating(_OP, x=x, residual=residual, scale=scale)
-    _checks.check_number(_OP, eps=eps, offset=offset)
+    _checks.check_eps(_OP, eps)
+    _checks.check_number(_OP, offset=offset)
     _checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows(_OP, x, scale=scale)
     _checks.check_shape(_OP, "residual", residual, x.shape, "it is added to x element by element")

@@ -54,7 +54,7 @@ def group_norm(
         bias: (C,), any float dtype, or None for no bias.
         num_groups: into how many groups of successive channels C is split, a divisor of C; 1 normalises each example
             as a whole, C each channel of it.
-        eps: added to the variance, a Python number ≥ 0.
+        eps: added to the variance, a finite Python number ≥ 0.
         channel_axis: the axis of the channels: 1 as in PyTorch, -1 for Flax's layout; not 0.
         implementation: None or "xla".
 
@@ -75,7 +75,7 @@ def group_norm(
         Wu and He, "Group Normalization", 2018 (arXiv:1803.08494).
     """
     x, scale, bias = _checks.floating(_OP, x=x, scale=scale, bias=bias)
-    _checks.check_number(_OP, eps=eps)
+    _checks.check_eps(_OP, eps)
     if x.ndim < 2:
         raise ValueError(f"{_OP}: x has shape {x.shape}, but must be (B, C, …); add the missing axis.")
     _checks.check_choice(_OP, "channel_axis", channel_axis, (*range(1, x.ndim), *range(1 - x.ndim, 0)))

@@ -55,7 +55,7 @@ def layer_norm(
         x: (..., D), any float dtype.
         scale: (D,), any float dtype, or None for no scale.
         bias: (D,), any float dtype, or None for no bias.
-        eps: added to the variance, a Python number ≥ 0.
+        eps: added to the variance, a finite Python number ≥ 0.
         implementation: None for the platform's default, or "xla", "triton", "mosaic_gpu" (Hopper), "mosaic_tpu", their
             ":interpret" forms, or a tuple of these to try in order.
 
@@ -75,7 +75,7 @@ def layer_norm(
         Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
     """
     x, scale, bias = _checks.floating(_OP, x=x, scale=scale, bias=bias)
-    _checks.check_number(_OP, eps=eps)
+    _checks.check_eps(_OP, eps)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
     if (spec := _explicit.row_spec(x)) is not None:
         op = functools.partial(layer_norm, eps=eps, implementation=implementation)

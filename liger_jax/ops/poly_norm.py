@@ -49,7 +49,7 @@ def poly_norm(
         x: (..., D), any float dtype.
         weight: (3,), any float dtype: the coefficients of x³, x² and x; a third each is the usual start.
         bias: (), any float dtype, or None for no bias.
-        eps: added to each mean square, a Python number ≥ 0.
+        eps: added to each mean square, a finite Python number ≥ 0.
         implementation: None or "xla".
 
     Returns:
@@ -68,7 +68,7 @@ def poly_norm(
         Zhuo et al., "Polynomial Composition Activations", 2024 (arXiv:2411.03884).
     """
     x, weight, bias = _checks.floating(_OP, x=x, weight=weight, bias=bias)
-    _checks.check_number(_OP, eps=eps)
+    _checks.check_eps(_OP, eps)
     _checks.check_rows(_OP, x)
     _checks.check_shape(_OP, "weight", weight, (3,), "one coefficient for each of x³, x² and x")
     _checks.check_shape(_OP, "bias", bias, (), "one number is added to all elements")

@@ -58,7 +58,7 @@ def rms_norm(
     Args:
         x: (..., D), any float dtype.
         scale: (D,), any float dtype, or None for no scale.
-        eps: added to the mean square, a Python number ≥ 0.
+        eps: added to the mean square, a finite Python number ≥ 0.
         offset: added to the scale, a Python number: 1.0 for Gemma, whose scale starts at zero.
         casting_mode: where the result is rounded to x.dtype. "llama": before the scale; "gemma": once, at the
             end; "none": from the reciprocal root on, everything in x.dtype.
@@ -82,7 +82,8 @@ def rms_norm(
         Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
     """
     x, scale = _checks.floating("rms_norm", x=x, scale=scale)
-    _checks.check_number("rms_norm", eps=eps, offset=offset)
+    _checks.check_eps("rms_norm", eps)
+    _checks.check_number("rms_norm", offset=offset)
     _checks.check_choice("rms_norm", "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows("rms_norm", x, scale=scale)
     if (spec := _explicit.row_spec(x)) is not None:

@@ -17,7 +17,7 @@ Speed on an H200, in per cent of a copy's (benchmarks/results/row_tiles.md):
 import jax
 
 from liger_jax.pallas_kernels.norms import rms_norm
-from liger_jax.pallas_kernels.norms.rms_norm import gradient_pass, rounded_xhat, scaled, shrunk_squares, squares
+from liger_jax.pallas_kernels.norms.rms_norm import gradient_pass, rounded_xhat, scaled
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run, in_float32
 
 
@@ -56,8 +56,7 @@ def forward(
         "fused_add_rms_norm_forward",
         outputs,
         (x.dtype, residual.dtype),
-        statistics=(lambda _, x, residual, scale: squares(in_float32(_sum(x, residual))),),
-        rescue=lambda _, x, residual, scale: shrunk_squares(in_float32(_sum(x, residual))),
+        **rms_norm.with_mean_square(lambda _, x, residual, scale: in_float32(_sum(x, residual)), eps),
     )
     (y, new_residual), _, sums = run(row_pass, (x, residual), (scale,), **launch)
     return y, new_residual, sums

@@ -16,7 +16,7 @@ Speed on an H200, in per cent of a copy's (benchmarks/results/row_tiles.md):
 
 import jax
 
-from liger_jax.pallas_kernels.norms.rms_norm import reciprocal_root, scaled, shrunk_squares, squares
+from liger_jax.pallas_kernels.norms.rms_norm import reciprocal_root, scaled, with_mean_square
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run, in_float32
 
 
@@ -44,11 +44,11 @@ def forward_pass(name: str, dtype: jax.typing.DTypeLike, *, width: int, eps: flo
         name,
         outputs,
         (dtype,),
-        statistics=(
-            lambda _, x, *vectors: _mean_terms(x, width),
-            lambda sums, x, *vectors: squares(_centred(x, *sums)),
+        **with_mean_square(
+            lambda sums, x, *vectors: _centred(x, *sums),
+            eps / 4,
+            before=(lambda _, x, *vectors: _mean_terms(x, width),),
         ),
-        rescue=lambda sums, x, *vectors: shrunk_squares(_centred(x, sums[0])),
     )
 
 
@@ -80,11 +80,11 @@ def gradient_pass(
         name,
         outputs,
         (dtype,),
-        statistics=(
-            lambda _, dy, x, scale: _mean_terms(x, width),
-            lambda sums, dy, x, scale: squares(_centred(x, *sums)),
+        **with_mean_square(
+            lambda sums, dy, x, scale: _centred(x, *sums),
+            eps / 4,
+            before=(lambda _, dy, x, scale: _mean_terms(x, width),),
         ),
-        rescue=lambda sums, dy, x, scale: shrunk_squares(_centred(x, sums[0])),
         stages=(products,),
         num_totals=[has_scale, has_bias].count(True),
     )

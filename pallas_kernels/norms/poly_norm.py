@@ -18,6 +18,8 @@ from liger_jax.pallas_kernels.norms.row_pass import in_float32
 
 unsupported = run_xla.unsupported
 _POWERS = (3, 2, 1)
+_LEAST_EPS = 1e-30  # from here on, no x⁶ that vanishes in float32 can be seen beside it
+_LARGEST_FACTOR = 2.0**120
 
 
 class _ReducedRows(NamedTuple):
@@ -38,12 +40,16 @@ class _ReducedRows(NamedTuple):
 
 def _reduced_rows(x: jax.Array, eps: float) -> _ReducedRows:
     x32 = in_float32(x)
-    factor = 1.0 / jnp.maximum(1.0, jnp.max(jnp.abs(x32), axis=-1, keepdims=True) / 8)
+    largest = jnp.max(jnp.abs(x32), axis=-1, keepdims=True)
+    factor = 1.0 / jnp.maximum(1.0, largest / 8)
+    if eps < _LEAST_EPS:  # then x⁶ must not vanish, either: every row that has no zeros alone is brought to 8
+        factor = jnp.where(largest > 0, jnp.minimum(8 / largest, _LARGEST_FACTOR), 1.0)
     small = x32 * factor
 
     def root(p):
+        # A factor to the sixth may be infinite. Then the power vanishes beside eps, but no eps at all stays none.
         mean_square = jnp.mean(small ** (2 * p), axis=-1, keepdims=True)
-        return jax.lax.rsqrt(mean_square + eps * factor ** (2 * p))
+        return jax.lax.rsqrt(mean_square + (eps * factor ** (2 * p) if eps else 0.0))
 
     return _ReducedRows(small, factor, tuple(root(p) for p in _POWERS))
 

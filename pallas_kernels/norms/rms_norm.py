@@ -14,39 +14,74 @@ Speed on an H200, in per cent of a copy's (benchmarks/results/row_tiles.md):
 - TPU: not measured, so no speed is claimed.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import promoted
-from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run, in_float32
+from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Run, Stage, in_float32
+
+_LEAST_EPS = 2.0**-100  # beside it, squares that vanish in float32, below 2⁻¹²⁶, cannot be seen
 
 
-def squares(x: jax.Array) -> Arrays:
-    """The terms of the mean square."""
-    return (jnp.square(x),)
+def with_mean_square(row: Callable[..., jax.Array], eps: float, before: tuple[Stage, ...] = ()) -> dict[str, Any]:
+    """The statistics of a pass: those `before`, and the mean square of `row`, which is given their sums.
 
+    A row whose squares overflow is scaled down first. A row whose squares vanish is scaled up first, but only where eps
+    is so small that this could be seen.
+    """
 
-def shrunk_squares(x: jax.Array) -> Arrays:
-    """The terms of a row's mean square where squares would overflow: the row is scaled down first."""
-    return (jnp.square(x * _shrink_factor(x.dtype)),)
+    def squares_of(scale_of):
+        def stage(*arguments):
+            x = row(*arguments)
+            return (jnp.square(x if scale_of is None else x * scale_of(x.dtype)),)
+
+        return stage
+
+    rescues_small_rows = eps < _LEAST_EPS
+
+    def needs_rescue(square_sum):
+        overflows = square_sum == jnp.inf
+        return overflows | (square_sum < _shrink_factor(square_sum.dtype)) if rescues_small_rows else overflows
+
+    scales = (_shrink_factor, _growth_factor) if rescues_small_rows else (_shrink_factor,)
+    statistics = (*before, squares_of(None))
+    return {"statistics": statistics, "rescues": tuple(map(squares_of, scales)), "needs_rescue": needs_rescue}
 
 
 def _shrink_factor(dtype: jax.typing.DTypeLike) -> float:
     """2⁻⁸⁰ in float32.
 
     Then the largest sum of 2¹⁷ squares is 2¹¹³, which is finite, and a sum that was 2¹²⁸ or more is 2⁻³² or more.
+    A sum of 2⁻⁸⁰ or more is exact, whatever vanishes: 2¹⁷ squares below 2⁻¹²⁶ add up to less than 2⁻¹⁰⁹.
     """
     return 2.0 ** -(jnp.finfo(dtype).maxexp * 5 // 8)
 
 
+def _growth_factor(dtype: jax.typing.DTypeLike) -> float:
+    """2⁸⁰ in float32. A sum that was less than 2⁻⁸⁰ is then less than 2⁸⁰, and the least square is 2⁻⁹²."""
+    return 1.0 / _shrink_factor(dtype)
+
+
 def reciprocal_root(
-    square_sum: jax.Array, shrunk_square_sum: jax.Array, *, width: int, eps: float
+    square_sum: jax.Array,
+    shrunk_square_sum: jax.Array,
+    grown_square_sum: jax.Array | None = None,
+    *,
+    width: int,
+    eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """A factor f and rstd, such that x / sqrt(mean(x²) + eps) = (x·f)·rstd. f is 1 unless squares overflow."""
-    overflows = square_sum == jnp.inf
+    overflows, shrink = square_sum == jnp.inf, _shrink_factor(square_sum.dtype)
     mean_square = jnp.where(overflows, shrunk_square_sum, square_sum) / width
     rstd = jax.lax.rsqrt(mean_square + jnp.where(overflows, 0.0, eps))
-    return jnp.where(overflows, _shrink_factor(square_sum.dtype), 1.0), rstd
+    if grown_square_sum is not None:
+        growth = _growth_factor(square_sum.dtype)
+        grown_rstd = jax.lax.rsqrt(grown_square_sum / width + eps * growth * growth) * growth
+        rstd = jnp.where(square_sum < shrink, grown_rstd, rstd)
+    return jnp.where(overflows, shrink, 1.0), rstd
 
 
 def rounded_xhat(
@@ -91,8 +126,7 @@ def forward(
         "rms_norm_forward",
         outputs,
         (x.dtype,),
-        statistics=(lambda _, x, scale: squares(in_float32(x)),),
-        rescue=lambda _, x, scale: shrunk_squares(in_float32(x)),
+        **with_mean_square(lambda _, x, scale: in_float32(x), eps),
     )
     (y,), _, sums = run(row_pass, (x,), (scale,), **launch)
     return y, sums
@@ -135,8 +169,7 @@ def gradient_pass(
         name,
         outputs,
         output_dtypes,
-        statistics=(lambda _, dy, x, *others: squares(in_float32(x)),),
-        rescue=lambda _, dy, x, *others: shrunk_squares(in_float32(x)),
+        **with_mean_square(lambda _, dy, x, *others: in_float32(x), eps),
         stages=(products,),
         num_totals=1 if has_scale else 0,
     )

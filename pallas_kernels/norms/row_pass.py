@@ -10,15 +10,16 @@ goes through these steps:
                ├───────────────────────────────┘
                ▼
      1. statistics ──── Σ along the row ────► sums (N, 1)         Σ x², say. The forward pass may save these sums,
-        rescue     ──── Σ along the row ────► sums (N, 1)         and the backward pass then begins with them.
+        rescues    ──── Σ along the row ────► sums (N, 1)         and the backward pass then begins with them.
                ▼
      2. stages     ──── Σ along the row ────► sums (N, 1)         Σ dx̂·x̂, say, which needs Σ x².
                ▼
      3. outputs    ─┬── element by element ─► outputs (N, D)      y or dx.
                     └── Σ over all rows ────► totals (D,)         dscale and dbias.
 
-A stage makes terms, element by element; the runner adds them up along the row. The rescue is a second chance for a row
-whose last statistic overflowed to infinity: its terms are squares of a smaller multiple of the row.
+A stage makes terms, element by element; the runner adds them up along the row. The rescues are a second chance for a
+row whose last statistic overflowed to infinity, or vanished: their terms are squares of a smaller or a larger multiple
+of the row.
 
 The mathematics of a pass is written once, for any part of a row's elements. A runner calls it for whole arrays (XLA),
 for pieces of a row in registers (Triton, Mosaic GPU) or for chunks of many rows (TPU). Why sums are saved: a backward
@@ -51,8 +52,9 @@ class RowPass:
         outputs: returns the output matrices, and the terms of the totals.
         output_dtypes: the dtypes of the output matrices.
         statistics: the first stages, each of one term. Their sums can be saved.
-        rescue: a stage of one term, for rows where the sum of the last statistic is infinite. It is given the same sums
-            as the last statistic, and its own sum comes right after that one's. In other rows nobody reads its sum.
+        rescues: stages of one term each, for rows that need them. They are given the same sums as the last statistic,
+            and their own sums come right after that one's. In other rows nobody reads their sums.
+        needs_rescue: says of sums of the last statistic which need the rescues.
         stages: the stages after the statistics.
         num_totals: how many totals there are. They are float32 or wider.
     """
@@ -61,26 +63,31 @@ class RowPass:
     outputs: Callable[..., tuple[Arrays, Arrays]]
     output_dtypes: tuple[jax.typing.DTypeLike, ...]
     statistics: tuple[Stage, ...] = ()
-    rescue: Stage | None = None
+    rescues: tuple[Stage, ...] = ()
+    needs_rescue: Callable[[jax.Array], jax.Array] | None = None
     stages: tuple[Stage, ...] = ()
     num_totals: int = 0
 
     @property
     def num_statistics(self) -> int:
         """How many sums can be saved."""
-        return len(self.statistics) + (0 if self.rescue is None else 1)
+        return len(self.statistics) + len(self.rescues)
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
-        """Every stage in order, for a runner that makes the rescue's sum for every row."""
-        if self.rescue is None:
+        """Every stage in order, for a runner that makes the rescues' sums for every row."""
+        if not self.rescues:
             return (*self.statistics, *self.stages)
-        last, rescue = self.statistics[-1], self.rescue
+        return (*self.statistics[:-1], together(self.statistics[-1], *self.rescues), *self.stages)
 
-        def last_and_rescue(*arguments):
-            return *last(*arguments), *rescue(*arguments)
 
-        return (*self.statistics[:-1], last_and_rescue, *self.stages)
+def together(*stages: Stage) -> Stage:
+    """One stage with the terms of several."""
+
+    def stage(*arguments):
+        return tuple(term for each in stages for term in each(*arguments))
+
+    return stage
 
 
 def in_float32(x: jax.Array) -> jax.Array:
@@ -92,13 +99,13 @@ def in_float32(x: jax.Array) -> jax.Array:
 
 
 def statistic_sums(
-    row_pass: RowPass, sum_along_row: Callable[..., Arrays], overflows: Callable[[jax.Array], jax.Array]
+    row_pass: RowPass, sum_along_row: Callable[..., Arrays], is_any: Callable[[jax.Array], jax.Array]
 ) -> Arrays:
-    """The sums of the statistics and of the rescue. The rescue runs only if it is needed; otherwise its sums are 0.
+    """The sums of the statistics and of the rescues. The rescues run only if a row needs them; else their sums are 0.
 
     `sum_along_row(stage, sums, number)` makes the sums of a stage. All sums of a pass are numbered in order, and
     `number` is the number of the stage's first sum.
-    `overflows(sum)` says whether any row of the last statistic's sum is infinite.
+    `is_any(needed)` says whether any row's is true.
     """
     if not row_pass.statistics:
         return ()
@@ -106,12 +113,12 @@ def statistic_sums(
     for stage in row_pass.statistics[:-1]:
         before += sum_along_row(stage, before, len(before))
     last = sum_along_row(row_pass.statistics[-1], before, len(before))
-    if row_pass.rescue is None:
+    if row_pass.needs_rescue is None:
         return before + last
     rescued = jax.lax.cond(
-        overflows(last[0]),
-        lambda: sum_along_row(row_pass.rescue, before, len(before) + 1),
-        lambda: (jnp.zeros_like(last[0]),),
+        is_any(row_pass.needs_rescue(last[0])),
+        lambda: sum_along_row(together(*row_pass.rescues), before, len(before) + 1),
+        lambda: (jnp.zeros_like(last[0]),) * len(row_pass.rescues),
     )
     return before + last + rescued
 

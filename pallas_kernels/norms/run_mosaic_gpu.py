@@ -211,7 +211,7 @@ def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int, num_blocks: 
             warps = range(tiles.team_size * _WARPS)
             return tuple(sum(sums_of_row[number + k, warp] for warp in warps) for k in range(len(terms)))
 
-        sums = tuple(known_sums) or statistic_sums(row_pass, sum_along_row, lambda total: total == jnp.inf)
+        sums = tuple(known_sums) or statistic_sums(row_pass, sum_along_row, lambda needed: needed)
         for ref, x in zip(refs.saved_sums, sums if refs.saved_sums else (), strict=True):
             pl.when(member == 0)(functools.partial(ref.__setitem__, row_of(i), x))
         for stage in row_pass.stages:
@@ -240,7 +240,7 @@ def run(
 ) -> tuple[Arrays, Arrays, Arrays]:
     """matrices (N, D), vectors (D,) or None → outputs (N, D), totals (D,) float32, and sums to save (N, 1).
 
-    The sums are those of the statistics and of the rescue. Where they are known, because an earlier pass saved them,
+    The sums are those of the statistics and of the rescues. Where they are known, because an earlier pass saved them,
     they are read and none are saved.
     """
     (n, d), present = matrices[0].shape, [x for x in vectors if x is not None]

@@ -75,7 +75,7 @@ def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int, d: int, tile
                 totals = add(totals, sums, *row_piece, *vectors_of_piece(i))
             return tuple(jnp.sum(total, axis=1, keepdims=True) for total in totals)
 
-        sums: Arrays = tuple(known_sums) or statistic_sums(row_pass, sum_along_row, _is_any_infinite)
+        sums: Arrays = tuple(known_sums) or statistic_sums(row_pass, sum_along_row, _is_any)
         if not known_sums:
             at, in_array = rows_of(step)
             for ref, x in zip(refs.saved_sums, sums, strict=True):
@@ -130,9 +130,9 @@ def _with_outputs(row_pass, totals, sums, *arrays):
     return outputs, [x + y for x, y in zip(totals, terms, strict=True)]
 
 
-def _is_any_infinite(sums: jax.Array) -> jax.Array:
-    """Whether a row's sum is infinite. The maximum of the sums would not do: it may be NaN."""
-    return jnp.max((sums == jnp.inf).astype(jnp.int32)) > 0
+def _is_any(needed: jax.Array) -> jax.Array:
+    """Whether any entry is true. Triton reduces no booleans."""
+    return jnp.max(needed.astype(jnp.int32)) > 0
 
 
 def _load(ref, mask, other=0.0):
@@ -153,7 +153,7 @@ def run(
 ) -> tuple[Arrays, Arrays, Arrays]:
     """matrices (N, D), vectors (D,) or None → outputs (N, D), totals (D,) float32, and sums to save (N, 1).
 
-    The sums are the statistics' and the rescue's. Where they are known, because an earlier pass saved them,
+    The sums are the statistics' and the rescues'. Where they are known, because an earlier pass saved them,
     they are read and none are saved. A pass that has both statistics and totals must be given them.
     """
     n, d = matrices[0].shape

@@ -133,6 +133,23 @@ class Promises:
         assert _oracle.largest_error(results[0], expected[0]) <= max(_oracle.TOLERANCE, 2 * jnp.finfo(dtype).eps)
         assert all(jnp.isfinite(x).all() for x in results)
 
+    @pytest.mark.parametrize("dtype", _oracle.first(1, ["float32", "bfloat16"]))
+    @pytest.mark.parametrize("eps", [0.0, 1e-38])
+    def test_the_smallest_numbers_are_normalised_where_eps_is_zero(self, eps, dtype, implementation, rng):
+        """Rows whose squares vanish in float32, beside a row whose squares do not, and one whose squares overflow."""
+        if "eps" not in self.options:
+            pytest.skip("it takes no root")
+        op, reference = self.make(implementation, eps=eps)
+        scales = jnp.array([1e-25, 1.0, 1e-14, 1e30, 1e-32])[:, None]
+        arrays = self.arrays(rng, (5, 70), dtype)
+        arrays[: self.num_rows] = [(x.astype(jnp.float32) * scales).astype(dtype) for x in arrays[: self.num_rows]]
+        cotangents = _oracle.random_cotangents(op, arrays, rng)
+        results = _oracle.value_and_gradients(op, arrays, cotangents, range(self.num_rows))
+        expected = _oracle.truth(reference, arrays, cotangents, range(self.num_rows))
+        for result, true in zip(results, expected, strict=True):
+            for row, true_row in zip(np.asarray(result, np.float64), true, strict=True):
+                assert _oracle.largest_error(row, true_row) <= max(5 * _oracle.TOLERANCE, 4 * jnp.finfo(dtype).eps)
+
     def test_no_rows_give_no_rows_and_zero_gradient(self, num_present, implementation, rng):
         shape = (0, *self.shape[1:])
         arrays = self.arrays(rng, shape)
@@ -196,6 +213,13 @@ class Promises:
         assert all(x.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("data")), x.ndim) for x in results)
         assert not _oracle.collectives(run.lower(placed, split))
         _oracle.assert_same(results, run(arrays, cotangents))
+
+    @pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf")])
+    def test_a_root_of_less_than_nothing_is_refused(self, eps, rng):
+        if "eps" not in self.options:
+            pytest.skip("it takes no root")
+        with pytest.raises(ValueError, match=f"^{self.op.__name__}: eps={eps} must be finite and ≥ 0"):
+            self.op(*self.arrays(rng, self.shape), **self.options | {"eps": eps})
 
 
 class LastAxisPromises(Promises):
