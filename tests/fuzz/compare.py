@@ -1,0 +1,203 @@
+"""Runs a case and its formula on the same numbers, and says what is wrong.
+
+The truth is the formula in float64 on the host's CPU. How far a result may be from it follows from the case's own
+numbers: every input is changed by one rounding of the least exact dtype among them, up or down at random, and the
+formula is run again. What this changes is what no computation from rounded inputs can know. A result may be `MARGIN`
+times as far from the truth, and as many roundings of its largest value farther: an op rounds a few times where the
+inputs are rounded once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.fuzz.case import Arrays, Case, Draw, described
+
+MARGIN = 8.0
+PROBES = 2  # runs of the formula on rounded inputs
+FILLS = 3  # sets of numbers for each program
+# One rounding of what a product takes of float32 at an accelerator's default precision: TF32 and bfloat16.
+PRODUCT_ROUNDING = {"cpu": 2.0**-24, "gpu": 2.0**-11, "tpu": 2.0**-8}
+LARGEST_HALF_GRADIENT = 16.0  # as a loss scale makes it: float16 has 2⁻²⁴ below and 65,504 above
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """The device, and the precision of its float32 products: None for its default, or "highest"."""
+
+    platform: str
+    precision: str | None
+
+
+def misses(case: Case, draw: Draw, where: Where) -> Iterator[str]:
+    """A sentence for each thing that is wrong with a case."""
+    ours, truth = _value_and_gradients(case.ours), _value_and_gradients(case.truth)
+    for fill in range(FILLS):
+        arrays, constants = case.inputs(draw)
+        inputs = f"{described({**arrays, **constants})}; {case.says}; numbers {fill}"
+        if case.refuses:  # its formula need not exist
+            yield from (f"{sentence}\n    {inputs}" for sentence in _not_refused(case, arrays, constants))
+            return
+        expected = _Truth(case, truth, arrays, constants, draw, where)
+        try:
+            with jax.default_matmul_precision(where.precision):
+                found = jax.tree.map(np.asarray, ours(arrays, constants, expected.cotangents))
+        except Exception as error:  # noqa: BLE001  # a legal case raises nothing
+            if not _names(error, case.may_refuse):
+                yield f"raises {type(error).__name__}: {str(error)[:500]}\n    {inputs}"
+            return
+        sentences = [*expected.wrong(found), *_loud_rows(case, found, constants)]
+        yield from (f"{sentence}\n    {inputs}" for sentence in sentences)
+
+
+class _Truth:
+    """The formula's outputs and gradients, and how far from them is near enough."""
+
+    def __init__(self, case: Case, truth: Callable, arrays: Arrays, constants: Arrays, draw: Draw, where: Where):
+        self.rounding = _rounding(case, {**arrays, **constants}, where)
+        self.depth = case.depth
+        wide = _widened(arrays), _widened(constants)
+        with _in_float64():
+            outputs = jax.eval_shape(lambda arrays, constants: case.truth(**arrays, **constants), *wide)
+        # Exact in 16 bits.
+        cotangents = jax.tree.map(lambda y: draw.rng.integers(-64, 65, y.shape) / 32.0, outputs)
+        values = _run(truth, *wide, cotangents)
+        self.cotangents = jax.tree.map(lambda g: _loss_scale(values, arrays) * g, cotangents)
+        inputs = *wide, self.cotangents
+        self.values = _run(truth, *inputs)
+        self.probes = [_run(truth, *self._rounded(inputs, draw)) for _ in range(PROBES)]
+
+    def _rounded(self, inputs: Any, draw: Draw) -> Any:
+        """The inputs with every float one rounding up or down."""
+        move = lambda x: x * (1 + self.rounding * draw.rng.choice([-1.0, 1.0], x.shape)) if x.dtype == float else x
+        return jax.tree.map(lambda x: move(np.asarray(x)), inputs)
+
+    def wrong(self, found: Arrays) -> Iterator[str]:
+        """A sentence for each output or gradient that is not near enough."""
+        for name, expected in self.values.items():
+            x = found[name]
+            if x.shape != expected.shape:
+                yield f"{name} has shape {x.shape}, and its formula {expected.shape}"
+                continue
+            largest, smallest = float(jnp.finfo(x.dtype).max), float(jnp.finfo(x.dtype).smallest_subnormal)
+            value, finite = x.astype(np.float64), np.abs(expected) < largest
+            if np.any(np.isnan(value) != np.isnan(expected)):
+                yield f"{name} is NaN where the truth is not, or not where the truth is: {_first(value, expected)}"
+                continue
+            if np.any(np.isfinite(value) & np.isinf(expected) | ~np.isfinite(value) & finite):
+                yield f"{name} is infinite where the truth is not, or not where it is: {_first(value, expected)}"
+                continue
+            distance = lambda y, of=expected, at=finite: np.max(np.abs(y - of), where=at, initial=0.0)
+            size = np.max(np.abs(expected), where=finite, initial=0.0)
+            moved = max(distance(np.where(np.isfinite(probe[name]), probe[name], expected)) for probe in self.probes)
+            allowed = MARGIN * self.depth * (moved + self.rounding * size) + smallest
+            if distance(value) > allowed:
+                off = np.abs(np.where(finite, value - expected, 0.0))
+                at = np.unravel_index(np.argmax(off), off.shape)
+                place = f"[{', '.join(map(str, at))}]" if at else ""
+                yield (
+                    f"{name} is off by {distance(value):.3g} where {allowed:.3g} is allowed; at {name}{place}: "
+                    f"{value[at]:.7g} for {expected[at]:.7g}"
+                )
+
+
+def _value_and_gradients(function: Callable) -> Callable:
+    """A compiled function of arrays, constants and cotangents: outputs by number, and gradients by name."""
+
+    def run(arrays, constants, cotangents):
+        value, pullback = jax.vjp(lambda arrays: function(**arrays, **constants), arrays)
+        (gradients,) = pullback(jax.tree.map(lambda y, g: jnp.asarray(g).astype(y.dtype), value, cotangents))
+        outputs = {f"output {i}": y for i, y in enumerate(jax.tree.leaves(value))}
+        return outputs | {f"d{name}": g for name, g in _flat(gradients).items()}
+
+    return jax.jit(run)
+
+
+def _flat(arrays: Arrays) -> Arrays:
+    """Arrays by path: a model's parameters are one argument."""
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in _leaves(arrays)}
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _rounding(case: Case, arrays: Arrays, where: Where) -> float:
+    """One rounding, as a share of a number, of the least exact dtype that the case computes in."""
+    dtypes = [x.dtype for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+    dtypes += [case.computes_in] if case.computes_in else []
+    rounding = max(float(jnp.finfo(dtype).eps) / 2 for dtype in dtypes)
+    rounds_products = case.has_products and where.precision is None
+    return max(rounding, PRODUCT_ROUNDING[where.platform]) if rounds_products else rounding
+
+
+def _loss_scale(values: Arrays, arrays: Arrays) -> float:
+    """The power of 2 that brings the largest gradient in float16 to where float16 is exact; 1 where there is none."""
+    half = [values[f"d{name}"] for name, x in _flat(arrays).items() if x.dtype == jnp.float16]
+    largest = max((np.max(np.abs(g), where=np.isfinite(g), initial=0.0) for g in half), default=0.0)
+    return 2.0 ** round(math.log2(LARGEST_HALF_GRADIENT / largest)) if largest else 1.0
+
+
+def _run(truth: Callable, *inputs: Any) -> Arrays:
+    with _in_float64():
+        return jax.tree.map(np.asarray, truth(*inputs))
+
+
+@dataclasses.dataclass
+class _in_float64:
+    """The host's CPU, in float64."""
+
+    def __enter__(self):
+        self.contexts = [
+            jax.enable_x64(True),
+            jax.default_device(jax.devices("cpu")[0]),
+            jax.default_matmul_precision("highest"),
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
+        ]
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error):
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+def _widened(arrays: Arrays) -> Arrays:
+    widen = lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x)
+    return jax.tree.map(widen, arrays)
+
+
+def _first(value: np.ndarray, expected: np.ndarray) -> str:
+    differs = (np.isnan(value) != np.isnan(expected)) | (np.isinf(value) != np.isinf(expected))
+    at = tuple(int(i) for i in np.argwhere(differs)[0])
+    return f"{value[at]} for {expected[at]} at {at}, one of {differs.sum()} of {differs.size}"
+
+
+def _loud_rows(case: Case, found: Arrays, constants: Arrays) -> Iterator[str]:
+    """A sentence for each gradient that is not exactly 0 where rows do not count."""
+    for name, mask in case.silent.items():
+        rows = np.asarray(constants[mask])
+        if np.any(found[f"d{name}"][rows] != 0):
+            yield f"d{name} is not exactly 0 in rows that do not count"
+
+
+def _not_refused(case: Case, arrays: Arrays, constants: Arrays) -> Iterator[str]:
+    """A sentence unless an illegal case is refused by an error that names its argument."""
+    try:
+        jax.eval_shape(lambda arrays, constants: case.ours(**arrays, **constants), arrays, constants)
+    except Exception as error:  # noqa: BLE001  # its kind is what is judged
+        if not _names(error, (case.refuses,)):
+            yield f"is refused by {type(error).__name__}, which does not name {case.refuses}: {str(error)[:500]}"
+    else:
+        yield f"takes {case.refuses} without a word"
+
+
+def _names(error: Exception, arguments: tuple[str | None, ...]) -> bool:
+    """Whether it is an error of ours that names one of the arguments."""
+    return isinstance(error, (ValueError, TypeError)) and any(str(name) in str(error) for name in arguments)

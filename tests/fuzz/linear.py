@@ -1,0 +1,457 @@
+"""Cases of the losses over logits, and over hidden states and a head."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from liger_jax import ops
+from liger_jax.pallas_kernels.cross_entropy.reference import cross_entropy_rows
+from liger_jax.pallas_kernels.fused_linear_distillation import reference as distillation
+from tests.fuzz.case import Arrays, Case, Draw, options_text
+
+IGNORED = -100
+MOST_PRODUCTS = 3e7  # N·D·V, which float64 makes in a moment
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Shapes and dtypes of hidden states and a head."""
+
+    tokens: tuple[int, ...]
+    d: int
+    v: int
+    dtype: Any
+    weight_dtype: Any
+    layout: str
+    bias: str | None  # "normal", "large", or "forbidden" where it is −inf for some entries
+    prefix: str = ""
+
+    @classmethod
+    def drawn(cls, draw: Draw, tokens=None, v: int | None = None, prefix: str = "") -> "Head":
+        tokens = draw.leading(40, 700) if tokens is None else tokens
+        d, v = draw.size(40, 500), v or draw.size(90, 3000)
+        while draw.large and math.prod(tokens) * d * v > MOST_PRODUCTS * 20:
+            d = max(d // 2, 1)
+        dtype = draw.dtype()
+        bias = draw.pick(None, None, "normal", "large", "forbidden")
+        return cls(tokens, d, v, dtype, draw.like(dtype), draw.pick("vd", "dv"), bias, prefix)
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {} if self.layout == "vd" else {f"{self.prefix}weight_layout": "dv"}
+
+    def arrays(self, draw: Draw, allowed=()) -> Arrays:
+        """Hidden states, weight and perhaps a bias, which forbids none of the entries `allowed`."""
+        weight = (self.v, self.d) if self.layout == "vd" else (self.d, self.v)
+        arrays = {
+            "hidden": draw.normal((*self.tokens, self.d), self.dtype, draw.magnitude()),
+            "weight": draw.normal(weight, self.weight_dtype, draw.pick(1.0, 1.0, 0.05)),
+        }
+        if self.bias:
+            bias = draw.rng.standard_normal(self.v) * (10.0 if self.bias == "large" else 1.0)
+            if self.bias == "forbidden":
+                start = draw.rng.integers(0, self.v)
+                forbidden = (np.arange(self.v) >= start) & ~np.isin(np.arange(self.v), np.asarray(allowed))
+                bias = np.where(forbidden if not forbidden.all() else False, -np.inf, bias)
+            arrays["bias"] = jnp.asarray(bias, self.weight_dtype)
+        return {f"{self.prefix}{name}": x for name, x in arrays.items()}
+
+    def logits(self, hidden, weight, bias=None):
+        """Before scale and softcap."""
+        u = hidden @ (weight.T if self.layout == "vd" else weight)
+        return u if bias is None else u + bias
+
+
+# --- which tokens count -----------------------------------------------------------------------------------------------
+
+
+def token_arguments(draw: Draw, tokens: tuple[int, ...], v: int, weights: bool) -> tuple[Arrays, Arrays]:
+    """token_weights, which have gradients, and labels, where and `dead`, the tokens that do not count."""
+    labels = draw.rng.integers(0, v, tokens)
+    ignored = draw.rng.uniform(size=tokens) < draw.pick(0.0, 0.2, 0.2, 1.0)
+    constants = {"labels": jnp.asarray(np.where(ignored, IGNORED, labels), jnp.int32)}
+    dead, arrays = ignored, {}
+    if draw.chance(0.3):
+        where = draw.rng.uniform(size=tokens) < 0.7
+        constants["where"], dead = jnp.asarray(where), dead | ~where
+    if weights:
+        # Weights that cancel make a denominator of 0 now and then, where the loss is NaN.
+        values = draw.pick((0.5, 1.0, 2.0), (0.0, 1.0, 0.25), (1.0, -1.0, 3.0))
+        token_weights = draw.rng.choice(values, tokens)
+        arrays["token_weights"], dead = jnp.asarray(token_weights, jnp.float32), dead | (token_weights == 0)
+    return arrays, constants | {"dead": jnp.asarray(dead)}
+
+
+def poisoned(draw: Draw, x, dead):
+    """Dead rows hold what only padding may hold."""
+    values = draw.pick((np.nan,), (np.inf, -np.inf), (np.nan, np.inf), (0.0,))
+    return jnp.where(jnp.asarray(dead)[..., None], jnp.asarray(draw.rng.choice(values, x.shape), x.dtype), x)
+
+
+def living(x, dead):
+    """Zeros in the rows that do not count."""
+    return jnp.where(dead[..., None], 0, x)
+
+
+def denominator(total, dead):
+    """1 if no token counts, for a loss of 0; NaN if tokens count and weigh nothing."""
+    return jnp.where(jnp.all(dead), 1.0, jnp.where(total == 0, jnp.nan, total))
+
+
+def reduced(reduction: str, dead, weights, class_weight, ce, squares=0.0):
+    """The losses of tokens as `reduction` says, with PyTorch's mean."""
+    weights = jnp.where(dead, 0.0, weights)
+    losses, squares = jnp.where(dead, 0.0, weights * ce), jnp.where(dead, 0.0, weights * squares)
+    if reduction == "none":
+        return losses + squares
+    if reduction == "sum":
+        return jnp.sum(losses) + jnp.sum(squares)
+    return jnp.sum(losses) / denominator(jnp.sum(weights * class_weight), dead) + jnp.sum(squares) / denominator(
+        jnp.sum(weights), dead
+    )
+
+
+def log_softmax(z):
+    """log p, and p·log p where a p of 0 has none."""
+    log_p = jax.nn.log_softmax(z)
+    finite = jnp.where(jnp.isfinite(z), log_p, 0.0)
+    return log_p, jnp.where(jnp.isfinite(z), jnp.exp(finite) * finite, 0.0)
+
+
+def scaled(u, logit_scale: float = 1.0, logit_softcap: float | None = None, temperature: float = 1.0, **_):
+    u = u if logit_softcap is None else logit_softcap * jnp.tanh(u / logit_softcap)
+    return u * (logit_scale / temperature)
+
+
+# --- cross-entropy ----------------------------------------------------------------------------------------------------
+
+
+def _logit_options(draw: Draw) -> dict[str, Any]:
+    return draw.optional(logit_scale=(0.5, 30.0, 0.0), logit_softcap=(2.0, 30.0)) if draw.chance(0.6) else {}
+
+
+def _loss_options(draw: Draw, forbidden: bool) -> dict[str, Any]:
+    options = draw.optional(z_loss=(1e-2,), reduction=("mean", "sum", "none")) | _logit_options(draw)
+    # A forbidden class has a loss of infinity, and smoothing asks for it.
+    return options | ({} if forbidden else draw.optional(label_smoothing=(0.1, 1.0)))
+
+
+def cross_entropy_truth(logits, labels, dead, token_weights=None, class_weights=None, where=None, **options):
+    reduction = options.pop("reduction", "mean")
+    weights = jnp.ones(dead.shape) if token_weights is None else token_weights
+    flat = living(logits, dead).reshape(-1, logits.shape[-1])
+    labels = jnp.where(dead, 0, labels)
+    ce, squares = cross_entropy_rows(flat, labels.reshape(-1), class_weights, **options)
+    class_weight = jnp.ones(()) if class_weights is None else class_weights[labels]
+    return reduced(reduction, dead, weights, class_weight, ce.reshape(dead.shape), squares.reshape(dead.shape))
+
+
+def without(op, *names):
+    """The op as a function that leaves arrays of its truth alone."""
+    return lambda **arrays: op(**{name: x for name, x in arrays.items() if name not in names})
+
+
+def cross_entropy(draw: Draw) -> Case:
+    tokens, v, dtype = draw.leading(40, 700), draw.size(90, 9000), draw.dtype()
+    forbidden, weights, classes = draw.chance(0.2), draw.chance(0.4), draw.chance(0.3)
+    options = _loss_options(draw, forbidden)
+
+    def inputs(draw):
+        arrays, constants = token_arguments(draw, tokens, v, weights)
+        logits = draw.normal((*tokens, v), dtype, draw.magnitude())
+        if forbidden:
+            columns = np.isin(np.arange(v), np.asarray(constants["labels"])) | (draw.rng.uniform(size=v) < 0.5)
+            logits = jnp.where(columns, logits, -jnp.inf).astype(dtype)
+        if classes:
+            constants["class_weights"] = draw.uniform((v,), jnp.float32)
+        return arrays | {"logits": poisoned(draw, logits, constants["dead"])}, constants
+
+    return Case(
+        "cross_entropy",
+        without(functools.partial(ops.cross_entropy, **options), "dead"),
+        functools.partial(cross_entropy_truth, **options),
+        inputs,
+        options_text(options),
+        silent={"logits": "dead"},
+    )
+
+
+def _limits(draw: Draw, modes: bool = True) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Options that change how and not what, and those among them that may be too much to ask for."""
+    options = draw.optional(chunk_size=(draw.size(64),), memory_budget_bytes=(0, 10**5, 10**8)) if draw.chance(0.5) else {}
+    if modes:
+        options |= draw.optional(mode=("auto", "fast", "lean"))
+    # A vector of losses has no mode "fast".
+    return options, ("memory_budget_bytes",) * ("memory_budget_bytes" in options) + ("mode",) * ("fast" in options.values())
+
+
+def fused_linear_cross_entropy(draw: Draw) -> Case:
+    head = Head.drawn(draw)
+    weights, classes = draw.chance(0.4), draw.chance(0.3)
+    options = _loss_options(draw, head.bias == "forbidden")
+    limits, may_refuse = _limits(draw)
+
+    def inputs(draw):
+        arrays, constants = token_arguments(draw, head.tokens, head.v, weights)
+        arrays |= head.arrays(draw, constants["labels"])
+        arrays["hidden"] = poisoned(draw, arrays["hidden"], constants["dead"])
+        if classes:
+            constants["class_weights"] = draw.uniform((head.v,), jnp.float32)
+        return arrays, constants
+
+    def truth(hidden, weight, dead, bias=None, **arrays):
+        logits = head.logits(living(hidden, dead), weight, bias)
+        return cross_entropy_truth(logits, dead=dead, **arrays, **options)
+
+    return Case(
+        "fused_linear_cross_entropy",
+        without(functools.partial(ops.fused_linear_cross_entropy, **options, **limits, **head.options), "dead"),
+        truth,
+        inputs,
+        options_text({**options, **limits, **head.options}),
+        has_products=True,
+        may_refuse=may_refuse,
+        silent={"hidden": "dead"},
+    )
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def _found(head: Head, hidden, weight, labels, dead, bias, **options):
+    """log p of the labels, entropies and log-normalisers: 0 where tokens do not count."""
+    z = scaled(head.logits(living(hidden, dead), weight, bias), **options)
+    log_p, products = log_softmax(z)
+    of_labels = jnp.take_along_axis(log_p, jnp.where(dead, 0, labels)[..., None], axis=-1)[..., 0]
+    found = of_labels, -jnp.sum(products, axis=-1), jax.lax.stop_gradient(jax.scipy.special.logsumexp(z, axis=-1))
+    return tuple(jnp.where(dead, 0.0, x) for x in found)
+
+
+def _token_options(draw: Draw) -> dict[str, Any]:
+    return _logit_options(draw) | draw.optional(temperature=(0.5, 2.0))
+
+
+def fused_linear_log_probs(draw: Draw) -> Case:
+    head, with_entropy = Head.drawn(draw), draw.chance(0.5)
+    options = _token_options(draw)
+    limits, may_refuse = _limits(draw, modes=False)
+    limits |= draw.optional(metrics=(False,))
+
+    def inputs(draw):
+        _, constants = token_arguments(draw, head.tokens, head.v, weights=False)
+        arrays = head.arrays(draw, constants["labels"])
+        return arrays | {"hidden": poisoned(draw, arrays["hidden"], constants["dead"])}, constants
+
+    def ours(dead, **arrays):
+        found = ops.fused_linear_log_probs(**arrays, **options, **limits, **head.options, entropy=with_entropy)
+        return (found.log_probs, *([found.entropy] if with_entropy else []), found.log_normalizer)
+
+    def truth(hidden, weight, labels, dead, bias=None, where=None):
+        log_probs, entropy, lse = _found(head, hidden, weight, labels, dead, bias, **options)
+        return (log_probs, *([entropy] if with_entropy else []), lse)
+
+    says = options_text({**options, **limits, **head.options, "entropy": with_entropy})
+    return Case(
+        "fused_linear_log_probs",
+        ours,
+        truth,
+        inputs,
+        says,
+        has_products=True,
+        may_refuse=may_refuse,
+        silent={"hidden": "dead"},
+    )
+
+
+def _ratio_loss(log_prob, old, advantage):
+    """A policy's clipped ratio."""
+    ratio = jnp.exp(log_prob - old)
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+
+
+TOKEN_LOSSES = {
+    "weighted": lambda log_prob, old, advantage: -advantage * log_prob,
+    "squared": lambda log_prob, old, advantage: advantage * jnp.square(log_prob - old),
+    "clipped ratio": _ratio_loss,
+}
+
+
+def fused_linear_token_loss(draw: Draw) -> Case:
+    head, with_entropy = Head.drawn(draw), draw.chance(0.4)
+    kind = draw.pick(*TOKEN_LOSSES)
+    options = _token_options(draw)
+    limits, may_refuse = _limits(draw)
+
+    def inputs(draw):
+        _, constants = token_arguments(draw, head.tokens, head.v, weights=False)
+        arrays = head.arrays(draw, constants["labels"])
+        arrays["hidden"] = poisoned(draw, arrays["hidden"], constants["dead"])
+        tokens = {"old": draw.normal(head.tokens, jnp.float32) - 2, "advantage": draw.normal(head.tokens, jnp.float32)}
+        tokens = {name: poisoned(draw, x[..., None], constants["dead"])[..., 0] for name, x in tokens.items()}
+        return arrays | tokens | {"denominator": draw.uniform((), jnp.float32)}, constants
+
+    def of_token(log_prob, *rest):
+        entropy, rest = (rest[0], rest[1:]) if with_entropy else (0.0, rest)
+        return TOKEN_LOSSES[kind](log_prob, *rest) - 0.1 * entropy
+
+    def ours(dead, old, advantage, denominator, **arrays):
+        static = {**options, **limits, **head.options, "entropy": with_entropy}
+        loss, tokens = ops.fused_linear_token_loss(
+            of_token, per_token=(old, advantage), denominator=denominator, **arrays, **static
+        )
+        return loss, tokens.losses, tokens.log_probs
+
+    def truth(hidden, weight, labels, dead, old, advantage, denominator, bias=None, where=None):
+        log_probs, entropy, _ = _found(head, hidden, weight, labels, dead, bias, **options)
+        found = (log_probs, entropy) if with_entropy else (log_probs,)
+        losses = jnp.where(dead, 0.0, of_token(*found, *(jnp.where(dead, 0.0, x) for x in (old, advantage))))
+        return jnp.sum(losses) / denominator, *jax.lax.stop_gradient((losses, log_probs))
+
+    return Case(
+        "fused_linear_token_loss",
+        ours,
+        truth,
+        inputs,
+        options_text({"loss": kind, **options, **limits, **head.options, "entropy": with_entropy}),
+        has_products=True,
+        may_refuse=may_refuse,
+        silent={"hidden": "dead"},
+    )
+
+
+# --- distillation -----------------------------------------------------------------------------------------------------
+
+
+def _with_labels(draw: Draw, options: dict[str, Any], tokens, v: int):
+    """The constants of a distillation: `dead`, and labels where a part of the loss is of labels."""
+    _, constants = token_arguments(draw, tokens, v, weights=False)
+    if "hard_weight" not in options:
+        constants.pop("labels")
+        constants["dead"] = ~constants["where"] if "where" in constants else jnp.zeros(tokens, bool)
+    return constants
+
+
+def _mixed(soft, student_logits, labels, dead, hard_weight: float = 0.0, reduction: str = "mean", normalizer=None):
+    """(1 − hard_weight)·soft + hard_weight·ce, reduced."""
+    losses = (1 - hard_weight) * soft
+    if hard_weight:
+        log_p = jax.nn.log_softmax(student_logits)
+        losses -= hard_weight * jnp.take_along_axis(log_p, jnp.where(dead, 0, labels)[..., None], axis=-1)[..., 0]
+    losses = jnp.where(dead, 0.0, losses)
+    if reduction != "mean":
+        return losses if reduction == "none" else jnp.sum(losses)
+    if normalizer is not None:
+        return jnp.where(jnp.all(dead), 0.0, jnp.sum(losses) / normalizer)
+    return jnp.sum(losses) / denominator(jnp.sum(~dead), dead)
+
+
+def _distillation_options(draw: Draw) -> dict[str, Any]:
+    options = draw.optional(hard_weight=(0.3, 1.0), reduction=("mean", "sum", "none"))
+    if options.get("reduction", "mean") == "mean":
+        options |= draw.optional(denominator=(7, 16384.0))
+    return options | draw.optional(temperature=(0.5, 2.0))
+
+
+def _flat(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def fused_linear_distillation(draw: Draw) -> Case:
+    student = dataclasses.replace(Head.drawn(draw, prefix="student_"))
+    teacher = Head.drawn(draw, student.tokens, student.v, prefix="teacher_")
+    student, teacher = (dataclasses.replace(h, bias=None if h.bias == "forbidden" else h.bias) for h in (student, teacher))
+    kinds = {"divergence": draw.pick("forward_kl", "reverse_kl", "jsd", "tvd")} | draw.optional(beta=(0.1, 0.5))
+    options = _distillation_options(draw)
+    of_heads = {f"{head.prefix}{name}": x for head in (student, teacher) for name, x in _logit_options(draw).items()}
+    limits, may_refuse = _limits(draw)
+    static = {**kinds, **options, **of_heads, **limits, **student.options, **teacher.options}
+
+    def inputs(draw):
+        constants = _with_labels(draw, options, student.tokens, student.v)
+        arrays = student.arrays(draw)
+        arrays["student_hidden"] = poisoned(draw, arrays["student_hidden"], constants["dead"])
+        return arrays, constants | teacher.arrays(draw)
+
+    def truth(student_hidden, student_weight, teacher_hidden, teacher_weight, dead, labels=None, where=None, **biases):
+        logits = {}
+        for head, hidden, weight in (
+            (student, student_hidden, student_weight),
+            (teacher, teacher_hidden, teacher_weight),
+        ):
+            own = {name.removeprefix(head.prefix): x for name, x in of_heads.items() if name.startswith(head.prefix)}
+            u = head.logits(living(hidden, dead), weight, biases.get(f"{head.prefix}bias"))
+            logits[head.prefix] = scaled(u, **own)
+        z, teacher_z = logits["student_"], logits["teacher_"]
+        t = options.get("temperature", 1.0)
+        soft = distillation.divergence(_flat(z / t), _flat(teacher_z / t), kind=kinds["divergence"], beta=kinds.get("beta", 0.5))
+        rest = {"reduction": options.get("reduction", "mean"), "normalizer": options.get("denominator")}
+        return _mixed(soft.reshape(dead.shape), z, labels, dead, options.get("hard_weight", 0.0), **rest)
+
+    return Case(
+        "fused_linear_distillation",
+        without(functools.partial(ops.fused_linear_distillation, **static), "dead"),
+        truth,
+        inputs,
+        options_text(static),
+        has_products=True,
+        may_refuse=may_refuse,
+        silent={"student_hidden": "dead"},
+    )
+
+
+def topk_divergence(student, token_ids, log_probs, *, tail):
+    """The formula's divergence, with a bucket of what is outside and not of 1 less what is stored: that cancels."""
+    divergence = distillation.topk_divergence(student, token_ids, log_probs, tail="ignore")
+    if tail == "ignore":
+        return divergence
+    used = log_probs > -jnp.inf
+    stored = jnp.zeros(student.shape, bool).at[jnp.arange(len(student))[:, None], token_ids].set(used)
+    rest, outside = 1.0 - jnp.sum(jnp.exp(log_probs), axis=1), ~jnp.all(stored, axis=1)
+    log_p = jnp.where(stored, -jnp.inf, jax.nn.log_softmax(student)).at[:, 0].max(jnp.where(outside, -jnp.inf, 0.0))
+    counts = outside & (rest > 0)
+    log_rest = jnp.log(jnp.where(counts, rest, 1.0))
+    return divergence + jnp.where(counts, rest * (log_rest - jax.scipy.special.logsumexp(log_p, axis=1)), 0.0)
+
+
+def fused_linear_topk_distillation(draw: Draw) -> Case:
+    head = Head.drawn(draw)
+    head = dataclasses.replace(head, bias=None if head.bias == "forbidden" else head.bias)
+    entries = draw.pick(1, draw.size(min(head.v, 12)), min(head.v, 12))
+    options = _distillation_options(draw) | draw.optional(tail=("ignore", "bucket"))
+    of_head = _logit_options(draw)
+    limits, may_refuse = _limits(draw)
+    static = {**options, **of_head, **limits, **head.options}
+
+    def inputs(draw):
+        constants = _with_labels(draw, options, head.tokens, head.v)
+        arrays = head.arrays(draw)
+        arrays["hidden"] = poisoned(draw, arrays["hidden"], constants["dead"])
+        order = np.argsort(draw.rng.uniform(size=(*head.tokens, head.v)), axis=-1)[..., :entries]
+        teacher = jax.nn.log_softmax(draw.normal((*head.tokens, head.v), jnp.float32))
+        stored = jnp.take_along_axis(teacher, jnp.asarray(order), axis=-1)
+        if draw.chance(0.3):  # places that are not used
+            stored = stored.at[..., 0].set(-jnp.inf)
+        return arrays, constants | {"token_ids": jnp.asarray(order, jnp.int32), "log_probs": stored}
+
+    def truth(hidden, weight, token_ids, log_probs, dead, labels=None, where=None, bias=None):
+        z = scaled(head.logits(living(hidden, dead), weight, bias), **of_head)
+        tail, t = options.get("tail", "ignore"), options.get("temperature", 1.0)
+        soft = topk_divergence(_flat(z / t), _flat(token_ids), _flat(log_probs), tail=tail)
+        rest = {"reduction": options.get("reduction", "mean"), "normalizer": options.get("denominator")}
+        return _mixed(soft.reshape(dead.shape), z, labels, dead, options.get("hard_weight", 0.0), **rest)
+
+    return Case(
+        "fused_linear_topk_distillation",
+        without(functools.partial(ops.fused_linear_topk_distillation, **static), "dead"),
+        truth,
+        inputs,
+        options_text({**static, "K": entries}),
+        has_products=True,
+        may_refuse=may_refuse,
+        silent={"hidden": "dead"},
+    )
