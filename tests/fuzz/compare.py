@@ -113,23 +113,14 @@ def _value_and_gradients(function: Callable) -> Callable:
         value, pullback = jax.vjp(lambda arrays: function(**arrays, **constants), arrays)
         (gradients,) = pullback(jax.tree.map(lambda y, g: jnp.asarray(g).astype(y.dtype), value, cotangents))
         outputs = {f"output {i}": y for i, y in enumerate(jax.tree.leaves(value))}
-        return outputs | {f"d{name}": g for name, g in _flat(gradients).items()}
+        return outputs | {f"d{name}": g for name, g in gradients.items()}
 
     return jax.jit(run)
 
 
-def _flat(arrays: Arrays) -> Arrays:
-    """Arrays by path: a model's parameters are one argument."""
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in _leaves(arrays)}
-
-
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
 def _rounding(case: Case, arrays: Arrays, where: Where) -> float:
     """One rounding, as a share of a number, of the least exact dtype that the case computes in."""
-    dtypes = [x.dtype for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+    dtypes = [x.dtype for x in arrays.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     dtypes += [case.computes_in] if case.computes_in else []
     rounding = max(float(jnp.finfo(dtype).eps) / 2 for dtype in dtypes)
     rounds_products = case.has_products and where.precision is None
@@ -138,7 +129,7 @@ def _rounding(case: Case, arrays: Arrays, where: Where) -> float:
 
 def _loss_scale(values: Arrays, arrays: Arrays) -> float:
     """The power of 2 that brings the largest gradient in float16 to where float16 is exact; 1 where there is none."""
-    half = [values[f"d{name}"] for name, x in _flat(arrays).items() if x.dtype == jnp.float16]
+    half = [values[f"d{name}"] for name, x in arrays.items() if x.dtype == jnp.float16]
     largest = max((np.max(np.abs(g), where=np.isfinite(g), initial=0.0) for g in half), default=0.0)
     return 2.0 ** round(math.log2(LARGEST_HALF_GRADIENT / largest)) if largest else 1.0
 

@@ -10,6 +10,7 @@ import numpy as np
 from tests.fuzz import attention, elementwise, linear
 from tests.fuzz.case import Case, Draw
 from tests.fuzz.compare import Where, misses
+from tests.fuzz.models import MODELS
 
 # A drawing function for each public op, by the op's name.
 OPS: dict[str, Callable[[Draw], Case]] = {
@@ -23,7 +24,7 @@ OPS: dict[str, Callable[[Draw], Case]] = {
         "fused_linear_distillation", "fused_linear_topk_distillation",
     )},
 }  # fmt: skip
-DRAWN = OPS
+DRAWN = {**OPS, **MODELS}
 
 # Faults that are known and being mended: parts of their sentences, by the op. Empty when none is.
 KNOWN: dict[str, tuple[str, ...]] = {}

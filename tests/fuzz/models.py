@@ -1,0 +1,110 @@
+"""Cases of whole models: a tiny one of a random family, as it is called in training."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from liger_jax import models
+from liger_jax.models import lora
+from tests.fuzz.attention import segments
+from tests.fuzz.case import Case, Draw, options_text
+
+GEMMA = dict(query_pre_attn_scalar=(3, 9), sliding_window=(1, 3, 500))
+FAMILIES = {
+    "llama": (models.LlamaForCausalLM, dict(tie_word_embeddings=(True,), logit_scale=(0.5,))),
+    "mistral": (models.MistralForCausalLM, dict(sliding_window=(1, 4, None))),
+    "qwen2": (models.Qwen2ForCausalLM, dict(tie_word_embeddings=(True,), use_sliding_window=(True,))),
+    "qwen3": (models.Qwen3ForCausalLM, dict(tie_word_embeddings=(True,))),
+    "gemma": (models.GemmaForCausalLM, dict(tie_word_embeddings=(True, False))),
+    "gemma2": (models.Gemma2ForCausalLM, GEMMA | dict(attn_logit_softcapping=(5.0, None))),
+    "gemma3": (models.Gemma3ForCausalLM, GEMMA | dict(final_logit_softcapping=(3.0,))),
+}
+
+
+def _config(draw: Draw, family: str):
+    model, choices = FAMILIES[family]
+    kv_heads, shared = draw.size(2), draw.size(3)
+    head_dim = 2 * draw.pick(*((4, 16, 20, 32, 64) if draw.large else (1, 3, 4, 7)))
+    fields = dict(
+        vocab_size=draw.size(70, 1500, least=2),
+        hidden_size=draw.size(40, 400, least=2),
+        intermediate_size=draw.size(50, 700),
+        num_hidden_layers=draw.size(3),
+        num_attention_heads=kv_heads * shared,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=1024,
+        initializer_range=draw.pick(0.05, 0.2),
+        sliding_window=4,
+        max_window_layers=1,
+    )
+    fields |= draw.optional(**choices)
+    known = {field.name for field in dataclasses.fields(model.config_type)}
+    return model.config_type(**{name: x for name, x in fields.items() if name in known})
+
+
+def _batch(draw: Draw, vocab_size: int, shape: tuple[int, int], packed: bool, weighted: bool):
+    """The arrays of a call: tokens, labels, and perhaps segments with their positions, or padding; and weights."""
+    tokens = draw.integers(vocab_size, shape)
+    ignored = draw.rng.uniform(size=shape) < draw.pick(0.0, 0.3, 1.0)
+    batch = {"input_ids": tokens, "labels": jnp.where(ignored, -100, tokens)}
+    if packed:
+        ids = segments(draw, *shape)
+        starts = np.concatenate([np.ones((shape[0], 1), bool), np.diff(np.asarray(ids)) != 0], axis=1)
+        places = np.arange(shape[1])
+        batch["segment_ids"] = ids
+        batch["positions"] = jnp.asarray(places - np.maximum.accumulate(np.where(starts, places, 0), axis=1), jnp.int32)
+    if weighted:
+        batch["loss_weights"] = draw.uniform(shape, jnp.float32)
+    return batch
+
+
+def _model(family: str, draw: Draw) -> Case:
+    config, dtype = _config(draw, family), draw.dtype()
+    param_dtype = draw.pick(jnp.float32, dtype)
+    shape, packed, weighted = (draw.size(3), draw.size(24, 300)), draw.chance(0.4), draw.chance(0.3)
+    kernels = models.KernelOptions(**draw.optional(mode=("auto", "fast", "lean")))
+    options = dict(scan_layers=draw.chance(0.6), param_dtype=param_dtype)
+    own = dict(dtype=dtype, remat=draw.pick("none", "none", "dots", "full"), kernels=kernels)
+    plain = models.KernelOptions(
+        rope=False, rms_norm=False, glu=False, fused_linear_cross_entropy=False, attention="xla", implementation="xla"
+    )
+    rank, normalizer = draw.pick(0, 0, 1), draw.pick(None, None, 37.0)
+
+    def build(**others):
+        model = FAMILIES[family][0](config, **options, **others, rngs=nnx.Rngs(0))
+        return lora.add_lora(model, 1, alpha=2, rngs=nnx.Rngs(1)) if rank else model
+
+    parameters = {".".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(nnx.eval_shape(build)))}
+
+    def inputs(draw):
+        arrays = {name: draw.normal(x.shape, x.dtype, config.initializer_range) for name, x in parameters.items()}
+        return arrays, _batch(draw, config.vocab_size, shape, packed, weighted)
+
+    def loss(build, cast, **arrays):
+        graph, state = nnx.split(nnx.eval_shape(build))
+        values = [cast(arrays.pop(name)) for name in parameters]
+        model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
+        return model(**arrays, loss_normalizer=normalizer).loss
+
+    ours = functools.partial(loss, functools.partial(build, **own), lambda x: x)
+    # Norms and losses are float32 in the formula, too.
+    exact = functools.partial(build, dtype=jnp.float32, kernels=plain)
+    truth = functools.partial(loss, exact, lambda x: x.astype(jnp.float32))
+    return Case(
+        family,
+        ours,
+        truth,
+        inputs,
+        f"{config} {options_text({**options, **own, 'rank': rank, 'loss_normalizer': normalizer})}",
+        has_products=True,
+        computes_in=dtype,
+        depth=2 * config.num_hidden_layers,
+    )
+
+
+MODELS = {family: functools.partial(_model, family) for family in FAMILIES}
