@@ -1,40 +1,51 @@
-"""python -m tests.fuzz --seconds 240 --seed 7 [--platform gpu]"""
+"""Calls every op and a model of every family with random arguments, as a user calls them, and checks the numbers.
+
+    python -m tests.fuzz --seconds 240 --seed 7 --platform gpu
+
+A line for each thing that is wrong says how to repeat its case. Without any, the exit code is 0.
+"""
 
 import argparse
 import collections
 import itertools
 import os
+import secrets
 import sys
-import time
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), default="cpu")
-    parser.add_argument("--only", type=int)
-    parser.add_argument("--names", nargs="*")
-    parser.add_argument("--verbose", action="store_true")
-    flags = parser.parse_args()
+    flags = _flags()
     os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[flags.platform]
-    if flags.platform == "cpu":
-        os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
-    from tests.fuzz import run
+    if flags.platform == "cpu":  # what runs once need not be fast: as in tests/conftest.py
+        os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    from tests.fuzz import run  # JAX reads the environment when it is imported
 
     names = tuple(flags.names or run.DRAWN)
-    numbers = itertools.count() if flags.only is None else iter([flags.only])
-    counts, failed, last = collections.Counter(), 0, time.monotonic()
+    numbers = iter([flags.only]) if flags.only is not None else itertools.count(flags.start, flags.step)
+    counts, misses = collections.Counter(), 0
+    print(f"inputs: --platform {flags.platform} --seed {flags.seed}", flush=True)
     for number, name, found in run.fuzz(flags.seed, numbers, names, flags.platform, flags.seconds):
         counts[name] += 1
-        if flags.verbose:
-            print(number, name, round(time.monotonic() - last, 2), flush=True)
-        last = time.monotonic()
+        misses += len(found)
+        repeat = f"python -m tests.fuzz --platform {flags.platform} --seed {flags.seed} --only {number}"
+        repeat += f" --names {' '.join(flags.names)}" if flags.names else ""
         for sentence in found:
-            failed += 1
-            print(f"MISS {name}: {sentence}\n    --seed {flags.seed} --only {number}", flush=True)
-    print(sum(counts.values()), dict(counts), "misses", failed)
-    return bool(failed)
+            print(f"{name}: {sentence}\n    {repeat}", flush=True)
+    print(f"{misses} misses in {sum(counts.values())} cases: {', '.join(f'{n} {c}' for n, c in sorted(counts.items()))}")
+    return 1 if misses else 0
 
 
-sys.exit(main())
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="after which no new case begins")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="of all choices and numbers")
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), default="cpu")
+    parser.add_argument("--only", type=int, help="the number of the only case to run")
+    parser.add_argument("--names", nargs="*", help="ops and families to draw; all by default")
+    parser.add_argument("--start", type=int, default=0, help="the first case's number")
+    parser.add_argument("--step", type=int, default=1, help="the distance of cases' numbers: of several processes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,14 +36,15 @@ class Where:
 
 def misses(case: Case, draw: Draw, where: Where) -> Iterator[str]:
     """A sentence for each thing that is wrong with a case."""
-    ours, truth = _value_and_gradients(case.ours), _value_and_gradients(case.truth)
+    ours, truth, outputs = _value_and_gradients(case.ours), _value_and_gradients(case.truth), None
     for fill in range(FILLS):
         arrays, constants = case.inputs(draw)
         inputs = f"{described({**arrays, **constants})}; {case.says}; numbers {fill}"
         if case.refuses:  # its formula need not exist
             yield from (f"{sentence}\n    {inputs}" for sentence in _not_refused(case, arrays, constants))
             return
-        expected = _Truth(case, truth, arrays, constants, draw, where)
+        outputs = _outputs(case, arrays, constants) if outputs is None else outputs
+        expected = _Truth(case, truth, outputs, arrays, constants, draw, where)
         try:
             with jax.default_matmul_precision(where.precision):
                 found = jax.tree.map(np.asarray, ours(arrays, constants, expected.cotangents))
@@ -58,12 +59,12 @@ def misses(case: Case, draw: Draw, where: Where) -> Iterator[str]:
 class _Truth:
     """The formula's outputs and gradients, and how far from them is near enough."""
 
-    def __init__(self, case: Case, truth: Callable, arrays: Arrays, constants: Arrays, draw: Draw, where: Where):
+    def __init__(
+        self, case: Case, truth: Callable, outputs: Any, arrays: Arrays, constants: Arrays, draw: Draw, where: Where
+    ) -> None:
         self.rounding = _rounding(case, {**arrays, **constants}, where)
         self.depth = case.depth
         wide = _widened(arrays), _widened(constants)
-        with _in_float64():
-            outputs = jax.eval_shape(lambda arrays, constants: case.truth(**arrays, **constants), *wide)
         # Exact in 16 bits.
         cotangents = jax.tree.map(lambda y: draw.rng.integers(-64, 65, y.shape) / 32.0, outputs)
         values = _run(truth, *wide, cotangents)
@@ -116,6 +117,12 @@ def _value_and_gradients(function: Callable) -> Callable:
         return outputs | {f"d{name}": g for name, g in gradients.items()}
 
     return jax.jit(run)
+
+
+def _outputs(case: Case, arrays: Arrays, constants: Arrays) -> Any:
+    """The types of the formula's outputs."""
+    with _in_float64():
+        return jax.eval_shape(lambda a, c: case.truth(**a, **c), _widened(arrays), _widened(constants))
 
 
 def _rounding(case: Case, arrays: Arrays, where: Where) -> float:

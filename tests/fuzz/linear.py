@@ -70,21 +70,32 @@ class Head:
 # --- which tokens count -----------------------------------------------------------------------------------------------
 
 
-def token_arguments(draw: Draw, tokens: tuple[int, ...], v: int, weights: bool) -> tuple[Arrays, Arrays]:
-    """token_weights, which have gradients, and labels, where and `dead`, the tokens that do not count."""
-    labels = draw.rng.integers(0, v, tokens)
-    ignored = draw.rng.uniform(size=tokens) < draw.pick(0.0, 0.2, 0.2, 1.0)
-    constants = {"labels": jnp.asarray(np.where(ignored, IGNORED, labels), jnp.int32)}
-    dead, arrays = ignored, {}
-    if draw.chance(0.3):
-        where = draw.rng.uniform(size=tokens) < 0.7
-        constants["where"], dead = jnp.asarray(where), dead | ~where
-    if weights:
-        # Weights that cancel make a denominator of 0 now and then, where the loss is NaN.
-        values = draw.pick((0.5, 1.0, 2.0), (0.0, 1.0, 0.25), (1.0, -1.0, 3.0))
-        token_weights = draw.rng.choice(values, tokens)
-        arrays["token_weights"], dead = jnp.asarray(token_weights, jnp.float32), dead | (token_weights == 0)
-    return arrays, constants | {"dead": jnp.asarray(dead)}
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The axes of the tokens, and which arguments say that a token counts."""
+
+    shape: tuple[int, ...]
+    v: int
+    has_where: bool
+    has_weights: bool
+
+    @classmethod
+    def drawn(cls, draw: Draw, shape: tuple[int, ...], v: int, weights: bool = False) -> "Tokens":
+        return cls(shape, v, has_where=draw.chance(0.3), has_weights=weights and draw.chance(0.4))
+
+    def arguments(self, draw: Draw) -> tuple[Arrays, Arrays]:
+        """Token weights, which have gradients; and labels, where, and `dead`, which marks tokens that do not count."""
+        labels = draw.rng.integers(0, self.v, self.shape)
+        dead = draw.rng.uniform(size=self.shape) < draw.pick(0.0, 0.2, 0.2, 1.0)
+        constants, arrays = {"labels": jnp.asarray(np.where(dead, IGNORED, labels), jnp.int32)}, {}
+        if self.has_where:
+            where = draw.rng.uniform(size=self.shape) < 0.7
+            constants["where"], dead = jnp.asarray(where), dead | ~where
+        if self.has_weights:
+            # Weights that cancel make a denominator of 0 now and then, where the loss is NaN.
+            weights = draw.rng.choice(draw.pick((0.5, 1.0, 2.0), (0.0, 1.0, 0.25), (1.0, -1.0, 3.0)), self.shape)
+            arrays["token_weights"], dead = jnp.asarray(weights, jnp.float32), dead | (weights == 0)
+        return arrays, constants | {"dead": jnp.asarray(dead)}
 
 
 def poisoned(draw: Draw, x, dead):
@@ -158,11 +169,11 @@ def without(op, *names):
 
 def cross_entropy(draw: Draw) -> Case:
     tokens, v, dtype = draw.leading(40, 700), draw.size(90, 9000), draw.dtype()
-    forbidden, weights, classes = draw.chance(0.2), draw.chance(0.4), draw.chance(0.3)
-    options = _loss_options(draw, forbidden)
+    forbidden, classes = draw.chance(0.2), draw.chance(0.3)
+    options, counting = _loss_options(draw, forbidden), Tokens.drawn(draw, tokens, v, weights=True)
 
     def inputs(draw):
-        arrays, constants = token_arguments(draw, tokens, v, weights)
+        arrays, constants = counting.arguments(draw)
         logits = draw.normal((*tokens, v), dtype, draw.magnitude())
         if forbidden:
             columns = np.isin(np.arange(v), np.asarray(constants["labels"])) | (draw.rng.uniform(size=v) < 0.5)
@@ -192,12 +203,12 @@ def _limits(draw: Draw, modes: bool = True) -> tuple[dict[str, Any], tuple[str, 
 
 def fused_linear_cross_entropy(draw: Draw) -> Case:
     head = Head.drawn(draw)
-    weights, classes = draw.chance(0.4), draw.chance(0.3)
+    classes, counting = draw.chance(0.3), Tokens.drawn(draw, head.tokens, head.v, weights=True)
     options = _loss_options(draw, head.bias == "forbidden")
     limits, may_refuse = _limits(draw)
 
     def inputs(draw):
-        arrays, constants = token_arguments(draw, head.tokens, head.v, weights)
+        arrays, constants = counting.arguments(draw)
         arrays |= head.arrays(draw, constants["labels"])
         arrays["hidden"] = poisoned(draw, arrays["hidden"], constants["dead"])
         if classes:
@@ -238,12 +249,12 @@ def _token_options(draw: Draw) -> dict[str, Any]:
 
 def fused_linear_log_probs(draw: Draw) -> Case:
     head, with_entropy = Head.drawn(draw), draw.chance(0.5)
-    options = _token_options(draw)
+    options, counting = _token_options(draw), Tokens.drawn(draw, head.tokens, head.v)
     limits, may_refuse = _limits(draw, modes=False)
     limits |= draw.optional(metrics=(False,))
 
     def inputs(draw):
-        _, constants = token_arguments(draw, head.tokens, head.v, weights=False)
+        _, constants = counting.arguments(draw)
         arrays = head.arrays(draw, constants["labels"])
         return arrays | {"hidden": poisoned(draw, arrays["hidden"], constants["dead"])}, constants
 
@@ -284,11 +295,11 @@ TOKEN_LOSSES = {
 def fused_linear_token_loss(draw: Draw) -> Case:
     head, with_entropy = Head.drawn(draw), draw.chance(0.4)
     kind = draw.pick(*TOKEN_LOSSES)
-    options = _token_options(draw)
+    options, counting = _token_options(draw), Tokens.drawn(draw, head.tokens, head.v)
     limits, may_refuse = _limits(draw)
 
     def inputs(draw):
-        _, constants = token_arguments(draw, head.tokens, head.v, weights=False)
+        _, constants = counting.arguments(draw)
         arrays = head.arrays(draw, constants["labels"])
         arrays["hidden"] = poisoned(draw, arrays["hidden"], constants["dead"])
         tokens = {"old": draw.normal(head.tokens, jnp.float32) - 2, "advantage": draw.normal(head.tokens, jnp.float32)}
@@ -327,12 +338,12 @@ def fused_linear_token_loss(draw: Draw) -> Case:
 # --- distillation -----------------------------------------------------------------------------------------------------
 
 
-def _with_labels(draw: Draw, options: dict[str, Any], tokens, v: int):
+def _with_labels(draw: Draw, options: dict[str, Any], tokens: Tokens) -> Arrays:
     """The constants of a distillation: `dead`, and labels where a part of the loss is of labels."""
-    _, constants = token_arguments(draw, tokens, v, weights=False)
+    _, constants = tokens.arguments(draw)
     if "hard_weight" not in options:
         constants.pop("labels")
-        constants["dead"] = ~constants["where"] if "where" in constants else jnp.zeros(tokens, bool)
+        constants["dead"] = ~constants["where"] if tokens.has_where else jnp.zeros(tokens.shape, bool)
     return constants
 
 
@@ -366,13 +377,13 @@ def fused_linear_distillation(draw: Draw) -> Case:
     teacher = Head.drawn(draw, student.tokens, student.v, prefix="teacher_")
     student, teacher = (dataclasses.replace(h, bias=None if h.bias == "forbidden" else h.bias) for h in (student, teacher))
     kinds = {"divergence": draw.pick("forward_kl", "reverse_kl", "jsd", "tvd")} | draw.optional(beta=(0.1, 0.5))
-    options = _distillation_options(draw)
+    options, counting = _distillation_options(draw), Tokens.drawn(draw, student.tokens, student.v)
     of_heads = {f"{head.prefix}{name}": x for head in (student, teacher) for name, x in _logit_options(draw).items()}
     limits, may_refuse = _limits(draw)
     static = {**kinds, **options, **of_heads, **limits, **student.options, **teacher.options}
 
     def inputs(draw):
-        constants = _with_labels(draw, options, student.tokens, student.v)
+        constants = _with_labels(draw, options, counting)
         arrays = student.arrays(draw)
         arrays["student_hidden"] = poisoned(draw, arrays["student_hidden"], constants["dead"])
         return arrays, constants | teacher.arrays(draw)
@@ -423,12 +434,13 @@ def fused_linear_topk_distillation(draw: Draw) -> Case:
     head = dataclasses.replace(head, bias=None if head.bias == "forbidden" else head.bias)
     entries = draw.pick(1, draw.size(min(head.v, 12)), min(head.v, 12))
     options = _distillation_options(draw) | draw.optional(tail=("ignore", "bucket"))
+    counting = Tokens.drawn(draw, head.tokens, head.v)
     of_head = _logit_options(draw)
     limits, may_refuse = _limits(draw)
     static = {**options, **of_head, **limits, **head.options}
 
     def inputs(draw):
-        constants = _with_labels(draw, options, head.tokens, head.v)
+        constants = _with_labels(draw, options, counting)
         arrays = head.arrays(draw)
         arrays["hidden"] = poisoned(draw, arrays["hidden"], constants["dead"])
         order = np.argsort(draw.rng.uniform(size=(*head.tokens, head.v)), axis=-1)[..., :entries]

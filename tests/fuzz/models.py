@@ -33,7 +33,7 @@ def _config(draw: Draw, family: str):
         vocab_size=draw.size(70, 1500, least=2),
         hidden_size=draw.size(40, 400, least=2),
         intermediate_size=draw.size(50, 700),
-        num_hidden_layers=draw.size(3),
+        num_hidden_layers=draw.pick(1, 2),
         num_attention_heads=kv_heads * shared,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -85,16 +85,19 @@ def _model(family: str, draw: Draw) -> Case:
         arrays = {name: draw.normal(x.shape, x.dtype, config.initializer_range) for name, x in parameters.items()}
         return arrays, _batch(draw, config.vocab_size, shape, packed, weighted)
 
-    def loss(build, cast, **arrays):
+    def loss_of(build, cast):
         graph, state = nnx.split(nnx.eval_shape(build))
-        values = [cast(arrays.pop(name)) for name in parameters]
-        model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
-        return model(**arrays, loss_normalizer=normalizer).loss
 
-    ours = functools.partial(loss, functools.partial(build, **own), lambda x: x)
+        def loss(**arrays):
+            values = [cast(arrays.pop(name)) for name in parameters]
+            model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
+            return model(**arrays, loss_normalizer=normalizer).loss
+
+        return loss
+
+    ours = loss_of(functools.partial(build, **own), lambda x: x)
     # Norms and losses are float32 in the formula, too.
-    exact = functools.partial(build, dtype=jnp.float32, kernels=plain)
-    truth = functools.partial(loss, exact, lambda x: x.astype(jnp.float32))
+    truth = loss_of(functools.partial(build, dtype=jnp.float32, kernels=plain), lambda x: x.astype(jnp.float32))
     return Case(
         family,
         ours,

@@ -24,6 +24,7 @@ OPS: dict[str, Callable[[Draw], Case]] = {
         "fused_linear_distillation", "fused_linear_topk_distillation",
     )},
 }  # fmt: skip
+FAMILIES_IN_A_TURN = 2  # a model takes the time of ten ops
 DRAWN = {**OPS, **MODELS}
 
 # Faults that are known and being mended: parts of their sentences, by the op. Empty when none is.
@@ -31,9 +32,13 @@ KNOWN: dict[str, tuple[str, ...]] = {}
 
 
 def case_of(seed: int, number: int, names: tuple[str, ...], large: bool) -> tuple[Case, Draw]:
-    """The case of this number. Every name comes once before one comes again, in an order of the seed's own."""
-    turn, place = divmod(number, len(names))
-    name = names[np.random.default_rng([seed, turn]).permutation(len(names))[place]]
+    """The case of this number. In every turn each op comes once, and two of the families, in an order of its own."""
+    families = [name for name in names if name in MODELS]
+    length = len(names) - max(len(families) - FAMILIES_IN_A_TURN, 0)
+    turn, place = divmod(number, length)
+    rng = np.random.default_rng([seed, turn])
+    families = list(rng.permutation(families)[:FAMILIES_IN_A_TURN])
+    name = str(rng.permutation([*(name for name in names if name not in MODELS), *families])[place])
     draw = Draw(np.random.default_rng([seed, turn, place]), large)
     return DRAWN[name](draw), draw
 
