@@ -1,12 +1,13 @@
 """Runs a case and its formula on the same numbers, and says what is wrong.
 
 The truth is the formula in float64 on the host's CPU. How far a result may be from it follows from the case's own
-numbers: every input is changed by one rounding of the least exact dtype among them, up or down at random, and the
-formula is run again. What this changes is what no computation from rounded inputs can know. A result may be `MARGIN`
-times as far from the truth, and as many roundings of its largest value farther: an op rounds a few times where the
+numbers: every input is changed by one rounding of the least exact dtype among them, up or down at random, and plain JAX
+computes the formula in float32. That is as near to the truth as rounded inputs and float32 let one come. A result may
+be `MARGIN` times as far from it, and as many roundings of its largest value farther: an op rounds a few times where the
 inputs are rounded once.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import numpy as np
 from tests.fuzz.case import Arrays, Case, Draw, described
 
 MARGIN = 8.0
-PROBES = 2  # runs of the formula on rounded inputs
+PROBES = 4  # runs in float32 on rounded inputs: one of them may be near the truth by chance
 FILLS = 3  # sets of numbers for each program
 # One rounding of what a product takes of float32 at an accelerator's default precision: TF32 and bfloat16.
 PRODUCT_ROUNDING = {"cpu": 2.0**-24, "gpu": 2.0**-11, "tpu": 2.0**-8}
@@ -66,17 +67,21 @@ class _Truth:
         self.depth = case.depth
         wide = _widened(arrays), _widened(constants)
         # Exact in 16 bits.
-        cotangents = jax.tree.map(lambda y: draw.rng.integers(-64, 65, y.shape) / 32.0, outputs)
+        cotangents = jax.tree.map(lambda y: np.asarray(draw.rng.integers(-64, 65, y.shape) / 32.0), outputs)
         values = _run(truth, *wide, cotangents)
-        self.cotangents = jax.tree.map(lambda g: _loss_scale(values, arrays) * g, cotangents)
+        self.cotangents = jax.tree.map(lambda g: np.asarray(_loss_scale(values, arrays) * g), cotangents)
         inputs = *wide, self.cotangents
         self.values = _run(truth, *inputs)
-        self.probes = [_run(truth, *self._rounded(inputs, draw)) for _ in range(PROBES)]
+        self.probes = [_run(truth, *self._rounded(inputs, draw), x64=False) for _ in range(PROBES)]
 
     def _rounded(self, inputs: Any, draw: Draw) -> Any:
         """The inputs with every float one rounding up or down."""
-        move = lambda x: x * (1 + self.rounding * draw.rng.choice([-1.0, 1.0], x.shape)) if x.dtype == float else x
-        return jax.tree.map(lambda x: move(np.asarray(x)), inputs)
+
+        def rounded(x):
+            moved = x * (1 + self.rounding * draw.rng.choice([-1.0, 1.0], x.shape))
+            return moved.astype(np.float32) if x.dtype == np.float64 else x
+
+        return jax.tree.map(rounded, inputs)
 
     def wrong(self, found: Arrays) -> Iterator[str]:
         """A sentence for each output or gradient that is not near enough."""
@@ -121,7 +126,7 @@ def _value_and_gradients(function: Callable) -> Callable:
 
 def _outputs(case: Case, arrays: Arrays, constants: Arrays) -> Any:
     """The types of the formula's outputs."""
-    with _in_float64():
+    with _plain_jax(x64=True):
         return jax.eval_shape(lambda a, c: case.truth(**a, **c), _widened(arrays), _widened(constants))
 
 
@@ -141,29 +146,22 @@ def _loss_scale(values: Arrays, arrays: Arrays) -> float:
     return 2.0 ** round(math.log2(LARGEST_HALF_GRADIENT / largest)) if largest else 1.0
 
 
-def _run(truth: Callable, *inputs: Any) -> Arrays:
-    with _in_float64():
-        return jax.tree.map(np.asarray, truth(*inputs))
+def _run(truth: Callable, *inputs: Any, x64: bool = True) -> Arrays:
+    with _plain_jax(x64):
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), truth(*inputs))
 
 
-@dataclasses.dataclass
-class _in_float64:
-    """The host's CPU, in float64."""
-
-    def __enter__(self):
-        self.contexts = [
-            jax.enable_x64(True),
-            jax.default_device(jax.devices("cpu")[0]),
-            jax.default_matmul_precision("highest"),
-            jax.numpy_rank_promotion("allow"),
-            jax.numpy_dtype_promotion("standard"),
-        ]
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error):
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
+@contextlib.contextmanager
+def _plain_jax(x64: bool) -> Iterator[None]:
+    """The host's CPU, with products as exact as their operands."""
+    with (
+        jax.enable_x64(x64),
+        jax.default_device(jax.devices("cpu")[0]),
+        jax.default_matmul_precision("highest"),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        yield
 
 
 def _widened(arrays: Arrays) -> Arrays:

@@ -15,6 +15,7 @@ from liger_jax.pallas_kernels.fused_linear_distillation import reference as dist
 from tests.fuzz.case import Arrays, Case, Draw, options_text
 
 IGNORED = -100
+LEAST = -1e30
 MOST_PRODUCTS = 3e7  # N·D·V, which float64 makes in a moment
 
 
@@ -127,14 +128,8 @@ def reduced(reduction: str, dead, weights, class_weight, ce, squares=0.0):
     )
 
 
-def log_softmax(z):
-    """log p, and p·log p where a p of 0 has none."""
-    log_p = jax.nn.log_softmax(z)
-    finite = jnp.where(jnp.isfinite(z), log_p, 0.0)
-    return log_p, jnp.where(jnp.isfinite(z), jnp.exp(finite) * finite, 0.0)
-
-
 def scaled(u, logit_scale: float = 1.0, logit_softcap: float | None = None, temperature: float = 1.0, **_):
+    u = jnp.maximum(u, LEAST)  # a forbidden class has 0·log 0 = 0 of everything
     u = u if logit_softcap is None else logit_softcap * jnp.tanh(u / logit_softcap)
     return u * (logit_scale / temperature)
 
@@ -142,12 +137,14 @@ def scaled(u, logit_scale: float = 1.0, logit_softcap: float | None = None, temp
 # --- cross-entropy ----------------------------------------------------------------------------------------------------
 
 
-def _logit_options(draw: Draw) -> dict[str, Any]:
-    return draw.optional(logit_scale=(0.5, 30.0, 0.0), logit_softcap=(2.0, 30.0)) if draw.chance(0.6) else {}
+def _logit_options(draw: Draw, forbidden: bool = False) -> dict[str, Any]:
+    scales = (0.5, 30.0) if forbidden else (0.5, 30.0, 0.0)  # 0·inf is NaN
+    return draw.optional(logit_scale=scales, logit_softcap=(2.0, 30.0)) if draw.chance(0.6) else {}
 
 
 def _loss_options(draw: Draw, forbidden: bool) -> dict[str, Any]:
-    options = draw.optional(z_loss=(1e-2,), reduction=("mean", "sum", "none")) | _logit_options(draw)
+    options = draw.optional(z_loss=(1e-2,), reduction=("mean", "sum", "none"))
+    options |= _logit_options(draw, forbidden)
     # A forbidden class has a loss of infinity, and smoothing asks for it.
     return options | ({} if forbidden else draw.optional(label_smoothing=(0.1, 1.0)))
 
@@ -155,7 +152,7 @@ def _loss_options(draw: Draw, forbidden: bool) -> dict[str, Any]:
 def cross_entropy_truth(logits, labels, dead, token_weights=None, class_weights=None, where=None, **options):
     reduction = options.pop("reduction", "mean")
     weights = jnp.ones(dead.shape) if token_weights is None else token_weights
-    flat = living(logits, dead).reshape(-1, logits.shape[-1])
+    flat = jnp.maximum(living(logits, dead), LEAST).reshape(-1, logits.shape[-1])
     labels = jnp.where(dead, 0, labels)
     ce, squares = cross_entropy_rows(flat, labels.reshape(-1), class_weights, **options)
     class_weight = jnp.ones(()) if class_weights is None else class_weights[labels]
@@ -237,19 +234,19 @@ def fused_linear_cross_entropy(draw: Draw) -> Case:
 def _found(head: Head, hidden, weight, labels, dead, bias, **options):
     """log p of the labels, entropies and log-normalisers: 0 where tokens do not count."""
     z = scaled(head.logits(living(hidden, dead), weight, bias), **options)
-    log_p, products = log_softmax(z)
+    log_p = jax.nn.log_softmax(z)
     of_labels = jnp.take_along_axis(log_p, jnp.where(dead, 0, labels)[..., None], axis=-1)[..., 0]
-    found = of_labels, -jnp.sum(products, axis=-1), jax.lax.stop_gradient(jax.scipy.special.logsumexp(z, axis=-1))
+    found = of_labels, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), jax.lax.stop_gradient(jax.scipy.special.logsumexp(z, axis=-1))
     return tuple(jnp.where(dead, 0.0, x) for x in found)
 
 
-def _token_options(draw: Draw) -> dict[str, Any]:
-    return _logit_options(draw) | draw.optional(temperature=(0.5, 2.0))
+def _token_options(draw: Draw, head: Head) -> dict[str, Any]:
+    return _logit_options(draw, head.bias == "forbidden") | draw.optional(temperature=(0.5, 2.0))
 
 
 def fused_linear_log_probs(draw: Draw) -> Case:
     head, with_entropy = Head.drawn(draw), draw.chance(0.5)
-    options, counting = _token_options(draw), Tokens.drawn(draw, head.tokens, head.v)
+    options, counting = _token_options(draw, head), Tokens.drawn(draw, head.tokens, head.v)
     limits, may_refuse = _limits(draw, modes=False)
     limits |= draw.optional(metrics=(False,))
 
@@ -295,7 +292,7 @@ TOKEN_LOSSES = {
 def fused_linear_token_loss(draw: Draw) -> Case:
     head, with_entropy = Head.drawn(draw), draw.chance(0.4)
     kind = draw.pick(*TOKEN_LOSSES)
-    options, counting = _token_options(draw), Tokens.drawn(draw, head.tokens, head.v)
+    options, counting = _token_options(draw, head), Tokens.drawn(draw, head.tokens, head.v)
     limits, may_refuse = _limits(draw)
 
     def inputs(draw):
