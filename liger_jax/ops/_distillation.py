@@ -43,6 +43,8 @@ class Static:
 
 
 # --- lean: each token's loss, whose dX is made in the forward, and dW in the backward ---------------------------------
+# Here a token's scale is 1, or 0 or NaN. A mean divides these losses later: with its denominator in them, float16 would
+# round dX to 0 before a loss scale can reach it.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -62,7 +64,7 @@ def _token_losses_forward_rule(hidden, weight, bias, teacher, labels, scale, opt
 
 def _token_losses_backward_rule(options, choice, residuals, cotangent):
     needs, hidden, weight, bias, teacher, labels, scale, statistics, dhidden = residuals
-    needs, g = from_shapes(needs), instantiated(cotangent)
+    needs, g = from_shapes(needs), jnp.where(scale == 0, 0.0, instantiated(cotangent))
     if needs.hidden:
         dhidden = jnp.where(g[:, None] == 0, 0.0, g[:, None] * dhidden.astype(jnp.float32)).astype(hidden.dtype)
     dweight = dbias = None
@@ -154,7 +156,8 @@ def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | Non
 
 def plan(student: Head, teacher: Head | TopK, options: Options, static: Static, implementation: str) -> Plan:
     """Mode and chunk of the loss on one device, by loss_plan.py."""
-    reason = why_not_fast(static.reduction, options.vocab_axis, student.hidden.dtype, student.weight.dtype)
+    dtypes = [x.dtype for x in student if x is not None]
+    reason = why_not_fast(static.reduction, options.vocab_axis, *dtypes)
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
     n, d = student.hidden.shape
     problem = DistillationProblem(
@@ -263,10 +266,13 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         teacher = teacher._replace(token_ids=teacher.token_ids - first)
     scale = jnp.where(counts, jnp.where(is_right, 1.0, jnp.nan), 0.0)
     total = lambda x: jax.lax.psum(jnp.sum(x), token_axes) if token_axes else jnp.sum(x)
+    divided = lambda x: x
     if static.reduction == "mean":
         if denominator is None:
             denominator = jnp.maximum(total(counts.astype(jnp.float32)), 1.0)
-        scale = scale / denominator
+        divided = lambda x: jnp.where(counts, x / denominator, 0.0)
+    if planned.mode == "fast":
+        scale = divided(scale)
     hidden, weight, bias, labels, scale, *of_teacher = _mesh.align_varying(*student, own_labels, scale, *teacher)
     arrays = hidden, weight, bias, type(teacher)(*of_teacher), labels, scale
     if planned.mode == "fast":
@@ -275,7 +281,7 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
     losses = _token_losses(*arrays, options, choice)
     if options.vocab_axis is not None:
         losses = jax.lax.psum(losses, options.vocab_axis)
-    return losses.reshape(tokens_shape) if static.reduction == "none" else total(losses)
+    return losses.reshape(tokens_shape) if static.reduction == "none" else total(divided(losses))
 
 
 def _is_right(teacher: TopK, vocab_size: int) -> jax.Array:

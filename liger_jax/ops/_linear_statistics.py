@@ -33,13 +33,14 @@ def problem_on_device(
     **limits: Any,
 ) -> Problem:
     """The problem of one device's arrays; a ValueError where they lie on a mesh that the compiler would partition."""
+    dtypes = [x.dtype for x in (hidden, weight, *others) if x is not None]
     problem = problem_of(
         op,
         hidden,
         weight,
         *others,
         options=options,
-        not_fast_because=why_not_fast(reduction, vocab_axis, hidden.dtype, weight.dtype),
+        not_fast_because=why_not_fast(reduction, vocab_axis, *dtypes),
         device_memory_bytes=memory_of_device(hidden, weight),
         **limits,
     )

@@ -122,6 +122,27 @@ def test_half_precision_is_no_worse_than_plain_jax(kind, mode, rng):
     check_half(op, plain, oracle, student, rng)
 
 
+@pytest.mark.parametrize("op", ["distillation", "topk"])
+def test_a_loss_scale_keeps_float16_gradients(op, rng):
+    """A micro-batch's share of a large batch is below float16's smallest number, unless it is scaled first."""
+    student, teacher = heads(rng, size=0.5)
+    token_ids, log_probs = stored(rng)
+
+    def gradients(dtype, scale):
+        def loss(hidden, weight, bias):
+            if op == "topk":
+                options = dict(bias=bias, denominator=2**20)
+                return scale * fused_linear_topk_distillation(hidden, weight, token_ids, log_probs, **options)
+            options = dict(student_bias=bias, teacher_bias=teacher[2], denominator=2**20)
+            return scale * fused_linear_distillation(hidden, weight, teacher[0], teacher[1], **options)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*(x.astype(dtype) for x in student))
+
+    for grad, truth in zip(gradients(jnp.float16, 2.0**18), gradients(jnp.float32, 1.0), strict=True):
+        assert grad.dtype == jnp.float16
+        assert largest_error(grad.astype(jnp.float32) / 2.0**18, truth) < 1e-2
+
+
 @pytest.mark.parametrize("kind", ["jsd", *(pytest.param(k, marks=pytest.mark.full) for k in ("forward_kl", "topk"))])
 @pytest.mark.parametrize("mode", MODES)
 def test_hopper_s_products_give_the_same(hopper, kind, mode, rng):

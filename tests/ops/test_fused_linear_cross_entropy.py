@@ -225,6 +225,22 @@ def test_a_loss_scale_keeps_float16_gradients(rng):
         assert rms_error(grad, exact) < 2e-3 * rms_error(exact, 0.0)
 
 
+def test_a_float16_bias_is_made_in_mode_lean_for_a_loss_scale(rng):
+    case = make_case(rng)
+    hidden, weight, bias = arrays(FUSED.inputs(case))
+    scale, shares = 2.0**30, jnp.full(len(case.labels), 2.0**-30, jnp.float32)
+
+    def loss(bias, **options):
+        of_tokens = dict(token_weights=shares, reduction="sum")
+        return scale * FUSED([hidden, weight, bias], jnp.asarray(case.labels), **of_tokens, **options)
+
+    half = bias.astype(jnp.float16)
+    grad, exact = jax.jit(jax.grad(loss))(half), jax.jit(jax.grad(loss))(half.astype(jnp.float32))
+    assert rms_error(grad, exact) < 2e-3 * rms_error(exact, 0.0)
+    with pytest.raises(ValueError, match="mode='fast' .* float16"):
+        loss(half, mode="fast")
+
+
 @pytest.mark.parametrize("mode", ["fast", "lean"])
 def test_weight_gradient_is_as_exact_at_64_chunks_as_unfused(mode, rng):
     """Summed in bfloat16 over 64 chunks it would be several times worse."""
