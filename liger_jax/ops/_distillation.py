@@ -270,6 +270,8 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
     if static.reduction == "mean":
         if denominator is None:
             denominator = jnp.maximum(total(counts.astype(jnp.float32)), 1.0)
+        else:
+            denominator = _loss.denominator(denominator, jnp.any(counts))
         divided = lambda x: jnp.where(counts, x / denominator, 0.0)
     if planned.mode == "fast":
         scale = divided(scale)

@@ -191,8 +191,8 @@ def token_terms(
     ce_norm = z_norm = jnp.ones((), jnp.float32)
     if options.reduction == "mean":
         any_counts = options.sum(jnp.any(counts).astype(jnp.int32)) > 0
-        ce_norm = _denominator(options.sum(t * c_target), any_counts)
-        z_norm = _denominator(options.sum(t), any_counts)
+        ce_norm = denominator(options.sum(t * c_target), any_counts)
+        z_norm = denominator(options.sum(t), any_counts)
     smoothing = options.label_smoothing
     coefficients = Coefficients(
         target=(1.0 - smoothing) * c_target * (poisoned / ce_norm),
@@ -203,7 +203,7 @@ def token_terms(
     return TokenTerms(kernel_labels, counts, coefficients, c_sum, jax.lax.stop_gradient(options.sum(t)))
 
 
-def _denominator(total: jax.Array, any_counts: jax.Array) -> jax.Array:
+def denominator(total: jax.Array, any_counts: jax.Array) -> jax.Array:
     """The total as a denominator: 1 if no token counts, for a loss of 0; NaN if tokens count and weigh nothing."""
     return jnp.where(any_counts, jnp.where(total == 0, jnp.nan, total), 1.0)
 

@@ -250,11 +250,14 @@ class _TokenLoss:
         losses = jax.vmap(self.function, in_axes=axes, axis_size=factor.size)(*tokens, *closed_over)
         return jnp.where(counts, factor * losses, 0.0)
 
+    def _scaled(self, found: tuple[jax.Array, ...], terms: Any, constants: Any) -> jax.Array:
+        return self.unscaled(found, terms, constants) / _loss.denominator(constants[0], jnp.any(terms[0] != 0))
+
     def _losses(self, statistics: Statistics, terms: Any, constants: Any) -> jax.Array:
-        return self.unscaled(self.found(statistics), terms, constants) / constants[0]
+        return self._scaled(self.found(statistics), terms, constants)
 
     def _cotangents(self, statistics: Statistics, terms: Any, constants: Any) -> Cotangents:
-        total = lambda found: jnp.sum(self.unscaled(found, terms, constants) / constants[0])
+        total = lambda found: jnp.sum(self._scaled(found, terms, constants))
         g, *of_entropy = jax.grad(total)(self.found(statistics))
         cotangents = Cotangents(log_normalizer=-g, target_logit=g, logit_sum=None)
         if self.entropy:

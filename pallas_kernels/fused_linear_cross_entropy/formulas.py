@@ -60,9 +60,9 @@ def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: 
     All chunks have one size, so that one loop body serves all of them. The first chunk therefore overlaps with the
     second, which writes over the results of the tokens that both hold.
     """
-    parts = -(-n // size)
-    if parts <= 1:
+    if n <= size:
         return carry if n == 0 else body(carry, 0, size)
+    parts = -(-n // size)
     own_of_first = n - (parts - 1) * size
 
     def step(i, carry):

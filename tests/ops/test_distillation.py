@@ -262,6 +262,34 @@ def test_no_token_that_counts_is_a_loss_of_zero(rng):
     assert value == 0 and not np.any(grad)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_denominator_of_zero_is_nan_only_where_a_token_counts(mode, rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
+
+    def run(where):
+        loss = lambda h: fused_linear_distillation(
+            h, weight, teacher, teacher_weight, where=where, denominator=0, mode=mode
+        )
+        return jax.jit(jax.value_and_grad(loss))(hidden)
+
+    value, grad = run(jnp.zeros(N, bool))
+    assert value == 0 and not np.any(grad)
+    value, grad = run(jnp.arange(N) == 2)
+    assert np.isnan(value) and np.all(np.isnan(grad[2])) and not np.any(np.delete(grad, 2, axis=0))
+
+
+@pytest.mark.parametrize("op, mode", [("distillation", "fast"), ("topk", "lean")])
+def test_no_tokens_are_a_loss_of_zero(op, mode, rng):
+    (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng, n=0)
+    if op == "topk":
+        stored_ones = jnp.zeros((0, K), jnp.int32), jnp.zeros((0, K))
+        loss = lambda h, w: fused_linear_topk_distillation(h, w, *stored_ones, mode=mode)
+    else:
+        loss = lambda h, w: fused_linear_distillation(h, w, teacher, teacher_weight, mode=mode)
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, weight)
+    assert value == 0 and grads[0].shape == (0, D) and not np.any(grads[1])
+
+
 def test_a_label_outside_the_vocabulary_is_nan_under_jit(rng):
     (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
     losses = jax.jit(

@@ -199,6 +199,23 @@ def test_tokens_that_do_not_count_have_no_effect_whatever_they_hold(mode, rng):
 
 
 @all_modes
+def test_a_denominator_of_zero_is_nan_only_where_a_token_counts(mode, rng):
+    hidden, weight, _ = heads(rng)
+
+    def run(where):
+        total = lambda h: fused_linear_token_loss(
+            jnp.negative, h, weight, labels_of(rng), denominator=0, where=where, mode=mode
+        )
+        (loss, _), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
+        return loss, gradient
+
+    loss, gradient = run(jnp.zeros(N, bool))
+    assert loss == 0 and not np.any(gradient)
+    loss, gradient = run(jnp.arange(N) == 2)
+    assert np.isnan(loss) and np.all(np.isnan(gradient[2])) and not np.any(np.delete(gradient, 2, axis=0))
+
+
+@all_modes
 def test_label_outside_the_vocabulary_is_nan_under_jit_and_an_error_before(mode, rng):
     hidden, weight, _ = heads(rng)
     labels = labels_of(rng).at[2].set(V)
