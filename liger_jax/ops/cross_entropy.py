@@ -150,8 +150,8 @@ def reduced_cross_entropy(
     z, kernel_labels, class_weights = _mesh.align_varying(z, terms.labels, class_weights)
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
-    statistics = _statistics(z, kernel_labels, class_weights, *kernels)
+    # Before they meet a coefficient, of whose gradient they are a factor: a row that does not count may hold inf or NaN.
+    statistics = formulas.where(terms.counts, _statistics(z, kernel_labels, class_weights, *kernels))
     losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
-    # A product with 0 would not do: a row that does not count may hold inf or NaN.
-    loss = _loss.reduced(jnp.where(terms.counts, losses, 0.0), loss_options, labels.shape)
+    loss = _loss.reduced(losses, loss_options, labels.shape)
     return (loss, _loss.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss

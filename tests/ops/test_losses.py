@@ -119,20 +119,23 @@ def test_no_tokens_give_loss_zero(op, implementation, rng):
 def test_rows_that_do_not_count_may_hold_nan(op, how, reduction, implementation, rng):
     case = make_case(rng, ignored=0.3)
     labels, options = np.where(case.counts, case.labels, 7), {}
+    weights = jnp.asarray(case.token_weights, jnp.float32)
     if how == "ignore_index":
         labels = case.labels
     elif how == "where":
         options["where"] = jnp.asarray(case.counts)
     else:
-        options["token_weights"] = jnp.asarray(case.counts, jnp.float32)
+        weights = weights * jnp.asarray(case.counts, jnp.float32)
     inputs = arrays(op.inputs(case))
     clean = inputs[0]
     dirty = jnp.where(case.counts[:, None], clean, jnp.where(jnp.arange(clean.shape[1]) % 2 == 0, jnp.nan, jnp.inf))
 
     def value(first, others):
+        *others, token_weights = others
         loss = op(
             [first, *others],
             jnp.asarray(labels),
+            token_weights=token_weights,
             reduction=reduction,
             implementation=implementation,
             **ALL_OPTIONS,
@@ -141,8 +144,8 @@ def test_rows_that_do_not_count_may_hold_nan(op, how, reduction, implementation,
         return jnp.sum(loss), loss
 
     run = value_and_grad(value, (0, 1), has_aux=True)
-    (_, loss), (dirty_grad, others) = run(dirty, inputs[1:])
-    (_, clean_loss), (clean_grad, clean_others) = run(clean, inputs[1:])
+    (_, loss), (dirty_grad, others) = run(dirty, [*inputs[1:], weights])
+    (_, clean_loss), (clean_grad, clean_others) = run(clean, [*inputs[1:], weights])
     np.testing.assert_array_equal(loss, clean_loss)
     np.testing.assert_array_equal(dirty_grad, clean_grad)
     assert np.all(np.asarray(dirty_grad)[~case.counts] == 0)
