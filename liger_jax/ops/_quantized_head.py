@@ -79,7 +79,7 @@ def quantized_log_probs(
     x = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
     starts = jnp.arange(slices, dtype=jnp.int32) * size
     full = head[: (slices - 1) * size]
-    stacked = jax.tree.map(lambda leaf: leaf.reshape(slices - 1, size, -1), full)
+    stacked = jax.tree.map(lambda leaf: leaf.reshape(slices - 1, size, *leaf.shape[1:]), full)
     found = jax.lax.map(lambda part: statistics_of(*part, x), (stacked, starts[:-1]))
     last = statistics_of(head[(slices - 1) * size :], starts[-1], x)
     found = jax.tree.map(lambda parts, part: jnp.concatenate([parts, part[None]]), found, last)

@@ -83,9 +83,13 @@ def test_a_value_is_within_half_the_widest_gap_of_its_weight(kind, axis):
     )
 
 
-@pytest.mark.parametrize("options", [dict(remat="full"), dict(scan_layers=False)], ids=["scanned", "unrolled"])
-def test_loss_and_gradients_are_those_of_the_dense_weights_that_the_codes_say(options, rng, monkeypatch):
-    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", 20)
+@pytest.mark.parametrize(
+    "options, entries",
+    [(dict(remat="full"), 20), (dict(scan_layers=False), CONFIG.vocab_size)],
+    ids=["scanned, four slices", "unrolled, one slice"],
+)
+def test_loss_and_gradients_are_those_of_the_dense_weights_that_the_codes_say(options, entries, rng, monkeypatch):
+    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", entries)
     tokens = random_tokens(rng)
     model = add_lora(quantize(make_model(WIDE, **options), "nf4", head=True), 3, alpha=6, rngs=nnx.Rngs(1))
 
@@ -193,10 +197,14 @@ def value_and_adapters_gradients(model, tokens):
 
 
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.full), AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.full)])
-def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(kind, axis_type, devices, rng, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, entries",
+    [("nf4", 20), pytest.param("int8", _quantized_head.MOST_IN_A_SLICE, marks=pytest.mark.full)],
+    ids=["nf4, several slices", "int8, one slice"],
+)
+def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(kind, entries, axis_type, devices, rng, monkeypatch):
     """Layers and head alike; each device holds its part of the codes, and whole blocks."""
-    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", 20)
+    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", entries)
     tokens = random_tokens(rng, batch=8)
     one = add_lora(quantize(make_model(SHARDED), kind, head=True), 3, alpha=6, rngs=nnx.Rngs(1))
     truth, expected = value_and_adapters_gradients(one, tokens)
