@@ -104,10 +104,19 @@ def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, opt
     return u if bias is None else u + bias[None, :].astype(jnp.float32)
 
 
-def live_rows(x: jax.Array, cotangents: Cotangents) -> jax.Array:
-    """x (N,) or (N, D), with zeros for tokens on whose loss nothing depends."""
-    live = is_live(cotangents)
-    return jnp.where(live if x.ndim == 1 else live[:, None], x, jnp.zeros((), x.dtype))
+def live_rows(hidden: jax.Array, cotangents: Cotangents) -> jax.Array:
+    """hidden (N, D), with zeros for tokens on whose loss nothing depends."""
+    return jnp.where(is_live(cotangents)[:, None], hidden, jnp.zeros((), hidden.dtype))
+
+
+def live_normalizer(log_normalizer: jax.Array, cotangents: Cotangents) -> jax.Array:
+    """lse (N,), infinite for tokens on whose loss nothing depends.
+
+    Their probabilities exp(z − lse) are 0 then. Of the zeros in their rows a bias alone makes logits, and with a finite
+    lse exp of a logit above 88.7 would be infinite, and 0 · ∞ is NaN. No other row has an infinite lse: an infinite
+    logit makes it NaN.
+    """
+    return jnp.where(is_live(cotangents), log_normalizer, jnp.inf)
 
 
 def weight_operands(du: jax.Array, hidden: jax.Array, options: HeadProducts) -> tuple[jax.Array, jax.Array]:
@@ -138,7 +147,7 @@ def lean_gradients(
     its operand, as a TPU's can, which saves the N·D values of the copy. `last_waits` is for `over_slices`.
     """
     hidden, weight, labels, bias, class_weights = inputs
-    log_normalizer = live_rows(log_normalizer, cotangents)
+    log_normalizer = live_normalizer(log_normalizer, cotangents)
     hidden = live_rows(hidden, cotangents) if mask_once else hidden
     vocab_dim = options.vocab_dim
     v = weight.shape[vocab_dim]

@@ -73,7 +73,8 @@ def gradients(
     like, v = inputs, inputs.weight.shape[options.vocab_dim]
     dtypes = Gradients(inputs.hidden.dtype, inputs.weight.dtype, inputs.bias.dtype if needs.bias else None)
     inputs = inputs._replace(hidden=formulas.live_rows(inputs.hidden, cotangents))
-    inputs, lse, cotangents = padded(inputs, options, formulas.live_rows(log_normalizer, cotangents), cotangents)
+    inputs, lse, cotangents = padded(inputs, options, log_normalizer, cotangents)
+    lse = formulas.live_normalizer(lse, cotangents)  # nothing depends on the rows that were added, either
     # Otherwise each slice of the weight is copied, and padded if need be.
     reads_in_place = takes(v, options.mode, options.vocab_dim)
     writes_in_place = reads_in_place and _hopper.can_write_in_place(inputs.hidden)

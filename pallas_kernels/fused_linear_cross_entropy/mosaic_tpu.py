@@ -68,7 +68,7 @@ def gradients(
     hidden, weight, _, bias, _ = inputs
     v, vocab_dim = weight.shape[options.vocab_dim], options.vocab_dim
     like, inputs = weight, inputs._replace(weight=weight.astype(hidden.dtype))
-    log_normalizer = formulas.live_rows(log_normalizer, cotangents)
+    log_normalizer = formulas.live_normalizer(log_normalizer, cotangents)
     du_of = functools.partial(mosaic_tpu_gradients.logit_gradients, inputs, log_normalizer, cotangents)
 
     def body(grads, start, size):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from liger_jax import fused_linear_cross_entropy
-from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error, value_and_grad
+from tests.ops._losses import FUSED, IGNORE, arrays, make_case, relative_error, rms_error, value_and_grad
 
 # Each mode that a kernel has.
 MODES = {"xla": ("fast", "lean"), "triton": ("lean",), "mosaic_tpu": ("fast", "lean")}
@@ -130,6 +130,22 @@ def test_an_infinite_token_that_counts_is_loud_and_one_that_does_not_is_not(impl
     dx, dw = jax.jit(jax.grad(loss, (0, 1)))(hidden, weight)
     assert jnp.isnan(dx[3]).all() and jnp.isnan(dw).all()
     assert jnp.isfinite(jnp.delete(dx, 3, axis=0)).all() and not dx[5].any()
+
+
+def test_a_large_bias_overflows_in_no_token_that_does_not_count(implementation, rng):
+    """Such a token's hidden state is masked to zeros, so that its logits are scale · bias: exp(100) is infinite."""
+    case = make_case(rng, ignored=0)
+    case.labels[5] = IGNORE
+    case.bias = rng.uniform(0.9, 1.1, case.bias.shape)
+    truth, truth_grads = FUSED.oracle(case, token_weights=False, logit_scale=100.0)
+    value = lambda inputs: FUSED(
+        inputs, jnp.asarray(case.labels), logit_scale=100.0, mode="lean", implementation=implementation
+    )
+    loss, grads = value_and_grad(value)(arrays(FUSED.inputs(case)))
+    assert relative_error(loss, truth) < 2e-5
+    for grad, truth_grad in zip(grads, truth_grads[:3], strict=True):
+        assert relative_error(grad, truth_grad) < 1e-3  # logits of ±1,000 in float32
+    assert not np.any(grads[0][5])
 
 
 def test_frozen_head_gets_the_same_trunk_gradient(kernel_mode, rng):

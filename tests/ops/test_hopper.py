@@ -159,6 +159,19 @@ def test_tokens_that_do_not_count_may_hold_anything(hopper, mode, rng):
     jax.tree.map(np.testing.assert_array_equal, clean_metrics.predicted_tokens, metrics.predicted_tokens)
 
 
+def test_a_large_bias_overflows_in_no_row_that_fills_a_tile(hopper, rng):
+    """A row that is added to fill the last tile is zeros, so that its logits are scale · bias: exp(100) is infinite."""
+    case, inputs = rounded_case(rng, n=100, d=64, v=320)
+    inputs[2] = jnp.ones_like(inputs[2])
+    case.bias = np.ones_like(case.bias)
+    truth, truth_grads = FUSED.oracle(case, token_weights=False, logit_scale=100.0)
+    loss = lambda i: FUSED(i, jnp.asarray(case.labels), logit_scale=100.0, mode="lean", implementation=hopper)
+    value, grads = jax.jit(jax.value_and_grad(loss))(inputs)
+    assert relative_error(value, truth) < 2e-5
+    for grad, truth_grad in zip(grads, truth_grads[:3], strict=True):
+        assert relative_error(grad, truth_grad) < 1e-2
+
+
 def test_metrics_are_those_of_the_float32_logits(hopper, mode, rng):
     case, (hidden, weight, _) = rounded_case(rng, n=200, d=64, v=448)
     hidden, weight = jnp.round(2 * hidden), jnp.round(8 * weight)  # sums of whole numbers are exact in any order
