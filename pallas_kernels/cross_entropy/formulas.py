@@ -99,7 +99,9 @@ def row_cotangents(statistics: Statistics, coefficients: Coefficients, class_wei
 def is_live(cotangents: Cotangents) -> jax.Array:
     """Whether anything depends on a row's loss. Other rows must not reach a product, because 0 · NaN is NaN."""
     live = (cotangents.log_normalizer != 0) | (cotangents.target_logit != 0)
-    return live if cotangents.log_probability is None else live | (cotangents.log_probability != 0)
+    for more in (cotangents.logit_sum, cotangents.log_probability):
+        live = live if more is None else live | (more != 0)
+    return live
 
 
 def with_entropy(cotangents: Cotangents, entropy: jax.Array, entropy_cotangent: jax.Array) -> Cotangents:

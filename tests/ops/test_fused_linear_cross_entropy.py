@@ -148,6 +148,29 @@ def test_a_large_bias_overflows_in_no_token_that_does_not_count(implementation, 
     assert not np.any(grads[0][5])
 
 
+def test_a_loss_of_the_sum_of_logits_alone_has_its_gradient(implementation, rng):
+    """With smoothing 1 and class weights that cancel, neither lse nor the target's logit has a cotangent."""
+    case = make_case(rng)
+    case.class_weights = np.resize([1.0, -1.0], len(case.bias) - 1)
+    case.weight, case.bias = case.weight[1:], case.bias[1:]
+    case.labels = np.where(case.counts, np.minimum(case.labels, len(case.bias) - 1), IGNORE)
+    options = dict(label_smoothing=1.0, reduction="sum")
+    truth, truth_grads = FUSED.oracle(case, token_weights=False, class_weights=True, **options)
+    (classes,) = arrays([case.class_weights])
+    value = lambda inputs: FUSED(
+        inputs,
+        jnp.asarray(case.labels),
+        class_weights=classes,
+        mode="lean",
+        implementation=implementation,
+        **options,
+    )
+    loss, grads = value_and_grad(value)(arrays(FUSED.inputs(case)))
+    assert relative_error(loss, truth) < 2e-5
+    for grad, truth_grad in zip(grads, truth_grads[:3], strict=True):
+        assert relative_error(grad, truth_grad) < 2e-5
+
+
 def test_frozen_head_gets_the_same_trunk_gradient(kernel_mode, rng):
     implementation, mode = kernel_mode
     case = make_case(rng)
