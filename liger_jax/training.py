@@ -102,7 +102,8 @@ def make_step(
             the pairs of a preference loss.
         has_aux: `loss_fn` returns a pair (loss, others), and the step returns (state, (loss, others)).
         micro_batches: into how many equal parts a batch is cut. Sequence i belongs to part i mod `micro_batches`, so
-            that each device of a mesh has its share of every part. `positions` of shape (1, T) go to every part.
+            that each device of a mesh has its share of every part. Scalars, and `positions` of shape (1, T), belong to
+            every part.
         state_on_host: the optimizer's arrays lie in the host's memory, and come to the device for the update.
 
     Returns:
@@ -157,7 +158,7 @@ def make_step(
 
 def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
     """The sum of what `value_and_grad` returns for each micro-batch, gradients in their parameters' dtypes."""
-    denominator, batches = normalizer(batch), _parts(batch, micro_batches)
+    batches, denominator = _parts(batch, micro_batches), normalizer(batch)
 
     def add(sums, micro_batch):
         found = value_and_grad(params, micro_batch, denominator)
@@ -179,13 +180,13 @@ def _parts(batch: Batch, micro_batches: int) -> Any:
         )
 
     def parts(path, x):
-        if path == _POSITIONS and x.shape[0] == 1:  # the same for all sequences
-            return jnp.broadcast_to(x, (micro_batches, *x.shape))
+        if not jnp.ndim(x) or path == _POSITIONS and x.shape[0] == 1:  # the same for all sequences
+            return jnp.broadcast_to(x, (micro_batches, *jnp.shape(x)))
         if x.shape[0] != num_sequences:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(
                 f"make_step: {name} has shape {x.shape}, but must begin with {num_sequences}, the number of sequences "
-                "in the batch. Only positions may be one row for all sequences."
+                "in the batch. Only scalars, and positions of one row, are shared by all sequences."
             )
         return x.reshape(num_sequences // micro_batches, micro_batches, *x.shape[1:]).swapaxes(0, 1)
 
@@ -193,10 +194,13 @@ def _parts(batch: Batch, micro_batches: int) -> Any:
 
 
 def _num_sequences(batch: Batch) -> int:
-    """The number of sequences: `input_ids` has it, or a batch's first array, where there are pairs."""
+    """The number of sequences: `input_ids` has it, or a batch of pairs' first array that is no scalar."""
     named = model_arguments(batch)
-    first = named["input_ids"] if "input_ids" in named else jax.tree.leaves(batch)[0]
-    return first.shape[0]
+    arrays = [named["input_ids"]] if "input_ids" in named else jax.tree.leaves(batch)
+    shapes = [jnp.shape(x) for x in arrays if jnp.ndim(x)]
+    if not shapes:
+        raise ValueError("make_step: the batch holds scalars alone, which micro_batches cannot cut. Pass sequences.")
+    return shapes[0][0]
 
 
 def _moved(state: Any, space: Any) -> Any:

@@ -70,7 +70,9 @@ def test_micro_batches_share_what_all_sequences_share(batch):
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_labels_of_one_sequence_are_not_those_of_all(batch):
-    with pytest.raises(ValueError, match=r"labels has shape \(1, 21\), but must begin with 8, .* Only positions may"):
+    with pytest.raises(
+        ValueError, match=r"labels has shape \(1, 21\), but must begin with 8, .* Only scalars, and positions"
+    ):
         stepped(batch | dict(labels=batch["labels"][:1], loss_weights=None), micro_batches=4)
 
 
@@ -94,6 +96,27 @@ def test_bfloat16_gradients_are_accumulated_in_float32(batch):
     head = found["lm_head"][...]
     assert head.dtype == jnp.bfloat16
     np.testing.assert_array_equal(head.astype(jnp.float32), -(1 + 8 * 2.0**-9))
+
+
+def test_a_scalar_belongs_to_every_micro_batch():
+    """Also one that comes before the sequences, and a key, whose dtype is no number's."""
+    pairs = dict(beta=jnp.float32(0.5), chosen=jnp.arange(8.0)[:, None], key=jax.random.key(3), scale=jnp.int32(2))
+
+    def loss_fn(model, batch, normalizer):
+        noise = jax.random.uniform(batch["key"])
+        return batch["beta"] * batch["scale"] * jnp.sum(batch["chosen"]) / normalizer + 0 * jnp.sum(model.head), noise
+
+    graph, params = split()
+    options = dict(normalizer=lambda batch: len(batch["chosen"]), has_aux=True)
+    values = {}
+    for parts in (1, 4):
+        step = make_step(graph, SGD, loss_fn, micro_batches=parts, **options)
+        _, values[parts] = step((params, SGD.init(params)), pairs)
+    (loss, noise), (sum_of_losses, sum_of_noises) = values[1], values[4]
+    np.testing.assert_allclose(sum_of_losses, loss, rtol=1e-6)
+    np.testing.assert_allclose(sum_of_noises, 4 * noise, rtol=1e-6)
+    with pytest.raises(ValueError, match="the batch holds scalars alone, which micro_batches cannot cut"):
+        step((params, SGD.init(params)), dict(beta=pairs["beta"]))
 
 
 def test_what_a_loss_function_returns_beside_the_loss_adds_up(batch):
