@@ -90,10 +90,10 @@ def add_lora(
         projection.lora_a = nnx.LoRAParam(_placed(a, projection, -2))
         projection.lora_b = nnx.LoRAParam(_placed(jnp.zeros((*layers, rank, out_width)), projection, -1))
         projection.alpha, projection.rslora, projection.dropout = float(alpha), rslora, float(dropout)
-        if dora:
-            norm = jnp.linalg.norm(projection.kernel[...].astype(jnp.float32), axis=-2)
-            projection.magnitude = nnx.LoRAParam(_placed(norm, projection, None))
         become(projection, LoRALinear)
+        if dora:  # the norm as `factor` takes it where B is zero: new adapters change nothing
+            norm = jnp.linalg.norm(projection.rounded(projection.kernel[...]), axis=-2)
+            projection.magnitude = nnx.LoRAParam(_placed(norm, projection, None))
     return model
 
 
@@ -191,8 +191,9 @@ def with_dropout(model: Model, key: Key[Array, ""]) -> Model:
 def merge_lora(model: Model) -> Model:
     """Adds the adapters' products to the weights, in place, and removes the adapters.
 
-    W + scale·A·B is summed in float32 and rounded once, one projection after another. Quantised weights become dense,
-    in the dtype that they had. The model then saves, loads and runs as one that never had adapters.
+    W + scale·A·B is summed in float32 and rounded once, one projection after another. DoRA's norm is the one that the
+    model with adapters has. Quantised weights become dense, in the dtype that they had. The model then saves, loads and
+    runs as one that never had adapters.
 
     Args:
         model: a model with adapters.

@@ -51,15 +51,26 @@ class LoRALinear(nnx.Linear):
     @property
     def adapted_kernel(self) -> Float[Array, "*layers in out"]:
         """W + scale·A·B in float32, before DoRA's magnitude."""
-        product = jnp.matmul(self.lora_a[...], self.lora_b[...], precision="highest")
-        return self.kernel[...].astype(jnp.float32) + self.scale * product
+        return self._sum(self.kernel[...].astype(jnp.float32), self.lora_a[...], self.lora_b[...])
+
+    def _sum(self, kernel, a, b):
+        return kernel + self.scale * jnp.matmul(a, b, precision="highest")
 
     def factor(self) -> Float[Array, "*layers out"] | None:
-        """DoRA's m/‖W + scale·A·B‖, by columns, whose norm is a constant to the gradient; `None` without DoRA."""
+        """DoRA's m/‖W + scale·A·B‖, by columns, whose norm is a constant to the gradient; `None` without DoRA.
+
+        The norm is that of the numbers that the products take, as `rounded` makes them. A mesh gathers no others.
+        """
         if self.magnitude is None:
             return None
-        norm = jnp.linalg.norm(jax.lax.stop_gradient(self.adapted_kernel), axis=-2)
+        arrays = (self.kernel[...], self.lora_a[...], self.lora_b[...])
+        norm = jnp.linalg.norm(jax.lax.stop_gradient(self._sum(*map(self.rounded, arrays))), axis=-2)
         return self.magnitude[...] / checkpoint_name(norm, ADAPTED)
+
+    def rounded(self, x: Any) -> jax.Array:
+        """A weight in float32, rounded to the computation's dtype; XLA may drop a conversion there and back."""
+        dtype = jnp.finfo(self.dtype or x.dtype)
+        return jax.lax.reduce_precision(jnp.asarray(x).astype(jnp.float32), dtype.nexp, dtype.nmant)
 
     # Without Linear's out_sharding, which no layer passes.
     def __call__(self, inputs: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:  # pyright: ignore[reportIncompatibleMethodOverride]

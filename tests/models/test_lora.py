@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 from liger_jax.models import AutoModelForCausalLM, KernelOptions
+from liger_jax.models.core.sharding import gathered
 from liger_jax.models.lora import (
     TARGETS,
     add_lora,
@@ -141,6 +142,20 @@ def test_dora_turns_the_weight_and_trains_the_length_of_its_columns(rng):
 
     for name, truth in jax.jit(jax.grad(loss))(parts).items():
         close(getattr(found.model.layers.self_attn.v_proj, name)[...], truth)
+
+
+def test_dora_with_dropout_drops_the_adapter_s_inputs_and_not_the_weight_s(rng):
+    """y = m/‖V‖·(x·W + s·(drop x)·A·B). PEFT's training adds (m/‖V‖ − 1)·(drop x − x)·W, whose mean is zero."""
+    model, x = (
+        adapted(SMALL, targets=("o_proj",), dora=True, dropout=0.25, scan_layers=False),
+        rng.normal(size=(200, 32)),
+    )
+    layer = with_dropout(model, jax.random.key(0)).model.layers[0].self_attn.o_proj
+    kept = jax.random.bernoulli(layer.dropout_key[...], 0.75, x.shape)
+    w, a, b, m = (np.float64(v[...]) for v in (layer.kernel, layer.lora_a, layer.lora_b, layer.magnitude))
+    factor = m / np.linalg.norm(w + ALPHA / RANK * a @ b, axis=0)
+    truth = factor * (x @ w + ALPHA / RANK * (np.where(kept, x, 0) / 0.75) @ a @ b)
+    close(layer(jnp.asarray(x, jnp.float32)), truth)
 
 
 def test_dropout_needs_a_key_and_drops_an_adapter_s_inputs_by_the_rate():
@@ -314,6 +329,30 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(mesh, rng):
     close(value, truth)
     for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(np.asarray(x) - y).max() < 2e-5 * np.abs(y).max(), path
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
+def test_dora_s_norm_is_that_of_the_weights_that_the_products_take(param_dtype):
+    """With weights that all round up by 0.39 %: on one device, on a mesh that gathers rounded ones, and merged."""
+    mesh = make_mesh(AxisType.Auto)
+    options = dict(dtype=jnp.bfloat16, param_dtype=param_dtype, scan_layers=False)
+    model = make_model(SHARDED, **options)
+    up = jnp.asarray(1 + 1.01 * 2.0**-8, param_dtype)  # 1.00395: in bfloat16 1.0078
+    q_proj = model.model.layers[0].self_attn.q_proj
+    q_proj.kernel[...] = jnp.full_like(q_proj.kernel[...], up)
+    add_lora(model, RANK, alpha=ALPHA, targets=("q_proj",), dora=True, rngs=nnx.Rngs(1))
+    np.testing.assert_allclose(q_proj.magnitude[...], 1.0078125 * np.sqrt(SHARDED.hidden_size), rtol=1e-6)
+    q_proj.magnitude[...] *= 2
+    alone = jax.jit(lambda projection: projection.factor())(q_proj)
+    np.testing.assert_allclose(alone, 2, rtol=1e-6)
+
+    graph, state = nnx.split(q_proj)
+    with jax.set_mesh(mesh):
+        state = jax.device_put(state, shardings(state, mesh))
+        whole = jax.jit(lambda state: nnx.merge(graph, gathered(state, AXES, jnp.bfloat16)).factor())(state)
+    np.testing.assert_allclose(whole, alone, rtol=1e-6)
+    kernel = q_proj.kernel[...].astype(jnp.float32)
+    np.testing.assert_allclose(merge_lora(model).model.layers[0].self_attn.q_proj.kernel[...], 2 * kernel, rtol=1e-6)
 
 
 @AXIS_TYPES
