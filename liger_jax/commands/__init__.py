@@ -3,6 +3,7 @@
 import argparse
 
 from liger_jax.commands import finetune, plan
+from liger_jax.commands._cache import compiled_programs_kept
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
             name, help=command.SUMMARY, epilog=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.add_arguments(subparser)
+        subparser.add_argument("--no-cache", action="store_true", help="compile anew, and keep no compiled programs")
         subparser.set_defaults(run=command.run)
     args = parser.parse_args(argv)
-    return args.run(args)
+    with compiled_programs_kept(not args.no_cache):
+        return args.run(args)

@@ -48,7 +48,7 @@ def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str,
         )
     run = Run(model, settings.batch, settings.length, device, {"data": 1, "fsdp": 1}, **options)
     needed, capacity = estimate(run).total, device.capacity_bytes
-    text = f"{_gib(needed)} by the planner's estimate, and {device.kind} has {_gib(capacity)} for it"
+    text = f"{gib(needed)} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
     if needed > capacity:
         raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored)}")
     print(f"memory: the run needs {text}")
@@ -70,6 +70,18 @@ def in_use() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def gib(size: int) -> str:
+    """A size in words.
+
+    Args:
+        size: bytes.
+
+    Returns:
+        The size in GiB, rounded up to a tenth.
+    """
+    return f"{math.ceil(10 * size / GIB) / 10:.1f} GiB"
+
+
 def _cure(run: Run, needed: int, frozen: str) -> str:
     """A sentence that says what makes the run fit."""
     larger = _with_more_of_the_device(run, needed)
@@ -78,8 +90,8 @@ def _cure(run: Run, needed: int, frozen: str) -> str:
     found = changes(run, frozen)
     if found is None:
         least = _changed(run, list(_changes(run, frozen)))
-        return f"No change makes it fit: even {_options(run, least)} needs {_gib(estimate(least).total)}."
-    return f"It fits with {_options(run, found)}: {_gib(estimate(found).total)}."
+        return f"No change makes it fit: even {_options(run, least)} needs {gib(estimate(least).total)}."
+    return f"It fits with {_options(run, found)}: {gib(estimate(found).total)}."
 
 
 def changes(run: Run, frozen: str) -> Run | None:
@@ -138,7 +150,3 @@ def _with_more_of_the_device(run: Run, needed: int) -> float | None:
     if run.target.name not in devices.GPUS:
         return None
     return devices.target(run.target.name).fraction_for(needed)
-
-
-def _gib(size: int) -> str:
-    return f"{math.ceil(10 * size / GIB) / 10:.1f} GiB"

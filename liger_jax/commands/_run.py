@@ -1,10 +1,12 @@
 """A fine-tuning run from its settings to the folder that it leaves."""
 
+import contextlib
 import math
 import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from liger_jax.commands._checkpoints import Checkpoints
 from liger_jax.commands._errors import UserError, user_errors, writable_folder
 from liger_jax.commands._log import Log
 from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.commands._waiting import Compiling, telling
 from liger_jax.commands.finetune import Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face import checkpoint, config_json
 from liger_jax.models.lora import add_lora
+from liger_jax.models.quantized import quantize
 from liger_jax.packing import share_of_padding
-from liger_jax.planner.architectures import architecture
+from liger_jax.planner.architectures import Architecture, architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.training import make_step
 
@@ -57,30 +61,32 @@ def finetune(settings: Settings) -> int:
         stops = checkpoint.kept_of(folder, checkpoint.read_config(folder), ()).stops
     tokenizer = Tokenizer(folder, found.config.vocab_size, stops)
     train, held_out = _rows_of(settings, tokenizer, documents)
-    with user_errors():
-        model = _model(settings, folder, precision)
-
     steps = settings.steps or max(1, math.ceil(settings.epochs * _rows.count(train) / settings.batch))
-    kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
-    checkpoints = Checkpoints(out / "checkpoints", kept, fresh=settings.fresh)
-    trained = nnx.Param if settings.lora is None else nnx.LoRAParam
-    graph, params, frozen = nnx.split(model, trained, ...)
     rate = schedule(settings.peak_rate, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
-    state, keeps = (params, optimizer.init(params)), model.kept
+    batch_of = _rows.batches(train, settings.batch, settings.seed)
+    with user_errors():
+        programs = _programs(settings, found, precision, optimizer, batch_of(0))
+        with telling(f"reading {_memory.gib(checkpoint.weight_bytes(folder))} of weights"):
+            model = _model(settings, folder, precision)
+
+    kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
+    checkpoints = Checkpoints(out / "checkpoints", kept, fresh=settings.fresh)
+    graph, params, frozen = nnx.split(model, _trained(settings), ...)
+    state, keeps = (params, jax.jit(optimizer.init)(params)), model.kept
     del model, params  # a step overwrites the state in place: nothing else may hold it
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     state, log = checkpoints.restore(state) or (state, {"steps": []})
 
-    step = make_step(graph, optimizer, loss_and_accuracy, has_aux=True, micro_batches=settings.micro_batches)
+    with telling("compiling"), _memory_errors("while the step was compiled."):
+        step, summed = (program.result() for program in programs)
     size = settings.batch // settings.micro_batches
-    score = _scoring(graph, frozen)
+    score = scoring(summed, frozen)
     parts = [] if held_out is None else list(_rows.parts(held_out, size))
     evaluate = lambda params: score(params, parts) if parts else {}
-    batch_of = _rows.batches(train, settings.batch, settings.seed)
     check = lambda params, step: score(params, [next(_rows.parts(batch_of(step), size))])["eval_loss"]
-    loop = _Loop(jax.jit(step, donate_argnums=0), frozen, rate, checkpoints, log["steps"], check)
+    loop = _Loop(step, frozen, rate, checkpoints, log["steps"], check)
     with Log(settings.log, out, log["steps"]) as files:
         state, stopped_by = loop.run(state, batch_of, steps, settings.every, evaluate, files)
     done = len(log["steps"])
@@ -158,15 +164,17 @@ class _Loop:
         stop = lambda number, frame: signals.append(number)  # a step's donated state must not be torn: stop between
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
+            if not figures:
+                with telling("scoring what is held out"):
+                    scores = evaluate(state[0])
+                _tell(print, 0, scores)
             with tqdm(total=steps, initial=since, unit="step", dynamic_ncols=True) as bar:
-                if not figures:
-                    _tell(bar, 0, evaluate(state[0]))
                 while len(figures) < steps and not signals:
                     state, found = self._one(state, batch_of(len(figures)))
                     is_last = len(figures) + 1 == steps
                     if is_last or (len(figures) + 1) % every == 0:
                         found |= (scores := evaluate(state[0]))
-                        _tell(bar, found["step"], scores)
+                        _tell(bar.write, found["step"], scores)
                     figures.append(found)
                     files.write(found)
                     self._show(bar)
@@ -181,16 +189,9 @@ class _Loop:
 
     def _one(self, state, batch):
         start, number = time.perf_counter(), len(self._figures) + 1
-        try:
+        with _memory_errors(f"in step {number}. {self._kept()}"):
             state, (loss, accuracy) = self._step(state, batch, self._frozen)
             loss = float(loss)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise UserError(
-                f"The device ran out of memory in step {number}. {self._kept()} Try more --micro-batches, --remat full "
-                "or a smaller --length."
-            ) from error
         if not math.isfinite(loss):
             raise UserError(f"The loss is {loss} at step {number}, so training stops. {self._kept()} {_SMALLER}")
         seconds = time.perf_counter() - start
@@ -233,14 +234,55 @@ def _precision(settings: Settings, stored: str) -> dict[str, str]:
     )
 
 
+@contextlib.contextmanager
+def _memory_errors(where: str) -> Iterator[None]:
+    """A context for what the device may have too little memory for."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"The device ran out of memory {where} Try more --micro-batches, --remat full or a smaller --length."
+        ) from error
+
+
 def _model(settings: Settings, folder: Path, precision: dict[str, str]) -> Any:
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(remat=settings.remat, quantize=settings.quantize)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    return _with_adapters(AutoModelForCausalLM.from_pretrained(folder, **options), settings)
+
+
+def _with_adapters(model: Any, settings: Settings) -> Any:
     if settings.lora is not None:
         alpha = settings.lora_alpha or 2 * settings.lora
         add_lora(model, settings.lora, alpha=alpha, rngs=nnx.Rngs(settings.seed))
     return model
+
+
+def _trained(settings: Settings) -> Any:
+    """The variables that are trained, by their type."""
+    return nnx.Param if settings.lora is None else nnx.LoRAParam
+
+
+def _programs(
+    settings: Settings, found: Architecture, precision: dict[str, str], optimizer: Any, batch: _rows.Rows
+) -> tuple[Future[Any], Future[Any]]:
+    """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone."""
+    options = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+
+    def make():
+        model = found.family(found.config, **options, remat=settings.remat, rngs=nnx.Rngs(0))
+        return _with_adapters(model if settings.quantize is None else quantize(model, settings.quantize), settings)
+
+    graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
+    step = make_step(graph, optimizer, loss_and_accuracy, has_aux=True, micro_batches=settings.micro_batches)
+    state = (params, jax.eval_shape(optimizer.init, params))
+    part, compiling = next(_rows.parts(batch, settings.batch // settings.micro_batches)), Compiling()
+    return (
+        compiling.start(jax.jit(step, donate_argnums=0), state, batch, frozen),
+        compiling.start(sums(graph), params, frozen, part),
+    )
 
 
 def _rows_of(settings: Settings, tokenizer: Tokenizer, documents: list[Any]) -> tuple[_rows.Rows, _rows.Rows | None]:
@@ -260,13 +302,35 @@ def _rows_of(settings: Settings, tokenizer: Tokenizer, documents: list[Any]) -> 
     return found, rows(held_out) if held_out else None
 
 
-def _scoring(graph: Any, frozen: Any) -> Callable[[Any, list[_rows.Rows]], dict[str, float]]:
-    """A function of parameters and rows in parts: loss, perplexity and accuracy, as means over all scored tokens."""
+def sums(graph: Any) -> Any:
+    """What a part of rows adds to the scores.
+
+    Args:
+        graph: the model's structure.
+
+    Returns:
+        A jitted function of parameters, frozen variables and rows: the summed loss, the number of tokens that the model
+        predicts, and the number of scored tokens.
+    """
 
     @jax.jit
     def sums(params, frozen, batch):
         out = nnx.merge(graph, params, frozen)(**batch, loss_normalizer=1.0, return_metrics=True)
         return jnp.stack([out.loss, out.metrics.num_tokens * out.metrics.accuracy, out.metrics.num_tokens])
+
+    return sums
+
+
+def scoring(sums: Any, frozen: Any) -> Callable[[Any, list[_rows.Rows]], dict[str, float]]:
+    """A function of parameters and rows in parts: loss, perplexity and accuracy, as means over all scored tokens.
+
+    Args:
+        sums: what `sums` returns, perhaps compiled.
+        frozen: the variables that are not trained.
+
+    Returns:
+        The function.
+    """
 
     def score(params, parts):
         totals: Any = np.sum([sums(params, frozen, part) for part in parts], axis=0, dtype=np.float64)
@@ -278,10 +342,10 @@ def _scoring(graph: Any, frozen: Any) -> Callable[[Any, list[_rows.Rows]], dict[
     return score
 
 
-def _tell(bar: Any, step: int, scores: dict[str, float]) -> None:
+def _tell(write: Callable[[str], Any], step: int, scores: dict[str, float]) -> None:
     if scores:
         loss, perplexity, accuracy = scores.values()
-        bar.write(f"step {step}: held out: loss {loss:.3f}, perplexity {perplexity:.2f}, token accuracy {accuracy:.3f}")
+        write(f"step {step}: held out: loss {loss:.3f}, perplexity {perplexity:.2f}, token accuracy {accuracy:.3f}")
 
 
 def _num_tokens(batch: _rows.Rows) -> int:

@@ -212,3 +212,8 @@ def weight_files(folder: pathlib.Path) -> list[str]:
                 "in this folder, without a path."
             )
     return sorted(set(weight_map.values()))
+
+
+def weight_bytes(folder: pathlib.Path) -> int:
+    """The size of the files with a folder's weights; those that are missing count as empty."""
+    return sum(path.stat().st_size for name in weight_files(folder) if (path := folder / name).is_file())

@@ -197,7 +197,7 @@ def test_perplexity_counts_the_tokens_of_each_document_by_itself(source, packed)
     scored = [np.where(rng.random(len(tokens)) < 0.7, tokens, -100) for tokens in documents]
     held_out = _rows.rows([Piece(*piece) for piece in zip(documents, scored, strict=True)], 16, packed=packed)
     graph, params, frozen = nnx.split(model, nnx.Param, ...)
-    found = _run._scoring(graph, frozen)(params, list(_rows.parts(held_out, 4)))
+    found = _run.scoring(_run.sums(graph), frozen)(params, list(_rows.parts(held_out, 4)))
 
     padded = np.stack([np.pad(tokens, (0, 16 - len(tokens))) for tokens in documents])
     logits = np.asarray(jax.jit(lambda tokens: model(tokens).logits)(padded), np.float64)

@@ -1,0 +1,81 @@
+"""JAX's persistent compilation cache: a program that was compiled once is read from the disk at the next start."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+_LEAST_SECONDS = 0.1  # to compile; a program is read back in some milliseconds, and JAX's own default is a whole second
+_DIRECTORY, _LEAST, _ENABLED = (
+    "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def compiled_programs_kept(wanted: bool = True) -> Iterator[None]:
+    """A context in which JAX keeps compiled programs, and what XLA measured to choose GPU kernels, in `folder()`.
+
+    Settings of the user's own come first: with JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE nothing
+    changes here. Where nothing can be written, every start compiles.
+
+    Args:
+        wanted: whether to keep them; else neither this folder nor the user's own is read or written.
+    """
+    if not wanted:
+        options = {_ENABLED: False}
+    elif jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        options = {}
+    else:
+        options = {_DIRECTORY: str(folder()), _LEAST: _LEAST_SECONDS} if _is_writable(folder()) else {}
+        if _LEAST.upper() in os.environ:
+            options.pop(_LEAST, None)
+    before = {name: getattr(jax.config, name) for name in options}
+    _set(options)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def folder(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path:
+    """Where compiled programs are kept, which may be deleted at any time.
+
+    Args:
+        environment: the variables that name the user's folders.
+        platform: the operating system, as in `sys.platform`.
+
+    Returns:
+        liger-jax/compiled in the user's folder for caches, which is XDG_CACHE_HOME where that is set.
+
+    Example:
+        >>> folder({"XDG_CACHE_HOME": "/var/cache/me"}, "linux").as_posix()
+        '/var/cache/me/liger-jax/compiled'
+    """
+    if own := environment.get("XDG_CACHE_HOME"):
+        caches = Path(own)
+    elif platform == "win32":
+        caches = Path(environment.get("LOCALAPPDATA", "~/AppData/Local"))
+    else:
+        caches = Path("~/Library/Caches" if platform == "darwin" else "~/.cache")
+    return Path(os.path.expanduser(caches)) / "liger-jax" / "compiled"
+
+
+def _is_writable(path: Path) -> bool:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs are run: nobody else may put some there
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError:
+        return False
+    return True
+
+
+def _set(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        jax.config.update(name, value)
+    if options:
+        compilation_cache.reset_cache()  # JAX looks at these settings once a process

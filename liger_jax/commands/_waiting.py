@@ -1,0 +1,42 @@
+"""What takes seconds: said while it lasts, and done beside other work where it can be."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+
+@contextlib.contextmanager
+def telling(what: str) -> Iterator[None]:
+    """A context that prints what is done in it, and then the seconds that it took.
+
+    Args:
+        what: such as "compiling".
+    """
+    start = time.perf_counter()
+    print(what, "…", end="", flush=True)
+    try:
+        yield
+        print(f" {time.perf_counter() - start:.1f} s", end="", flush=True)
+    finally:  # whatever comes next, such as an error, has a line of its own
+        print(flush=True)
+
+
+class Compiling:
+    """Threads that trace and compile programs. XLA tries kernels for one program at a time, so none is mismeasured."""
+
+    def __init__(self):
+        self._threads = ThreadPoolExecutor(2, "compiling")
+
+    def start(self, program: Any, *types: Any) -> Future[Any]:
+        """Begins to compile a program.
+
+        Args:
+            program: what `jax.jit` returns.
+            *types: its arguments, as arrays or as types.
+
+        Returns:
+            The compiled program's future. The program takes arguments of these very types.
+        """
+        return self._threads.submit(lambda: program.lower(*types).compile())
