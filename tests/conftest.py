@@ -138,6 +138,18 @@ def highest_precision():
         yield
 
 
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory):
+    """The folder that tests have for the user's folder of caches, in which commands keep compiled programs."""
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_the_user(caches, monkeypatch):
+    """Whatever a test or a process that it starts keeps, it keeps in `caches`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
+
+
 @pytest.fixture
 def rng(request):
     """A NumPy generator of this test's own, from the run's seed."""

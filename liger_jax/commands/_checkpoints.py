@@ -8,11 +8,7 @@ from typing import Any
 
 import jax
 
-from liger_jax.commands._errors import UserError, writable_folder
-
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of each step it takes
-
-import orbax.checkpoint as ocp  # noqa: E402  (after its logger is quiet)
+from liger_jax.commands._errors import UserError, needed_packages, writable_folder
 
 _CURE = "Pass --fresh to start over, or another --out."
 
@@ -26,11 +22,12 @@ class Checkpoints:
         fresh: whether to start over even if there is a checkpoint.
 
     Raises:
-        UserError: nothing can be written to the folder.
+        UserError: nothing can be written to the folder, or orbax is not installed.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, fresh: bool):
         writable_folder(folder)
+        self._orbax = _orbax()
         self._folder, self._fresh, self._opened = folder, fresh, None
         self._settings = json.loads(json.dumps(settings))
 
@@ -56,6 +53,7 @@ class Checkpoints:
             return None
         self._check_settings()
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in jax.tree.leaves(like)]
+        ocp = self._orbax
         args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), log=ocp.args.JsonRestore())
         try:
             read = self._manager.restore(step, args=args)
@@ -79,6 +77,7 @@ class Checkpoints:
         """
         if step == self.latest_step:
             return
+        ocp = self._orbax
         # Leaves in order: orbax need not know the module and optimizer types.
         args = ocp.args.Composite(state=ocp.args.StandardSave(jax.tree.leaves(state)), log=ocp.args.JsonSave(log))
         try:
@@ -93,8 +92,9 @@ class Checkpoints:
             raise UserError(f"The checkpoint of step {step} cannot be written to {self._folder}: {error}.") from error
 
     @property
-    def _manager(self) -> ocp.CheckpointManager:
+    def _manager(self) -> Any:
         if self._opened is None:
+            ocp = self._orbax
             options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
             self._opened = ocp.CheckpointManager(self._folder.resolve(), options=options)
         return self._opened
@@ -109,3 +109,11 @@ class Checkpoints:
             raise UserError(f"{path}, which tells what the run there is made of, cannot be read. {_CURE}") from error
         if changed:
             raise UserError(f"{self._folder} holds another run: {', '.join(changed)}. {_CURE}")
+
+
+def _orbax() -> Any:
+    """The package, which takes most of a second to import, so that a run does it while programs are compiled."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it tells of each step it takes
+    with needed_packages():
+        import orbax.checkpoint
+    return orbax.checkpoint

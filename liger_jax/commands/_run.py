@@ -67,11 +67,10 @@ def finetune(settings: Settings) -> int:
     batch_of = _rows.batches(train, settings.batch, settings.seed)
     with user_errors():
         programs = _programs(settings, found, precision, optimizer, batch_of(0))
-        with telling(f"reading {_memory.gib(checkpoint.weight_bytes(folder))} of weights"):
-            model = _model(settings, folder, precision)
-
     kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
     checkpoints = Checkpoints(out / "checkpoints", kept, fresh=settings.fresh)
+    with user_errors():
+        model = _model(settings, folder, precision)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
     state, keeps = (params, jax.jit(optimizer.init)(params)), model.kept
     del model, params  # a step overwrites the state in place: nothing else may hold it
@@ -250,14 +249,17 @@ def _memory_errors(where: str) -> Iterator[None]:
 def _model(settings: Settings, folder: Path, precision: dict[str, str]) -> Any:
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(remat=settings.remat, quantize=settings.quantize)
-    return _with_adapters(AutoModelForCausalLM.from_pretrained(folder, **options), settings)
-
-
-def _with_adapters(model: Any, settings: Settings) -> Any:
+    with telling(f"reading {_memory.gib(checkpoint.weight_bytes(folder))} of weights"):
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
     if settings.lora is not None:
-        alpha = settings.lora_alpha or 2 * settings.lora
-        add_lora(model, settings.lora, alpha=alpha, rngs=nnx.Rngs(settings.seed))
+        with telling(f"adding adapters of rank {settings.lora}"):
+            _add_adapters(model, settings)
     return model
+
+
+def _add_adapters(model: Any, settings: Settings) -> None:
+    alpha = settings.lora_alpha or 2 * settings.lora
+    add_lora(model, settings.lora, alpha=alpha, rngs=nnx.Rngs(settings.seed))
 
 
 def _trained(settings: Settings) -> Any:
@@ -273,7 +275,11 @@ def _programs(
 
     def make():
         model = found.family(found.config, **options, remat=settings.remat, rngs=nnx.Rngs(0))
-        return _with_adapters(model if settings.quantize is None else quantize(model, settings.quantize), settings)
+        if settings.quantize is not None:
+            quantize(model, settings.quantize)
+        if settings.lora is not None:
+            _add_adapters(model, settings)
+        return model
 
     graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
     step = make_step(graph, optimizer, loss_and_accuracy, has_aux=True, micro_batches=settings.micro_batches)
