@@ -31,7 +31,9 @@ def main() -> int:
         repeat += f" --names {' '.join(flags.names)}" if flags.names else ""
         for sentence in found:
             print(f"{name}: {sentence}\n    {repeat}", flush=True)
-    print(f"{misses} misses in {sum(counts.values())} cases: {', '.join(f'{n} {c}' for n, c in sorted(counts.items()))}")
+    print(
+        f"{misses} misses in {sum(counts.values())} cases: {', '.join(f'{n} {c}' for n, c in sorted(counts.items()))}"
+    )
     return 1 if misses else 0
 
 

@@ -38,8 +38,10 @@ def causal_attention(draw: Draw) -> Case:
         options[refused] = draw.pick(0, -1)
 
     def inputs(draw):
-        arrays = {name: draw.normal(shape, dtype, draw.magnitude() if name == "v" else 1.0) for name, shape in
-                  dict(q=queries, k=keys, v=keys).items()}
+        arrays = {
+            name: draw.normal(shape, dtype, draw.magnitude() if name == "v" else 1.0)
+            for name, shape in dict(q=queries, k=keys, v=keys).items()
+        }
         return arrays, {"segment_ids": segments(draw, *queries[:2])} if packed else {}
 
     def ours(q, k, v, segment_ids=None):

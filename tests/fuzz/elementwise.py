@@ -100,7 +100,10 @@ def layer_norm(draw: Draw) -> Case:
 def group_norm(draw: Draw) -> Case:
     groups, of_each = draw.size(5), draw.size(6)
     options, refused = _norm_options(draw)
-    shape, dtype = (draw.pick(0, 1, 2, 3), groups * of_each, *(draw.size(7, 60) for _ in range(draw.pick(0, 1, 2)))), draw.dtype()
+    shape, dtype = (
+        (draw.pick(0, 1, 2, 3), groups * of_each, *(draw.size(7, 60) for _ in range(draw.pick(0, 1, 2)))),
+        draw.dtype(),
+    )
     axis = draw.pick(1, 1, -1)
     shape = shape if axis == 1 else (shape[0], *shape[2:], shape[1])
     options = {**options, "num_groups": groups, "channel_axis": axis}

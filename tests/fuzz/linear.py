@@ -191,11 +191,15 @@ def cross_entropy(draw: Draw) -> Case:
 
 def _limits(draw: Draw, modes: bool = True) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Options that change how and not what, and those among them that may be too much to ask for."""
-    options = draw.optional(chunk_size=(draw.size(64),), memory_budget_bytes=(0, 10**5, 10**8)) if draw.chance(0.5) else {}
+    options = (
+        draw.optional(chunk_size=(draw.size(64),), memory_budget_bytes=(0, 10**5, 10**8)) if draw.chance(0.5) else {}
+    )
     if modes:
         options |= draw.optional(mode=("auto", "fast", "lean"))
     # A vector of losses has no mode "fast".
-    return options, ("memory_budget_bytes",) * ("memory_budget_bytes" in options) + ("mode",) * ("fast" in options.values())
+    return options, ("memory_budget_bytes",) * ("memory_budget_bytes" in options) + ("mode",) * (
+        "fast" in options.values()
+    )
 
 
 def fused_linear_cross_entropy(draw: Draw) -> Case:
@@ -236,7 +240,11 @@ def _found(head: Head, hidden, weight, labels, dead, bias, **options):
     z = scaled(head.logits(living(hidden, dead), weight, bias), **options)
     log_p = jax.nn.log_softmax(z)
     of_labels = jnp.take_along_axis(log_p, jnp.where(dead, 0, labels)[..., None], axis=-1)[..., 0]
-    found = of_labels, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), jax.lax.stop_gradient(jax.scipy.special.logsumexp(z, axis=-1))
+    found = (
+        of_labels,
+        -jnp.sum(jnp.exp(log_p) * log_p, axis=-1),
+        jax.lax.stop_gradient(jax.scipy.special.logsumexp(z, axis=-1)),
+    )
     return tuple(jnp.where(dead, 0.0, x) for x in found)
 
 
@@ -372,7 +380,9 @@ def _flat(x):
 def fused_linear_distillation(draw: Draw) -> Case:
     student = dataclasses.replace(Head.drawn(draw, prefix="student_"))
     teacher = Head.drawn(draw, student.tokens, student.v, prefix="teacher_")
-    student, teacher = (dataclasses.replace(h, bias=None if h.bias == "forbidden" else h.bias) for h in (student, teacher))
+    student, teacher = (
+        dataclasses.replace(h, bias=None if h.bias == "forbidden" else h.bias) for h in (student, teacher)
+    )
     kinds = {"divergence": draw.pick("forward_kl", "reverse_kl", "jsd", "tvd")} | draw.optional(beta=(0.1, 0.5))
     options, counting = _distillation_options(draw), Tokens.drawn(draw, student.tokens, student.v)
     of_heads = {f"{head.prefix}{name}": x for head in (student, teacher) for name, x in _logit_options(draw).items()}
@@ -396,7 +406,9 @@ def fused_linear_distillation(draw: Draw) -> Case:
             logits[head.prefix] = scaled(u, **own)
         z, teacher_z = logits["student_"], logits["teacher_"]
         t = options.get("temperature", 1.0)
-        soft = distillation.divergence(_flat(z / t), _flat(teacher_z / t), kind=kinds["divergence"], beta=kinds.get("beta", 0.5))
+        soft = distillation.divergence(
+            _flat(z / t), _flat(teacher_z / t), kind=kinds["divergence"], beta=kinds.get("beta", 0.5)
+        )
         rest = {"reduction": options.get("reduction", "mean"), "normalizer": options.get("denominator")}
         return _mixed(soft.reshape(dead.shape), z, labels, dead, options.get("hard_weight", 0.0), **rest)
 

@@ -202,7 +202,9 @@ def value_and_adapters_gradients(model, tokens):
     [("nf4", 20), pytest.param("int8", _quantized_head.MOST_IN_A_SLICE, marks=pytest.mark.full)],
     ids=["nf4, several slices", "int8, one slice"],
 )
-def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(kind, entries, axis_type, devices, rng, monkeypatch):
+def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(
+    kind, entries, axis_type, devices, rng, monkeypatch
+):
     """Layers and head alike; each device holds its part of the codes, and whole blocks."""
     monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", entries)
     tokens = random_tokens(rng, batch=8)
