@@ -7,7 +7,6 @@ on a GPU or TPU they are compiled for it. What needs no accelerator is the CPU's
 """
 
 import gc
-import importlib.util
 import os
 import secrets
 import zlib
@@ -18,13 +17,11 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from tests import _devices
+from tests import _annotations, _devices
 
-# Annotations are checked, where beartype is there to do it. Here and not in a hook of pytest's: tests/ops/conftest.py
-# imports liger_jax before those run wherever it is named on the command line.
-CHECKS_TYPES = importlib.util.find_spec("beartype") is not None
-if CHECKS_TYPES:
-    jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
+# Here and not in a hook of pytest's: tests/ops/conftest.py imports liger_jax before those run wherever it is named on
+# the command line.
+_annotations.check()
 
 IMPLEMENTATIONS = {
     "cpu": ("xla", "triton:interpret", "mosaic_tpu:interpret"),
@@ -124,7 +121,7 @@ def is_for_the_cpu(item) -> bool:
 def pytest_report_header(config):
     i, n = config.getoption("--part")
     lines = [f"inputs: --platform={config.getoption('--platform')} --seed={os.environ['TEST_SEED']} --part={i}/{n}"]
-    if not CHECKS_TYPES:
+    if not _annotations.CHECKED:
         lines.append("annotations are not checked: beartype is not installed")
     if config.getoption("--platform") != "cpu":
         lines.append("left to `make test` on a CPU: compilers for absent devices, simulators, planner, site and wheel")

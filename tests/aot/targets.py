@@ -10,10 +10,10 @@ import json
 import os
 import sys
 
-import jaxtyping
+from tests import _annotations
 
 # Before JAX 0.12 Hopper's kernels cannot be interpreted: on a CPU, their annotations are then checked only here.
-jaxtyping.install_import_hook("liger_jax", "beartype.beartype")
+_annotations.check()
 
 from liger_jax.planner.compilers import TPU_ENVIRONMENT, compile_for, gpu_devices, tpu_devices  # noqa: E402
 
