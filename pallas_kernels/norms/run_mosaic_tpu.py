@@ -26,7 +26,13 @@ def unsupported(x: jax.Array, *arrays: jax.Array | None, **case: Any) -> str | N
         if array is not None and array.dtype not in (jnp.float32, jnp.bfloat16):
             what = "x" if array is x else "an array"
             return f"the TPU kernel takes float32 and bfloat16, and {what} is {array.dtype}; use 'xla'."
-    if tiles_mosaic_tpu.n_block_size(*x.shape, itemsizes=4 * x.dtype.itemsize, num_totals=2) == 0:
+    present = [array for array in (x, *arrays) if array is not None]
+    matrices = [array.dtype for array in present if array.ndim > 1]
+    # The backward needs the most. It reads dy beside what was normalised, and a residual's gradient; it writes the
+    # gradient once for each dtype, and a total for each vector. The forward reads and writes no more.
+    moved = [*matrices, matrices[-1], *dict.fromkeys(matrices)]
+    itemsizes, num_totals = sum(dtype.itemsize for dtype in moved), len(present) - len(matrices)
+    if tiles_mosaic_tpu.n_block_size(*x.shape, itemsizes=itemsizes, num_totals=num_totals) == 0:
         return f"16 rows of {x.shape[-1]} elements exceed VMEM; use 'xla'."
     return None
 

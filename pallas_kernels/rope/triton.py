@@ -19,6 +19,8 @@ from jax.experimental.pallas import triton as pltriton
 from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
 from liger_jax.pallas_kernels.rope import config, formulas
 
+_MOST_ROWS = 65535  # along the second axis of CUDA's grids
+
 
 def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str) -> str | None:
     """Takes layout "half" only, and computes in float32."""
@@ -26,6 +28,8 @@ def unsupported(q: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, *, l
         return f"the kernel reads a head by halves, and layout={layout!r} has neighbours for pairs; use 'xla'."
     if jnp.float64 in (q.dtype, k.dtype):
         return "the kernel computes in float32; use 'xla' for float64."
+    if q.shape[0] > _MOST_ROWS:
+        return f"a launch has at most {_MOST_ROWS} rows of a batch, and q has {q.shape[0]}; use 'xla'."
     return None
 
 

@@ -93,13 +93,17 @@ def check_half(op, plain, reference, arrays, rng, wrt=None):
     """Values and every gradient at most 1.5 times as far from the truth as those of the plain expression, or exact.
 
     Both round where they say so: XLA otherwise leaves roundings out inside its fusions, which no kernel can.
+    The plain error of a single number may be next to nothing by chance. An eighth of the error that its last rounding
+    can make, eps / 2 of the number, is allowed in any case.
     """
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in arrays)
     cotangents = random_cotangents(op, arrays, rng)
     exactly = {"compiler_options": {"xla_allow_excess_precision": False}}
     ours, theirs = (value_and_gradients(f, arrays, cotangents, wrt, **exactly) for f in (op, plain))
     for x, y, t in zip(ours, theirs, truth(reference, arrays, cotangents, wrt), strict=True):
         assert x.dtype == y.dtype
-        allowed = max(WORSE_THAN_PLAIN * rms_error(y, t), ROUNDED)
+        by_chance = eps / 16 * float(np.abs(t).max()) if t.size == 1 else 0.0
+        allowed = max(WORSE_THAN_PLAIN * rms_error(y, t), ROUNDED, by_chance)
         assert rms_error(x, t) <= allowed, (rms_error(x, t), rms_error(y, t))
 
 
