@@ -75,7 +75,7 @@ def causal_attention(
         v: (B, T, K, H), values, of q's dtype.
         segment_ids: (B, T) integers; a position sees only positions with its own id, wherever they stand. For many
             calls with the same ids, pass `Segments.of(ids)`. `None` for one segment.
-        window: a position sees itself and window − 1 before it; `None` for all before it.
+        window: a position sees itself and window − 1 before it; `None` for all before it, as T or more.
         softcap: positive bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
         implementation: None for the platform's default, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs

@@ -491,8 +491,8 @@ def test_the_position_that_pads_an_odd_row_for_cudnn_changes_nothing(length, opt
         assert q.shape[1] % 2 == 0
         return plain(q, *arrays, implementation="xla", **kept)
 
-    def attend(*qkv, window=None):
-        return cudnn.attend(*qkv, None, window=window, softcap=None, scale=None)
+    def attend(q, k, v, window=None):
+        return cudnn.attend(q, k, v, None, window=window, softcap=None, scale=None)
 
     def attend_each(*qkv, window=None):
         return jax.vmap(lambda *row: attend(*(x[None] for x in row), window=window)[0])(*qkv)

@@ -79,7 +79,7 @@ def mlp(rng):
 
 def linear_loss(rng):
     n, d, v = some(rng, 1, 130, 1024), some(rng, 1, 70, 512), some(rng, 1, 100, 4096, 32003)
-    labels, options = jnp.zeros(n, jnp.int32), dict(mode=["lean", "fast"][rng.integers(2)])
+    labels, options = jnp.zeros(n, jnp.int32), dict(mode=["lean", "auto"][rng.integers(2)])
     hidden, weight, bias = typed(rng, (n, d), (v, d), (v,))
     loss = functools.partial(ops.fused_linear_cross_entropy, **options)
     return lambda h, w, b, **named: loss(h, w, labels, bias=b, **named), [hidden, weight, bias]
