@@ -23,7 +23,9 @@ _PRODUCTS_A_BYTE = 200  # multiply-adds that a core does while it reads a byte: 
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, **_) -> str | None:
-    """Everything runs."""
+    """Mosaic has no float16 and no float64."""
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"splash attention takes float32 and bfloat16, and the queries are {q.dtype}; use 'xla'."
     return None
 
 

@@ -523,6 +523,7 @@ def test_no_rows_have_no_attention():
     [
         ("tpu", "TPU v5 lite", jnp.bfloat16, 256, "splash"),
         ("tpu", "TPU v5 lite", jnp.bfloat16, 200, "splash"),
+        ("tpu", "TPU v5 lite", jnp.float16, 256, "dot_general"),
         ("gpu", "NVIDIA H200", jnp.float32, 256, "dot_general"),
         ("gpu", "Tesla T4", jnp.bfloat16, 256, "dot_general"),
         ("cpu", "cpu", jnp.bfloat16, 256, "dot_general"),
