@@ -9,7 +9,7 @@
 
 If Ctrl-C or kill stops it, it saves its state, and the same command continues the run. In its folder (--out) it leaves
 loss.png, memory.png, its checkpoints and the text's tokens. `python PATH/examples/train_llama.py` is the same from any
-folder.
+folder. Compiled programs are kept for the next start in the user's folder for caches, unless --no-cache is passed.
 """
 
 import argparse
@@ -37,7 +37,9 @@ with needed_packages(__name__):
     from examples._lib.configuration import Training, add_flags, from_flags, with_loss
     from liger_jax.commands._checkpoints import Checkpoints
     from liger_jax.commands._errors import UserError, user_errors, writable_folder
+    from liger_jax.commands._waiting import Compiling, telling
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
+    from liger_jax.planner.compiled import memory_of
     from liger_jax.training import language_model_loss, make_step
 
 
@@ -49,11 +51,13 @@ class Size:
         model: fields of `LlamaConfig`, without the vocabulary's size.
         vocab: entries of the vocabulary to train.
         training: all that does not depend on the model.
+        characters: as many of the text that comes with Python are read; `None` for all.
     """
 
     model: dict[str, int]
     vocab: int
     training: Training
+    characters: int | None = None
 
 
 HELD_OUT_TOKENS = 65_536  # scored at the start and at the end
@@ -62,6 +66,7 @@ SIZES = {
     "tiny": Size(  # for tests: seconds
         dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
         vocab=1024, training=Training(batch=2, length=64, steps=8, learning_rate=1e-2),
+        characters=1_000_000,
     ),
     "small": Size(  # 2 million parameters: minutes on two CPU cores
         dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2),
@@ -91,7 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out or f"runs/llama-{args.size}")
     writable_folder(out)
     device = jax.devices()[0]
-    corpus = text.load(args.data, size.vocab, out)
+    with telling("reading the text, and tokenising it the first time"):
+        corpus = text.load(args.data, size.vocab, out, size.characters)
     print(f"text: {corpus.source}, vocabulary {corpus.vocab_size:,}")
 
     model = lambda training: make_model(size.model, corpus.vocab_size, training)
@@ -106,21 +112,25 @@ def main(argv: list[str] | None = None) -> None:
     held_out = corpus.held_out_batches(
         training.batch, training.length, most=max(1, HELD_OUT_TOKENS // training.batch // training.length)
     )
+    start, compiling = (params, jax.jit(optimizer.init)(params)), Compiling()
+    train_step = jax.jit(make_step(graph, optimizer, micro_batches=training.micro_batches), donate_argnums=0)
     evaluate = jax.jit(lambda params, tokens: language_model_loss(nnx.merge(graph, params), tokens))
+    with user_errors(), telling("tracing"):  # which tells whether kernels can run as the flags say
+        programs = compiling.start(train_step, start, batch_of(0)), compiling.start(evaluate, params, held_out[0])
     mean_loss = lambda params: float(np.mean([evaluate(params, tokens) for tokens in held_out]))
     settings = dataclasses.asdict(training) | {"model": size.model, "vocab": size.vocab, "data": corpus.source}
     checkpoints = Checkpoints(out / "checkpoints", settings, fresh=args.fresh)
-    start = (params, optimizer.init(params))
-    with user_errors():  # whether kernels can run as the flags say is known when the model is called
-        state, log = checkpoints.restore(start) or (start, {"losses": [], "held_out_start": mean_loss(params)})
-    train_step = jax.jit(make_step(graph, optimizer, micro_batches=training.micro_batches), donate_argnums=0)
+    restored = checkpoints.restore(start)
+    with telling("compiling"):
+        train_step, evaluate = (program.result() for program in programs)
+    state, log = restored or (start, {"losses": [], "held_out_start": mean_loss(params)})
 
     score = lambda params: float(evaluate(params, held_out[0]))
     state, rates = _train(train_step, state, log, batch_of, training.steps, checkpoints, score)
     if len(log["losses"]) < training.steps:
         print(f"stopped after step {len(log['losses'])} of {training.steps}; the same command goes on from there")
         return
-    _print_speed(train_step, state, rates, batch_of(0), device)
+    _print_speed(train_step, rates, device)
     scores = {
         "start": log["held_out_start"],
         "unigram model": text.unigram_loss(corpus, held_out),
@@ -222,13 +232,12 @@ def _check_finite(loss, step, checkpoints):
     )
 
 
-def _print_speed(train_step, state, rates, batch, device):
-    warm = rates[min(3, len(rates) - 1) :]  # the first step compiles
+def _print_speed(train_step, rates, device):
+    warm = rates[min(3, len(rates) - 1) :]
     if not warm:
         return
     print(f"speed: {statistics.median(warm):,.0f} tokens/s, median of {len(warm)} warm steps")
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
-    peaks = [f"{memory.compiled_bytes(train_step, *shapes) / 2**20:,.0f} MiB by the compiler"]
+    peaks = [f"{memory_of(train_step).total / 2**20:,.0f} MiB by the compiler"]
     if allocator := device.memory_stats():
         peaks.append(f"{allocator['peak_bytes_in_use'] / 2**20:,.0f} MiB by the allocator")
     print(f"peak memory of the training step: {', '.join(peaks)}")
@@ -236,8 +245,8 @@ def _print_speed(train_step, state, rates, batch, device):
 
 def _report_memory(make_model, optimizer, training, vocab_size, path):
     title = f"sequences of {training.length}, vocabulary {vocab_size:,}, remat {training.remat}"
-    print("compiling the training step for batches of 1, 2, 4, 8, with and without the fused loss …", flush=True)
-    rows = memory.measure(make_model, optimizer, training.length)
+    with telling("compiling the training step for batches of 1, 2, 4, 8, with and without the fused loss"):
+        rows = memory.measure(make_model, optimizer, training.length)
     print(f"memory of a training step: {title}\n{memory.table(rows)}\n{report.MEMORY_CAPTION}")
     report.memory_picture(rows, title, path)
     print(f"picture of the memory: {path}")

@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -24,20 +25,25 @@ def needed_packages(name: str) -> Iterator[None]:
         sys.exit(2)
 
 
-def run(main: Callable[[list[str] | None], None], argv: list[str] | None = None) -> int:
-    """Runs a program.
+def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
+    """Runs a program. Its compiled programs are kept for the next start, unless --no-cache is among its arguments.
 
     Args:
-        main: takes the program's arguments.
+        main: takes the program's other arguments.
         argv: the arguments; the command line's if none.
 
     Returns:
         The exit code: 0, or 2 after a `UserError`. The error's sentence is printed.
     """
-    from liger_jax.commands._errors import UserError  # not before `needed_packages` has told what is missing
+    from liger_jax.commands._cache import (
+        compiled_programs_kept,
+    )  # not before `needed_packages` has told what is missing
+    from liger_jax.commands._errors import UserError
 
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        main(argv)
+        with compiled_programs_kept("--no-cache" not in arguments):
+            main([argument for argument in arguments if argument != "--no-cache"])
     except UserError as error:
         _print_error(" ".join(str(error).split()))
         return 2

@@ -44,7 +44,9 @@ def compiled_bytes(step: Any, *arguments: jax.ShapeDtypeStruct) -> int:
     Returns:
         Bytes of arguments, results and temporaries, donated arguments counted once.
     """
-    return memory_of(step.lower(*arguments).compile()).total
+    # What a CPU's program allocates is settled before LLVM optimises its code, which takes more than half of the time.
+    quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return memory_of(step.lower(*arguments).compile(quickly)).total
 
 
 def measure(

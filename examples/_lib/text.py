@@ -121,13 +121,14 @@ def num_tokens(batch: Batch) -> int:
     return int(np.count_nonzero(batch["segment_ids"])) if isinstance(batch, dict) else batch.size
 
 
-def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
+def load(pattern: str | None, vocab_size: int, cache: Path, characters: int | None = None) -> Text:
     """Reads the text, trains the vocabulary on the training pieces and encodes; or takes it from the cache.
 
     Args:
         pattern: a file or a glob of UTF-8 text files; `None` for the text that comes with Python.
         vocab_size: entries of the BPE vocabulary; a short text gives fewer entries.
         cache: folder for vocabularies and token ids.
+        characters: of the text that comes with Python, as many files as have so many; `None` for all.
 
     Returns:
         The corpus.
@@ -136,7 +137,7 @@ def load(pattern: str | None, vocab_size: int, cache: Path) -> Text:
         UserError: a file cannot be read, or the text is shorter than one held-out piece needs.
     """
     if pattern is None:
-        documents = [path.read_text(encoding="utf-8", errors="replace") for path in _python_files()]
+        documents = list(_python_text(characters))
     else:
         documents = [*read(pattern).values()]
     files = [[text[i : i + PIECE] for i in range(0, len(text), PIECE)] for text in documents]
@@ -174,6 +175,16 @@ def _python_files() -> Iterator[Path]:
         folders = path.relative_to(library).parts[:-1]
         if not SKIPPED_FOLDERS.intersection(folders) and "pydoc_data" not in folders:
             yield path
+
+
+def _python_text(characters: int | None) -> Iterator[str]:
+    """The files' texts, until so many characters are read."""
+    read = 0
+    for path in _python_files():
+        if characters is not None and read >= characters:
+            return
+        yield (text := path.read_text(encoding="utf-8", errors="replace"))
+        read += len(text)
 
 
 def _documents(files: list[list[str]]) -> tuple[list[list[str]], list[str]]:

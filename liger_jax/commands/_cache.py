@@ -28,12 +28,12 @@ def compiled_programs_kept(wanted: bool = True) -> Iterator[None]:
     """
     if not wanted:
         options = {_ENABLED: False}
-    elif jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    elif getattr(jax.config, _DIRECTORY) or not getattr(jax.config, _ENABLED) or not _is_writable(folder()):
         options = {}
     else:
-        options = {_DIRECTORY: str(folder()), _LEAST: _LEAST_SECONDS} if _is_writable(folder()) else {}
-        if _LEAST.upper() in os.environ:
-            options.pop(_LEAST, None)
+        options = {_DIRECTORY: str(folder())}
+        if _LEAST.upper() not in os.environ:
+            options[_LEAST] = _LEAST_SECONDS
     before = {name: getattr(jax.config, name) for name in options}
     _set(options)
     try:

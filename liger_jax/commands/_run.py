@@ -65,7 +65,7 @@ def finetune(settings: Settings) -> int:
     rate = schedule(settings.peak_rate, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     batch_of = _rows.batches(train, settings.batch, settings.seed)
-    with user_errors():
+    with user_errors(), telling("tracing"):
         programs = _programs(settings, found, precision, optimizer, batch_of(0))
     kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
     checkpoints = Checkpoints(out / "checkpoints", kept, fresh=settings.fresh)
@@ -253,13 +253,13 @@ def _model(settings: Settings, folder: Path, precision: dict[str, str]) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
     if settings.lora is not None:
         with telling(f"adding adapters of rank {settings.lora}"):
-            _add_adapters(model, settings)
+            _add_adapters(model, settings.lora, settings)
     return model
 
 
-def _add_adapters(model: Any, settings: Settings) -> None:
-    alpha = settings.lora_alpha or 2 * settings.lora
-    add_lora(model, settings.lora, alpha=alpha, rngs=nnx.Rngs(settings.seed))
+def _add_adapters(model: Any, rank: int, settings: Settings) -> None:
+    alpha = settings.lora_alpha or 2 * rank
+    add_lora(model, rank, alpha=alpha, rngs=nnx.Rngs(settings.seed))
 
 
 def _trained(settings: Settings) -> Any:
@@ -278,7 +278,7 @@ def _programs(
         if settings.quantize is not None:
             quantize(model, settings.quantize)
         if settings.lora is not None:
-            _add_adapters(model, settings)
+            _add_adapters(model, settings.lora, settings)
         return model
 
     graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)

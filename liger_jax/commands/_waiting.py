@@ -24,13 +24,15 @@ def telling(what: str) -> Iterator[None]:
 
 
 class Compiling:
-    """Threads that trace and compile programs. XLA tries kernels for one program at a time, so none is mismeasured."""
+    """Two threads that compile programs. XLA locks a GPU while it tries kernels, so no two programs disturb that."""
 
     def __init__(self):
         self._threads = ThreadPoolExecutor(2, "compiling")
 
     def start(self, program: Any, *types: Any) -> Future[Any]:
-        """Begins to compile a program.
+        """Traces a program, and begins to compile it.
+
+        Tracing is Python, which other threads would only slow down; so it is done here, and the most urgent one first.
 
         Args:
             program: what `jax.jit` returns.
@@ -39,4 +41,4 @@ class Compiling:
         Returns:
             The compiled program's future. The program takes arguments of these very types.
         """
-        return self._threads.submit(lambda: program.lower(*types).compile())
+        return self._threads.submit(program.lower(*types).compile)

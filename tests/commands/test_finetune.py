@@ -13,10 +13,9 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import _rows, _run, main
+from liger_jax.commands import _cache, _rows, _run, main
 from liger_jax.commands._tokenizer import Piece
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
@@ -27,21 +26,12 @@ CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --ever
 
 
 @pytest.fixture(scope="module", autouse=True)
-def each_program_is_compiled_once(tmp_path_factory):
-    """Resumed runs compile the same programs as the runs before them."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def each_program_is_compiled_once(caches):
+    """Runs compile the same programs as the runs before them, and read them from the cache of commands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(caches))  # fixtures of this module run commands, too
+        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +96,8 @@ def resumed(source, interrupted, tmp_path_factory):
 def test_a_resumed_run_says_its_step_and_ends_as_one_that_was_never_stopped(source, resumed, tmp_path, capsys):
     out, printed = resumed
     assert "resumed at step 3\n" in printed
+    for what in ("reading 0.1 GiB of weights", "adding adapters of rank 4", "tracing", "compiling"):
+        assert re.search(rf"^{what} … [\d.]+ s$", printed, re.MULTILINE)
     assert re.search(r"6/6 .*loss [\d.]+, token accuracy [\d.]+, [\d,]+ tokens/s, [\d.]+ GiB", printed)
     assert re.search(r"step 6: held out: loss [\d.]+, perplexity [\d.]+, token accuracy [\d.]+\n", printed)
     assert chat(source, tmp_path) == 0

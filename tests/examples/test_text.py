@@ -82,6 +82,14 @@ def test_every_machine_has_a_text(tmp_path, monkeypatch):
     assert any("The standard type hierarchy" in file for file in seen["files"])  # documentation, not only source
 
 
+def test_of_python_s_text_no_more_files_are_read_than_are_needed(tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(text, "_tokenize", lambda files, *_: seen.update(sizes=[len("".join(f)) for f in files]))
+    with pytest.raises(FileNotFoundError, match="tokens.npz"):
+        text.load(None, 1024, tmp_path, characters=1_000_000)
+    assert sum(seen["sizes"][:-1]) < 1_000_000 <= sum(seen["sizes"])
+
+
 @pytest.mark.parametrize(
     ["name", "message"],
     [

@@ -1,0 +1,90 @@
+"""Commands keep compiled programs for their next start, where the user lets them."""
+
+import jax
+import pytest
+
+from liger_jax.commands import _cache, finetune, main
+from liger_jax.commands._cache import compiled_programs_kept
+
+HIT = "/jax/compilation_cache/cache_hits"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of compiled programs, which is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_cache, "_LEAST_SECONDS", 0.0)
+    return tmp_path / "liger-jax" / "compiled"
+
+
+@pytest.fixture
+def hits():
+    """How many programs were read from a cache, as a list of JAX's events."""
+    seen = []
+    listen = lambda event, **_: seen.append(event) if event == HIT else None
+    jax.monitoring.register_event_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_listener(listen)
+
+
+def start():
+    """What a process does that begins: nothing is compiled yet."""
+    return float(jax.jit(lambda x: x * 3 + 1)(2.0))
+
+
+def test_the_second_start_reads_what_the_first_has_compiled(folder, hits):
+    for count in (0, 1):
+        with compiled_programs_kept():
+            assert start() == 7
+        assert len(hits) == count
+    assert len(list(folder.glob("*-cache"))) == 1
+
+
+def setting(name):
+    return getattr(jax.config, f"jax_{name}")
+
+
+def test_the_settings_of_jax_are_as_before_behind_it(folder):
+    names = "compilation_cache_dir", "persistent_cache_min_compile_time_secs"
+    before = [setting(name) for name in names]
+    with compiled_programs_kept():
+        assert setting("compilation_cache_dir") == str(folder)
+    assert before == [setting(name) for name in names]
+
+
+def test_a_folder_of_the_user_s_own_comes_first(folder, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    try:
+        with compiled_programs_kept():
+            assert setting("compilation_cache_dir") == str(tmp_path / "own")
+        with compiled_programs_kept(False):
+            assert not setting("enable_compilation_cache")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(folder):
+    folder.parent.write_text("a file where the folder would be")
+    with compiled_programs_kept():
+        assert start() == 7 and setting("compilation_cache_dir") is None
+
+
+@pytest.mark.parametrize(["options", "kept"], [([], True), (["--no-cache"], False)], ids=str)
+def test_a_command_keeps_programs_unless_told_otherwise(options, kept, folder, monkeypatch):
+    monkeypatch.setattr(finetune, "run", lambda args: print(start()) or 0)
+    assert main(["finetune", "--model=m", "--data=d", *options]) == 0
+    assert bool(list(folder.glob("*-cache"))) == kept
+
+
+@pytest.mark.parametrize(
+    ["platform", "end"],
+    [
+        ("linux", ".cache/liger-jax/compiled"),
+        ("darwin", "Library/Caches/liger-jax/compiled"),
+        ("win32", "AppData/Local/liger-jax/compiled"),
+    ],
+)
+def test_each_system_has_its_own_folder_for_caches(platform, end):
+    found = _cache.folder({}, platform)
+    assert found.is_absolute() and found.as_posix().endswith(end)
