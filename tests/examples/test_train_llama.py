@@ -130,8 +130,8 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(flags, message, 
 
 
 def test_programs_are_kept_unless_no_cache_is_passed():
-    folders = []
-    main = lambda arguments: folders.append((arguments, jax.config.read("jax_enable_compilation_cache")))
+    folders, cached = [], "jax_enable_compilation_cache"
+    main = lambda arguments: folders.append((arguments, getattr(jax.config, cached)))
     assert run(main, ["--steps=1"]) == run(main, ["--no-cache", "--steps=1"]) == 0
     assert folders == [(["--steps=1"], True), (["--steps=1"], False)]
 
