@@ -236,6 +236,8 @@ class _TokenLoss:
     def unscaled(self, found: tuple[jax.Array, ...], terms: Any, constants: Any) -> jax.Array:
         """The tokens' losses (N,) before the division."""
         factor, per_token = terms
+        if not factor.size:
+            return factor
         counts, first = factor != 0, jnp.argmax(factor != 0)
 
         def where_it_counts(x):

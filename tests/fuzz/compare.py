@@ -133,7 +133,7 @@ def _outputs(case: Case, arrays: Arrays, constants: Arrays) -> Any:
 def _rounding(case: Case, arrays: Arrays, where: Where) -> float:
     """One rounding, as a share of a number, of the least exact dtype that the case computes in."""
     dtypes = [x.dtype for x in arrays.values() if jnp.issubdtype(x.dtype, jnp.floating)]
-    dtypes += [case.computes_in] if case.computes_in else []
+    dtypes += [case.computes_in or jnp.float32]
     rounding = max(float(jnp.finfo(dtype).eps) / 2 for dtype in dtypes)
     rounds_products = case.has_products and where.precision is None
     return max(rounding, PRODUCT_ROUNDING[where.platform]) if rounds_products else rounding

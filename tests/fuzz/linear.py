@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from liger_jax import ops
-from liger_jax.pallas_kernels.cross_entropy.reference import cross_entropy_rows
 from liger_jax.pallas_kernels.fused_linear_distillation import reference as distillation
 from tests.fuzz.case import Arrays, Case, Draw, options_text
 
@@ -128,6 +127,32 @@ def reduced(reduction: str, dead, weights, class_weight, ce, squares=0.0):
     )
 
 
+@jax.custom_vjp
+def log_normalizer(z):
+    """log Σ exp z over the last axis. Its gradient is that of every loss that keeps this number and not the softmax.
+
+    In float32 it is known to |z| roundings, and so are probabilities exp(z − it).
+    """
+    return jax.scipy.special.logsumexp(z, axis=-1, keepdims=True)
+
+
+def _log_normalizer_forward(z):
+    lse = log_normalizer(z)
+    return lse, (z, lse)
+
+
+log_normalizer.defvjp(_log_normalizer_forward, lambda kept, g: (g * jnp.exp(kept[0] - kept[1]),))
+
+
+def log_softmax(z):
+    return z - log_normalizer(z)
+
+
+def at(labels, x, dead):
+    """x (..., V) at the labels (...)."""
+    return jnp.take_along_axis(x, jnp.where(dead, 0, labels)[..., None], axis=-1)[..., 0]
+
+
 def scaled(u, logit_scale: float = 1.0, logit_softcap: float | None = None, temperature: float = 1.0, **_):
     u = jnp.maximum(u, LEAST)  # a forbidden class has 0·log 0 = 0 of everything
     u = u if logit_softcap is None else logit_softcap * jnp.tanh(u / logit_softcap)
@@ -149,14 +174,18 @@ def _loss_options(draw: Draw, forbidden: bool) -> dict[str, Any]:
     return options | ({} if forbidden else draw.optional(label_smoothing=(0.1, 1.0)))
 
 
-def cross_entropy_truth(logits, labels, dead, token_weights=None, class_weights=None, where=None, **options):
-    reduction = options.pop("reduction", "mean")
+def cross_entropy_truth(
+    logits, labels, dead, token_weights=None, class_weights=None, where=None,
+    *, label_smoothing=0.0, z_loss=0.0, reduction="mean", **logit_options,
+):  # fmt: skip
+    z = scaled(living(logits, dead), **logit_options)
     weights = jnp.ones(dead.shape) if token_weights is None else token_weights
-    flat = jnp.maximum(living(logits, dead), LEAST).reshape(-1, logits.shape[-1])
-    labels = jnp.where(dead, 0, labels)
-    ce, squares = cross_entropy_rows(flat, labels.reshape(-1), class_weights, **options)
-    class_weight = jnp.ones(()) if class_weights is None else class_weights[labels]
-    return reduced(reduction, dead, weights, class_weight, ce.reshape(dead.shape), squares.reshape(dead.shape))
+    classes = jnp.ones(z.shape[-1]) if class_weights is None else class_weights
+    log_p, class_weight = log_softmax(z), classes[jnp.where(dead, 0, labels)]
+    ce = -(1 - label_smoothing) * class_weight * at(labels, log_p, dead)
+    if label_smoothing:
+        ce -= label_smoothing * jnp.mean(classes * log_p, axis=-1)
+    return reduced(reduction, dead, weights, class_weight, ce, z_loss * log_normalizer(z)[..., 0] ** 2)
 
 
 def without(op, *names):
@@ -238,13 +267,9 @@ def fused_linear_cross_entropy(draw: Draw) -> Case:
 def _found(head: Head, hidden, weight, labels, dead, bias, **options):
     """log p of the labels, entropies and log-normalisers: 0 where tokens do not count."""
     z = scaled(head.logits(living(hidden, dead), weight, bias), **options)
-    log_p = jax.nn.log_softmax(z)
-    of_labels = jnp.take_along_axis(log_p, jnp.where(dead, 0, labels)[..., None], axis=-1)[..., 0]
-    found = (
-        of_labels,
-        -jnp.sum(jnp.exp(log_p) * log_p, axis=-1),
-        jax.lax.stop_gradient(jax.scipy.special.logsumexp(z, axis=-1)),
-    )
+    log_p = log_softmax(z)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    found = at(labels, log_p, dead), entropy, jax.lax.stop_gradient(log_normalizer(z)[..., 0])
     return tuple(jnp.where(dead, 0.0, x) for x in found)
 
 
@@ -356,8 +381,7 @@ def _mixed(soft, student_logits, labels, dead, hard_weight: float = 0.0, reducti
     """(1 − hard_weight)·soft + hard_weight·ce, reduced."""
     losses = (1 - hard_weight) * soft
     if hard_weight:
-        log_p = jax.nn.log_softmax(student_logits)
-        losses -= hard_weight * jnp.take_along_axis(log_p, jnp.where(dead, 0, labels)[..., None], axis=-1)[..., 0]
+        losses -= hard_weight * at(labels, log_softmax(student_logits), dead)
     losses = jnp.where(dead, 0.0, losses)
     if reduction != "mean":
         return losses if reduction == "none" else jnp.sum(losses)
@@ -378,7 +402,7 @@ def _flat(x):
 
 
 def fused_linear_distillation(draw: Draw) -> Case:
-    student = dataclasses.replace(Head.drawn(draw, prefix="student_"))
+    student = Head.drawn(draw, prefix="student_")
     teacher = Head.drawn(draw, student.tokens, student.v, prefix="teacher_")
     student, teacher = (
         dataclasses.replace(h, bias=None if h.bias == "forbidden" else h.bias) for h in (student, teacher)
@@ -406,9 +430,8 @@ def fused_linear_distillation(draw: Draw) -> Case:
             logits[head.prefix] = scaled(u, **own)
         z, teacher_z = logits["student_"], logits["teacher_"]
         t = options.get("temperature", 1.0)
-        soft = distillation.divergence(
-            _flat(z / t), _flat(teacher_z / t), kind=kinds["divergence"], beta=kinds.get("beta", 0.5)
-        )
+        log_p, log_q = (_flat(log_softmax(x / t)) for x in (z, teacher_z))
+        soft = distillation.divergence(log_p, log_q, kind=kinds["divergence"], beta=kinds.get("beta", 0.5))
         rest = {"reduction": options.get("reduction", "mean"), "normalizer": options.get("denominator")}
         return _mixed(soft.reshape(dead.shape), z, labels, dead, options.get("hard_weight", 0.0), **rest)
 
@@ -462,7 +485,7 @@ def fused_linear_topk_distillation(draw: Draw) -> Case:
     def truth(hidden, weight, token_ids, log_probs, dead, labels=None, where=None, bias=None):
         z = scaled(head.logits(living(hidden, dead), weight, bias), **of_head)
         tail, t = options.get("tail", "ignore"), options.get("temperature", 1.0)
-        soft = topk_divergence(_flat(z / t), _flat(token_ids), _flat(log_probs), tail=tail)
+        soft = topk_divergence(_flat(log_softmax(z / t)), _flat(token_ids), _flat(log_probs), tail=tail)
         rest = {"reduction": options.get("reduction", "mean"), "normalizer": options.get("denominator")}
         return _mixed(soft.reshape(dead.shape), z, labels, dead, options.get("hard_weight", 0.0), **rest)
 

@@ -2,12 +2,11 @@
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
-import jax
 import numpy as np
 
-from tests.fuzz import attention, elementwise, linear
+from tests.fuzz import attention, elementwise, linear, others
 from tests.fuzz.case import Case, Draw
 from tests.fuzz.compare import Where, misses
 from tests.fuzz.models import MODELS
@@ -23,6 +22,7 @@ OPS: dict[str, Callable[[Draw], Case]] = {
         "cross_entropy", "fused_linear_cross_entropy", "fused_linear_log_probs", "fused_linear_token_loss",
         "fused_linear_distillation", "fused_linear_topk_distillation",
     )},
+    **{name: getattr(others, name) for name in ("rope_table", "block_quantized", "plan_fused_linear_cross_entropy")},
 }  # fmt: skip
 FAMILIES_IN_A_TURN = 2  # a model takes the time of ten ops
 DRAWN = {**OPS, **MODELS}
@@ -53,7 +53,7 @@ def case_of(seed: int, number: int, names: tuple[str, ...], large: bool) -> tupl
 
 
 def fuzz(
-    seed: int, numbers: Iterator[int], names: tuple[str, ...], platform: str, seconds: float = float("inf")
+    seed: int, numbers: Iterable[int], names: tuple[str, ...], platform: str, seconds: float = float("inf")
 ) -> Iterator[tuple[int, str, list[str]]]:
     """(number, name, misses) of each case, until the time is over."""
     end = time.monotonic() + seconds
