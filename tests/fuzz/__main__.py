@@ -16,6 +16,7 @@ import sys
 def main() -> int:
     flags = _flags()
     os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[flags.platform]
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a device
     if flags.platform == "cpu":  # what runs once need not be fast: as in tests/conftest.py
         os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     from tests.fuzz import run  # JAX reads the environment when it is imported

@@ -90,7 +90,9 @@ class _Truth:
             if x.shape != expected.shape:
                 yield f"{name} has shape {x.shape}, and its formula {expected.shape}"
                 continue
-            largest, smallest = float(jnp.finfo(x.dtype).max), float(jnp.finfo(x.dtype).smallest_subnormal)
+            largest = float(jnp.finfo(x.dtype).max)
+            # Accelerators take float32's subnormal numbers for 0, and not those of float16.
+            smallest = max(float(jnp.finfo(x.dtype).smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
             value, finite = x.astype(np.float64), np.abs(expected) < largest
             if np.any(np.isnan(value) != np.isnan(expected)):
                 yield f"{name} is NaN where the truth is not, or not where the truth is: {_first(value, expected)}"
@@ -101,7 +103,7 @@ class _Truth:
             distance = lambda y, of=expected, at=finite: np.max(np.abs(y - of), where=at, initial=0.0)
             size = np.max(np.abs(expected), where=finite, initial=0.0)
             moved = max(distance(np.where(np.isfinite(probe[name]), probe[name], expected)) for probe in self.probes)
-            allowed = MARGIN * self.depth * (moved + self.rounding * size) + smallest
+            allowed = MARGIN * (self.depth * (moved + self.rounding * size) + smallest)
             if distance(value) > allowed:
                 off = np.abs(np.where(finite, value - expected, 0.0))
                 at = np.unravel_index(np.argmax(off), off.shape)
