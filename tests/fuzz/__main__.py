@@ -18,7 +18,8 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[flags.platform]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a device
     if flags.platform == "cpu":  # what runs once need not be fast: as in tests/conftest.py
-        os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        flags_of_xla = ("force_host_platform_device_count=4", "backend_optimization_level=0")
+        os.environ["XLA_FLAGS"] = " ".join(f"--xla_{flag}" for flag in flags_of_xla)
     from tests.fuzz import run  # JAX reads the environment when it is imported
 
     names = tuple(flags.names or run.DRAWN)

@@ -264,7 +264,7 @@ def fused_linear_cross_entropy(draw: Draw) -> Case:
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-def _found(head: Head, hidden, weight, labels, dead, bias, **options):
+def found_by_head(head: Head, hidden, weight, labels, dead, bias, **options):
     """log p of the labels, entropies and log-normalisers: 0 where tokens do not count."""
     z = scaled(head.logits(living(hidden, dead), weight, bias), **options)
     log_p = log_softmax(z)
@@ -273,13 +273,13 @@ def _found(head: Head, hidden, weight, labels, dead, bias, **options):
     return tuple(jnp.where(dead, 0.0, x) for x in found)
 
 
-def _token_options(draw: Draw, head: Head) -> dict[str, Any]:
+def token_options(draw: Draw, head: Head) -> dict[str, Any]:
     return _logit_options(draw, head.bias == "forbidden") | draw.optional(temperature=(0.5, 2.0))
 
 
 def fused_linear_log_probs(draw: Draw) -> Case:
     head, with_entropy = Head.drawn(draw), draw.chance(0.5)
-    options, counting = _token_options(draw, head), Tokens.drawn(draw, head.tokens, head.v)
+    options, counting = token_options(draw, head), Tokens.drawn(draw, head.tokens, head.v)
     limits, may_refuse = _limits(draw, modes=False)
     limits |= draw.optional(metrics=(False,))
 
@@ -293,7 +293,7 @@ def fused_linear_log_probs(draw: Draw) -> Case:
         return (found.log_probs, *([found.entropy] if with_entropy else []), found.log_normalizer)
 
     def truth(hidden, weight, labels, dead, bias=None, where=None):
-        log_probs, entropy, lse = _found(head, hidden, weight, labels, dead, bias, **options)
+        log_probs, entropy, lse = found_by_head(head, hidden, weight, labels, dead, bias, **options)
         return (log_probs, *([entropy] if with_entropy else []), lse)
 
     says = options_text({**options, **limits, **head.options, "entropy": with_entropy})
@@ -325,7 +325,7 @@ TOKEN_LOSSES = {
 def fused_linear_token_loss(draw: Draw) -> Case:
     head, with_entropy = Head.drawn(draw), draw.chance(0.4)
     kind = draw.pick(*TOKEN_LOSSES)
-    options, counting = _token_options(draw, head), Tokens.drawn(draw, head.tokens, head.v)
+    options, counting = token_options(draw, head), Tokens.drawn(draw, head.tokens, head.v)
     limits, may_refuse = _limits(draw)
 
     def inputs(draw):
@@ -348,7 +348,7 @@ def fused_linear_token_loss(draw: Draw) -> Case:
         return loss, tokens.losses, tokens.log_probs
 
     def truth(hidden, weight, labels, dead, old, advantage, denominator, bias=None, where=None):
-        log_probs, entropy, _ = _found(head, hidden, weight, labels, dead, bias, **options)
+        log_probs, entropy, _ = found_by_head(head, hidden, weight, labels, dead, bias, **options)
         found = (log_probs, entropy) if with_entropy else (log_probs,)
         losses = jnp.where(dead, 0.0, of_token(*found, *(jnp.where(dead, 0.0, x) for x in (old, advantage))))
         return jnp.sum(losses) / denominator, *jax.lax.stop_gradient((losses, log_probs))
