@@ -73,7 +73,8 @@ def quantized_log_probs(
         problem = problem_on_device(
             OP, x, weight, y, None, options=linear, reduction="none", vocab_axis=None, **limits
         )  # fmt: skip
-        return linear_statistics(x, weight, None, None, y, problem, linear)
+        # Before slices are merged, where a gradient of 0 would meet the NaN of a row that does not count.
+        return formulas.where(terms.counts, linear_statistics(x, weight, None, None, y, problem, linear))
 
     # The slices' gradients of the hidden states are summed in float32.
     x = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)

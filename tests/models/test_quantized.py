@@ -108,6 +108,17 @@ def test_loss_and_gradients_are_those_of_the_dense_weights_that_the_codes_say(op
     np.testing.assert_allclose(logits, model(tokens).logits, atol=1e-4)
 
 
+def test_a_token_that_does_not_count_may_hold_nan_before_a_quantised_head(rng, monkeypatch):
+    monkeypatch.setattr(_quantized_head, "MOST_IN_A_SLICE", 3)  # two slices
+    head = block_quantized(jnp.asarray(rng.standard_normal((5, 14)), jnp.float32), "int8", block_size=14, axis=-1)
+    hidden = jnp.asarray(rng.standard_normal((2, 14)), jnp.float32).at[1].set(jnp.nan)
+    options = dict(ignore_index=-100, logit_softcap=2.0, entropy=True)
+    labels = jnp.array([1, -100])
+    total = lambda hidden: jnp.sum(_quantized_head.quantized_log_probs(hidden, head, labels, **options).log_probs)
+    gradient = jax.jit(jax.grad(total))(hidden)
+    assert jnp.all(jnp.isfinite(gradient)) and jnp.any(gradient[0]) and not jnp.any(gradient[1])
+
+
 def test_a_step_s_program_makes_no_gradient_of_a_quantised_weight():
     model = nnx.eval_shape(lambda: add_lora(quantize(make_model(WIDE), "nf4"), 3, alpha=6, rngs=nnx.Rngs(1)))
     graph, adapters, base = trainable(model)
