@@ -157,7 +157,7 @@ def test_score_depends_on_the_distance_only(implementation, rng):
     assert abs(scores[0, 3] - scores[3, 0]) > 1e-3  # and so the sense of the rotation counts
 
 
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]], ids=str)
+@pytest.mark.parametrize("shape", _oracle.first(1, [SHAPES[3], SHAPES[2]]), ids=str)
 def test_columns_behind_the_rotary_ones_pass_through(shape, implementation, rng):
     arrays = make_arrays(rng, shape, jnp.bfloat16)
     cotangents = _oracle.random_cotangents(make(implementation), arrays, rng)

@@ -118,7 +118,7 @@ def test_sparsemax_of_many_equal_scores_is_flat(implementation):
     np.testing.assert_allclose(dx, 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [2000, 32768])
+@pytest.mark.parametrize("width", _oracle.first(1, [32768, 2000]))
 def test_sparsemax_of_wide_rows_is_exact(width, implementation, rng):
     """Random rows, and rows of slowly changing scores, which are the hardest for Newton's method."""
     (x,) = normal(rng, (2, width))
@@ -139,7 +139,7 @@ def test_nothing_gives_nothing(shape, kind, implementation):
 
 
 @kinds
-@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("axis", _oracle.first(1, [-1, 0]))
 def test_only_the_output_is_kept_for_the_backward(axis, kind, implementation, rng):
     op, _ = make(kind, implementation, axis=axis)
     arrays = normal(rng, (37, 70))
