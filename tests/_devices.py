@@ -25,7 +25,7 @@ def share_cards() -> None:
         first = worker % len(cards)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[first:] + cards[:first])
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if workers > 1:
+    if workers > 1 and "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # the other's new name; JAX takes one of both
         share = min(ALONE, SHARED * max(len(cards), 1) / workers)
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
 
