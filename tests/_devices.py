@@ -38,7 +38,7 @@ def visible_cards() -> list[str]:
 
 
 @contextlib.contextmanager
-def several(kernel: str = "xla") -> Iterator[list[jax.Device]]:
+def several(kernel: str = "xla") -> Iterator[list]:
     """Four devices for a mesh, or two: the platform's where it has several, else the CPU's simulated ones.
 
     Arrays are then made there by default, so that one device's results and the mesh's come from the same hardware. A
