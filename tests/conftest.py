@@ -59,6 +59,10 @@ def pytest_configure(config):
         _devices.share_cards()
     # Before the first computation: four CPU devices serve the sharding tests, and code that runs once need not be fast.
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4"]
+    if config.getoption("--platform") == "gpu":
+        # XLA's own products in the library's first algorithm: to compile and time dozens of others for each product of
+        # each test takes longer than all else.
+        flags.append("--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
     if platforms == "cpu":
         # LLVM in one piece and without its slow passes: a sixth less time.
         flags.append("--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")

@@ -332,9 +332,9 @@ def test_sharded_loss_and_gradients_are_those_of_one_device(mesh, rng):
 
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
-def test_dora_s_norm_is_that_of_the_weights_that_the_products_take(param_dtype):
+def test_dora_s_norm_is_that_of_the_weights_that_the_products_take(param_dtype, devices):
     """With weights that all round up by 0.39 %: on one device, on a mesh that gathers rounded ones, and merged."""
-    mesh = make_mesh(AxisType.Auto)
+    mesh = jax.make_mesh((len(devices) // 2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
     options = dict(dtype=jnp.bfloat16, param_dtype=param_dtype, scan_layers=False)
     model = make_model(SHARDED, **options)
     up = jnp.asarray(1 + 1.01 * 2.0**-8, param_dtype)  # 1.00395: in bfloat16 1.0078

@@ -244,7 +244,7 @@ def test_budget_bounds_the_memory(mode, mib, v):
 
 
 def test_impossible_budget_is_refused():
-    with pytest.raises(ValueError, match="memory_budget_bytes=1000 is too small: mode='fast' needs 524288 bytes"):
+    with pytest.raises(ValueError, match=r"memory_budget_bytes=1000 is too small: mode='fast' needs \d+ bytes"):
         loss_of(jnp.zeros(4096, jnp.int32), memory_budget_bytes=1000)(jnp.zeros((4096, 64)), jnp.zeros((512, 64)))
 
 
