@@ -63,6 +63,7 @@ def pytest_configure(config):
         # XLA's own products in the library's first algorithm: to compile and time dozens of others for each product of
         # each test takes longer than all else.
         flags.append("--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
+        flags.append("--xla_llvm_disable_expensive_passes=true")
     if platforms == "cpu":
         # LLVM in one piece and without its slow passes: a sixth less time.
         flags.append("--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")

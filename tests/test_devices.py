@@ -14,7 +14,7 @@ def test_workers_begin_at_different_cards_and_have_equal_shares_of_the_memory(wo
     monkeypatch.setattr(os, "environ", environment)
     _devices.share_cards()
     assert environment["CUDA_VISIBLE_DEVICES"] == order
-    assert float(environment["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(0.85 * 2 / 8, abs=1e-3)
+    assert float(environment["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == pytest.approx(1.5 * 2 / 8, abs=1e-3)
     assert environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 

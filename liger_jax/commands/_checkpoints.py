@@ -111,6 +111,17 @@ class Checkpoints:
             raise UserError(f"{self._folder} holds another run: {', '.join(changed)}. {_CURE}")
 
 
+def need_orbax() -> None:
+    """Looks for orbax at the start of a run, since it is imported late.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    with needed_packages():
+        if importlib.util.find_spec("orbax.checkpoint") is None:
+            raise ModuleNotFoundError(name="orbax.checkpoint")
+
+
 def _orbax() -> Any:
     """The package, which takes most of a second to import, so that a run does it while programs are compiled."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # it tells of each step it takes

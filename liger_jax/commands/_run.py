@@ -18,7 +18,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from liger_jax.commands import _data, _memory, _output, _rows
-from liger_jax.commands._checkpoints import Checkpoints
+from liger_jax.commands._checkpoints import Checkpoints, need_orbax
 from liger_jax.commands._errors import UserError, user_errors, writable_folder
 from liger_jax.commands._log import Log
 from liger_jax.commands._tokenizer import Tokenizer
@@ -50,6 +50,7 @@ def finetune(settings: Settings) -> int:
     """
     out = Path(settings.out)
     writable_folder(out)
+    need_orbax()
     with user_errors():
         folder = checkpoint.find(settings.model)
         stored = config_json.dtype_of(checkpoint.read_config(folder), folder / checkpoint.CONFIG)

@@ -29,7 +29,6 @@ from tests.ops._oracle import (
     TOLERANCE,
     WORSE_THAN_PLAIN,
     check_float32,
-    first,
     largest_error,
     normal,
     random_cotangents,
@@ -564,9 +563,15 @@ def test_packed_capped_and_windowed_rows_are_ours_from_ampere_on(rng, kind, dtyp
     assert ("Ref<smem>" in jaxpr) == (is_ours and is_hopper(device))  # Mosaic's own memory
 
 
-@pytest.mark.parametrize("length", first(3, [1, 33, 64, 7, 65]))
+WIDE, NARROW = (4, jnp.bfloat16), (1, jnp.float16)  # key heads and dtype
+TRAINED = [(1, *WIDE), (33, *WIDE), (33, *NARROW), (64, *NARROW)]
+ALSO_TRAINED = [(n, *heads) for n in (1, 7, 33, 64, 65) for heads in (WIDE, NARROW) if (n, *heads) not in TRAINED]
+
+
+@pytest.mark.parametrize(
+    "length, kv_heads, dtype", [*TRAINED, *(pytest.param(*case, marks=pytest.mark.full) for case in ALSO_TRAINED)]
+)
 @pytest.mark.parametrize("options", [{}, dict(window=5), dict(implementation="cudnn", window=5)], ids=str)
-@pytest.mark.parametrize("kv_heads, dtype", [(4, jnp.bfloat16), (1, jnp.float16)])
 def test_a_gpus_default_trains_at_every_length(length, options, kv_heads, dtype, rng, platform):
     if platform != "gpu":
         pytest.skip("cuDNN is there on a GPU only")
