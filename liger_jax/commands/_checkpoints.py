@@ -1,5 +1,6 @@
 """Checkpoints of a training run with orbax: the state, and the log from which a curve is drawn."""
 
+import importlib.util
 import json
 import logging
 import shutil
