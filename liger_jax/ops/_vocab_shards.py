@@ -71,10 +71,12 @@ def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistic
         predicted_token=None,
     )
     if statistics.entropy is not None:
-        # A shard has the share exp(lse_shard − M) / exp_sum of the probability, and p is its own times that.
-        x = lse - maximum
-        own_entropy = statistics.entropy - jnp.maximum(x, LEAST_EXPONENT)
-        own_squares = jnp.exp(statistics.log_sum_of_squares + 2.0 * x)
+        # A shard has the share exp(lse_shard − M) / exp_sum of the probability, and p is its own times that. A shard that
+        # is −inf throughout has no share, and its own entropy is NaN.
+        x, is_empty = lse - maximum, lse == -jnp.inf
+        own_entropy = jnp.where(is_empty, 0.0, statistics.entropy - jnp.maximum(x, LEAST_EXPONENT))
+        log_squares = jax.lax.stop_gradient(statistics.log_sum_of_squares + 2.0 * x)
+        own_squares = jnp.where(is_empty, 0.0, jnp.exp(log_squares))
         merged = merged._replace(
             entropy=jnp.log(exp_sum) + jax.lax.psum(jnp.exp(x) * own_entropy, axis) / exp_sum,
             log_sum_of_squares=jnp.log(jax.lax.psum(own_squares, axis)) - 2.0 * jnp.log(exp_sum),

@@ -240,7 +240,10 @@ def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:
         predicted_token = jnp.take_along_axis(parts.predicted_token, first[None, :], axis=0)[0]
     entropy = log_sum_of_squares = None
     if options.entropy:
-        weighted_sum, square_sum = (jnp.sum(x, axis=0) for x in _entropy_sums(parts, shift[None, :]))
+        # A part that is −inf throughout has no share, and its own sums may be NaN: they are divided by its exp_sum.
+        is_empty = parts.maximum == -jnp.inf
+        sums = _entropy_sums(parts, shift[None, :])
+        weighted_sum, square_sum = (jnp.sum(jnp.where(is_empty, 0.0, x), axis=0) for x in sums)
         entropy = jnp.log(exp_sum) - weighted_sum / exp_sum
         log_sum_of_squares = jnp.log(square_sum) - 2.0 * jnp.log(exp_sum)
     return Statistics(

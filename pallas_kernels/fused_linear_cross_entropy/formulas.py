@@ -113,10 +113,13 @@ def live_normalizer(log_normalizer: jax.Array, cotangents: Cotangents) -> jax.Ar
     """lse (N,), infinite for tokens on whose loss nothing depends.
 
     Their probabilities exp(z − lse) are 0 then. Of the zeros in their rows a bias alone makes logits, and with a finite
-    lse exp of a logit above 88.7 would be infinite, and 0 · ∞ is NaN. No other row has an infinite lse: an infinite
-    logit makes it NaN.
+    lse exp of a logit above 88.7 would be infinite, and 0 · ∞ is NaN. No other row has this lse: an infinite logit
+    makes it NaN. With one exception: where a shard's logits are all −inf, its lse is −inf and has no cotangent, though
+    the target's logit of every shard has one.
     """
-    return jnp.where(is_live(cotangents), log_normalizer, jnp.inf)
+    no_target = cotangents._replace(target_logit=jnp.zeros_like(cotangents.target_logit), logit_sum=None)
+    is_empty = (log_normalizer == -jnp.inf) & ~is_live(no_target)
+    return jnp.where(is_live(cotangents) & ~is_empty, log_normalizer, jnp.inf)
 
 
 def weight_operands(du: jax.Array, hidden: jax.Array, options: HeadProducts) -> tuple[jax.Array, jax.Array]:

@@ -87,7 +87,11 @@ def test_loss_metrics_and_gradients_are_those_of_the_whole_head(head, mode, kern
 
 
 def test_log_probs_and_entropies_of_a_split_head_are_those_of_the_whole_one(fsdp, rng):
+    """One slice, of four entries of each device's 18, is forbidden by a bias of −inf."""
     (hidden, weight, bias, _), labels, _ = draw(rng)
+    is_forbidden = lambda entry: (entry % 18 >= 4) & (entry % 18 < 8)
+    bias = jnp.where(is_forbidden(jnp.arange(V)), -jnp.inf, bias)
+    labels = jnp.where(is_forbidden(labels), labels - 4, labels)
     mesh = fsdp()
 
     def op(hidden, weight, bias, labels):
