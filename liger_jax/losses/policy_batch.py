@@ -123,6 +123,9 @@ def group_advantages(
     def total(x):
         return jnp.sum(jnp.where(where, x, 0.0), axis=-1, keepdims=True)
 
+    # From one of them on, because a sum is rounded: equal rewards differ by exactly 0 from it, and not from their mean.
+    first = jnp.take_along_axis(rewards, jnp.argmax(where, axis=-1, keepdims=True), axis=-1)
+    rewards = jnp.where(where, rewards - first, 0.0)
     count = total(jnp.ones_like(rewards))
     mean = total(rewards) / jnp.maximum(count, 1.0)
     centred = jnp.where(where, rewards - mean, 0.0)

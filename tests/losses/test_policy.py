@@ -261,8 +261,12 @@ def test_advantages_compare_with_the_group(method, rng):
     assert not found[1, [1, 4]].any() and not found[2].any()
 
 
-def test_equal_rewards_teach_nothing():
-    assert not group_advantages(jnp.full((2, 4), 0.25)).any()
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
+def test_equal_rewards_teach_nothing(method):
+    """A sum of eight is rounded, and their mean is another number."""
+    where = jnp.ones((3, 8), bool).at[1, 0].set(False)
+    rewards = jnp.full((3, 8), 12345.678).at[1, 0].set(jnp.nan)
+    assert not group_advantages(rewards, method, where=where).any()
 
 
 LOG_PROBS = jnp.full((2, 3), -1.0)
