@@ -48,8 +48,8 @@ def fused_linear_topk_distillation(
         (1 − hard_weight) · D + hard_weight · cross_entropy(z, label),    D = Σ_k q_k (log q_k − log p_k) + tail
 
     tail="ignore" adds nothing. tail="bucket" adds q_r (log q_r − log p_r), where q_r and p_r are the probabilities of
-    all tokens that are not stored: the divergence of distributions over K + 1 events. There is no factor of
-    temperature², and the cross-entropy has temperature 1. What is stored has no gradient.
+    all tokens that are not stored: the divergence of distributions over K + 1 events. It adds nothing where all V are
+    stored. There is no factor of temperature², and the cross-entropy has temperature 1. What is stored has no gradient.
 
     The modes are those of `fused_linear_distillation`: three products or four, and no product for the teacher.
 

@@ -9,7 +9,7 @@ where the bucket r holds all other tokens: q_r = 1 − Q and p_r = Σ_{v ∉ K} 
     ∂D/∂z_v = (Q + q_r) p_v − q_v           for v in K,
     ∂D/∂z_v = (Q + q_r − q_r / p_r) p_v     for all others,
 
-with q_r = 0 where the tail is ignored. log p_r is a log-sum-exp of its own: 1 − Σ p_k would lose a small tail.
+with q_r = 0 where the tail is ignored, or nothing is left for it. log p_r is a log-sum-exp of its own: 1 − Σ p_k would lose a small tail.
 """
 
 from typing import NamedTuple
@@ -71,9 +71,9 @@ def reduced(
     divergence = jnp.sum(jnp.where(used, q * (log_q - log_p), 0.0), axis=1)
     total = others = jnp.sum(q, axis=1)
     if options.has_bucket:
-        rest = jnp.maximum(1.0 - total, 0.0)
         without = z.at[_rows(columns), columns].set(-jnp.inf, mode="drop")
         log_rest = log_normalizer(without, axis) - lse
+        rest = _probability_of_others(q, log_rest, own, z.shape[1], axis)
         log_term = jnp.log(jnp.where(rest > 0, rest, 1.0)) - log_rest
         divergence += jnp.where(rest > 0, rest * log_term, 0.0)
         total = total + rest
@@ -81,6 +81,21 @@ def reduced(
     stored = total[:, None] * jnp.exp(log_p) - q
     loss, hard_lse = with_cross_entropy(in_one_shard(divergence, axis), raw, lse, labels, options)
     return loss, Statistics(lse, hard_lse, others, stored)
+
+
+def _probability_of_others(
+    q: jax.Array, log_p_rest: jax.Array, is_own: jax.Array, v: int, vocab_axis: str | None
+) -> jax.Array:
+    """q_r = 1 − Q (N,), and 0 where nothing can be left: D would be infinite for a rounding.
+
+    Nothing is left where all of the vocabulary is stored. Where the student forbids all other tokens, as padding, what
+    float32 cannot tell from 1 is nothing.
+    """
+    num_left = over_shards(v - jnp.sum(is_own, axis=1), vocab_axis)
+    rest = jnp.maximum(1.0 - jnp.sum(q, axis=1), 0.0)
+    rounding = q.shape[1] * jnp.finfo(q.dtype).eps
+    is_empty = (num_left == 0) | ((log_p_rest == -jnp.inf) & (rest <= rounding))
+    return jnp.where(is_empty, 0.0, rest)
 
 
 def logit_gradient(

@@ -320,6 +320,24 @@ def test_a_bucket_that_holds_next_to_nothing_is_exact(rng):
     assert abs(float(value)) < 1e-5 and np.all(np.isfinite(grad)) and np.max(np.abs(grad)) < 1e-5
 
 
+@pytest.mark.parametrize("padding", [0, 4])
+def test_a_bucket_is_empty_where_no_token_is_left_for_it(padding, rng):
+    """All tokens are stored, but for a padding that a bias forbids. Their sum rounds to 1 − 6e-8 in some rows."""
+    hidden, weight = normal(rng, (50, 4), (4 + padding, 4))
+    bias = jnp.where(jnp.arange(4 + padding) < 4, 0.0, -jnp.inf)
+    token_ids = jnp.broadcast_to(jnp.arange(4), (50, 4))
+    log_probs = jax.nn.log_softmax(normal(rng, (50, 4))[0])
+
+    def run(tail, log_probs=log_probs):
+        loss = lambda h: jnp.sum(fused_linear_topk_distillation(h, weight, token_ids, log_probs, tail=tail, bias=bias))
+        return jax.jit(jax.value_and_grad(loss))(hidden)
+
+    (value, grad), (expected, expected_grad) = run("bucket"), run("ignore")
+    assert largest_error(value, expected) < 1e-6 and largest_error(grad, expected_grad) < 1e-6
+    if padding:  # a student that forbids what the teacher does not is infinitely far from it
+        assert np.isinf(run("bucket", log_probs - 1e-3)[0])
+
+
 # --- work and memory --------------------------------------------------------------------------------------------------
 
 
