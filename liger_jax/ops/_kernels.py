@@ -63,11 +63,16 @@ class Choice:
     name: str
     module: Any
 
-    def kernel(self, function: str, **options: Any) -> Kernel:
-        """The module's function of this name, with its static options, which must be hashable."""
+    def kernel(self, function: str, *, is_shared: bool = True, **options: Any) -> Kernel:
+        """The module's function of this name, with its static options, which must be hashable.
+
+        All calls with equal options share it, in a cache that keeps them. `is_shared` is False where an option closes
+        over what belongs to one call.
+        """
         name, _, interpret = self.name.partition(":")
         label = f"{self.op}_{function}"
-        run = _with_options(getattr(self.module, function), tuple(options.items()), name, bool(interpret), label)
+        make = _shared_with_options if is_shared else _with_options
+        run = make(getattr(self.module, function), tuple(options.items()), name, bool(interpret), label)
         return Kernel(self.op, name not in _DIFFERENTIABLE, run)
 
 
@@ -161,7 +166,6 @@ class Kernels:
         return reason or self.modules[name].unsupported(*inputs, **case)
 
 
-@functools.cache
 def _with_options(
     function: Callable[..., Any], options: tuple[tuple[str, Any], ...], name: str, interpret: bool, label: str
 ) -> Callable[..., Any]:
@@ -177,6 +181,9 @@ def _with_options(
     # These kernels have no batching rule. To lower one takes half a second and more: under jit, all layers of a model
     # share one.
     return jax.jit(jax.custom_batching.sequential_vmap(function))
+
+
+_shared_with_options = functools.cache(_with_options)
 
 
 def _interpreted(function: Callable[..., Any], *arrays: Any) -> Any:

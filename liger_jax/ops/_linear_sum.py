@@ -20,9 +20,10 @@ from liger_jax.ops._linear_statistics import (
     scaled,
     values,
 )
+from liger_jax.ops.loss_problem import Problem
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions
 
 
 class RowLoss(NamedTuple):
@@ -34,6 +35,7 @@ class RowLoss(NamedTuple):
 
     losses: Callable[[Statistics, Any, Any], jax.Array]  # (N,) float32
     cotangents: Callable[[Statistics, Any, Any], Cotangents]  # the losses' derivatives by the statistics
+    is_shared: bool  # whether they are the same functions in every call, or close over what belongs to one
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
@@ -53,12 +55,15 @@ def _sum_forward_rule(hidden, weight, bias, terms, class_weights, constants, lab
     )
     inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
     if any(needs):
-        kernel = kernel_of(problem, options, "gradients_in_forward", needs, row_cotangents=row_loss.cotangents)
+        kernel = kernel_of(
+            problem, options, "gradients_in_forward", needs,
+            row_cotangents=row_loss.cotangents, is_shared=row_loss.is_shared,
+        )  # fmt: skip
         statistics, grads = kernel.run(*kernel.guarded(inputs, terms, constants))
     else:  # only the terms or the constants are differentiated
         kernel = kernel_of(problem, options, "statistics")
         statistics = formulas.where(labels != formulas.NO_LABEL, kernel.run(*kernel.guarded(inputs)))
-        grads = config.Gradients(None, None, None)
+        grads = Gradients(None, None, None)
     loss = jnp.sum(row_loss.losses(statistics, terms, constants))
     return (loss, statistics), (present(grads), statistics, terms, constants)
 
@@ -77,4 +82,16 @@ def _sum_backward_rule(problem, options, row_loss, residuals, cotangents):
 
 _sum_vjp.defvjp(_sum_forward_rule, _sum_backward_rule, symbolic_zeros=True)
 # Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-linear_sum = jax.jit(_sum_vjp, static_argnums=(7, 8, 9), inline=True)
+_shared_sum = jax.jit(_sum_vjp, static_argnums=(7, 8, 9), inline=True)
+
+
+def linear_sum(*arrays: Any, problem: Problem, options: LinearOptions, row_loss: RowLoss) -> tuple[jax.Array, Statistics]:
+    """The sum of the rows' losses, and their statistics.
+
+    `arrays` are hidden, weight, bias, terms, class_weights, constants and labels.
+    """
+    if row_loss.is_shared:
+        return _shared_sum(*arrays, problem, options, row_loss)
+    # jit keeps what it traced for as long as its function lives, and static arguments with it. So this call's functions
+    # get a jit of their own.
+    return jax.jit(lambda *arrays: _sum_vjp(*arrays, problem, options, row_loss), inline=True)(*arrays)

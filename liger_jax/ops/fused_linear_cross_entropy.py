@@ -19,7 +19,7 @@ from liger_jax.ops.loss_problem import OP
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 
-_CROSS_ENTROPY = RowLoss(formulas.row_losses, formulas.row_cotangents)
+_CROSS_ENTROPY = RowLoss(formulas.row_losses, formulas.row_cotangents, is_shared=True)
 
 # --- the public function ----------------------------------------------------------------------------------------------
 
@@ -175,7 +175,9 @@ def _local(
             hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients
         )
         coefficients = formulas.Coefficients(*coefficients)
-        loss, statistics = linear_sum(h, w, b, coefficients, c, c_sum, y, problem, linear_options, _CROSS_ENTROPY)
+        loss, statistics = linear_sum(
+            h, w, b, coefficients, c, c_sum, y, problem=problem, options=linear_options, row_loss=_CROSS_ENTROPY
+        )
         loss = options.sum(loss)  # of other devices, too
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)

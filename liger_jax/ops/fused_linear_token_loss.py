@@ -209,11 +209,12 @@ def hoisted(
             f"{op}: loss_fn returns {types} for the numbers of one token, but must return one float of shape (). Pass "
             "arrays that have a number for each token as per_token."
         )
-    num_arguments = num_found + len(per_token)
+    # The function must not hold `traced`, whose constants may be tracers or large arrays: JAX's caches hold the function.
+    jaxpr, num_arguments = traced.jaxpr, num_found + len(per_token)
 
     def function(*arguments):
         own, closed_over = arguments[:num_arguments], arguments[num_arguments:]
-        return eval_jaxpr(traced.jaxpr, closed_over, *own)[0].astype(jnp.float32)
+        return eval_jaxpr(jaxpr, closed_over, *own)[0].astype(jnp.float32)
 
     return function, tuple(jnp.asarray(x) for x in traced.consts)
 
@@ -226,7 +227,7 @@ class _TokenLoss:
 
     def __init__(self, function: Callable[..., jax.Array], entropy: bool) -> None:
         self.function, self.entropy = function, entropy
-        self.row_loss = RowLoss(self._losses, self._cotangents)
+        self.row_loss = RowLoss(self._losses, self._cotangents, is_shared=False)
 
     def found(self, statistics: Statistics) -> tuple[Any, ...]:
         """The function's first arguments: log-probabilities, and entropies if it takes them."""
@@ -314,7 +315,9 @@ def _local(
         weight = _sliced_head.whole_weight(weight, split, hidden)
         h, w, b, y, factor, *per_token = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *per_token)
         of_rows = factor, tuple(per_token)
-        loss, statistics = linear_sum(h, w, b, of_rows, None, constants, y, problem, linear, token_loss.row_loss)
+        loss, statistics = linear_sum(
+            h, w, b, of_rows, None, constants, y, problem=problem, options=linear, row_loss=token_loss.row_loss
+        )
     else:
         h, w, b, y = _mesh.align_varying(hidden, weight, bias, kernel_labels)
         statistics = formulas.where(terms.counts, linear_statistics(h, w, b, None, y, problem, linear))

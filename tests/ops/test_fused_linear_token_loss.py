@@ -1,6 +1,8 @@
 """fused_linear_token_loss: any loss of a token's log-probability, with three products and no logits in memory."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs, fused_linear_token_loss, losses
+from liger_jax.ops.fused_linear_token_loss import _TokenLoss
 from liger_jax.ops.loss_plan import choose_mode
 from liger_jax.ops.loss_problem import problem_of
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
@@ -220,6 +223,30 @@ def test_label_outside_the_vocabulary_is_nan_under_jit_and_an_error_before(mode,
     assert np.isnan(loss) and np.all(np.isnan(gradient[2])) and np.all(np.isfinite(np.delete(gradient, 2, axis=0)))
     with pytest.raises(ValueError, match=r"labels hold 53, but must lie in \[0, 53\)"):
         total(hidden, labels)
+
+
+def test_nothing_that_a_loss_closes_over_outlives_its_call(rng):
+    """Neither a traced value nor an array. (Mode lean hands no function to a kernel.)"""
+    hidden, weight, _ = heads(rng)
+
+    def run(factor):
+        def total(hidden, shift):
+            return fused_linear_token_loss(
+                lambda log_prob: factor[0] * log_prob + shift, hidden, weight, jnp.arange(N), denominator=1, mode="fast"
+            )[0]
+
+        jax.jit(jax.grad(total))(hidden, 1.0)
+        return weakref.ref(factor)
+
+    def number_of_losses():
+        gc.collect()
+        return sum(isinstance(x, _TokenLoss) for x in gc.get_objects())
+
+    before = number_of_losses()
+    with jax.checking_leaks():
+        factor = run(jnp.full(1000, 2.0))
+    assert number_of_losses() == before
+    assert factor() is None
 
 
 @all_modes
