@@ -85,7 +85,9 @@ _sum_vjp.defvjp(_sum_forward_rule, _sum_backward_rule, symbolic_zeros=True)
 _shared_sum = jax.jit(_sum_vjp, static_argnums=(7, 8, 9), inline=True)
 
 
-def linear_sum(*arrays: Any, problem: Problem, options: LinearOptions, row_loss: RowLoss) -> tuple[jax.Array, Statistics]:
+def linear_sum(
+    *arrays: Any, problem: Problem, options: LinearOptions, row_loss: RowLoss
+) -> tuple[jax.Array, Statistics]:
     """The sum of the rows' losses, and their statistics.
 
     `arrays` are hidden, weight, bias, terms, class_weights, constants and labels.

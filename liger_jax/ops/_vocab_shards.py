@@ -71,7 +71,7 @@ def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistic
         predicted_token=None,
     )
     if statistics.entropy is not None:
-        # A shard has the share exp(lse_shard − M) / exp_sum of the probability, and p is its own times that. A shard that
+        # A shard has the share exp(lse_shard − M) / exp_sum of the probability, and p is its own times that. One that
         # is −inf throughout has no share, and its own entropy is NaN.
         x, is_empty = lse - maximum, lse == -jnp.inf
         own_entropy = jnp.where(is_empty, 0.0, statistics.entropy - jnp.maximum(x, LEAST_EXPONENT))

@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
@@ -150,7 +149,7 @@ def reduced_cross_entropy(
     z, kernel_labels, class_weights = _mesh.align_varying(z, terms.labels, class_weights)
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
-    # Before they meet a coefficient, of whose gradient they are a factor: a row that does not count may hold inf or NaN.
+    # Before they meet coefficients, of whose gradients they are factors: a row that does not count may hold inf or NaN.
     statistics = formulas.where(terms.counts, _statistics(z, kernel_labels, class_weights, *kernels))
     losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
     loss = _loss.reduced(losses, loss_options, labels.shape)

@@ -209,7 +209,7 @@ def hoisted(
             f"{op}: loss_fn returns {types} for the numbers of one token, but must return one float of shape (). Pass "
             "arrays that have a number for each token as per_token."
         )
-    # The function must not hold `traced`, whose constants may be tracers or large arrays: JAX's caches hold the function.
+    # The function must not hold `traced`: its constants may be tracers or large arrays, and JAX may keep the function.
     jaxpr, num_arguments = traced.jaxpr, num_found + len(per_token)
 
     def function(*arguments):

@@ -54,9 +54,9 @@ def logit_gradients(
 ) -> jax.Array:
     """du (N, size) in hidden's dtype for the vocabulary entries from `start` on, a multiple of the plan's slice.
 
-    Rows on whose loss nothing depends have an infinite `log_normalizer`, and are zeros, whatever hidden holds there. The
-    kernel finds them by one comparison; on v6e it would take 21 % longer to look at the cotangents. It reads its slice
-    of the weight in its place, where slices begin at whole tiles.
+    Rows on whose loss nothing depends have an infinite `log_normalizer`, and are zeros, whatever hidden holds there.
+    The kernel finds them by one comparison; on v6e it would take 21 % longer to look at the cotangents. It reads its
+    slice of the weight in its place, where slices begin at whole tiles.
     """
     hidden, weight, labels, bias, class_weights = inputs
     n, d = hidden.shape

@@ -9,7 +9,8 @@ where the bucket r holds all other tokens: q_r = 1 − Q and p_r = Σ_{v ∉ K} 
     ∂D/∂z_v = (Q + q_r) p_v − q_v           for v in K,
     ∂D/∂z_v = (Q + q_r − q_r / p_r) p_v     for all others,
 
-with q_r = 0 where the tail is ignored, or nothing is left for it. log p_r is a log-sum-exp of its own: 1 − Σ p_k would lose a small tail.
+with q_r = 0 where the tail is ignored, or nothing is left for it. log p_r is a log-sum-exp of its own: 1 − Σ p_k would
+lose a small tail.
 """
 
 from typing import NamedTuple
