@@ -253,14 +253,11 @@ class _TokenLoss:
         losses = jax.vmap(self.function, in_axes=axes, axis_size=factor.size)(*tokens, *closed_over)
         return jnp.where(counts, factor * losses, 0.0)
 
-    def _scaled(self, found: tuple[jax.Array, ...], terms: Any, constants: Any) -> jax.Array:
-        return self.unscaled(found, terms, constants) / _loss.denominator(constants[0], jnp.any(terms[0] != 0))
-
     def _losses(self, statistics: Statistics, terms: Any, constants: Any) -> jax.Array:
-        return self._scaled(self.found(statistics), terms, constants)
+        return self.unscaled(self.found(statistics), terms, constants) / constants[0]
 
     def _cotangents(self, statistics: Statistics, terms: Any, constants: Any) -> Cotangents:
-        total = lambda found: jnp.sum(self._scaled(found, terms, constants))
+        total = lambda found: jnp.sum(self.unscaled(found, terms, constants) / constants[0])
         g, *of_entropy = jax.grad(total)(self.found(statistics))
         cotangents = Cotangents(log_normalizer=-g, target_logit=g, logit_sum=None)
         if self.entropy:
@@ -311,6 +308,7 @@ def _local(
     )  # fmt: skip
     terms, kernel_labels = _vocab_shards.token_terms(labels, where, None, None, options, problem.v, vocab_axis)
     factor, per_token = terms.coefficients.target, [x.reshape(-1) for x in per_token]
+    constants = _loss.denominator(constants[0], jnp.any(terms.counts)), *constants[1:]
     if choose_mode(problem) == "fast":
         weight = _sliced_head.whole_weight(weight, split, hidden)
         h, w, b, y, factor, *per_token = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *per_token)
