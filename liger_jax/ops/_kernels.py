@@ -169,18 +169,23 @@ class Kernels:
 def _with_options(
     function: Callable[..., Any], options: tuple[tuple[str, Any], ...], name: str, interpret: bool, label: str
 ) -> Callable[..., Any]:
-    """The function of arrays alone, for the implementation of this name. A profile shows the label."""
-    if name in _PARTITIONED:
-        return functools.partial(function, **dict(options))
-    if name != "mosaic_gpu":
-        return functools.partial(function, **dict(options), interpret=interpret)
+    """The function of arrays alone, for the implementation of this name. A profile shows the label.
+
+    Kernels are under jit, so that all layers of a model share what is traced and lowered. That takes a tenth of a
+    second for each of Triton's kernels, and half a second and more for one of Hopper's.
+    """
     function = functools.partial(function, **dict(options))
+    if name in _PARTITIONED:
+        return function
+    if name != "mosaic_gpu":
+        function = functools.partial(function, interpret=interpret)
+    else:  # These kernels have no batching rule.
+        function = functools.partial(_interpreted, function) if interpret else function
+        function = jax.custom_batching.sequential_vmap(function)
     if interpret:  # Each call traces it anew, because tests change what a trace depends on.
-        return jax.custom_batching.sequential_vmap(functools.partial(_interpreted, function))
+        return function
     vars(function)["__name__"] = label
-    # These kernels have no batching rule. To lower one takes half a second and more: under jit, all layers of a model
-    # share one.
-    return jax.jit(jax.custom_batching.sequential_vmap(function))
+    return jax.jit(function)
 
 
 _shared_with_options = functools.cache(_with_options)

@@ -1,0 +1,46 @@
+"""How often kernels are lowered: the wait before a first step, counted without a clock."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from liger_jax import fused_linear_cross_entropy
+from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from tests.aot.programs import LLAMA_8B_HEAD
+
+H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+KERNEL_CALL = ("custom_call @mosaic_gpu", "custom_call @__gpu$xla.gpu.triton")
+pytestmark = pytest.mark.aot
+
+
+def lowered_kernels(function, *types):
+    """How many Pallas kernels stand in the program for an H100 that JAX hands to XLA."""
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=H100)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    return sum(text.count(call) for call in KERNEL_CALL)
+
+
+def kernels_of_a_step(layers):
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=4
+    )
+    options = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, scan_layers=False)
+    graph, params = nnx.split(nnx.eval_shape(lambda: LlamaForCausalLM(config, **options, rngs=nnx.Rngs(0))))
+    loss = lambda params, tokens: nnx.merge(graph, params)(tokens, labels=tokens).loss
+    return lowered_kernels(jax.grad(loss), params, jax.ShapeDtypeStruct((2, 256), jnp.int32))
+
+
+def test_unrolled_layers_share_their_kernels():
+    two, four = kernels_of_a_step(2), kernels_of_a_step(4)
+    assert 0 < two == four
+
+
+@pytest.mark.parametrize("mode, expected", [("fast", 2), ("lean", 8)])
+def test_the_loss_of_llama_lowers_the_kernels_that_it_runs_and_no_other(mode, expected):
+    """fast: logits and du, whose products are XLA's. lean: statistics, dW's array, and 3 for each size of a slice."""
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in LLAMA_8B_HEAD]
+    loss = lambda *arrays: fused_linear_cross_entropy(*arrays, mode=mode)
+    assert lowered_kernels(jax.value_and_grad(loss, (0, 1)), *types) == expected
