@@ -92,9 +92,12 @@ class LayerStack:
             unrolled = [(i, last_layers[str(i)]) for i in sorted(map(int, last_layers))]  # nnx.Dict sorts by name
         else:
             unrolled = enumerate(layers)
+        calls: dict[Any, Any] = {}  # one function for equal layers: JAX traces and lowers it once
         for i, layer in unrolled:
-            graphdef, state = nnx.split(layer)
-            carry = self._layer_call(graphdef, inputs[self.kinds[i]], prevent_cse=True)(carry, state)
+            kind, (graphdef, state) = self.kinds[i], nnx.split(layer)
+            if (kind, graphdef) not in calls:
+                calls[kind, graphdef] = self._layer_call(graphdef, inputs[kind], prevent_cse=True)
+            carry = calls[kind, graphdef](carry, state)
         x, memory = carry
         return x if memory is None else (x, memory[0])
 

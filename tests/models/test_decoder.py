@@ -61,6 +61,16 @@ def run(kinds, *, scan, remat="none"):
     return loss, dx, by_layer
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_unrolled_layers_of_a_kind_are_traced_once(remat, monkeypatch):
+    """Seven layers of two kinds: a step of many layers waits for two of them."""
+    traced = []
+    call = Affine.__call__
+    monkeypatch.setattr(Affine, "__call__", lambda layer, x, shift: traced.append(shift) or call(layer, x, shift))
+    run("aabaaba", scan=False, remat=remat)
+    assert sorted(traced) == [-0.7, 0.1]
+
+
 @pytest.mark.parametrize("kinds", first(2, PATTERNS))
 def test_scanned_patterns_are_the_unrolled_layers(kinds):
     scanned, unrolled = run(kinds, scan=True), run(kinds, scan=False)
