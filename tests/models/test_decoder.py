@@ -87,7 +87,7 @@ def test_rematerialised_patterns_are_the_same(remat):
 def test_a_pattern_is_compiled_once():
     stack = Stacked("aab" * 5 + "aa", scan=True)
     program = str(jax.make_jaxpr(lambda x: stack(x, {"a": (0.1,), "b": (-0.7,)}))(jnp.ones((1, 2, 3))))
-    assert program.count("dot_general") == 3 + 2  # the pattern's layers, and the leftover layers
+    assert program.count("dot_general") == 3 + 1  # the pattern's layers, and what the leftover layers share
 
 
 def test_a_layers_parameters_are_not_kept_for_the_backward_a_second_time():
@@ -192,4 +192,4 @@ def test_norms_of_layers_are_xlas_on_a_tpu():
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)):
         program = str(jax.make_jaxpr(jax.grad(loss))(params, tokens))
     kernels = re.findall(r"name=(\w*norm\w*_(?:forward|backward))", program)
-    assert sorted(kernels) == ["rms_norm_backward", "rms_norm_forward"]
+    assert sorted(kernels) == ["rms_norm_backward"] * 2 + ["rms_norm_forward"] * 2  # each under a jit of its name
