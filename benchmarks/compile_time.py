@@ -2,9 +2,9 @@
 
     python -m benchmarks.compile_time [--programs loss-fast step-scanned] [--target h100] [--xla NAME=VALUE]
 
-Every program has a process of its own, without a compilation cache. There JAX and our package are imported, and the
-device is in use, before the first program is traced. So what is counted is what a program adds: the import of Pallas'
-GPU backend at the first kernel is a part of it.
+Every program has a process of its own, without a compilation cache. There JAX, our package and Pallas' backend for GPUs
+are imported, and the device is in use, before the program is traced. (A first kernel imports that backend otherwise,
+which takes a third of a second.)
 
 XLA tries several programs for each matrix product, and runs them on the device. `--xla xla_gpu_autotune_level=0`
 leaves that out, which tells its share of the compilation; it is no way to train. With `--target` the programs are
