@@ -34,7 +34,7 @@ class Training:
         micro_batches: equal parts of a step's batch, whose gradients are accumulated.
         remat: what layers keep for the backward.
         dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
-        param_dtype: dtype of parameters, gradients and the optimizer's state.
+        param_dtype: dtype of parameters and gradients; the optimizer's state is float32.
         pack: whole documents share rows, whose segments do not see each other; else rows are cut out of running text.
         kernels: which ops of the model run as kernels, and whether there are logits.
     """
@@ -92,7 +92,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, help="the peak")
     parser.add_argument("--remat", choices=REMATS, help="what layers keep for the backward")
     parser.add_argument("--dtype", choices=DTYPES, help="of the computation")
-    parser.add_argument("--param-dtype", choices=DTYPES, help="of parameters, gradients and optimizer state")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="of parameters and gradients")
     parser.add_argument("--pack", action="store_true", default=None, help="rows hold whole documents, each by itself")
     parser.add_argument("--kernels", choices=("on", "off"), help="all kernels; the flags below are exceptions")
     parser.add_argument("--loss", choices=LOSSES, help="without logits, or on logits in plain jnp or by the kernel")

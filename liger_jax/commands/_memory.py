@@ -122,6 +122,8 @@ def _changes(run: Run, frozen: str) -> Iterator[dict[str, Any]]:
     for parts in range(run.micro_batches + 1, run.batch + 1):
         if run.batch % parts == 0:
             yield dict(micro_batches=parts)
+    if run.lora is None and run.param_dtype == "float32":
+        yield dict(param_dtype="bfloat16")  # trained with stochastic rounding
     rank = run.lora or min(_RANK, run.model.config.hidden_size)
     if run.lora is None:
         yield dict(lora=rank, param_dtype=frozen)

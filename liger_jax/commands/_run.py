@@ -31,7 +31,7 @@ from liger_jax.models.quantized import quantize
 from liger_jax.packing import share_of_padding
 from liger_jax.planner.architectures import Architecture, architecture
 from liger_jax.planner.devices import GIB
-from liger_jax.training import make_step
+from liger_jax.training import make_step, stochastic_rounding
 
 WARM_UP, LEAST = 0.03, 0.1  # shares of the steps and of the peak rate
 
@@ -65,6 +65,7 @@ def finetune(settings: Settings) -> int:
     steps = settings.steps or max(1, math.ceil(settings.epochs * _rows.count(train) / settings.batch))
     rate = schedule(settings.peak_rate, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
+    optimizer = stochastic_rounding(optimizer, settings.seed)  # of weights in bfloat16; others are added as ever
     batch_of = _rows.batches(train, settings.batch, settings.seed)
     with user_errors(), telling("tracing"):
         programs = _programs(settings, found, precision, optimizer, batch_of(0))

@@ -47,7 +47,7 @@ class Settings:
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
         eval_share: the share of the data that is held out and scored.
         every: steps between checkpoints, each with an evaluation.
-        seed: seed of the adapters, the held-out data and the order of the rows.
+        seed: seed of the adapters, the held-out data, the order of the rows and the rounding of bfloat16 weights.
         log: where each step's figures go, names of `LOGS`.
         out: folder for checkpoints, logs and the result.
         merge: add the adapters to the weights in the result.

@@ -21,7 +21,7 @@ from liger_jax.ops.loss_plan import budget_beside_layers
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.sharding import AXES, shardings
-from liger_jax.training import make_step
+from liger_jax.training import make_step, stochastic_rounding
 
 LOSSES = ("fused", "logits")
 OPTIMIZERS = ("adamw", "sgd")
@@ -168,7 +168,7 @@ class Run:
 
 
 def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
-    """An optimizer whose moments are held in a dtype and computed with in float32.
+    """An optimizer whose moments are held in a dtype and computed with in float32, as updates of parameters are.
 
     Args:
         name: "adamw" or "sgd".
@@ -177,13 +177,13 @@ def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
     Returns:
         The transformation.
     """
-    optimizer = optax.adamw(1e-4) if name == "adamw" else optax.sgd(1e-4)
+    optimizer = stochastic_rounding(optax.adamw(1e-4) if name == "adamw" else optax.sgd(1e-4))
 
     def cast(tree, dtype):
         return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
     def update(grads, state, params):
-        updates, state = optimizer.update(cast(grads, jnp.float32), cast(state, jnp.float32), params)
+        updates, state = optimizer.update(grads, cast(state, jnp.float32), params)
         return updates, cast(state, state_dtype)
 
     return optax.GradientTransformation(lambda params: cast(optimizer.init(params), state_dtype), update)

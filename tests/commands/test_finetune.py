@@ -55,10 +55,10 @@ def figures_of(out):
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-@pytest.fixture(scope="module")
-def interrupted(source, tmp_path_factory):
-    """The folder of a run that Ctrl-C stopped in its third step, and the exit code."""
-    out, batches = tmp_path_factory.mktemp("runs") / "interrupted", _rows.batches
+@contextlib.contextmanager
+def ctrl_c_in_the_third_step():
+    """Runs get the signal when they ask for the third step's batch."""
+    batches = _rows.batches
 
     def stopping(*args):
         batch_of = batches(*args)
@@ -72,6 +72,14 @@ def interrupted(source, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_rows, "batches", stopping)
+        yield
+
+
+@pytest.fixture(scope="module")
+def interrupted(source, tmp_path_factory):
+    """The folder of a run that Ctrl-C stopped in its third step, and the exit code."""
+    out = tmp_path_factory.mktemp("runs") / "interrupted"
+    with ctrl_c_in_the_third_step():
         code = chat(source, out)
     return out, code
 
@@ -164,6 +172,17 @@ def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, 
     assert list((tmp_path / "tensorboard").glob("events.*"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.kept.stops == AutoModelForCausalLM.from_pretrained(source).kept.stops != ()
+
+
+@pytest.mark.full
+def test_weights_in_bfloat16_have_the_same_bits_after_a_run_that_was_stopped(source, tmp_path):
+    options = f"--data={source.parent / 'texts.jsonl'} --length 32 --batch 4 --steps 5 --param-dtype bfloat16".split()
+    train = lambda out: main(["finetune", f"--model={source}", f"--out={tmp_path / out}", *options])
+    with ctrl_c_in_the_third_step():
+        assert train("stopped") == 128 + signal.SIGINT
+    assert train("stopped") == train("whole") == 0
+    stopped, whole = ((tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("stopped", "whole"))
+    assert stopped == whole
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_options_that_make_it_fit(source, tmp_path, capsys, monkeypatch):
