@@ -3,6 +3,7 @@
 It need not be attached. What is known of it decides which kernel runs.
 """
 
+import functools
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import AbstractDevice
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 Capability = tuple[int, int]
+_SECONDS_TO_TELL = 300  # processes may read their checkpoints at different speeds
 AMPERE, HOPPER = (8, 0), (9, 0)
 # A GPU that is absent cannot be asked, so the beginning of its name tells its capability. (7, 5) stands for all that is
 # older than Ampere. A name that is not here is taken for Ampere. "RTX 20" is not here, since the RTX 2000 Ada is newer,
@@ -62,13 +64,47 @@ def described(device: Any) -> AbstractDevice:
 
 
 def memory_of_device(*inputs: jax.Array | None) -> int | None:
-    """The memory in bytes of the device that `device_of` names, or None if it is absent or does not tell."""
+    """The memory in bytes of the device that `device_of` names, or None if it is absent or does not tell.
+
+    Where several processes run one program, they must plan the same: it is the least that any of them has.
+    """
     kind = device_of(*inputs).device_kind
+    own = _memory_here(kind)
+    return own if own is None or jax.process_count() == 1 else _least_memory(kind, own)
+
+
+def _memory_here(kind: str) -> int | None:
     try:
-        device = next(device for device in jax.local_devices() if device.device_kind == kind)
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except (RuntimeError, StopIteration):
+        limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices() if d.device_kind == kind]
+    except RuntimeError:
         return None
+    return min((limit for limit in limits if limit), default=None)
+
+
+@functools.cache
+def _least_memory(kind: str, own: int) -> int:
+    """The least of all processes' memories, which they tell each other once, through JAX's coordination service.
+
+    It is asked while a program is traced, where no collective of devices can run.
+    """
+    from jax._src import distributed  # JAX has no public way to the service that `jax.distributed` starts
+
+    client: Any = distributed.global_state.client
+    if client is None:  # a TPU's hosts without `jax.distributed`: libtpu gives all of them the same
+        return own
+    client.key_value_set(f"liger_jax/bytes_limit/{kind}/{jax.process_index()}", str(own), True)
+    limits = []
+    for process in range(jax.process_count()):
+        try:
+            told = client.blocking_key_value_get(f"liger_jax/bytes_limit/{kind}/{process}", 1000 * _SECONDS_TO_TELL)
+        except RuntimeError as error:
+            raise ValueError(
+                f"mode='auto' plans by the least memory of all {jax.process_count()} processes, and process {process} "
+                f"has not told its own in {_SECONDS_TO_TELL} seconds. Trace the same loss in every process, or pass "
+                "memory_budget_bytes, or a mode: then nothing is asked."
+            ) from error
+        limits.append(int(told))
+    return min(limits)
 
 
 def _platform(name: str) -> str:

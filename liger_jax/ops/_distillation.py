@@ -160,6 +160,7 @@ def plan(student: Head, teacher: Head | TopK, options: Options, static: Static, 
     reason = why_not_fast(static.reduction, options.vocab_axis, *dtypes)
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
     n, d = student.hidden.shape
+    is_free = static.mode == "auto" and static.memory_budget_bytes is None  # else memory is not asked for
     problem = DistillationProblem(
         n,
         d,
@@ -175,7 +176,7 @@ def plan(student: Head, teacher: Head | TopK, options: Options, static: Static, 
         mode=possible_mode(static.op, static.mode, reason),
         chunk_size=static.chunk_size,
         hard_budget_bytes=static.memory_budget_bytes,
-        soft_budget_bytes=soft_budget_bytes(memory_of_device(student.hidden, student.weight)),
+        soft_budget_bytes=soft_budget_bytes(memory_of_device(student.hidden, student.weight) if is_free else None),
         op=static.op,
     )
     return plan_distillation(problem)

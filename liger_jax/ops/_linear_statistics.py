@@ -34,6 +34,7 @@ def problem_on_device(
 ) -> Problem:
     """The problem of one device's arrays; a ValueError where they lie on a mesh that the compiler would partition."""
     dtypes = [x.dtype for x in (hidden, weight, *others) if x is not None]
+    is_free = options.mode == "auto" and limits.get("memory_budget_bytes") is None  # else memory is not asked for
     problem = problem_of(
         op,
         hidden,
@@ -41,7 +42,7 @@ def problem_on_device(
         *others,
         options=options,
         not_fast_because=why_not_fast(reduction, vocab_axis, *dtypes),
-        device_memory_bytes=memory_of_device(hidden, weight),
+        device_memory_bytes=memory_of_device(hidden, weight) if is_free else None,
         **limits,
     )
     if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
