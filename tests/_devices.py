@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,3 +52,12 @@ def several(kernel: str = "xla") -> Iterator[list]:
     on_them = contextlib.nullcontext() if found[0] == jax.devices()[0] else jax.default_device(found[0])
     with on_them:
         yield found
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """What a program holds beside its arguments and results, without the workspace of a library's products.
+
+    cuBLAS is given 32 MiB on Hopper, bytes in the program's text, however small the products are.
+    """
+    workspaces = re.findall(r"\bs8\[([0-9]+)\]", compiled.as_text() or "")
+    return compiled.memory_analysis().temp_size_in_bytes - max(map(int, workspaces), default=0)

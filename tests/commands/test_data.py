@@ -154,7 +154,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_makes_it_fit(source, tmp_pat
         layer_types=None, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, max_position_embeddings=4096
     )
     (folder / "config.json").write_text(json.dumps(config | large))
-    arguments = ["--data=a.txt", "--length=4096", "--batch=8", f"--out={tmp_path / 'out'}"]
+    arguments = ["--data=a.txt", "--length=4096", "--batch=8", "--dtype=float32", f"--out={tmp_path / 'out'}"]
     error = failure(capsys, folder, *arguments)
     assert "by the planner's estimate, and A card has" in error and message in error
     if "It fits with" in error:

@@ -316,8 +316,8 @@ def test_chunks_of_queries_make_no_difference(rng, length, window):
 
 
 def largest_array(compiled):
-    """The number of elements of the program's largest array."""
-    shapes = re.findall(r"[a-z]+[0-9]*\[([0-9,]+)\]", compiled.as_text())
+    """The number of elements of the program's largest array of floats."""
+    shapes = re.findall(r"\bb?f[0-9]+\[([0-9,]+)\]", compiled.as_text())
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 

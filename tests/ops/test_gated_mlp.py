@@ -77,8 +77,9 @@ def test_hopper_is_no_worse_than_products_around_the_op(dtype, activation, recom
 
 
 @keeping
-@pytest.mark.parametrize("d, f", _oracle.first(1, [(2048, 8192), (896, 4864), (4096, 14336)]))
-def test_hopper_at_models_sizes(d, f, recomputed, hardware, hopper, rng):
+@pytest.mark.parametrize("sizes", _oracle.first(1, [(2048, 8192), (896, 4864), (4096, 14336)]), ids=str)
+def test_hopper_at_models_sizes(sizes, recomputed, hardware, hopper, rng):
+    d, f = sizes
     plain = functools.partial(gated_mlp, implementation="xla")
     oracle = functools.partial(composed, gated=functools.partial(reference.gated, activation="silu"))
     assert config.is_large(8000, f // 2)

@@ -62,7 +62,8 @@ def told(monkeypatch):
 
 
 def test_a_loss_is_planned_by_the_least_memory_of_all_processes(monkeypatch, told):
-    other = "liger_jax/bytes_limit/cpu/1"
+    kind = jax.devices()[0].device_kind
+    other = f"liger_jax/bytes_limit/{kind}/1"
     with monkeypatch.context() as one_process:
         one_process.setattr(jax, "process_count", lambda: 1)
         little, much = (alone(monkeypatch, memory) for memory in (LITTLE, MUCH))
@@ -72,7 +73,7 @@ def test_a_loss_is_planned_by_the_least_memory_of_all_processes(monkeypatch, tol
     _device._least_memory.cache_clear()
     told[other] = str(MUCH)
     assert alone(monkeypatch, LITTLE) == little
-    assert told["liger_jax/bytes_limit/cpu/0"] == str(LITTLE)
+    assert told[f"liger_jax/bytes_limit/{kind}/0"] == str(LITTLE)
 
 
 def test_a_process_that_tells_nothing_is_named_and_a_budget_asks_for_nothing(monkeypatch, told):
