@@ -23,6 +23,7 @@ _LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal c
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
 _LAYERS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers; a checkpoint calls all of them layers
 _FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
+_STRIP = 64  # rows that are transposed at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -
         stored = tuple(of_tensor[::-1] if tensors.transposed else of_tensor)
         for i, layer in enumerate(ranges[0] if tensors.stacked else [0]):
             tensor = slice_of(tensors.names[layer])[stored]
-            whole[i if tensors.stacked else ...] = tensor.T if tensors.transposed else tensor
+            _copy(tensor, whole[i] if tensors.stacked else whole, transposed=tensors.transposed)
         return whole
 
     if sharding is None:
@@ -235,6 +236,18 @@ def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -
     return jax.make_array_from_callback(parameter.shape, sharding, part_once)
 
 
+def _copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
+    """Copies a tensor, or its transpose in strips of rows, whose lines then stay in the processor's cache.
+
+    For bfloat16 (8192, 2048), 64 rows at a time take a seventh of the time of all at once.
+    """
+    if not transposed:
+        target[...] = source
+        return
+    for row in range(0, source.shape[0], _STRIP):
+        target[:, row : row + _STRIP] = source[row : row + _STRIP].T
+
+
 def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields a state's tensors in groups of at most `max_shard_bytes`, unless one tensor has more.
 
@@ -248,7 +261,8 @@ def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
         for i, name in enumerate(tensors.names):
             part = whole[i if tensors.stacked else ...]
             part = np.asarray(part.astype(part.dtype)) if is_quantized(part) else part
-            tensor = np.ascontiguousarray(part.T if tensors.transposed else part)
+            tensor = np.empty(part.shape[::-1] if tensors.transposed else part.shape, part.dtype)
+            _copy(part, tensor, transposed=tensors.transposed)
             if shard and size + tensor.nbytes > max_shard_bytes:
                 yield shard
                 shard, size = {}, 0
