@@ -151,7 +151,7 @@ def plan(
     Example:
         >>> found = plan("qwen2-0.5b", batch=8, seq=512, device="t4")
         >>> found.fits, round(found.totals["fused"] / 2**30, 1)
-        (True, 7.8)
+        (True, 7.9)
     """
     if level not in LEVELS:
         raise ValueError(f"level={level!r} must be one of {LEVELS}.")

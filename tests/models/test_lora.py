@@ -146,13 +146,11 @@ def test_dora_turns_the_weight_and_trains_the_length_of_its_columns(rng):
 
 def test_dora_with_dropout_drops_the_adapter_s_inputs_and_not_the_weight_s(rng):
     """y = m/‖V‖·(x·W + s·(drop x)·A·B). PEFT's training adds (m/‖V‖ − 1)·(drop x − x)·W, whose mean is zero."""
-    model, x = (
-        adapted(SMALL, targets=("o_proj",), dora=True, dropout=0.25, scan_layers=False),
-        rng.normal(size=(200, 32)),
-    )
+    model = adapted(SMALL, targets=("o_proj",), dora=True, dropout=0.25, scan_layers=False)
+    x = rng.normal(size=(200, 32))
     layer = with_dropout(model, jax.random.key(0)).model.layers[0].self_attn.o_proj
     kept = jax.random.bernoulli(layer.dropout_key[...], 0.75, x.shape)
-    w, a, b, m = (np.float64(v[...]) for v in (layer.kernel, layer.lora_a, layer.lora_b, layer.magnitude))
+    w, a, b, m = (np.asarray(v[...], np.float64) for v in (layer.kernel, layer.lora_a, layer.lora_b, layer.magnitude))
     factor = m / np.linalg.norm(w + ALPHA / RANK * a @ b, axis=0)
     truth = factor * (x @ w + ALPHA / RANK * (np.where(kept, x, 0) / 0.75) @ a @ b)
     close(layer(jnp.asarray(x, jnp.float32)), truth)

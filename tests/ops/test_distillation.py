@@ -480,7 +480,8 @@ def test_vmap_is_each_element_by_itself(op, rng):
     expected = [jax.value_and_grad(loss)(hidden) for hidden in batch]
     for i, (value, grad) in enumerate(expected):
         assert largest_error(found[0][i], value) < 1e-5
-        assert largest_error(found[1][i], grad) < 1e-5
+        # Near-equal distributions cancel: on an H100 either side is 2e-5 from float64. Another element's is off by 1.
+        assert largest_error(found[1][i], grad) < 2e-4
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
