@@ -25,8 +25,6 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import over_slices, put, take
 
-_NO_TOKEN = jnp.iinfo(jnp.int32).max
-
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
@@ -190,6 +188,5 @@ def _merged(slices: Statistics, options: LogitOptions) -> Statistics:
     merged = row_formulas.online_merge(states, dataclasses.replace(options, metrics=False))
     if slices.max_logit is None:
         return merged
-    max_logit = jnp.max(slices.max_logit, axis=0)
-    first = jnp.min(jnp.where(slices.max_logit == max_logit[None], slices.predicted_token, _NO_TOKEN), axis=0)
+    max_logit, first = row_formulas.first_of_largest(slices.max_logit, slices.predicted_token)
     return merged._replace(max_logit=max_logit, predicted_token=first)

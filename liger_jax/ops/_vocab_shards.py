@@ -5,14 +5,20 @@ statistics and are differentiable as they stand: through lse = M + log Σ_shards
 get their share of the softmax's gradient.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from liger_jax.ops import _loss
 from liger_jax.pallas_kernels._tiles import full_like
-from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, LEAST_EXPONENT, NO_LABEL, Statistics
-
-_NO_TOKEN = jnp.iinfo(jnp.int32).max
+from liger_jax.pallas_kernels.cross_entropy.formulas import (
+    IMPOSSIBLE_LABEL,
+    LEAST_EXPONENT,
+    NO_LABEL,
+    Statistics,
+    first_of_largest,
+)
 
 
 def token_terms(
@@ -43,14 +49,11 @@ def _sharded_token_terms(
 ) -> tuple[_loss.TokenTerms, jax.Array]:
     """`token_terms` for the whole vocabulary, and the labels (N,) counted from this shard's first entry."""
     vocab_size = shard_size * jax.lax.axis_size(axis)
-    start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
+    shard = jax.lax.axis_index(axis)
+    start = shard.astype(jnp.int32) * shard_size
     if class_weights is not None:
-        # These are V numbers, no more than the logits of one token. JAX knows that a sum is the same on every device,
-        # and does not know it of gathered arrays.
-        own_part = jax.lax.dynamic_update_slice(
-            full_like(class_weights, (vocab_size,), 0, jnp.float32), class_weights, (start,)
-        )
-        class_weights = jax.lax.psum(own_part, axis)
+        # These are V numbers, no more than the logits of one token.
+        class_weights = _of_all_shards(class_weights, shard=shard, axis=axis).reshape(vocab_size)
     terms = _loss.token_terms(labels, where, token_weights, class_weights, options, vocab_size)
     own = terms.labels - start
     is_own = (terms.labels >= 0) & (own >= 0) & (own < shard_size)
@@ -84,7 +87,13 @@ def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistic
     if statistics.max_logit is None:
         return merged
     shard_max, token = jax.lax.stop_gradient((statistics.max_logit, statistics.predicted_token))
-    max_logit = jax.lax.pmax(shard_max, axis)
-    start = jax.lax.axis_index(axis).astype(jnp.int32) * shard_size
-    first = jax.lax.pmin(jnp.where(shard_max == max_logit, token + start, _NO_TOKEN), axis)
+    shard = jax.lax.axis_index(axis)
+    of_all = functools.partial(_of_all_shards, shard=shard, axis=axis)
+    max_logit, first = first_of_largest(of_all(shard_max), of_all(token + shard.astype(jnp.int32) * shard_size))
     return merged._replace(max_logit=max_logit, predicted_token=first)
+
+
+def _of_all_shards(x: jax.Array, *, shard: jax.Array, axis: str) -> jax.Array:
+    """x (n,) of every shard, (shards, n): a sum, which JAX knows to be the same on every device."""
+    others = full_like(x, (jax.lax.axis_size(axis), x.size), 0, x.dtype)
+    return jax.lax.psum(jax.lax.dynamic_update_slice(others, x[None], (shard, 0)), axis)

@@ -229,6 +229,22 @@ def over_lanes(lanes: OnlineState) -> OnlineState:
     )
 
 
+def first_of_largest(maxima: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """maxima and tokens (parts, N) → the largest of the maxima, and the first token that has it, (N,) both.
+
+    A maximum and its token go through one reduction. XLA may compute a maximum twice and round it in two ways: where
+    the largest is compared with the maxima afterwards, none of them need be equal to it.
+    """
+
+    def later_is_it(x, y):
+        (maximum, token), (other, other_token) = x, y
+        is_other = (other > maximum) | ((other == maximum) & (other_token < token)) | jnp.isnan(other)
+        return jnp.where(is_other, other, maximum), jnp.where(is_other, other_token, token)
+
+    start = jnp.array(-jnp.inf, maxima.dtype), jnp.array(_NO_INDEX, tokens.dtype)
+    return jax.lax.reduce((maxima, tokens), start, later_is_it, (0,))
+
+
 def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:
     """The statistics of whole rows from the states of the vocabulary's parts in order: each field (parts, N) → (N,)."""
     maximum = jnp.max(parts.maximum, axis=0)

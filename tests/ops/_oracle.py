@@ -5,9 +5,10 @@ An op, its reference and the plain expression are functions of the same arrays, 
 Gradients are by all arrays unless `wrt` names some, for random cotangents.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -206,3 +207,14 @@ def sent(text: str) -> set[tuple[str, int]]:
     )
     shapes = [(kind, dims) for types, kind in found for dims in re.findall(r"\w+\[([\d,]*)\]", types)]
     return {(kind, math.prod(int(n) for n in dims.split(",") if n)) for kind, dims in shapes}
+
+
+def packed(sizes: Collection[int], devices: Sequence[jax.Device]) -> set[int]:
+    """Which sizes `sent` may find for arrays of these sizes.
+
+    On GPUs XLA sends up to three arrays as one, and an array that two devices sum as two halves.
+    """
+    if devices[0].platform == "cpu":
+        return {*sizes}
+    whole = {*sizes, *(size // 2 for size in sizes)}
+    return {sum(some) for n in (1, 2, 3) for some in itertools.combinations_with_replacement(whole, n)}
