@@ -1,8 +1,8 @@
 """The fused distillation losses with Hopper's own product, in Pallas Mosaic GPU.
 
-The product that makes a tile of logits also makes the tile's log-sum-exp, from the float32 accumulators. So the
-normalisers take no pass over the logits. dW is added to its sum where it lies: a weight of 16 bits is summed in three
-bytes, of which dW holds the upper two, and another one in float32. All else is XLA's.
+The product that makes a tile of logits also makes the tile's log-sum-exp, from the logits as they are rounded for the
+memory. So the normalisers take no pass over the logits. dW is added to its sum where it lies: a weight of 16 bits is
+summed in three bytes, of which dW holds the upper two, and another one in float32. All else is XLA's.
 """
 
 import math
@@ -57,12 +57,13 @@ def _heads(arrays, options):
 
 
 def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions) -> tuple[jax.Array, jax.Array]:
-    """Raw logits (n, V) in x's dtype, and log Σ exp(z) (n,) of what they were before the rounding."""
+    """Raw logits (n, V) in x's dtype, and log Σ exp(z) (n,) of these, as `chunks.logits` says why."""
     (n, d), v = x.shape, weight.shape[head.vocab_dim]
     tiles = mosaic_gpu_logit_tiles(d, n, v)
 
     def epilogue(tile: Tile, refs, scratch):
         u = tile.values if bias is None else tile.values + tile.over_columns(tile.column_vectors[0])
+        u = u.astype(x.dtype).astype(jnp.float32)
         z = transform(u, head.logit, _hopper.tanh)
         if v % tiles.columns:
             z = jnp.where(tile.column_indices() < v - tile.column, z, -jnp.inf)

@@ -2,13 +2,15 @@
 
 The truth is the formula in float64 on the host's CPU. How far a result may be from it follows from the case's own
 numbers: every input is changed by one rounding of the least exact dtype among them, up or down at random, and plain JAX
-computes the formula in float32. That is as near to the truth as rounded inputs and float32 let one come. A result may
-be `MARGIN` times as far from it, and as many roundings of its largest value farther: an op rounds a few times where the
-inputs are rounded once.
+computes the formula in float32, where every sum, product and exponential is changed by one rounding of float32. (So
+what cancels shows its rounding, as p − 1 does where one token is allowed.) That is as near to the truth as rounded
+inputs and float32 let one come. A result may be `MARGIN` times as far from it, and as many roundings of its largest
+value farther: an op rounds a few times where the inputs are rounded once.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from tests.fuzz.case import Arrays, Case, Draw, described
 
@@ -24,6 +27,12 @@ PROBES = 4  # runs in float32 on rounded inputs: one of them may be near the tru
 FILLS = 3  # sets of numbers for each program
 # One rounding of what a product takes of float32 at an accelerator's default precision: TF32 and bfloat16.
 PRODUCT_ROUNDING = {"cpu": 2.0**-24, "gpu": 2.0**-11, "tpu": 2.0**-8}
+CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call")
+# What rounds: a copy, a maximum or a choice is exact, and a formula may compare with it.
+ROUNDS = (
+    "add", "add_any", "sub", "mul", "div", "square", "integer_pow", "pow", "sqrt", "rsqrt", "dot_general",
+    "reduce_sum", "cumsum", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos",
+)  # fmt: skip
 LARGEST_HALF_GRADIENT = 16.0  # as a loss scale makes it: float16 has 2⁻²⁴ below and 65,504 above
 
 
@@ -38,6 +47,7 @@ class Where:
 def misses(case: Case, draw: Draw, where: Where) -> Iterator[str]:
     """A sentence for each thing that is wrong with a case."""
     ours, truth, outputs = _value_and_gradients(case.ours), _value_and_gradients(case.truth), None
+    shaken = None
     for fill in range(FILLS):
         arrays, constants = case.inputs(draw)
         inputs = f"{described({**arrays, **constants})}; {case.says}; numbers {fill}"
@@ -45,7 +55,8 @@ def misses(case: Case, draw: Draw, where: Where) -> Iterator[str]:
             yield from (f"{sentence}\n    {inputs}" for sentence in _not_refused(case, arrays, constants))
             return
         outputs = _outputs(case, arrays, constants) if outputs is None else outputs
-        expected = _Truth(case, truth, outputs, arrays, constants, draw, where)
+        shaken = _shaken(truth, _underflow(case, arrays)) if shaken is None else shaken
+        expected = _Truth(case, truth, shaken, outputs, arrays, constants, draw, where)
         try:
             with jax.default_matmul_precision(where.precision):
                 found = jax.tree.map(np.asarray, ours(arrays, constants, expected.cotangents))
@@ -61,7 +72,15 @@ class _Truth:
     """The formula's outputs and gradients, and how far from them is near enough."""
 
     def __init__(
-        self, case: Case, truth: Callable, outputs: Any, arrays: Arrays, constants: Arrays, draw: Draw, where: Where
+        self,
+        case: Case,
+        truth: Callable,
+        shaken: Callable,
+        outputs: Any,
+        arrays: Arrays,
+        constants: Arrays,
+        draw: Draw,
+        where: Where,
     ) -> None:
         self.rounding = _rounding(case, {**arrays, **constants}, where)
         self.depth = case.depth
@@ -72,7 +91,7 @@ class _Truth:
         self.cotangents = jax.tree.map(lambda g: np.asarray(_loss_scale(values, arrays) * g), cotangents)
         inputs = *wide, self.cotangents
         self.values = _run(truth, *inputs)
-        self.probes = [_run(truth, *self._rounded(inputs, draw), x64=False) for _ in range(PROBES)]
+        self.probes = [_run(shaken, *self._rounded(inputs, draw), x64=False) for _ in range(PROBES)]
 
     def _rounded(self, inputs: Any, draw: Draw) -> Any:
         """The inputs with every float one rounding up or down."""
@@ -112,6 +131,50 @@ class _Truth:
                     f"{name} is off by {distance(value):.3g} where {allowed:.3g} is allowed; at {name}{place}: "
                     f"{value[at]:.7g} for {expected[at]:.7g}"
                 )
+
+
+def _underflow(case: Case, arrays: Arrays) -> float:
+    """What a float16 number may lose where it is next to nothing: half its smallest step; 0 where there is none."""
+    is_half = jnp.float16 in (case.computes_in, *(x.dtype for x in arrays.values()))
+    return float(jnp.finfo(jnp.float16).smallest_subnormal) / 2 if is_half else 0.0
+
+
+def _shaken(function: Callable, underflow: float) -> Callable:
+    """A function with every sum, product and exponential one rounding up or down."""
+
+    count = itertools.count(1)
+
+    def shake(x):
+        if x.dtype != jnp.float32:
+            return x
+        # A hash of the number and of its place in the formula, so that two places do not undo each other.
+        place = jnp.uint32(next(count) * 0x9E3779B9 % 2**32)
+        hashed = (jax.lax.bitcast_convert_type(x, jnp.uint32) ^ place) * jnp.uint32(0x85EBCA6B)
+        sign = 1.0 - 2.0 * (hashed >> 31).astype(jnp.float32)
+        return jnp.where(x == 0, x, x * (1.0 + sign * 2.0**-23) + sign * underflow)
+
+    def run(jaxpr, constants, *arguments):
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+        read = lambda v: v.val if isinstance(v, Literal) else values[v]
+        for equation in jaxpr.eqns:
+            inputs = [read(v) for v in equation.invars]
+            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            if equation.primitive.name in CALLS:
+                found = run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *inputs)
+            else:
+                found = equation.primitive.bind(*inputs, **equation.params)
+                found = found if equation.primitive.multiple_results else [found]
+                if equation.primitive.name in ROUNDS:
+                    found = [shake(x) for x in found]
+            values.update(zip(equation.outvars, found, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def shaken(*arguments):
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        found = run(closed.jaxpr, closed.consts, *jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), found)
+
+    return jax.jit(shaken)
 
 
 def _value_and_gradients(function: Callable) -> Callable:

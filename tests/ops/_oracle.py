@@ -209,7 +209,7 @@ def sent(text: str) -> set[tuple[str, int]]:
     return {(kind, math.prod(int(n) for n in dims.split(",") if n)) for kind, dims in shapes}
 
 
-def packed(sizes: Collection[int], devices: Sequence[jax.Device]) -> set[int]:
+def packed(sizes: Collection[int], devices: Sequence) -> set[int]:
     """Which sizes `sent` may find for arrays of these sizes.
 
     On GPUs XLA sends up to three arrays as one, and an array that two devices sum as two halves.

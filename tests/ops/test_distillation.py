@@ -11,7 +11,7 @@ import pytest
 from liger_jax import fused_linear_distillation, fused_linear_topk_distillation
 from liger_jax.pallas_kernels.fused_linear_distillation import reference
 from tests._devices import temporary_bytes
-from tests.ops._oracle import TOLERANCE, check_float32, check_half, largest_error, normal
+from tests.ops._oracle import TOLERANCE, check_float32, check_half, first, largest_error, normal, rms_error
 
 N, D, E, V, K = 37, 24, 40, 101, 7
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
@@ -482,6 +482,34 @@ def test_vmap_is_each_element_by_itself(op, rng):
         assert largest_error(found[0][i], value) < 1e-5
         # Near-equal distributions cancel: on an H100 either side is 2e-5 from float64. Another element's is off by 1.
         assert largest_error(found[1][i], grad) < 2e-4
+
+
+@pytest.mark.parametrize("mode", ["fast", "lean"])
+@pytest.mark.parametrize("divergence", ["tvd", *first(0, ["jsd", "reverse_kl", "forward_kl"])])
+def test_likely_tokens_are_compared_by_probabilities_of_at_most_one(divergence, mode, platform, rng):
+    """Logits of 9 to 15 are rounded by up to 0.03 in bfloat16. p and q, both within 0.01 of 1, must not be."""
+    n, d = 128, 64
+    labels, size = rng.integers(0, d, n), rng.uniform(9, 15, (2, n, 1))
+    noise = lambda *shape: 0.02 * rng.standard_normal(shape)
+    student, teacher = ((s * np.eye(d)[labels] + noise(n, d), np.eye(d) + noise(d, d)) for s in size)
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (*student, *teacher)]
+
+    def loss(hidden, weight, teacher_hidden, teacher_weight, **options):
+        return fused_linear_distillation(
+            hidden, weight, teacher_hidden, teacher_weight, divergence=divergence, reduction="sum", mode=mode, **options
+        )
+
+    kernels = ["xla"]
+    if platform == "cpu" and jax.__version_info__ >= (0, 12):
+        kernels.append("mosaic_gpu:interpret")
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [np.asarray(x, np.float64) for x in arrays]
+        true = lambda h, w: jnp.sum(reference.divergence(h @ w.T, wide[2] @ wide[3].T, kind=divergence))
+        truth = [np.asarray(x) for x in jax.jit(jax.grad(true, (0, 1)))(*wide[:2])]
+    for kernel in kernels:
+        found = jax.jit(jax.grad(functools.partial(loss, implementation=kernel), (0, 1)))(*arrays)
+        for x, t in zip(found, truth, strict=True):
+            assert rms_error(np.asarray(x, np.float64), t) < 0.1 * np.sqrt(np.mean(t**2))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
