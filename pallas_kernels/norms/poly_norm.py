@@ -47,9 +47,10 @@ def _reduced_rows(x: jax.Array, eps: float) -> _ReducedRows:
     small = x32 * factor
 
     def root(p):
-        # A factor to the sixth may be infinite. Then the power vanishes beside eps, but no eps at all stays none.
+        # A factor's cube may be infinite. Then the power vanishes beside eps, but no eps at all stays none. An eps of
+        # 10⁻³⁸ is no normal number in float32, and its root is one.
         mean_square = jnp.mean(small ** (2 * p), axis=-1, keepdims=True)
-        return jax.lax.rsqrt(mean_square + (eps * factor ** (2 * p) if eps else 0.0))
+        return jax.lax.rsqrt(mean_square + (jnp.square(eps**0.5 * factor**p) if eps else 0.0))
 
     return _ReducedRows(small, factor, tuple(root(p) for p in _POWERS))
 
