@@ -140,18 +140,16 @@ def lean_gradients(
     options: LinearOptions,
     needs: Needs,
     logit_gradients: Callable[..., jax.Array],
-    mask_once: bool = True,
     last_waits: bool = False,
 ) -> Gradients:
     """The lean backward: for each slice of the vocabulary du, then dX += du · W and dW = duᵀ · X.
 
-    `logit_gradients` makes du. Rows on whose loss nothing depends must reach no product. With `mask_once` they are
-    zeros in a copy of hidden. Otherwise `logit_gradients` leaves them out of du, and dW's product applies the mask to
-    its operand, as a TPU's can, which saves the N·D values of the copy. `last_waits` is for `over_slices`.
+    `logit_gradients` makes du. Rows on whose loss nothing depends must reach no product: they are zeros in a copy of
+    hidden. `last_waits` is for `over_slices`.
     """
     hidden, weight, labels, bias, class_weights = inputs
     log_normalizer = live_normalizer(log_normalizer, cotangents)
-    hidden = live_rows(hidden, cotangents) if mask_once else hidden
+    hidden = live_rows(hidden, cotangents)
     vocab_dim = options.vocab_dim
     v = weight.shape[vocab_dim]
 
@@ -163,12 +161,7 @@ def lean_gradients(
         if needs.hidden:
             dhidden += product(du, weight_slice, 1, vocab_dim, options)
         if needs.weight:
-            x = hidden
-            if not mask_once:
-                # The barrier makes the mask seem to depend on the slice. Otherwise XLA applies it before the loop, and
-                # so makes the copy.
-                x = live_rows(hidden, jax.lax.optimization_barrier((cotangents, start))[0])
-            dweight = put(dweight, weight_gradient(du, x, options), start, vocab_dim)
+            dweight = put(dweight, weight_gradient(du, hidden, options), start, vocab_dim)
         if needs.bias:
             dbias = put(dbias, jnp.sum(du.astype(jnp.float32), axis=0), start)
         return Gradients(dhidden, dweight, dbias)
