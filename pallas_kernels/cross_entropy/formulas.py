@@ -236,13 +236,13 @@ def first_of_largest(maxima: jax.Array, tokens: jax.Array) -> tuple[jax.Array, j
     the largest is compared with the maxima afterwards, none of them need be equal to it.
     """
 
-    def later_is_it(x, y):
+    def larger(x, y):
         (maximum, token), (other, other_token) = x, y
         is_other = (other > maximum) | ((other == maximum) & (other_token < token)) | jnp.isnan(other)
         return jnp.where(is_other, other, maximum), jnp.where(is_other, other_token, token)
 
     start = jnp.array(-jnp.inf, maxima.dtype), jnp.array(_NO_INDEX, tokens.dtype)
-    return jax.lax.reduce((maxima, tokens), start, later_is_it, (0,))
+    return jax.lax.reduce((maxima, tokens), start, larger, (0,))
 
 
 def online_merge(parts: OnlineState, options: LogitOptions) -> Statistics:

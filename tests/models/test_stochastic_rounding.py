@@ -34,7 +34,7 @@ def same(a, b):
 
 
 def test_a_sum_becomes_one_of_its_two_neighbours_and_is_exact_on_average(rng):
-    """Of both signs, from bfloat16's subnormal numbers to its largest, and across a power of two."""
+    """Numbers of both signs, from bfloat16's subnormal numbers to its largest, and across a power of two."""
     count = 20_000
     scales = 10.0 ** np.array([-39, -30, -7, -2, 0, 4, 30])
     params = jnp.asarray([*(rng.normal(size=7) * scales), -2.0, 1.0, 0.0, 3.0], jnp.bfloat16)
