@@ -159,6 +159,11 @@ def _entropy_sums(state: OnlineState, maximum: jax.Array) -> tuple[jax.Array | N
     return factor * (state.weighted_sum + moved * state.exp_sum), jnp.square(factor) * state.square_sum
 
 
+def _first_equal(z: jax.Array, maximum: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
+    """The first of the columns whose z is the maximum; in a kernel both come from the same registers."""
+    return jnp.min(jnp.where(z == maximum, columns, _NO_INDEX), axis, keepdims=True)
+
+
 def online_update(
     state: OnlineState,
     z: jax.Array,
@@ -168,11 +173,13 @@ def online_update(
     class_weights: jax.Array | None,
     axis: int = 1,
     one_maximum: bool = False,
+    first_of: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array] = _first_equal,
 ) -> OnlineState:
     """Adds a tile of logits z (N, v); columns and in_vocab (1, v), labels (N, 1), class_weights (1, v).
 
     If in_vocab is None, all columns are in the vocabulary. With axis 0 the tile is (pieces, N, lanes), and it is
-    reduced to a state (1, N, lanes). With `one_maximum` all lanes of a row then have the row's maximum.
+    reduced to a state (1, N, lanes). With `one_maximum` all lanes of a row then have the row's maximum. `first_of`
+    finds the first column (N, 1) of the maximum, from z, the maximum, the columns and the axis.
     """
     masked = z if in_vocab is None else jnp.where(in_vocab, z, -jnp.inf)
     tile_maximum = jnp.max(masked, axis, keepdims=True)
@@ -195,7 +202,7 @@ def online_update(
         logit_sum += jnp.sum(weighted if in_vocab is None else jnp.where(in_vocab, weighted, 0.0), axis, keepdims=True)
     predicted_token = state.predicted_token
     if predicted_token is not None:
-        first = jnp.min(jnp.where(masked == tile_maximum, columns, _NO_INDEX), axis, keepdims=True)
+        first = first_of(masked, tile_maximum, columns, axis)
         predicted_token = jnp.where(tile_maximum > state.maximum, first, predicted_token)
     weighted_sum, square_sum = _entropy_sums(state, shift)
     if weighted_sum is not None and square_sum is not None:

@@ -46,6 +46,8 @@ def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
             jnp.ones_like(columns, dtype=bool),
             labels[:, None],
             None if weights is None else weights[None, :],
+            # XLA may make z twice and round it in two ways, so that no z need be equal to the maximum.
+            first_of=lambda z, _, columns, axis: columns[:, :1] + jnp.argmax(z, axis, keepdims=True).astype(jnp.int32),
         )
 
     # As many logits at a time as a chunk of the fast mode holds.

@@ -10,7 +10,8 @@ where the bucket r holds all other tokens: q_r = 1 − Q and p_r = Σ_{v ∉ K} 
     ∂D/∂z_v = (Q + q_r − q_r / p_r) p_v     for all others,
 
 with q_r = 0 where the tail is ignored, or nothing is left for it. log p_r is a log-sum-exp of its own: 1 − Σ p_k would
-lose a small tail.
+lose a small tail. The factor of p_v for all others is kept as a sign and a logarithm: q_r / p_r is more than float32
+holds where the student is sure of a stored token, although (q_r / p_r) p_v is at most 1.
 """
 
 from typing import NamedTuple
@@ -45,7 +46,8 @@ class Statistics(NamedTuple):
 
     normalizer: jax.Array  # (N,)
     hard_normalizer: jax.Array  # (N,)
-    others: jax.Array  # (N,), the factor of p_v for tokens that are not stored
+    others_sign: jax.Array  # (N,), for tokens that are not stored ∂D/∂z_v = sign · exp(z_v − normalizer)
+    others_normalizer: jax.Array  # (N,)
     stored: jax.Array  # (N, K), ∂D/∂z_v for those that are
 
 
@@ -70,7 +72,8 @@ def reduced(
     log_q = teacher.log_probs
     q, used = jnp.exp(log_q), log_q > -jnp.inf
     divergence = jnp.sum(jnp.where(used, q * (log_q - log_p), 0.0), axis=1)
-    total = others = jnp.sum(q, axis=1)
+    total = jnp.sum(q, axis=1)
+    sign, log_factor = jnp.ones_like(total), jnp.log(total)
     if options.has_bucket:
         without = z.at[_rows(columns), columns].set(-jnp.inf, mode="drop")
         log_rest = log_normalizer(without, axis) - lse
@@ -78,10 +81,17 @@ def reduced(
         log_term = jnp.log(jnp.where(rest > 0, rest, 1.0)) - log_rest
         divergence += jnp.where(rest > 0, rest * log_term, 0.0)
         total = total + rest
-        others = total - jnp.where(rest > 0, rest * jnp.exp(-log_rest), 0.0)
+        sign, log_factor = _log_difference(jnp.log(total), jnp.where(rest > 0, jnp.log(rest) - log_rest, -jnp.inf))
     stored = total[:, None] * jnp.exp(log_p) - q
     loss, hard_lse = with_cross_entropy(in_one_shard(divergence, axis), raw, lse, labels, options)
-    return loss, Statistics(lse, hard_lse, others, stored)
+    return loss, Statistics(lse, hard_lse, sign, lse - log_factor, stored)
+
+
+def _log_difference(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sign of exp(a) − exp(b), and log |exp(a) − exp(b)|, where either may be more than float32 holds."""
+    larger = jnp.maximum(a, b)
+    difference = jnp.exp(a - larger) - jnp.exp(b - larger)
+    return jnp.sign(difference), larger + jnp.log(jnp.abs(difference))
 
 
 def _probability_of_others(
@@ -117,7 +127,7 @@ def logit_gradient(
     stored_raw = jnp.take_along_axis(raw, jnp.where(columns < size, columns, 0), axis=1).astype(jnp.float32)
     raw = raw.astype(jnp.float32)
     z = transform(raw, options.student.logit)
-    dz = statistics.others[:, None] * jnp.exp(z - statistics.normalizer[:, None])
+    dz = statistics.others_sign[:, None] * jnp.exp(z - statistics.others_normalizer[:, None])
     gradient = lambda dz, raw, is_label: raw_gradient(
         dz, raw, is_label, statistics.hard_normalizer, scale, options
     ).astype(dtype)
