@@ -159,7 +159,8 @@ def _writes_in_place(problem: Problem) -> bool:
 def distillation_bytes(problem: DistillationProblem, mode: str, tokens: int) -> int:
     """What a distillation loss needs beside inputs and gradients, with chunks of so many tokens."""
     dx = problem.itemsize * problem.n * problem.d  # for a cotangent of 1, until the backward
-    fixed = dx if mode == "lean" else 0 if tokens >= problem.n else _sum_bytes(problem)
+    is_summed = tokens < problem.n or problem.itemsize > problem.weight_itemsize  # else dW is one product
+    fixed = dx if mode == "lean" else _sum_bytes(problem) if is_summed else 0
     return problem.head_copies_bytes + fixed + distillation_chunk_bytes(problem, mode, tokens)
 
 

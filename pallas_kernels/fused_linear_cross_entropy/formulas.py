@@ -95,7 +95,10 @@ def product(
 ) -> jax.Array:
     """Contracts a's axis with b's, in their dtype, accumulated in float32, and returned in `dtype`."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=dtype)
+    # cuBLAS has no product of float32 operands that writes 16 bits.
+    made = jnp.promote_types(dtype, a.dtype)
+    product = jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=made)
+    return product.astype(dtype)
 
 
 def raw_logits(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: HeadProducts) -> jax.Array:

@@ -321,6 +321,16 @@ def test_a_bucket_that_holds_next_to_nothing_is_exact(rng):
     assert abs(float(value)) < 1e-5 and np.all(np.isfinite(grad)) and np.max(np.abs(grad)) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_smaller_head_has_the_float32_one_s_gradient_rounded(dtype, rng):
+    """cuBLAS has no product of float32 operands that writes 16 bits."""
+    (hidden, weight, _), (teacher_hidden, teacher_weight, _) = heads(rng)
+    small = weight.astype(dtype)
+    loss = lambda weight: fused_linear_distillation(hidden, weight, teacher_hidden, teacher_weight, reduction="sum")
+    found, truth = jax.jit(jax.grad(loss))(small), jax.jit(jax.grad(loss))(small.astype(jnp.float32))
+    assert found.dtype == dtype and largest_error(found, truth) < jnp.finfo(dtype).eps
+
+
 def test_a_student_gives_the_bucket_less_than_float32_holds(rng):
     """p_r is about e^−200 and q_r 0.3, so the gradient by the logits of the others is −q_r p_v / p_r."""
     z = jnp.asarray(rng.standard_normal((1, V)), jnp.float32).at[0, :K].add(200.0)
