@@ -95,8 +95,8 @@ def product(
 ) -> jax.Array:
     """Contracts a's axis with b's, in their dtype, accumulated in float32, and returned in `dtype`."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    # cuBLAS has no product of float32 operands that writes 16 bits.
-    made = jnp.promote_types(dtype, a.dtype)
+    # cuBLAS writes 16 bits for operands of the same dtype only.
+    made = jnp.float32 if jnp.dtype(dtype).itemsize < 4 and dtype != a.dtype else dtype
     product = jax.lax.dot_general(a, b, dimensions, precision=options.precision, preferred_element_type=made)
     return product.astype(dtype)
 
