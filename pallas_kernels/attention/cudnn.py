@@ -8,7 +8,6 @@ its gradient is 0, and it adds exactly 0 to the others'. This costs a copy of q,
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,8 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
 Typed = jax.Array | jax.ShapeDtypeStruct
+
+_LARGEST_GRID = 65_535  # blocks along a grid's second and third axes; cuDNN fails at launch with a batch of 70,000
 
 
 def unsupported(
@@ -26,12 +27,14 @@ def unsupported(
     *,
     window: int | None,
     softcap: float | None,
+    scale: float | None = None,
     capability: tuple[int, int],
-    **_: Any,
 ) -> str | None:
     """Takes 16-bit operands of limited width. Refuses softcaps, and segments: JAX would make a (T, T) mask of them."""
     if segment_ids is not None or softcap is not None:
         return "cuDNN attention knows no segments and no softcap; use 'xla'."
+    if scale is not None and scale <= 0:  # it gives NaN, seen on an H100
+        return f"cuDNN attention takes positive scales, and scale is {scale}; use 'xla', or negate the queries."
     return why_not(q, k, window=window, capability=capability)
 
 
@@ -46,6 +49,9 @@ def why_not(q: Typed, k: Typed, *, window: int | None = None, capability: tuple[
         return f"cuDNN attention takes bfloat16 and float16, and the queries are {q.dtype}; use 'xla'."
     if width % 8 or width > widest:
         return f"cuDNN attention takes head widths up to {widest} that 8 divides, and the width is {width}; use 'xla'."
+    for name, size in dict(B=q.shape[0], Q=q.shape[2]).items():
+        if size > _LARGEST_GRID:
+            return f"cuDNN attention takes B and Q up to {_LARGEST_GRID:,}, and {name} is {size:,}; use 'xla'."
     like_q, like_k = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))
     run = functools.partial(attend, segments=None, window=window, softcap=None, scale=None)
     try:

@@ -35,7 +35,7 @@ def causal_attention(draw: Draw) -> Case:
     dtype, packed, as_segments = draw.dtype(), draw.chance(0.4), draw.chance(0.3)
     length = queries[1]
     options = draw.optional(window=(1, draw.size(length), length, length + 3)) if draw.chance(0.5) else {}
-    options |= draw.optional(softcap=(0.5, 20.0), scale=(1.0, 0.1)) if draw.chance(0.3) else {}
+    options |= draw.optional(softcap=(0.5, 20.0), scale=(1.0, 0.1, 0.0, -0.3)) if draw.chance(0.3) else {}
     refused = None
     if draw.chance(0.03):
         refused = draw.pick("window", "softcap")
