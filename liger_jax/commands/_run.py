@@ -22,7 +22,7 @@ from liger_jax.commands._checkpoints import Checkpoints, need_orbax
 from liger_jax.commands._errors import UserError, user_errors, writable_folder
 from liger_jax.commands._log import Log
 from liger_jax.commands._tokenizer import Tokenizer
-from liger_jax.commands._waiting import Compiling, telling
+from liger_jax.commands._waiting import Compiling, beside, telling
 from liger_jax.commands.finetune import Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face import checkpoint, config_json
@@ -67,12 +67,13 @@ def finetune(settings: Settings) -> int:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     optimizer = stochastic_rounding(optimizer, settings.seed)  # of weights in bfloat16; others are added as ever
     batch_of = _rows.batches(train, settings.batch, settings.seed)
-    with user_errors(), telling("tracing"):
-        programs = _programs(settings, found, precision, optimizer, batch_of(0))
     kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
     checkpoints = Checkpoints(out / "checkpoints", kept, fresh=settings.fresh)
+    reading = beside(_read, settings, folder, precision)
+    with user_errors(), telling("tracing"):
+        programs = _programs(settings, found, precision, optimizer, batch_of(0))
     with user_errors():
-        model = _model(settings, folder, precision)
+        model = _with_adapters(settings, folder, reading)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
     state, keeps = (params, jax.jit(optimizer.init)(params)), model.kept
     del model, params  # a step overwrites the state in place: nothing else may hold it
@@ -248,11 +249,14 @@ def _memory_errors(where: str) -> Iterator[None]:
         ) from error
 
 
-def _model(settings: Settings, folder: Path, precision: dict[str, str]) -> Any:
+def _read(settings: Settings, folder: Path, precision: dict[str, str]) -> Any:
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-    options |= dict(remat=settings.remat, quantize=settings.quantize)
+    return AutoModelForCausalLM.from_pretrained(folder, **options, remat=settings.remat, quantize=settings.quantize)
+
+
+def _with_adapters(settings: Settings, folder: Path, reading: Future[Any]) -> Any:
     with telling(f"reading {_memory.gib(checkpoint.weight_bytes(folder))} of weights"):
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = reading.result()
     if settings.lora is not None:
         with telling(f"adding adapters of rank {settings.lora}"):
             _add_adapters(model, settings.lora, settings)

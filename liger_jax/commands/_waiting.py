@@ -2,9 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import jax
 
 
 @contextlib.contextmanager
@@ -23,11 +25,29 @@ def telling(what: str) -> Iterator[None]:
         print(flush=True)
 
 
+def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Begins a call in a thread of its own.
+
+    Args:
+        function: what is called.
+        *args: its arguments.
+        **kwargs: its arguments by name.
+
+    Returns:
+        The future of what it returns.
+    """
+    return ThreadPoolExecutor(1, function.__name__).submit(function, *args, **kwargs)
+
+
 class Compiling:
-    """Two threads that compile programs. XLA locks a GPU while it tries kernels, so no two programs disturb that."""
+    """Threads that compile programs; on a GPU it is one.
+
+    XLA tries several kernels for each product there, alone on the GPU, and remembers the best one. The scoring has the
+    step's forward, so that two programs side by side would try the same.
+    """
 
     def __init__(self):
-        self._threads = ThreadPoolExecutor(2, "compiling")
+        self._threads = ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else 2, "compiling")
 
     def start(self, program: Any, *types: Any) -> Future[Any]:
         """Traces a program, and begins to compile it.
