@@ -1,23 +1,37 @@
 """Conversations by a tokenizer's chat template, and which part of the text the assistant wrote.
 
 Some templates mark the assistant's words by `{% generation %}`, and the marks decide. With any other template, an
-answer begins where its prompt ends. The prompt is the conversation before it, rendered with `add_generation_prompt`.
+answer stands where the template prints its message, behind the prompt.
 """
 
-import datetime
+import dataclasses
 import json
-import os.path
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
-from jinja2 import ext, nodes, sandbox
 
+from liger_jax.commands import _jinja, _spans
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._spans import Layout, Span
+from liger_jax.commands._traced import NOBODY, Origin, traced
 
-# Two of Unicode's noncharacters, which are in no text: a mark before and after the assistant's words.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-Span = tuple[int, int]
+IS_TRAINED = ("weight", "train", "training")  # fields of a message that say whether it is trained on
+REASONING = ("reasoning_content", "thinking", "reasoning")
+_QUESTION, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+
+
+@dataclasses.dataclass
+class Notes:
+    """What is said once of all conversations.
+
+    Attributes:
+        parsed: a tool call's arguments were a JSON string, and are printed as the object that it holds.
+        endless: an answer ends with no mark.
+    """
+
+    parsed: bool = False
+    endless: bool = False
 
 
 class ChatTemplate:
@@ -27,100 +41,205 @@ class ChatTemplate:
         source: the template.
         special_tokens: special tokens by name, such as `{"bos_token": "<s>"}`.
 
+    Attributes:
+        notes: what is to be said of the conversations that were rendered.
+
     Raises:
         UserError: the template is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": datetime.datetime.now().strftime}
+        self._environment = _jinja.Environment()
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+            self._template, self._has_marks = self._environment.template(source)
+        except (jinja2.TemplateError, RecursionError) as error:
             raise UserError(f"The tokenizer's chat template cannot be read: {error}.") from error
         self._special_tokens = dict(special_tokens)
+        self.notes = Notes()
 
-    def render(self, messages: Sequence[Any], tools: Any = None) -> tuple[str, list[Span]]:
+    def render(
+        self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where in it the assistant speaks.
 
         Args:
-            messages: objects with `role` and what the template knows.
+            messages: objects with `role` and what the template knows. A `weight` of 0, or `train` or `training` that
+                are false, leave an answer out.
             tools: functions that the assistant may call, as the template takes them.
+            values: more variables of the template.
 
         Returns:
             The text, and where each answer begins and ends. An answer includes the mark that ends it, and no space
             after the mark.
 
         Raises:
-            UserError: the template refuses the messages, or does not tell where an answer begins.
+            UserError: the template refuses the messages, or nothing proves which words are the assistant's.
         """
-        marked = self._text(messages, tools)
-        text, spans = _unmarked(marked)
-        if not spans:
-            spans = [self._span(text, messages, i, tools) for i, m in enumerate(messages) if m["role"] == "assistant"]
-        return text, [(begin, begin + len(text[begin:end].rstrip())) for begin, end in spans]
+        failed: UserError | None = None
+        for form, is_parsed in _forms(messages):
+            try:
+                text, spans = self._rendered(form, {"tools": tools, **(values or {})})
+            except UserError as error:
+                failed = failed or error
+                continue
+            self.notes.parsed |= self._environment.parsed or is_parsed
+            self.notes.endless |= any(not span.has_end for span in spans)
+            return text, [(span.begin, span.end) for span in spans]
+        raise failed or UserError("The conversation has no messages.")
 
-    def _text(self, messages: Sequence[Any], tools: Any, prompt: bool = False) -> str:
+    def _rendered(self, messages: Sequence[Any], values: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        layout = Layout(self._text(messages, values))
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        trained = [i for i in answers if is_trained(messages[i])]
+        for i in trained:
+            layout.check_printed(i, messages[i])
+        if self._has_marks:
+            return layout.text, _marked(layout, len(messages), set(answers), set(trained))
+        prompts = _Prompts(lambda some, prompt=False: Layout(self._text(some, values, prompt)), messages)
+        return layout.text, [span for i in trained for span in layout.answer(i, i + 1 == len(messages), prompts)]
+
+    def _text(self, messages: Sequence[Any], values: Mapping[str, Any], prompt: bool = False) -> str:
+        given = {"documents": None, **self._special_tokens, **values}
+        given |= {"messages": [_seen(i, m) for i, m in enumerate(messages)], "add_generation_prompt": prompt}
         try:
-            return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._special_tokens
-            )
+            return self._template.render(given)
         except Exception as error:  # the template is a program, and may fail in any way
             raise UserError(f"The chat template refuses the messages: {str(error) or type(error).__name__}.") from error
 
-    def _span(self, text: str, messages: Sequence[Any], i: int, tools: Any) -> Span:
-        """The begin and the end of message i, which is an answer, in the text."""
-        before = self._text(messages[:i], tools) if i else ""
-        prompt = self._text(messages[:i], tools, prompt=True) if i else ""
-        begin = len(os.path.commonprefix([text, prompt]))  # a prompt may go on, as by "<think>"
-        if begin < len(before):
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether a message is to be trained on, by its own fields.
+
+    Args:
+        message: an answer.
+
+    Returns:
+        Whether none of the fields is 0 or false.
+    """
+    return all(message.get(field) is None or bool(message[field]) for field in IS_TRAINED)
+
+
+class _Prompts:
+    """What a template prints before an answer, by the role of the message before."""
+
+    def __init__(self, layout: Callable[..., Layout], messages: Sequence[Any]):
+        self._layout, self._messages = layout, messages
+        self._added: dict[Any, str] = {}
+        self._header: dict[Any, str | None] = {}
+
+    def _before(self, i: int) -> tuple[Any, Sequence[Any]]:
+        """The role of the message before, and the messages before; a question where the answer is the first message."""
+        return (self._messages[i - 1]["role"], self._messages[:i]) if i else (None, [_QUESTION])
+
+    def added(self, i: int) -> str:
+        role, before = self._before(i)
+        if role not in self._added:
+            try:
+                tails = self._layout(before).tail(), self._layout(before, prompt=True).tail()
+                self._added[role] = _spans.added(*tails)[1]
+            except UserError:  # the template does not take a part of the conversation
+                self._added[role] = ""
+        return self._added[role]
+
+    def header(self, i: int) -> str | None:
+        role, before = self._before(i)
+        if role not in self._header:
+            try:
+                found = self._layout([*before, _ANSWER, _QUESTION])
+                place = next(run.begin for run in found.runs if run.is_spoken_by(len(before)))
+                begin = next(run.begin for run in found.runs if run.at == len(before))
+                lead = found.text[begin:place]
+                size = _spans.after_prompt(lead, self.added(i))
+                self._header[role] = lead if size is None else lead[:size]
+            except (UserError, StopIteration):
+                self._header[role] = None
+        return self._header[role]
+
+    def only_at_the_end(self) -> str:
+        without, prompt = self._layout(self._messages), self._layout(self._messages, prompt=True)
+        return _spans.added(without.tail(), prompt.tail())[0]
+
+
+def _marked(layout: Layout, count: int, answers: set[int], trained: set[int]) -> list[Span]:
+    """The stretches that the template marks, without those of answers that are not trained on."""
+    spans, last = [], NOBODY
+    for begin, end in layout.marked:
+        inside = [run for run in layout.runs if run.begin < end and run.end > begin]
+        whose = {i for i in answers for run in inside if run.is_spoken_by(i)}
+        whose = whose or {run.at for run in inside if run.at != NOBODY} or {last if last != NOBODY else count - 1}
+        layout.check_alone(begin, end, whose & answers or whose)
+        if len({i in trained for i in whose & answers}) > 1:
             raise UserError(
-                f"The chat template changes what stands before message {i + 1}, so that nobody knows which words are "
-                "the assistant's. Mark them in the template: {% generation %} … {% endgeneration %}."
+                "The chat template marks answers that are trained on together with some that are not, by their weight."
             )
-        until = self._text(messages[: i + 1], tools)
-        if text.startswith(until):
-            return begin, len(until)
-        mark = self._end_of_answer()  # the template drops something of earlier answers, such as their thoughts
-        end = text.find(mark, begin)
-        return begin, end + len(mark) if mark and end >= 0 else len(text)
-
-    def _end_of_answer(self) -> str:
-        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        return self._text(messages, None).rpartition("answer")[2].strip()
+        last = max(whose)
+        if begin < end and whose & trained:
+            own = max((run.end for run in inside if run.is_spoken_by(last)), default=begin)
+            end = begin + len(layout.text[begin:end].rstrip())
+            spans.append(Span(begin, end, last, end > own))
+    if trained and not spans:
+        raise UserError("The chat template marks no words of the assistant's by {% generation %} here.")
+    return spans
 
 
-class _Generation(ext.Extension):
-    """The block `{% generation %}`, which holds the assistant's words."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _unmarked(marked: str) -> tuple[str, list[Span]]:
-    """The text without its marks, and where they stood."""
-    text, *answers = marked.split(_BEGIN)
-    spans = []
-    for answer in answers:
-        words, _, others = answer.partition(_END)
-        spans.append((len(text), len(text) + len(words)))
-        text += words + others
-    return text, spans
+def _seen(i: int, message: Mapping[str, Any]) -> _jinja.Message:
+    """A message as the template sees it: its strings know where they are from."""
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if reasoning is not None:  # transformers gives it by both names, too
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    seen = _jinja.Message()
+    seen._index = i
+    for name, value in message.items():
+        if name == "tool_calls" and isinstance(value, list):
+            seen[name] = [_seen_call(i, number, call) for number, call in enumerate(value)]
+        elif name not in IS_TRAINED:
+            field = "reasoning" if name in REASONING else "content" if name == "content" else "other"
+            seen[name] = traced(value, Origin(i, field))
+    return seen
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})
+def _seen_call(i: int, number: int, call: Any) -> Any:
+    if not isinstance(call, dict):
+        return traced(call, Origin(i, "other", number))
+    seen = {}
+    for name, value in call.items():
+        if name == "function":
+            seen[name] = _seen_call(i, number, value)
+        else:
+            field = {"name": "name", "arguments": "arguments" if isinstance(value, str) else "argument"}.get(name, "other")
+            seen[name] = traced(value, Origin(i, field, number))
+    return seen
 
 
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _forms(messages: Sequence[Any]) -> Iterator[tuple[list[Any], bool]]:
+    """Forms of the same messages, of which a template may take one and not another, and whether one parses arguments.
+
+    An answer that only calls tools has no content, an empty one or `None`. A call's arguments are an object or JSON.
+    """
+    calls = [_function(call) for message in messages for call in message.get("tool_calls") or ()]
+    is_bare = any(message.get("tool_calls") and message.get("content") is None for message in messages)
+    others = {str: _jinja.parsed_arguments, dict: lambda value: json.dumps(value, ensure_ascii=False)}
+    kinds = [kind for kind in others if any(isinstance(call.get("arguments"), kind) for call in calls)]
+    for kind in (None, *kinds):
+        for content in ({}, {"content": ""}, {"content": None}) if is_bare else ({},):
+            change = (lambda value, kind=kind: others[kind](value) if isinstance(value, kind) else value) if kind else None
+            yield [_in_form(message, content, change) for message in messages], kind is str
+
+
+def _in_form(message: Mapping[str, Any], content: Mapping[str, Any], change: Callable[[Any], Any] | None) -> Any:
+    found = {name: value for name, value in message.items() if name != "content" or value is not None}
+    if message.get("tool_calls"):
+        found = {**content, **found}
+        if change is not None:
+            found["tool_calls"] = [_changed(call, change) for call in message["tool_calls"]]
+    return found
+
+
+def _changed(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _changed(call["function"], change)}
+    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else dict(call)
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    return call.get("function") or call

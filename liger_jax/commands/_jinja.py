@@ -1,0 +1,192 @@
+"""Chat templates in Jinja's sandbox, with what Hugging Face's templates expect there.
+
+The text that a template makes is `Traced`: it knows which message each of its parts is from, at which message the
+template's loop was when it printed a part, and where `{% generation %}` begins and ends.
+"""
+
+import datetime
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import ext, filters, nodes, sandbox, visitor
+
+from liger_jax.commands import _traced
+from liger_jax.commands._traced import NOBODY, Event, Part, Traced
+
+
+class Message(dict):
+    """A message as the template sees it, which knows its place in the conversation."""
+
+    __module__ = "builtins"  # errors of templates name it
+    _index = NOBODY  # the underscore keeps it out of a template's reach
+
+
+class Environment(sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox.
+
+    Attributes:
+        parsed: whether `tojson` has met a tool call's arguments as a JSON string, and printed the object.
+    """
+
+    concat = staticmethod(_traced.join)  # joins what a template prints, and what a macro or a `set` block does
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Events, "jinja2.ext.loopcontrols"])
+        self.filters = {name: _followed(function) for name, function in self.filters.items()}
+        self.filters |= {"tojson": _to_json, "join": _join}
+        self.globals |= {"raise_exception": _raise, "strftime_now": datetime.datetime.now().strftime}
+        self.parsed = False
+
+    def call(__self, __context, __obj, *args, **kwargs):  # noqa: N805  a template may name an argument "self"
+        """A function that a template calls; what a method of a plain string makes of traced ones is traced."""
+        result = super().call(__context, __obj, *args, **kwargs)
+        return _traced.derived(result, args, kwargs) if type(result) is str else result
+
+    def template(self, source: str) -> tuple[jinja2.Template, bool]:
+        """Compiles a template.
+
+        Args:
+            source: the template.
+
+        Returns:
+            The template, and whether it marks words by `{% generation %}`.
+
+        Raises:
+            jinja2.TemplateError: it is not valid Jinja.
+        """
+        tree = self.parse(source)
+        has_marks = any(block.call.node.name == "_mark" for block in tree.find_all(nodes.CallBlock) if _is_ours(block))
+        tree = _Instrumented().visit(tree).set_environment(self)
+        return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None)), has_marks
+
+
+class _Events(ext.Extension):
+    """The block `{% generation %}`, which holds the assistant's words, and the events of loops."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return _traced.join([_event(Event("begin")), caller(), _event(Event("end"))])
+
+    def _at(self, loop: int, value: Any) -> str:
+        if isinstance(value, Message):
+            return _event(Event("at", loop, value._index))
+        return _event(Event("at", loop)) if isinstance(value, Mapping) and "role" in value else ""
+
+    def _left(self, loop: int) -> str:
+        return _event(Event("left", loop))
+
+
+class _Instrumented(visitor.NodeTransformer):
+    """Lets each loop tell at which message it is, and replaces `~` by `+`, which keeps origins."""
+
+    def __init__(self):
+        self._loops = itertools.count()
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        self.generic_visit(node)
+        loop = nodes.Const(next(self._loops))
+        names = [node.target] if isinstance(node.target, nodes.Name) else node.target.find_all(nodes.Name)
+        events = [_call("_at", loop, nodes.Name(name.name, "load")) for name in names]
+        node.body = [nodes.Output(events).set_lineno(node.lineno), *node.body]
+        return [node, nodes.Output([_call("_left", loop)]).set_lineno(node.lineno)]
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        texts = [nodes.Filter(each, "string", [], [], None, None) for each in node.nodes]
+        return functools.reduce(nodes.Add, texts).set_lineno(node.lineno)
+
+
+def _call(method: str, *args: nodes.Expr) -> nodes.Call:
+    return nodes.Call(nodes.ExtensionAttribute(_Events.identifier, method), list(args), [], None, None)
+
+
+def _is_ours(block: nodes.CallBlock) -> bool:
+    return isinstance(block.call.node, nodes.ExtensionAttribute)
+
+
+def _event(event: Event) -> str:
+    return Traced([Part("", None, event)])
+
+
+def _followed(function: Any) -> Any:
+    """A filter whose result is from the messages that its arguments are from."""
+
+    @functools.wraps(function)  # with the attribute by which Jinja passes the environment
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return _traced.derived(result, args, kwargs) if type(result) is str else result
+
+    return call
+
+
+@jinja2.pass_environment
+def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+    if attribute is not None:
+        value = map(filters.make_attrgetter(environment, attribute), value)
+    return _traced.join(value, d)
+
+
+@jinja2.pass_environment
+def _to_json(
+    environment: Environment,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    options: Any = dict(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _traced.derived(json.dumps(_parsed(environment, value), **options), value)
+
+
+def _parsed(environment: Environment, value: Any) -> Any:
+    """The value, with objects in the place of a tool call's arguments that are a JSON string."""
+    if isinstance(value, dict):
+        return {key: _parsed(environment, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_parsed(environment, each) for each in value]
+    if not _is_arguments(value):
+        return value
+    environment.parsed = True
+    return parsed_arguments(value)
+
+
+def _is_arguments(value: Any) -> bool:
+    """Whether a value is a tool call's arguments as a string; those in an object have the field "argument"."""
+    parts = _traced.parts_of(value) if isinstance(value, Traced) else ()
+    return bool(parts) and all(part.origin is not None and part.origin.field == "arguments" for part in parts)
+
+
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a tool call.
+
+    Args:
+        text: a JSON object; an empty text stands for no arguments.
+
+    Returns:
+        The object.
+
+    Raises:
+        jinja2.TemplateError: the text is no JSON object.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise jinja2.TemplateError(f"a tool call's arguments are {text[:40]!r}, and must be a JSON object")
+    return found
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

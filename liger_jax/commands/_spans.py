@@ -1,0 +1,282 @@
+"""Where in a rendered conversation the assistant speaks.
+
+Each part of the text knows which message it is from, and at which message the template's loop was when it printed it.
+An answer is what the loop printed at its message, from the end of the prompt on. The prompt is what the template adds
+by `add_generation_prompt`. White space after the mark that ends an answer does not belong to it.
+"""
+
+import os.path
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._traced import NOBODY, Origin, parts_of
+
+MARK_IT = "Mark the assistant's words in the template: {% generation %} … {% endgeneration %}."
+_SPOKEN = {"content", "reasoning", "name", "arguments", "argument"}  # fields that are an answer's own words
+_TAG = r"[<\[][^<>\[\]]*[>\]]"  # such as <think>, </think> and [THINK]
+
+
+class Span(NamedTuple):
+    """A stretch of the text.
+
+    Attributes:
+        begin: its first character.
+        end: the character after its last.
+        message: index of the message.
+        has_end: whether it ends with something that is not the message's own words.
+    """
+
+    begin: int
+    end: int
+    message: int
+    has_end: bool
+
+
+class Run(NamedTuple):
+    """Characters of one origin, printed at one message.
+
+    Attributes:
+        begin: the first of them.
+        end: the character after the last.
+        origin: where they are from; `None` for the template's own words.
+        at: the message at which the template's loop was; `NOBODY` outside of loops.
+    """
+
+    begin: int
+    end: int
+    origin: Origin | None
+    at: int
+
+    def is_spoken_by(self, message: int) -> bool:
+        """Whether they are a message's own words, and not its role or another small field."""
+        return self.origin is not None and self.origin.message == message and bool(_fields(self.origin) & _SPOKEN)
+
+
+class Prompts(Protocol):
+    """What a template prints before an answer, found by rendering parts of the conversation."""
+
+    def added(self, i: int) -> str:
+        """What `add_generation_prompt` adds before message i."""
+        ...
+
+    def header(self, i: int) -> str | None:
+        """What stands before the content of a plain answer in the place of message i; `None` if nothing tells."""
+        ...
+
+    def only_at_the_end(self) -> str:
+        """What is printed after the last message only if no prompt is."""
+        ...
+
+
+class Layout:
+    """The parts of a rendered conversation.
+
+    Args:
+        text: what the template printed.
+    """
+
+    def __init__(self, text: str):
+        self.text, self.runs, self.marked = str.__str__(text), [], []
+        loops: list[tuple[int, int]] = []
+        begins: list[int] = []
+        place = 0
+        for part in parts_of(text):
+            event = part.event
+            if event is None and part.text:
+                at = loops[-1][1] if loops else NOBODY
+                self.runs.append(Run(place, place + len(part.text), part.origin, at))
+                place += len(part.text)
+            elif event is not None and event.kind in ("at", "left"):
+                inside = [loop for loop, _ in loops]
+                if event.loop in inside:
+                    del loops[inside.index(event.loop) :]
+                if event.kind == "at":
+                    loops.append((event.loop, event.message))
+            elif event is not None and event.kind == "begin":
+                begins.append(place)
+            elif event is not None and begins:
+                self.marked.append((begins.pop(), place))
+
+    def tail(self) -> list[str]:
+        """What the template printed after the last message's own words, in parts."""
+        last = max((n for n, run in enumerate(self.runs, 1) if run.origin and _fields(run.origin) & _SPOKEN), default=0)
+        return [self.text[run.begin : run.end] for run in self.runs[last:]]
+
+    def check_printed(self, i: int, message: Mapping[str, Any]) -> None:
+        """Checks that the text has a message's content and its tool calls, each once.
+
+        Content that the template cuts off at a tag, such as thoughts up to `</think>`, may be missing.
+
+        Raises:
+            UserError: something is missing, or is printed twice.
+        """
+        origins = [(run.origin, run.end - run.begin) for run in self.runs if run.is_spoken_by(i)]
+        content = message.get("content")
+        if isinstance(content, str) and content.strip():
+            found = [(origin.at, size) for origin, size in origins if origin and "content" in _fields(origin)]
+            _check_content(i, content, found)
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            call = call.get("function") or call
+            printed = {name for origin, _ in origins if origin and origin.call in (number, -1) for name in _fields(origin)}
+            arguments = call.get("arguments")
+            if "name" not in printed or arguments and arguments != "{}" and not printed & {"argument", "arguments"}:
+                raise UserError(
+                    f"The chat template does not print the tool call {str(call.get('name'))!r} of message {i + 1}, "
+                    "which would not be trained on."
+                )
+
+    def check_alone(self, begin: int, end: int, messages: set[int]) -> None:
+        """Checks that a stretch has the words of some messages only.
+
+        Raises:
+            UserError: it has those of another message.
+        """
+        for run in self.runs:
+            if run.begin < end and run.end > begin and run.origin and run.origin.message not in messages:
+                which = "several messages" if run.origin.message == NOBODY else f"message {run.origin.message + 1}"
+                raise UserError(
+                    f"The chat template prints words of {which} within the answer of message {min(messages) + 1}, so "
+                    f"that nobody knows which words are the assistant's. {MARK_IT}"
+                )
+
+    def answer(self, i: int, is_last: bool, prompts: Prompts) -> list[Span]:
+        """Where message i, which is an answer, stands.
+
+        Args:
+            i: its index.
+            is_last: whether no message follows.
+            prompts: what the template prints before answers.
+
+        Returns:
+            One stretch, and a second one for the mark that ends the text after the last answer only.
+
+        Raises:
+            UserError: nothing proves which words are the answer.
+        """
+        first, last = self._printed_at(i)
+        own = [n for n in range(first, last) if self.runs[n].is_spoken_by(i)]
+        others = [n for n in range(first, own[0]) if _is_of_another(self.runs[n], i)]
+        first = others[-1] + 1 if others else first
+        begin = self.runs[first].begin + self._prompt_size(i, first, own[0], prompts)
+        own_end, limit = self.runs[own[-1]].end, self.runs[last - 1].end
+        self.check_alone(begin, limit, {i})
+        end = max(begin + len(self.text[begin:limit].rstrip()), own_end)
+        spans = [Span(begin, end, i, end > own_end)]
+        rest = self.text[limit:]
+        if is_last and rest.strip() and rest.strip() == prompts.only_at_the_end().strip():
+            begin = limit + len(rest) - len(rest.lstrip())
+            spans.append(Span(begin, begin + len(rest.strip()), i, True))
+            spans[0] = spans[0]._replace(has_end=True)
+        return spans
+
+    def _printed_at(self, i: int) -> tuple[int, int]:
+        """The first run, and that after the last, of what the template printed at message i."""
+        spoken = [n for n, run in enumerate(self.runs) if run.is_spoken_by(i)]
+        there = [n for n in spoken if self.runs[n].at == i]
+        if not spoken:
+            raise UserError(f"The chat template prints no word of message {i + 1}, which would not be trained on.")
+        if not there:
+            raise UserError(
+                f"The chat template prints message {i + 1} outside of a loop over the messages, so that nobody knows "
+                f"where the answer ends. {MARK_IT}"
+            )
+        first, last = there[0], there[0] + 1
+        while first and self.runs[first - 1].at == i:
+            first -= 1
+        while last < len(self.runs) and self.runs[last].at == i:
+            last += 1
+        # A tool's answer may repeat the name of the call; all else stands in one place.
+        for n in spoken:
+            if not first <= n < last and _fields(self.runs[n].origin) & {"content", "reasoning"}:
+                raise UserError(
+                    f"The chat template prints words of message {i + 1} in more than one place, so that nobody knows "
+                    f"which are the answer. {MARK_IT}"
+                )
+        return first, last
+
+    def _prompt_size(self, i: int, first: int, own: int, prompts: Prompts) -> int:
+        """How many characters from a run on belong to the prompt; `own` is the first run of the answer's own words."""
+        lead = self.text[self.runs[first].begin : self.runs[own].begin]
+        if not lead.strip():
+            return 0
+        if (size := after_prompt(lead, prompts.added(i))) is not None:
+            return size
+        header = prompts.header(i)
+        if header is not None and not header.strip():
+            return 0  # nothing stands before a plain answer: all that stands here is the answer's
+        if header is not None and (place := lead.rfind(header)) >= 0:
+            return place + len(header)
+        if "content" in _fields(self.runs[own].origin):
+            return len(lead)
+        raise UserError(
+            f"The chat template does not tell where the answer of message {i + 1} begins: it prints {lead[:60]!r} "
+            f"before it, and the prompt is {prompts.added(i)[:60]!r}. {MARK_IT}"
+        )
+
+
+def after_prompt(lead: str, prompt: str) -> int | None:
+    """Where the prompt ends in what stands before an answer.
+
+    Args:
+        lead: what stands there.
+        prompt: what the template prints for a new answer. It may go on, as by `<think>`, where a finished answer does
+            not.
+
+    Returns:
+        The number of characters, or `None` if the prompt is not there.
+    """
+    if not prompt.strip():
+        return None
+    if (place := lead.rfind(prompt)) >= 0:
+        return place + len(prompt)
+    sizes = range(min(len(lead), len(prompt)), 0, -1)
+    return len(lead) if any(lead.endswith(prompt[:size]) and prompt[:size].strip() for size in sizes) else None
+
+
+def added(without: list[str], with_prompt: list[str]) -> tuple[str, str]:
+    """What two texts have after their common parts.
+
+    Args:
+        without: the parts of a text that ends without a prompt.
+        with_prompt: the parts of the same text with a prompt.
+
+    Returns:
+        What is left of both.
+    """
+    common = len(os.path.commonprefix([without, with_prompt]))
+    return "".join(without[common:]), "".join(with_prompt[common:])
+
+
+def _fields(origin: Origin | None) -> set[str]:
+    return set(origin.field.split("+")) if origin else set()
+
+
+def _is_of_another(run: Run, i: int) -> bool:
+    return run.origin is not None and run.origin.message != i
+
+
+def _check_content(i: int, content: str, found: list[tuple[int | None, int]]) -> None:
+    """Checks that places and sizes of printed parts are all of a content, and none of it twice."""
+    if any(at is None for at, _ in found):
+        return  # the template changed the words, as by `upper`
+    end = 0
+    for at, size in sorted((at, size) for at, size in found if at is not None):
+        if at < end:
+            raise UserError(
+                f"The chat template prints the content of message {i + 1} twice, so that nobody knows which is the "
+                f"answer. {MARK_IT}"
+            )
+        _check_missing(i, content[end:at], is_first=end == 0)
+        end = at + size
+    _check_missing(i, content[end:], is_first=end == 0)
+
+
+def _check_missing(i: int, missing: str, *, is_first: bool) -> None:
+    """Checks that what a template leaves out is white space, or thoughts with their tags."""
+    thoughts = f"(?s:.*{_TAG})" if is_first else f"(?s:{_TAG}.*{_TAG}|{_TAG})"
+    if missing.strip() and not re.fullmatch(thoughts, missing.strip()):
+        raise UserError(
+            f"The chat template leaves {missing.strip()[:40]!r} of message {i + 1} out, which would not be trained on."
+        )

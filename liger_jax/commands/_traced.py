@@ -1,0 +1,265 @@
+"""Strings that know where their characters are from, so that a template's output tells which message each part is of.
+
+A template takes such a string for the plain one that it equals: whatever it tests or cuts off, it prints what it would
+print anyway. What a template makes of strings keeps their origins part by part where it adds, cuts, strips, splits,
+joins or replaces. Everything else, such as `upper`, keeps the message only.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+NOBODY = -1  # the message of a text that several messages went into
+
+
+class Origin(NamedTuple):
+    """Where a text is from.
+
+    Attributes:
+        message: index of the message, or `NOBODY`.
+        field: the field of the message, or several, joined by "+".
+        call: index of the tool call that the field belongs to, or -1.
+        at: place of the first character in the field, or `None` where the text is made of the field by more than cuts.
+    """
+
+    message: int
+    field: str
+    call: int = -1
+    at: int | None = 0
+
+
+class Event(NamedTuple):
+    """What happens between two characters.
+
+    Attributes:
+        kind: "at" where a loop comes to a message, "left" after the loop, "begin" and "end" of marked words.
+        loop: which of the template's loops it is.
+        message: index of the message that the loop is at.
+    """
+
+    kind: str
+    loop: int = 0
+    message: int = NOBODY
+
+
+class Part(NamedTuple):
+    """A stretch of a text.
+
+    Attributes:
+        text: its characters; none at an event.
+        origin: where they are from; `None` for the template's own words.
+        event: what happens there.
+    """
+
+    text: str
+    origin: Origin | None = None
+    event: Event | None = None
+
+    def cut(self, begin: int, end: int) -> "Part":
+        """The part from one character to another."""
+        origin = self.origin
+        if origin is not None and origin.at is not None:
+            origin = origin._replace(at=origin.at + begin)
+        return Part(self.text[begin:end], origin, self.event)
+
+
+class Traced(str):
+    """A string with its parts.
+
+    Args:
+        parts: what it consists of.
+    """
+
+    _parts: tuple[Part, ...]  # the underscore keeps it out of a template's reach
+
+    def __new__(cls, parts: Iterable[Part] | str):
+        if isinstance(parts, str):  # Jinja's sandbox makes the result of `format` so
+            parts = (Part(parts, Origin(NOBODY, "", at=None)),)
+        parts = tuple(parts)
+        self = super().__new__(cls, "".join(part.text for part in parts))
+        self._parts = parts
+        return self
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: Any) -> Any:
+        return join((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return join((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __rmod__(self, other: Any) -> Any:
+        return derived(str.__mod__(other, str(self)), self) if isinstance(other, str) else NotImplemented
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._between(i, i + 1) for i in range(len(self)))
+
+    def __getitem__(self, key: Any) -> str:
+        if isinstance(key, slice):
+            begin, end, step = key.indices(len(self))
+            return self._between(begin, max(begin, end)) if step == 1 else derived(super().__getitem__(key), self)
+        begin = range(len(self))[key]
+        return self._between(begin, begin + 1)
+
+    def _between(self, begin: int, end: int) -> "Traced":
+        """The characters from begin to end, with the events at both places and between them."""
+        parts, at = [], 0
+        for part in self._parts:
+            first, last = max(begin - at, 0), min(end - at, len(part.text))
+            if first < last:
+                parts.append(part.cut(first, last))
+            elif part.event is not None and begin <= at <= end:
+                parts.append(part)
+            at += len(part.text)
+        return Traced(parts)
+
+    def strip(self, chars: str | None = None, /) -> str:
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None, /) -> str:
+        return self._between(len(self) - len(super().lstrip(chars)), len(self))
+
+    def rstrip(self, chars: str | None = None, /) -> str:
+        return self._between(0, len(super().rstrip(chars)))
+
+    def removeprefix(self, prefix: str, /) -> str:
+        return self._between(len(self) - len(super().removeprefix(prefix)), len(self))
+
+    def removesuffix(self, suffix: str, /) -> str:
+        return self._between(0, len(super().removesuffix(suffix)))
+
+    def split(self, sep: str | None = None, maxsplit: int = -1) -> list[str]:
+        return self._pieces(super().split(sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: int = -1) -> list[str]:
+        return self._pieces(super().rsplit(sep, maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        return self._pieces(super().splitlines(keepends), None)
+
+    def partition(self, sep: str, /) -> tuple[str, str, str]:
+        first, middle, last = self._pieces(super().partition(sep), "")
+        return first, middle, last
+
+    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
+        first, middle, last = self._pieces(super().rpartition(sep), "")
+        return first, middle, last
+
+    def _pieces(self, pieces: Iterable[str], sep: str | None) -> list[str]:
+        """The pieces where they stand in this string, one after the other, with `sep` or white space between them."""
+        found, at = [], 0
+        for piece in pieces:
+            at = self.find(piece, at) if sep is None else at
+            found.append(self._between(at, at + len(piece)))
+            at += len(piece) + len(sep or "")
+        return found
+
+    def replace(self, old: str, new: str, count: int = -1, /) -> str:
+        if not old:
+            return derived(super().replace(old, new, count), self, new)
+        return join(self.split(old, count), new)
+
+    def join(self, iterable: Iterable[str], /) -> str:
+        return join(iterable, self)
+
+
+def join(texts: Iterable[Any], sep: str = "") -> str:
+    """The texts one after the other, each with its origin.
+
+    Args:
+        texts: strings, or what becomes one by `str`.
+        sep: what stands between two of them.
+
+    Returns:
+        A string; a plain one if nothing has an origin.
+    """
+    parts: list[Part] = []
+    for i, text in enumerate(texts):
+        if i and sep:
+            parts += _parts(sep)
+        parts += _parts(text)
+    return Traced(parts)
+
+
+def derived(text: str, *sources: Any) -> str:
+    """A text that is made of others in a way that is not followed.
+
+    Args:
+        text: the result.
+        sources: strings, and lists and objects of them, that went into it.
+
+    Returns:
+        The text, which is from the message of its sources if they have one message.
+    """
+    origins = {part.origin for source in sources for part in _all_parts(source) if part.origin is not None}
+    if not origins or not text:
+        return text
+    messages, calls = {origin.message for origin in origins}, {origin.call for origin in origins}
+    fields = sorted({field for origin in origins for field in origin.field.split("+")})
+    if len(messages) > 1:
+        return Traced([Part(text, Origin(NOBODY, "", at=None))])
+    return Traced([Part(text, Origin(messages.pop(), "+".join(fields), calls.pop() if len(calls) == 1 else -1, None))])
+
+
+def traced(value: Any, origin: Origin) -> Any:
+    """A value whose strings, keys included, know their origin.
+
+    Args:
+        value: what JSON can hold.
+        origin: of all strings in it.
+
+    Returns:
+        The same value for whoever compares it.
+    """
+    if isinstance(value, dict):
+        return {traced(key, origin): traced(each, origin) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [traced(each, origin) for each in value]
+    return Traced([Part(value, origin)]) if isinstance(value, str) else value
+
+
+def parts_of(text: str) -> tuple[Part, ...]:
+    """What a string consists of.
+
+    Args:
+        text: traced or not.
+
+    Returns:
+        Its parts. A plain string is one part, of the template's own words.
+    """
+    return _parts(text)
+
+
+def _parts(text: Any) -> tuple[Part, ...]:
+    return text._parts if isinstance(text, Traced) else (Part(str(text)),)
+
+
+def _all_parts(value: Any) -> Iterator[Part]:
+    """The parts of all strings in a value."""
+    if isinstance(value, Traced):
+        yield from value._parts
+    elif isinstance(value, dict):
+        for item in value.items():
+            yield from _all_parts(item)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _all_parts(each)
+
+
+def _not_followed(name: str) -> Callable[..., Any]:
+    """A method of `str` whose result keeps the message only."""
+    method = getattr(str, name)
+
+    @functools.wraps(method)
+    def call(self: Traced, *args: Any, **options: Any) -> Any:
+        return derived(method(self, *args, **options), self, args, options)
+
+    return call
+
+
+for _name in (
+    "__mod__", "__mul__", "__rmul__", "capitalize", "casefold", "center", "expandtabs", "format", "format_map", "ljust",
+    "lower", "rjust", "swapcase", "title", "translate", "upper", "zfill",
+):  # fmt: skip
+    setattr(Traced, _name, _not_followed(_name))
