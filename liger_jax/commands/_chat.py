@@ -13,11 +13,10 @@ import jinja2
 
 from liger_jax.commands import _jinja, _spans
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._messages import IS_TRAINED, REASONING
 from liger_jax.commands._spans import Layout, Span
 from liger_jax.commands._traced import NOBODY, Origin, traced
 
-IS_TRAINED = ("weight", "train", "training")  # fields of a message that say whether it is trained on
-REASONING = ("reasoning_content", "thinking", "reasoning")
 _QUESTION, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
 
@@ -32,6 +31,19 @@ class Notes:
 
     parsed: bool = False
     endless: bool = False
+
+    def sentences(self) -> list[str]:
+        """What is to be said.
+
+        Returns:
+            A sentence for each attribute that is true.
+        """
+        found = []
+        if self.parsed:
+            found.append("arguments of tool calls are JSON strings, and the chat template takes objects: they are parsed")
+        if self.endless:
+            found.append("the chat template ends some answers with no mark, so that they are trained without a stop")
+        return found
 
 
 class ChatTemplate:
@@ -52,7 +64,7 @@ class ChatTemplate:
         self._environment = _jinja.Environment()
         try:
             self._template, self._has_marks = self._environment.template(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # a template becomes Python, which has limits of its own
             raise UserError(f"The tokenizer's chat template cannot be read: {error}.") from error
         self._special_tokens = dict(special_tokens)
         self.notes = Notes()
@@ -164,7 +176,7 @@ def _marked(layout: Layout, count: int, answers: set[int], trained: set[int]) ->
     """The stretches that the template marks, without those of answers that are not trained on."""
     spans, last = [], NOBODY
     for begin, end in layout.marked:
-        inside = [run for run in layout.runs if run.begin < end and run.end > begin]
+        inside = layout.between(begin, end)
         whose = {i for i in answers for run in inside if run.is_spoken_by(i)}
         whose = whose or {run.at for run in inside if run.at != NOBODY} or {last if last != NOBODY else count - 1}
         layout.check_alone(begin, end, whose & answers or whose)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _files
+from liger_jax.commands import _files, _messages
 from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.commands._messages import IS_TRAINED, VALUES
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
@@ -26,12 +27,16 @@ class Document:
         text: the text; empty for a conversation.
         messages: the conversation's, or `None` for a text.
         tools: functions that the assistant may call, for the chat template.
+        values: more variables of the chat template.
+        unread: fields that look as if they chose what is trained on, and do not.
     """
 
     where: str
     text: str = ""
     messages: list[dict[str, Any]] | None = None
     tools: Any = None
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
 
 def read(data: str, column: str, subset: str | None) -> list[Document]:
@@ -55,6 +60,11 @@ def read(data: str, column: str, subset: str | None) -> list[Document]:
     documents = [document for document in documents if document.messages is not None or document.text.strip()]
     if not documents:
         raise UserError(f"--data={data} has no text.")
+    if unread := sorted(set().union(*(document.unread for document in documents))):
+        print(
+            f"data: {', '.join(unread)}: not read. {', '.join(IS_TRAINED)} of the assistant's messages say what is trained "
+            f"on; tools and {VALUES} beside the messages go to the chat template"
+        )
     return documents
 
 
@@ -67,7 +77,7 @@ def fingerprint(documents: Sequence[Document]) -> str:
     Returns:
         Their number and a hash, in words.
     """
-    content = [(document.text, document.messages, document.tools) for document in documents]
+    content = [(document.text, document.messages, document.tools, document.values) for document in documents]
     digest = hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
     return f"{len(documents)} documents {digest[:12]}"
 
@@ -105,15 +115,17 @@ def _of_dataset(name: str, column: str, subset: str | None) -> Iterator[Document
 
 
 def _document(where: str, values: dict[str, Any], column: str) -> Document:
-    if "messages" in values:
-        messages = values["messages"]
-        if not isinstance(messages, list) or not all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-        ):
-            raise UserError(f"{where}: messages must be a list of objects, each with a role and a content.")
-        if not any(message["role"] == "assistant" for message in messages):
-            raise UserError(f"{where}: no message is the assistant's, and only the assistant's words are trained on.")
-        found = Document(where, messages=messages, tools=values.get("tools"))
+    if values.get("messages") is not None:
+        try:
+            found = Document(
+                where,
+                messages=_messages.messages(values),
+                tools=_messages.tools(values.get("tools")),
+                values=_messages.template_values(values.get(VALUES)),
+                unread=frozenset(_messages.look_alikes(values)),
+            )
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
     elif isinstance(values.get(column), str):
         found = Document(where, values[column])
     else:
@@ -122,7 +134,7 @@ def _document(where: str, values: dict[str, Any], column: str) -> Document:
             "field: --column."
         )
     try:
-        json.dumps([found.text, found.messages, found.tools], default=str, ensure_ascii=False).encode()
+        json.dumps([found.text, found.messages, found.tools, found.values], default=str, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
         raise UserError(f"{where}: {error.object[error.start]!r} is no character.") from error
     return found

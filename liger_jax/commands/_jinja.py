@@ -37,14 +37,16 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Events, "jinja2.ext.loopcontrols"])
         self.filters = {name: _followed(function) for name, function in self.filters.items()}
-        self.filters |= {"tojson": _to_json, "join": _join}
+        self.filters |= {"tojson": _to_json, "join": _join, "format": _format}
         self.globals |= {"raise_exception": _raise, "strftime_now": datetime.datetime.now().strftime}
         self.parsed = False
 
     def call(__self, __context, __obj, *args, **kwargs):  # noqa: N805  a template may name an argument "self"
         """A function that a template calls; what a method of a plain string makes of traced ones is traced."""
+        if args and getattr(__obj, "__name__", "") == "join" and type(getattr(__obj, "__self__", None)) is str:
+            return _traced.join(args[0], __obj.__self__)
         result = super().call(__context, __obj, *args, **kwargs)
-        return _traced.derived(result, args, kwargs) if type(result) is str else result
+        return _traced.mixed(result, args, kwargs) if type(result) is str else result
 
     def template(self, source: str) -> tuple[jinja2.Template, bool]:
         """Compiles a template.
@@ -134,6 +136,10 @@ def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute
     if attribute is not None:
         value = map(filters.make_attrgetter(environment, attribute), value)
     return _traced.join(value, d)
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> str:
+    return _traced.mixed(filters.do_format(value, *args, **kwargs), value, args, kwargs)
 
 
 @jinja2.pass_environment

@@ -38,6 +38,7 @@ def write(model: Any, settings: Settings, source: Path, stops: Sequence[int]) ->
             files[checkpoint.GENERATION] = None if generation is None else generation.encode()
             for name, content in files.items():
                 if content is not None:
+                    (folder / name).parent.mkdir(exist_ok=True)
                     (folder / name).write_bytes(content)
             return folder
         if settings.lora is not None:

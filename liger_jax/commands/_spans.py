@@ -5,6 +5,7 @@ An answer is what the loop printed at its message, from the end of the prompt on
 by `add_generation_prompt`. White space after the mark that ends an answer does not belong to it.
 """
 
+import bisect
 import os.path
 import re
 from collections.abc import Mapping
@@ -98,11 +99,20 @@ class Layout:
                 begins.append(place)
             elif event is not None and begins:
                 self.marked.append((begins.pop(), place))
+        self._spoken: dict[int, list[int]] = {}  # indices of runs by the message whose words they are
+        for n, run in enumerate(self.runs):
+            if run.origin is not None and run.is_spoken_by(run.origin.message):
+                self._spoken.setdefault(run.origin.message, []).append(n)
 
     def tail(self) -> list[str]:
         """What the template printed after the last message's own words, in parts."""
-        last = max((n for n, run in enumerate(self.runs, 1) if run.origin and _fields(run.origin) & _SPOKEN), default=0)
+        last = max((runs[-1] + 1 for runs in self._spoken.values()), default=0)
         return [self.text[run.begin : run.end] for run in self.runs[last:]]
+
+    def between(self, begin: int, end: int) -> list[Run]:
+        """The runs that have characters of a stretch."""
+        first = bisect.bisect_right(self.runs, begin, key=lambda run: run.end)
+        return self.runs[first : bisect.bisect_left(self.runs, end, key=lambda run: run.begin)]
 
     def check_printed(self, i: int, message: Mapping[str, Any]) -> None:
         """Checks that the text has a message's content and its tool calls, each once.
@@ -112,7 +122,7 @@ class Layout:
         Raises:
             UserError: something is missing, or is printed twice.
         """
-        origins = [(run.origin, run.end - run.begin) for run in self.runs if run.is_spoken_by(i)]
+        origins = [(self.runs[n].origin, self.runs[n].end - self.runs[n].begin) for n in self._spoken.get(i, ())]
         content = message.get("content")
         if isinstance(content, str) and content.strip():
             found = [(origin.at, size) for origin, size in origins if origin and "content" in _fields(origin)]
@@ -133,11 +143,12 @@ class Layout:
         Raises:
             UserError: it has those of another message.
         """
-        for run in self.runs:
-            if run.begin < end and run.end > begin and run.origin and run.origin.message not in messages:
-                which = "several messages" if run.origin.message == NOBODY else f"message {run.origin.message + 1}"
+        for run in self.between(begin, end):
+            if run.origin is not None and run.origin.message not in messages:
+                others = run.origin.message
+                which = "a filled pattern" if others == NOBODY else f"words of message {others + 1}"
                 raise UserError(
-                    f"The chat template prints words of {which} within the answer of message {min(messages) + 1}, so "
+                    f"The chat template prints {which} within the answer of message {min(messages) + 1}, so "
                     f"that nobody knows which words are the assistant's. {MARK_IT}"
                 )
 
@@ -164,8 +175,8 @@ class Layout:
         self.check_alone(begin, limit, {i})
         end = max(begin + len(self.text[begin:limit].rstrip()), own_end)
         spans = [Span(begin, end, i, end > own_end)]
-        rest = self.text[limit:]
-        if is_last and rest.strip() and rest.strip() == prompts.only_at_the_end().strip():
+        rest = self.text[limit:] if is_last else ""
+        if rest.strip() and rest.strip() == prompts.only_at_the_end().strip():
             begin = limit + len(rest) - len(rest.lstrip())
             spans.append(Span(begin, begin + len(rest.strip()), i, True))
             spans[0] = spans[0]._replace(has_end=True)
@@ -173,7 +184,7 @@ class Layout:
 
     def _printed_at(self, i: int) -> tuple[int, int]:
         """The first run, and that after the last, of what the template printed at message i."""
-        spoken = [n for n, run in enumerate(self.runs) if run.is_spoken_by(i)]
+        spoken = self._spoken.get(i, [])
         there = [n for n in spoken if self.runs[n].at == i]
         if not spoken:
             raise UserError(f"The chat template prints no word of message {i + 1}, which would not be trained on.")
@@ -278,5 +289,6 @@ def _check_missing(i: int, missing: str, *, is_first: bool) -> None:
     thoughts = f"(?s:.*{_TAG})" if is_first else f"(?s:{_TAG}.*{_TAG}|{_TAG})"
     if missing.strip() and not re.fullmatch(thoughts, missing.strip()):
         raise UserError(
-            f"The chat template leaves {missing.strip()[:40]!r} of message {i + 1} out, which would not be trained on."
+            f"The chat template does not print {missing.strip()[:40]!r} of message {i + 1}, or not as it stands, so that "
+            "it would not be trained on."
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import tokenizers
 
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.models.hugging_face import checkpoint
 from liger_jax.ops.labels import IGNORE_INDEX
 
 FILE = "tokenizer.json"
@@ -59,6 +60,11 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._folder, self._vocab_size = folder, vocab_size
+        if unknown := [stop for stop in stops if not 0 <= stop < vocab_size]:
+            raise UserError(
+                f"{folder}: eos_token_id is {unknown[0]}, and must be a token, from 0 to {vocab_size - 1}. Put it right in "
+                "generation_config.json and config.json."
+            )
         self._config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
         self._special = _special_tokens(self._config)
         eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
@@ -92,9 +98,8 @@ class Tokenizer:
 
     def _texts(self, documents: list[Document], length: int) -> list[Piece]:
         pieces = []
-        for document, encoded in zip(
-            documents, self._tokenizer.encode_batch_fast([d.text for d in documents]), strict=True
-        ):
+        encodings = self._encoded(documents, [document.text for document in documents], self._tokenizer.encode_batch_fast)
+        for document, encoded in zip(documents, encodings, strict=True):
             ids = encoded.ids
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids = [*ids, self._eos]
@@ -103,20 +108,15 @@ class Tokenizer:
         return pieces
 
     def _chats(self, documents: list[Document], length: int) -> list[Piece]:
-        template, rendered = self._chat_template(), []
-        for document in documents:
-            try:
-                rendered.append(template.render(document.messages, document.tools))
-            except UserError as error:
-                raise UserError(f"{document.where}: {error}") from error
-        encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        rendered = self._rendered(documents)
+        encode = lambda texts: self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        encodings = self._encoded(documents, [text for text, _ in rendered], encode)
         pieces, cut, stops = [], 0, set()
-        for document, encoded, (_, spans) in zip(documents, encodings, rendered, strict=True):
+        for document, encoded, (text, spans) in zip(documents, encodings, rendered, strict=True):
             tokens = self._checked(encoded.ids, document)
-            begins = np.array([begin for begin, _ in encoded.offsets])
             is_answer = np.zeros(len(tokens), bool)
-            for begin, end in spans:
-                places = np.flatnonzero((begins >= begin) & (begins < end))
+            for span in spans:
+                places = _places(np.array(encoded.offsets), text, span)
                 is_answer[places] = True
                 stops.update(tokens[places[-1:]].tolist())
             piece = Piece(tokens[:length], np.where(is_answer, tokens, IGNORE_INDEX)[:length])
@@ -125,25 +125,68 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         special = {stop for stop in stops if stop in added and added[stop].special}
         self.stops += sorted(special - set(self.stops))
+        of_all = f"of {len(documents):,} conversations"
         if cut:
-            print(f"{cut:,} of {len(documents):,} conversations are cut off, as longer than --length={length}")
+            print(f"{cut:,} {of_all} are cut off, as longer than --length={length}")
+        if empty := sum(not piece.is_scored for piece in pieces):
+            print(f"{empty:,} {of_all} have no token to train on, and are left out")
         return pieces
 
-    def _chat_template(self) -> Any:
+    def _rendered(self, documents: list[Document]) -> list[tuple[str, list[tuple[int, int]]]]:
+        """The texts of conversations and where the assistant speaks. Prints what is to be known of them, once."""
+        sources, templates, rendered = self._chat_templates(), {}, []
         with needed_packages():
             from liger_jax.commands._chat import ChatTemplate
-        path, found = self._folder / "chat_template.jinja", self._config.get("chat_template")
-        if path.is_file():
-            found = path.read_text(encoding="utf-8")
+        for document in documents:
+            try:
+                source = self._chosen(sources, document.tools)
+                if source not in templates:
+                    templates[source] = ChatTemplate(source, self._special)
+                rendered.append(templates[source].render(document.messages or [], document.tools, document.values))
+            except UserError as error:
+                raise UserError(f"{document.where}: {error}") from error
+        for note in dict.fromkeys(note for template in templates.values() for note in template.notes.sentences()):
+            print(note)
+        return rendered
+
+    def _chat_templates(self) -> dict[str, str]:
+        """The chat templates by name, "default" among them or not, from the places where transformers looks."""
+        files = {"default": self._folder / "chat_template.jinja"}
+        files |= {Path(name).stem: self._folder / name for name in checkpoint.chat_templates(self._folder)}
+        found: Any = {name: _text(path) for name, path in files.items() if path.is_file()}
+        for each in (self._config, _json(self._folder / "chat_template.json")):
+            found = found or each.get("chat_template")
+        if isinstance(found, str):
+            found = {"default": found}
         elif isinstance(found, list):  # several by name
-            found = {each.get("name"): each.get("template") for each in found}.get("default")
-        found = found or _json(self._folder / "chat_template.json").get("chat_template")
-        if not isinstance(found, str):
+            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = found if isinstance(found, dict) else {}
+        return {name: each for name, each in found.items() if isinstance(name, str) and isinstance(each, str)}
+
+    def _chosen(self, sources: dict[str, str], tools: Any) -> str:
+        """The template for a conversation: "tool_use" where there are tools and such a template, else "default"."""
+        name = "tool_use" if tools is not None and "tool_use" in sources else "default"
+        if name in sources:
+            return sources[name]
+        if sources:
             raise UserError(
-                f"The data has messages, and the tokenizer in {self._folder} has no chat template. Take an instruct "
-                "model's, or put one into chat_template.jinja there."
+                f"The tokenizer in {self._folder} has the chat templates {', '.join(sorted(sources))}, and none is the "
+                "default. Put the one to take into chat_template.jinja there."
             )
-        return ChatTemplate(found, self._special)
+        raise UserError(
+            f"The data has messages, and the tokenizer in {self._folder} has no chat template. Take an instruct "
+            "model's, or put one into chat_template.jinja there."
+        )
+
+    def _encoded(self, documents: list[Document], texts: list[str], encode: Callable[[list[str]], Any]) -> Any:
+        try:
+            return encode(texts)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of tokenizers' Rust code is no Exception
+            if len(texts) == 1:
+                raise UserError(f"{documents[0].where}: the tokenizer fails: {error}.") from error
+        return [self._encoded([each], [text], encode)[0] for each, text in zip(documents, texts, strict=True)]
 
     def _checked(self, ids: list[int], document: Document) -> np.ndarray:
         tokens = np.asarray(ids, np.int32)
@@ -155,6 +198,22 @@ class Tokenizer:
         return tokens
 
 
+def _places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:
+    """The tokens of a stretch of text. One that begins before it belongs to it if only white space stands there."""
+    (begin, end), (begins, ends) = span, offsets.reshape(-1, 2).T
+    before = begin
+    while before and text[before - 1].isspace():
+        before -= 1
+    return np.flatnonzero((begins >= before) & (begins < end) & ((begins >= begin) | (ends > begin)))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+
+
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
     if not path.is_file():
@@ -164,7 +223,7 @@ def _json(path: Path) -> dict[str, Any]:
         if isinstance(values, dict):
             return values
         reason = f"it holds a {type(values).__name__}, and must hold an object"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = str(error)
     raise UserError(f"{path} cannot be read: {reason}.")
 

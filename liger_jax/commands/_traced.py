@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-NOBODY = -1  # the message of a text that several messages went into
+NOBODY = -1  # the message of a text that several messages went into, or a message and the template's own words
 
 
 class Origin(NamedTuple):
@@ -70,11 +70,12 @@ class Traced(str):
         parts: what it consists of.
     """
 
+    __module__ = "builtins"  # errors of templates name it
     _parts: tuple[Part, ...]  # the underscore keeps it out of a template's reach
 
     def __new__(cls, parts: Iterable[Part] | str):
         if isinstance(parts, str):  # Jinja's sandbox makes the result of `format` so
-            parts = (Part(parts, Origin(NOBODY, "", at=None)),)
+            parts = _of_nobody(parts)
         parts = tuple(parts)
         self = super().__new__(cls, "".join(part.text for part in parts))
         self._parts = parts
@@ -89,8 +90,11 @@ class Traced(str):
     def __radd__(self, other: Any) -> Any:
         return join((other, self)) if isinstance(other, str) else NotImplemented
 
+    def __mod__(self, other: Any) -> str:
+        return mixed(super().__mod__(other), self, other)
+
     def __rmod__(self, other: Any) -> Any:
-        return derived(str.__mod__(other, str(self)), self) if isinstance(other, str) else NotImplemented
+        return mixed(str.__mod__(other, (self,)), self) if isinstance(other, str) else NotImplemented
 
     def __iter__(self) -> Iterator[str]:
         return (self._between(i, i + 1) for i in range(len(self)))
@@ -198,8 +202,22 @@ def derived(text: str, *sources: Any) -> str:
     messages, calls = {origin.message for origin in origins}, {origin.call for origin in origins}
     fields = sorted({field for origin in origins for field in origin.field.split("+")})
     if len(messages) > 1:
-        return Traced([Part(text, Origin(NOBODY, "", at=None))])
+        return Traced(text)
     return Traced([Part(text, Origin(messages.pop(), "+".join(fields), calls.pop() if len(calls) == 1 else -1, None))])
+
+
+def mixed(text: str, *sources: Any) -> str:
+    """A text in which the template's own words and others stand where nobody follows, such as a filled pattern.
+
+    Args:
+        text: the result.
+        sources: strings, and lists and objects of them, that went into it.
+
+    Returns:
+        The text, which is of `NOBODY` if a source is from a message.
+    """
+    has_origin = any(part.origin is not None for source in sources for part in _all_parts(source))
+    return Traced(text) if has_origin and text else text
 
 
 def traced(value: Any, origin: Origin) -> Any:
@@ -231,6 +249,10 @@ def parts_of(text: str) -> tuple[Part, ...]:
     return _parts(text)
 
 
+def _of_nobody(text: str) -> tuple[Part, ...]:
+    return (Part(text, Origin(NOBODY, "", at=None)),)
+
+
 def _parts(text: Any) -> tuple[Part, ...]:
     return text._parts if isinstance(text, Traced) else (Part(str(text)),)
 
@@ -259,7 +281,7 @@ def _not_followed(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "__mod__", "__mul__", "__rmul__", "capitalize", "casefold", "center", "expandtabs", "format", "format_map", "ljust",
+    "__mul__", "__rmul__", "capitalize", "casefold", "center", "expandtabs", "format", "format_map", "ljust",
     "lower", "rjust", "swapcase", "title", "translate", "upper", "zfill",
 ):  # fmt: skip
     setattr(Traced, _name, _not_followed(_name))

@@ -24,6 +24,7 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATES = "additional_chat_templates"  # a folder of further chat templates, each NAME.jinja
 # A folder inside a checkpoint's folder, during a save: "new" holds new files, "earlier" files that they replace.
 SAVING = ".saving"
 # Fields of config.json that are not kept: `config_json.write` writes the first three under other names, and the last
@@ -80,9 +81,9 @@ def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
             "pip install huggingface_hub."
         ) from error
     try:  # some repositories hold the weights a second time, under another name or in a folder
-        return pathlib.Path(
-            snapshot_download(name, allow_patterns=[CONFIG, GENERATION, "model*.safetensors", INDEX, *TOKENIZER])
-        )
+        of_the_model = [CONFIG, GENERATION, "model*.safetensors", INDEX]
+        patterns = [*of_the_model, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
+        return pathlib.Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise FileNotFoundError(
             f"from_pretrained: no such folder: {name!r}, and huggingface_hub did not get a model of that id: {error}"
@@ -172,13 +173,18 @@ def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes | None]:
     """
     if not folder.is_dir():
         raise ValueError(f"save_pretrained: tokenizer_from={str(folder)!r} is no folder. Pass a tokenizer's folder.")
-    files = {name: folder / name for name in TOKENIZER}
+    files = {name: folder / name for name in (*TOKENIZER, *chat_templates(folder))}
     contents = {name: path.read_bytes() if path.is_file() else None for name, path in files.items()}
     if not any(contents.values()):
         raise ValueError(
             f"save_pretrained: tokenizer_from={str(folder)!r} holds no tokenizer: none of {', '.join(TOKENIZER)}."
         )
     return contents
+
+
+def chat_templates(folder: pathlib.Path) -> list[str]:
+    """The names of a folder's further chat templates, such as additional_chat_templates/tool_use.jinja."""
+    return sorted(path.relative_to(folder).as_posix() for path in (folder / TEMPLATES).glob("*.jinja"))
 
 
 def _check_stops(path, values):

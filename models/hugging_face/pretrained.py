@@ -144,7 +144,8 @@ class Pretrained(nnx.Module):
             checkpoint.GENERATION: None if generation is None else generation.encode(),
         }
         if tokenizer_from is not None:
-            small_files |= checkpoint.tokenizer_files(pathlib.Path(tokenizer_from))
+            earlier: dict[str, bytes | None] = dict.fromkeys(checkpoint.chat_templates(pathlib.Path(path)))
+            small_files |= earlier | checkpoint.tokenizer_files(pathlib.Path(tokenizer_from))
 
         def meaning(folder):
             config, dtype, kept = _described(type(self), folder)

@@ -41,7 +41,7 @@ def write(
     Args:
         folder: the folder, made if it does not exist.
         shards: groups of tensors. One becomes model.safetensors; several become files and an index.
-        small_files: config.json and other files, by name. `None` for a file that the model lacks; an earlier model's
+        small_files: config.json and other files, by name or relative path. `None` for a file that the model lacks; an earlier model's
             file of that name is removed.
         meaning: takes a folder and returns what its config.json means. If two folders give equal values, their models
             compute the same. It raises a ValueError or FileNotFoundError if the file is damaged or absent.
@@ -62,7 +62,7 @@ def write(
         if changed or not _say_the_same(meaning, folder, new):
             for name in (CONFIG, *changed):
                 if (folder / name).exists():
-                    _move(folder / name, earlier)
+                    _move(folder / name, (earlier / name).parent)
         _move(new / flip, folder)
         _move_all(new, folder)
     finally:
@@ -151,19 +151,22 @@ def _content(path: pathlib.Path) -> bytes | None:
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     _sync(path)
     _sync(path.parent)
 
 
 def _move_all(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves config.json last: until then the folder holds no model."""
-    for path in sorted(source.iterdir(), key=lambda path: path.name == CONFIG):
-        _move(path, folder)
+    """Moves the files of a folder and of those in it. config.json is last: until then the folder holds no model."""
+    files = [path for path in source.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == CONFIG):
+        _move(path, (folder / path.relative_to(source)).parent)
 
 
 def _move(path: pathlib.Path, folder: pathlib.Path, name: str | None = None) -> None:
     """Renames a file, and returns once the rename is on the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
     path.replace(folder / (name or path.name))
     _sync(folder)
     _sync(path.parent)

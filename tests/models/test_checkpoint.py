@@ -331,7 +331,7 @@ def test_an_id_fetches_the_model_s_and_the_tokenizer_s_files_only(folder, monkey
     assert fetched["name"] == "org/name"
     weights = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
     others = ("config.json", "generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja")
-    assert all(map(takes, weights + others))
+    assert all(map(takes, (*weights, *others, "additional_chat_templates/tool_use.jinja")))
     assert not any(map(takes, ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin")))
 
 

@@ -363,11 +363,16 @@ def test_a_tokenizer_comes_along_whole(folder, tmp_path):
     files = {"tokenizer.json": "{}", "tokenizer.model": "\0\1", "chat_template.jinja": "{{ x }}", "vocab.json": "{}"}
     for name, text in files.items():
         (source / name).write_text(text)
+    for place, name in ((source, "tool_use"), (folder, "another")):
+        (place / "additional_chat_templates").mkdir()
+        (place / "additional_chat_templates" / f"{name}.jinja").write_text(name)
     (source / "README.md").write_text("not the tokenizer's")
     (folder / "merges.txt").write_text("another tokenizer's")
     model.save_pretrained(folder, tokenizer_from=source)
-    found = {path.name: path.read_text() for path in folder.iterdir() if path.suffix != ".safetensors"}
+    texts = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    found = {path.relative_to(folder).as_posix(): path.read_text() for path in texts}
     assert {name: found.pop(name) for name in files} == files
+    assert found.pop("additional_chat_templates/tool_use.jinja") == "tool_use"
     assert sorted(found) == ["config.json", "generation_config.json"]
     model.save_pretrained(folder)  # without a word on tokenizers
     assert (folder / "chat_template.jinja").exists()
