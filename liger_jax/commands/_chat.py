@@ -138,6 +138,7 @@ class _Prompts:
         self._layout, self._messages = layout, messages
         self._added: dict[Any, str] = {}
         self._header: dict[Any, str | None] = {}
+        self._between: dict[Any, str] = {}
 
     def _before(self, i: int) -> tuple[Any, Sequence[Any]]:
         """The role of the message before, and the messages before; a question where the answer is the first message."""
@@ -156,20 +157,38 @@ class _Prompts:
     def header(self, i: int) -> str | None:
         role, before = self._before(i)
         if role not in self._header:
-            try:
-                found = self._layout([*before, _ANSWER, _QUESTION])
-                place = next(run.begin for run in found.runs if run.is_spoken_by(len(before)))
-                begin = next(run.begin for run in found.runs if run.at == len(before))
-                lead = found.text[begin:place]
-                size = _spans.after_prompt(lead, self.added(i))
-                self._header[role] = lead if size is None else lead[:size]
-            except (UserError, StopIteration):
-                self._header[role] = None
+            lead = self._lead_of([*before, _ANSWER, _QUESTION], len(before))
+            size = None if lead is None else _spans.after_prompt(lead, self.added(i))
+            self._header[role] = lead if lead is None or size is None else lead[:size]
         return self._header[role]
 
     def only_at_the_end(self) -> str:
         without, prompt = self._layout(self._messages), self._layout(self._messages, prompt=True)
         return _spans.added(without.tail(), prompt.tail())[0]
+
+    def behind(self, i: int) -> list[list[str]]:
+        until = self._messages[: i + 1]
+        try:
+            return [self._layout(some).behind(i) for some in (until, [*until, _QUESTION])]
+        except UserError:
+            return [[]]
+
+    def between_turns(self, i: int, lead: str) -> str:
+        role = self._messages[i + 1]["role"]
+        if role not in self._between:
+            first, found = self._lead_of([self._messages[i + 1]], 0), ""
+            if first is not None and lead.endswith(first):
+                prompt = "".join(self._layout(self._messages[: i + 1], prompt=True).tail())
+                found = lead.removesuffix(first)
+                found = found if prompt.lstrip().startswith(found.strip()) else ""
+            self._between[role] = found
+        return self._between[role] if lead.startswith(self._between[role]) else ""
+
+    def _lead_of(self, messages: Sequence[Any], i: int) -> str | None:
+        try:
+            return self._layout(messages).lead_of(i)
+        except UserError:
+            return None
 
 
 def _marked(layout: Layout, count: int, answers: set[int], trained: set[int]) -> list[Span]:

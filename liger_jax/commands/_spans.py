@@ -16,7 +16,7 @@ from liger_jax.commands._traced import NOBODY, Origin, parts_of
 
 MARK_IT = "Mark the assistant's words in the template: {% generation %} … {% endgeneration %}."
 _SPOKEN = {"content", "reasoning", "name", "arguments", "argument"}  # fields that are an answer's own words
-_TAG = r"[<\[][^<>\[\]]*[>\]]"  # such as <think>, </think> and [THINK]
+_TAG = r"[<\[](?=[^\w]*[A-Za-z])[^<>\[\]\s]*[>\]]"  # such as <think>, </think> and [THINK]
 
 
 class Span(NamedTuple):
@@ -68,6 +68,14 @@ class Prompts(Protocol):
 
     def only_at_the_end(self) -> str:
         """What is printed after the last message only if no prompt is."""
+        ...
+
+    def behind(self, i: int) -> list[list[str]]:
+        """What stands behind message i, in parts: where the conversation ends there, and where a question follows."""
+        ...
+
+    def between_turns(self, i: int, lead: str) -> str:
+        """What ends message i where the next one begins with `lead`: the part of it that a first message lacks."""
         ...
 
 
@@ -167,12 +175,20 @@ class Layout:
             UserError: nothing proves which words are the answer.
         """
         first, last = self._printed_at(i)
-        own = [n for n in range(first, last) if self.runs[n].is_spoken_by(i)]
+        own = [n for n in self._spoken[i] if first <= n < last]
         others = [n for n in range(first, own[0]) if _is_of_another(self.runs[n], i)]
         first = others[-1] + 1 if others else first
         begin = self.runs[first].begin + self._prompt_size(i, first, own[0], prompts)
-        own_end, limit = self.runs[own[-1]].end, self.runs[last - 1].end
+        if self.runs[own[0]].at == i:
+            limit = self.runs[last - 1].end
+            if not is_last and not self.text[self.runs[own[-1]].end : limit].strip():
+                limit += len(prompts.between_turns(i, self._lead(last)))
+        else:
+            rest = [self.text[run.begin : run.end] for run in self.runs[own[-1] + 1 : last]]
+            same = os.path.commonprefix([rest, *prompts.behind(i)])
+            limit = self.runs[own[-1] + len(same)].end
         self.check_alone(begin, limit, {i})
+        own_end = self.runs[own[-1]].end
         end = max(begin + len(self.text[begin:limit].rstrip()), own_end)
         spans = [Span(begin, end, i, end > own_end)]
         rest = self.text[limit:] if is_last else ""
@@ -182,25 +198,45 @@ class Layout:
             spans[0] = spans[0]._replace(has_end=True)
         return spans
 
+    def _lead(self, first: int) -> str:
+        """What the template printed at a message before its own words; `first` is the first run there."""
+        last, at = first, self.runs[first].at if first < len(self.runs) else NOBODY
+        while last < len(self.runs) and self.runs[last].at == at != NOBODY and not self.runs[last].is_spoken_by(at):
+            last += 1
+        return "".join(self.text[run.begin : run.end] for run in self.runs[first:last])
+
+    def lead_of(self, i: int) -> str | None:
+        """What the template printed at message i before its own words, or `None` if it printed none in a loop."""
+        first = next((n for n, run in enumerate(self.runs) if run.at == i), None)
+        return None if first is None or i not in self._spoken else self._lead(first)
+
+    def behind(self, i: int) -> list[str]:
+        """The template's own words between message i and the next one, in parts."""
+        parts = []
+        for run in self.runs[self._spoken.get(i, [len(self.runs)])[-1] + 1 :]:
+            if _is_of_another(run, i):
+                break
+            parts.append(self.text[run.begin : run.end])
+        return parts
+
     def _printed_at(self, i: int) -> tuple[int, int]:
-        """The first run, and that after the last, of what the template printed at message i."""
+        """The first run, and that after the last, of what the template printed at message i.
+
+        Where no loop was at the message, it is all from the message before to the next one.
+        """
         spoken = self._spoken.get(i, [])
-        there = [n for n in spoken if self.runs[n].at == i]
         if not spoken:
             raise UserError(f"The chat template prints no word of message {i + 1}, which would not be trained on.")
-        if not there:
-            raise UserError(
-                f"The chat template prints message {i + 1} outside of a loop over the messages, so that nobody knows "
-                f"where the answer ends. {MARK_IT}"
-            )
-        first, last = there[0], there[0] + 1
-        while first and self.runs[first - 1].at == i:
+        there = [n for n in spoken if self.runs[n].at == i]
+        is_there = (lambda run: run.at == i) if there else (lambda run: not _is_of_another(run, i))
+        first, last = (there or spoken)[0], (there or spoken)[0] + 1
+        while first and is_there(self.runs[first - 1]):
             first -= 1
-        while last < len(self.runs) and self.runs[last].at == i:
+        while last < len(self.runs) and is_there(self.runs[last]):
             last += 1
         # A tool's answer may repeat the name of the call; all else stands in one place.
         for n in spoken:
-            if not first <= n < last and _fields(self.runs[n].origin) & {"content", "reasoning"}:
+            if not first <= n < last and (not there or _fields(self.runs[n].origin) & {"content", "reasoning"}):
                 raise UserError(
                     f"The chat template prints words of message {i + 1} in more than one place, so that nobody knows "
                     f"which are the answer. {MARK_IT}"
@@ -211,10 +247,10 @@ class Layout:
         """How many characters from a run on belong to the prompt; `own` is the first run of the answer's own words."""
         lead = self.text[self.runs[first].begin : self.runs[own].begin]
         if not lead.strip():
-            return 0
+            return 0 if self.runs[own].at == i else len(lead)
         if (size := after_prompt(lead, prompts.added(i))) is not None:
             return size
-        header = prompts.header(i)
+        header = prompts.header(i) if self.runs[own].at == i else None
         if header is not None and not header.strip():
             return 0  # nothing stands before a plain answer: all that stands here is the answer's
         if header is not None and (place := lead.rfind(header)) >= 0:
