@@ -9,15 +9,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
-
-from liger_jax.commands import _jinja, _spans
+from liger_jax.commands import _jinja
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._messages import IS_TRAINED, REASONING
+from liger_jax.commands._prompts import Prompts
 from liger_jax.commands._spans import Layout, Span
 from liger_jax.commands._traced import NOBODY, Origin, traced
-
-_QUESTION, _ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
 
 @dataclasses.dataclass
@@ -40,7 +37,9 @@ class Notes:
         """
         found = []
         if self.parsed:
-            found.append("arguments of tool calls are JSON strings, and the chat template takes objects: they are parsed")
+            found.append(
+                "arguments of tool calls are JSON strings, and the chat template takes objects: they are parsed"
+            )
         if self.endless:
             found.append("the chat template ends some answers with no mark, so that they are trained without a stop")
         return found
@@ -107,7 +106,7 @@ class ChatTemplate:
             layout.check_printed(i, messages[i])
         if self._has_marks:
             return layout.text, _marked(layout, len(messages), set(answers), set(trained))
-        prompts = _Prompts(lambda some, prompt=False: Layout(self._text(some, values, prompt)), messages)
+        prompts = Prompts(lambda some, prompt=False: Layout(self._text(some, values, prompt)), messages)
         return layout.text, [span for i in trained for span in layout.answer(i, i + 1 == len(messages), prompts)]
 
     def _text(self, messages: Sequence[Any], values: Mapping[str, Any], prompt: bool = False) -> str:
@@ -129,66 +128,6 @@ def is_trained(message: Mapping[str, Any]) -> bool:
         Whether none of the fields is 0 or false.
     """
     return all(message.get(field) is None or bool(message[field]) for field in IS_TRAINED)
-
-
-class _Prompts:
-    """What a template prints before an answer, by the role of the message before."""
-
-    def __init__(self, layout: Callable[..., Layout], messages: Sequence[Any]):
-        self._layout, self._messages = layout, messages
-        self._added: dict[Any, str] = {}
-        self._header: dict[Any, str | None] = {}
-        self._between: dict[Any, str] = {}
-
-    def _before(self, i: int) -> tuple[Any, Sequence[Any]]:
-        """The role of the message before, and the messages before; a question where the answer is the first message."""
-        return (self._messages[i - 1]["role"], self._messages[:i]) if i else (None, [_QUESTION])
-
-    def added(self, i: int) -> str:
-        role, before = self._before(i)
-        if role not in self._added:
-            try:
-                tails = self._layout(before).tail(), self._layout(before, prompt=True).tail()
-                self._added[role] = _spans.added(*tails)[1]
-            except UserError:  # the template does not take a part of the conversation
-                self._added[role] = ""
-        return self._added[role]
-
-    def header(self, i: int) -> str | None:
-        role, before = self._before(i)
-        if role not in self._header:
-            lead = self._lead_of([*before, _ANSWER, _QUESTION], len(before))
-            size = None if lead is None else _spans.after_prompt(lead, self.added(i))
-            self._header[role] = lead if lead is None or size is None else lead[:size]
-        return self._header[role]
-
-    def only_at_the_end(self) -> str:
-        without, prompt = self._layout(self._messages), self._layout(self._messages, prompt=True)
-        return _spans.added(without.tail(), prompt.tail())[0]
-
-    def behind(self, i: int) -> list[list[str]]:
-        until = self._messages[: i + 1]
-        try:
-            return [self._layout(some).behind(i) for some in (until, [*until, _QUESTION])]
-        except UserError:
-            return [[]]
-
-    def between_turns(self, i: int, lead: str) -> str:
-        role = self._messages[i + 1]["role"]
-        if role not in self._between:
-            first, found = self._lead_of([self._messages[i + 1]], 0), ""
-            if first is not None and lead.endswith(first):
-                prompt = "".join(self._layout(self._messages[: i + 1], prompt=True).tail())
-                found = lead.removesuffix(first)
-                found = found if prompt.lstrip().startswith(found.strip()) else ""
-            self._between[role] = found
-        return self._between[role] if lead.startswith(self._between[role]) else ""
-
-    def _lead_of(self, messages: Sequence[Any], i: int) -> str | None:
-        try:
-            return self._layout(messages).lead_of(i)
-        except UserError:
-            return None
 
 
 def _marked(layout: Layout, count: int, answers: set[int], trained: set[int]) -> list[Span]:
@@ -237,7 +176,9 @@ def _seen_call(i: int, number: int, call: Any) -> Any:
         if name == "function":
             seen[name] = _seen_call(i, number, value)
         else:
-            field = {"name": "name", "arguments": "arguments" if isinstance(value, str) else "argument"}.get(name, "other")
+            field = {"name": "name", "arguments": "arguments" if isinstance(value, str) else "argument"}.get(
+                name, "other"
+            )
             seen[name] = traced(value, Origin(i, field, number))
     return seen
 
@@ -253,7 +194,9 @@ def _forms(messages: Sequence[Any]) -> Iterator[tuple[list[Any], bool]]:
     kinds = [kind for kind in others if any(isinstance(call.get("arguments"), kind) for call in calls)]
     for kind in (None, *kinds):
         for content in ({}, {"content": ""}, {"content": None}) if is_bare else ({},):
-            change = (lambda value, kind=kind: others[kind](value) if isinstance(value, kind) else value) if kind else None
+            change = (
+                (lambda value, kind=kind: others[kind](value) if isinstance(value, kind) else value) if kind else None
+            )
             yield [_in_form(message, content, change) for message in messages], kind is str
 
 

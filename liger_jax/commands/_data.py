@@ -62,8 +62,8 @@ def read(data: str, column: str, subset: str | None) -> list[Document]:
         raise UserError(f"--data={data} has no text.")
     if unread := sorted(set().union(*(document.unread for document in documents))):
         print(
-            f"data: {', '.join(unread)}: not read. {', '.join(IS_TRAINED)} of the assistant's messages say what is trained "
-            f"on; tools and {VALUES} beside the messages go to the chat template"
+            f"data: {', '.join(unread)}: not read. {', '.join(IS_TRAINED)} of the assistant's messages say what is "
+            f"trained on; tools and {VALUES} beside the messages go to the chat template"
         )
     return documents
 

@@ -15,6 +15,7 @@ import jinja2
 from jinja2 import ext, filters, nodes, sandbox, visitor
 
 from liger_jax.commands import _traced
+from liger_jax.commands._errors import UserError
 from liger_jax.commands._traced import NOBODY, Event, Part, Traced
 
 
@@ -61,7 +62,8 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
             jinja2.TemplateError: it is not valid Jinja.
         """
         tree = self.parse(source)
-        has_marks = any(block.call.node.name == "_mark" for block in tree.find_all(nodes.CallBlock) if _is_ours(block))
+        marks = [block.call.node for block in tree.find_all(nodes.CallBlock)]
+        has_marks = any(isinstance(mark, nodes.ExtensionAttribute) for mark in marks)
         tree = _Instrumented().visit(tree).set_environment(self)
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None)), has_marks
 
@@ -110,10 +112,6 @@ class _Instrumented(visitor.NodeTransformer):
 
 def _call(method: str, *args: nodes.Expr) -> nodes.Call:
     return nodes.Call(nodes.ExtensionAttribute(_Events.identifier, method), list(args), [], None, None)
-
-
-def _is_ours(block: nodes.CallBlock) -> bool:
-    return isinstance(block.call.node, nodes.ExtensionAttribute)
 
 
 def _event(event: Event) -> str:
@@ -183,14 +181,14 @@ def parsed_arguments(text: str) -> dict[str, Any]:
         The object.
 
     Raises:
-        jinja2.TemplateError: the text is no JSON object.
+        UserError: the text is no JSON object.
     """
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise jinja2.TemplateError(f"a tool call's arguments are {text[:40]!r}, and must be a JSON object")
+        raise UserError(f"a tool call has the arguments {text[:40]!r}, and must have a JSON object.")
     return found
 
 

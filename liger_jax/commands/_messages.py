@@ -93,7 +93,9 @@ def look_alikes(row: dict[str, Any]) -> set[str]:
     for message in row["messages"]:
         unread = set(message) - (_OF_MESSAGE if message["role"] == "assistant" else _OF_MESSAGE - set(IS_TRAINED))
         # A weight of 0 is what other messages have anyway.
-        of_messages |= {name for name in unread if _LOOK_ALIKE.search(name) and (name not in IS_TRAINED or message[name])}
+        of_messages |= {
+            name for name in unread if _LOOK_ALIKE.search(name) and (name not in IS_TRAINED or message[name])
+        }
     return {f"{name!r} in a message" for name in of_messages} | {
         f"{name!r} beside the messages" for name in set(row) - _OF_ROW if _LOOK_ALIKE.search(name)
     }

@@ -9,9 +9,10 @@ import bisect
 import os.path
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._prompts import Prompts, after_prompt
 from liger_jax.commands._traced import NOBODY, Origin, parts_of
 
 MARK_IT = "Mark the assistant's words in the template: {% generation %} … {% endgeneration %}."
@@ -53,30 +54,6 @@ class Run(NamedTuple):
     def is_spoken_by(self, message: int) -> bool:
         """Whether they are a message's own words, and not its role or another small field."""
         return self.origin is not None and self.origin.message == message and bool(_fields(self.origin) & _SPOKEN)
-
-
-class Prompts(Protocol):
-    """What a template prints before an answer, found by rendering parts of the conversation."""
-
-    def added(self, i: int) -> str:
-        """What `add_generation_prompt` adds before message i."""
-        ...
-
-    def header(self, i: int) -> str | None:
-        """What stands before the content of a plain answer in the place of message i; `None` if nothing tells."""
-        ...
-
-    def only_at_the_end(self) -> str:
-        """What is printed after the last message only if no prompt is."""
-        ...
-
-    def behind(self, i: int) -> list[list[str]]:
-        """What stands behind message i, in parts: where the conversation ends there, and where a question follows."""
-        ...
-
-    def between_turns(self, i: int, lead: str) -> str:
-        """What ends message i where the next one begins with `lead`: the part of it that a first message lacks."""
-        ...
 
 
 class Layout:
@@ -130,14 +107,17 @@ class Layout:
         Raises:
             UserError: something is missing, or is printed twice.
         """
-        origins = [(self.runs[n].origin, self.runs[n].end - self.runs[n].begin) for n in self._spoken.get(i, ())]
+        origins = [self.runs[n].origin for n in self._spoken.get(i, ())]
         content = message.get("content")
         if isinstance(content, str) and content.strip():
-            found = [(origin.at, size) for origin, size in origins if origin and "content" in _fields(origin)]
-            _check_content(i, content, found)
+            found = [self.runs[n] for n in self._spoken.get(i, ()) if "content" in _fields(self.runs[n].origin)]
+            if all(run.origin and run.origin.at is not None for run in found):
+                _check_content(i, content, [(run.origin.at, run.end - run.begin) for run in found])
+            else:
+                _check_changed(i, content, "".join(self.text[run.begin : run.end] for run in found))
         for number, call in enumerate(message.get("tool_calls") or ()):
             call = call.get("function") or call
-            printed = {name for origin, _ in origins if origin and origin.call in (number, -1) for name in _fields(origin)}
+            printed = {name for each in origins if each and each.call in (number, -1) for name in _fields(each)}
             arguments = call.get("arguments")
             if "name" not in printed or arguments and arguments != "{}" and not printed & {"argument", "arguments"}:
                 raise UserError(
@@ -192,7 +172,7 @@ class Layout:
         end = max(begin + len(self.text[begin:limit].rstrip()), own_end)
         spans = [Span(begin, end, i, end > own_end)]
         rest = self.text[limit:] if is_last else ""
-        if rest.strip() and rest.strip() == prompts.only_at_the_end().strip():
+        if rest.strip() and prompts.end().rstrip().endswith(rest.strip()):
             begin = limit + len(rest) - len(rest.lstrip())
             spans.append(Span(begin, begin + len(rest.strip()), i, True))
             spans[0] = spans[0]._replace(has_end=True)
@@ -263,39 +243,6 @@ class Layout:
         )
 
 
-def after_prompt(lead: str, prompt: str) -> int | None:
-    """Where the prompt ends in what stands before an answer.
-
-    Args:
-        lead: what stands there.
-        prompt: what the template prints for a new answer. It may go on, as by `<think>`, where a finished answer does
-            not.
-
-    Returns:
-        The number of characters, or `None` if the prompt is not there.
-    """
-    if not prompt.strip():
-        return None
-    if (place := lead.rfind(prompt)) >= 0:
-        return place + len(prompt)
-    sizes = range(min(len(lead), len(prompt)), 0, -1)
-    return len(lead) if any(lead.endswith(prompt[:size]) and prompt[:size].strip() for size in sizes) else None
-
-
-def added(without: list[str], with_prompt: list[str]) -> tuple[str, str]:
-    """What two texts have after their common parts.
-
-    Args:
-        without: the parts of a text that ends without a prompt.
-        with_prompt: the parts of the same text with a prompt.
-
-    Returns:
-        What is left of both.
-    """
-    common = len(os.path.commonprefix([without, with_prompt]))
-    return "".join(without[common:]), "".join(with_prompt[common:])
-
-
 def _fields(origin: Origin | None) -> set[str]:
     return set(origin.field.split("+")) if origin else set()
 
@@ -304,20 +251,32 @@ def _is_of_another(run: Run, i: int) -> bool:
     return run.origin is not None and run.origin.message != i
 
 
-def _check_content(i: int, content: str, found: list[tuple[int | None, int]]) -> None:
+def _check_content(i: int, content: str, found: list[tuple[int, int]]) -> None:
     """Checks that places and sizes of printed parts are all of a content, and none of it twice."""
-    if any(at is None for at, _ in found):
-        return  # the template changed the words, as by `upper`
     end = 0
-    for at, size in sorted((at, size) for at, size in found if at is not None):
+    for at, size in sorted(found):
         if at < end:
-            raise UserError(
-                f"The chat template prints the content of message {i + 1} twice, so that nobody knows which is the "
-                f"answer. {MARK_IT}"
-            )
+            raise _printed_twice(i)
         _check_missing(i, content[end:at], is_first=end == 0)
         end = at + size
     _check_missing(i, content[end:], is_first=end == 0)
+
+
+def _check_changed(i: int, content: str, printed: str) -> None:
+    """Checks that a content is printed once, in letters of another case or with signs between them."""
+    content, printed = (re.sub(r"\W", "", text).casefold() for text in (content, printed))
+    left = iter(printed)
+    if not all(letter in left for letter in content):
+        _check_missing(i, content, is_first=False)
+    if content and printed.count(content) > 1:
+        raise _printed_twice(i)
+
+
+def _printed_twice(i: int) -> UserError:
+    return UserError(
+        f"The chat template prints the content of message {i + 1} twice, so that nobody knows which is the answer. "
+        f"{MARK_IT}"
+    )
 
 
 def _check_missing(i: int, missing: str, *, is_first: bool) -> None:
@@ -325,6 +284,6 @@ def _check_missing(i: int, missing: str, *, is_first: bool) -> None:
     thoughts = f"(?s:.*{_TAG})" if is_first else f"(?s:{_TAG}.*{_TAG}|{_TAG})"
     if missing.strip() and not re.fullmatch(thoughts, missing.strip()):
         raise UserError(
-            f"The chat template does not print {missing.strip()[:40]!r} of message {i + 1}, or not as it stands, so that "
-            "it would not be trained on."
+            f"The chat template does not print {missing.strip()[:40]!r} of message {i + 1}, or not as it stands, so "
+            "that it would not be trained on."
         )

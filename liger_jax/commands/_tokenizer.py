@@ -60,11 +60,6 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._folder, self._vocab_size = folder, vocab_size
-        if unknown := [stop for stop in stops if not 0 <= stop < vocab_size]:
-            raise UserError(
-                f"{folder}: eos_token_id is {unknown[0]}, and must be a token, from 0 to {vocab_size - 1}. Put it right in "
-                "generation_config.json and config.json."
-            )
         self._config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
         self._special = _special_tokens(self._config)
         eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
@@ -98,7 +93,9 @@ class Tokenizer:
 
     def _texts(self, documents: list[Document], length: int) -> list[Piece]:
         pieces = []
-        encodings = self._encoded(documents, [document.text for document in documents], self._tokenizer.encode_batch_fast)
+        encodings = self._encoded(
+            documents, [document.text for document in documents], self._tokenizer.encode_batch_fast
+        )
         for document, encoded in zip(documents, encodings, strict=True):
             ids = encoded.ids
             if self._eos is not None and ids[-1:] != [self._eos]:
@@ -189,13 +186,14 @@ class Tokenizer:
         return [self._encoded([each], [text], encode)[0] for each, text in zip(documents, texts, strict=True)]
 
     def _checked(self, ids: list[int], document: Document) -> np.ndarray:
-        tokens = np.asarray(ids, np.int32)
-        if tokens.size and (largest := int(tokens.max())) >= self._vocab_size:
+        wrong = next((i for i in (max(ids, default=0), min(ids, default=0)) if not 0 <= i < self._vocab_size), None)
+        if wrong is not None:
+            name = self._tokenizer.id_to_token(wrong) if 0 <= wrong < 2**32 else "that ends a text"
             raise UserError(
-                f"{document.where}: the token {self._tokenizer.id_to_token(largest)!r} has the number {largest}, and "
-                f"the model's vocabulary has {self._vocab_size} entries. Pass a model with its own tokenizer."
+                f"{document.where}: the token {name!r} has the number {wrong}, and the model's vocabulary has "
+                f"{self._vocab_size} entries. Pass a model with its own tokenizer."
             )
-        return tokens
+        return np.asarray(ids, np.int32)
 
 
 def _places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:

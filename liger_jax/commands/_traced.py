@@ -7,7 +7,7 @@ joins or replaces. Everything else, such as `upper`, keeps the message only.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 NOBODY = -1  # the message of a text that several messages went into, or a message and the template's own words
 
@@ -133,10 +133,10 @@ class Traced(str):
     def removesuffix(self, suffix: str, /) -> str:
         return self._between(0, len(super().removesuffix(suffix)))
 
-    def split(self, sep: str | None = None, maxsplit: int = -1) -> list[str]:
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._pieces(super().split(sep, maxsplit), sep)
 
-    def rsplit(self, sep: str | None = None, maxsplit: int = -1) -> list[str]:
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._pieces(super().rsplit(sep, maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[str]:
@@ -159,7 +159,7 @@ class Traced(str):
             at += len(piece) + len(sep or "")
         return found
 
-    def replace(self, old: str, new: str, count: int = -1, /) -> str:
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         if not old:
             return derived(super().replace(old, new, count), self, new)
         return join(self.split(old, count), new)

@@ -41,8 +41,8 @@ def write(
     Args:
         folder: the folder, made if it does not exist.
         shards: groups of tensors. One becomes model.safetensors; several become files and an index.
-        small_files: config.json and other files, by name or relative path. `None` for a file that the model lacks; an earlier model's
-            file of that name is removed.
+        small_files: config.json and other files, by name or relative path. `None` for a file that the model lacks; an
+            earlier model's file of that name is removed.
         meaning: takes a folder and returns what its config.json means. If two folders give equal values, their models
             compute the same. It raises a ValueError or FileNotFoundError if the file is damaged or absent.
     """

@@ -66,7 +66,11 @@ def answers(plain, piece):
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1: '\\ud800' is no character."),
         ("a.jsonl", b'{"messages": "hello"}', "a.jsonl, line 1: messages must be a list of objects"),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": "?"}]}', "line 1: no message is the assistant's"),
-        ("a.jsonl", b'{"messages": [{"role": "assistant", "contents": "?"}]}', "line 1: The chat template refuses the"),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "assistant", "contents": "?"}]}',
+            "line 1: message 1, the assistant's, has",
+        ),
         ("a.jsonl", b'{"text": ""}', "has no text."),
         ("a.txt", b"!", "The data is one piece, so that nothing can be held out."),
     ],
@@ -255,9 +259,12 @@ def test_answers_are_found_by_the_template(template, spoken):
         ("{{ ''.__class__.__mro__ }}", "The chat template refuses the messages: access to attribute '__class__'"),
         ("{{ messages.clear() }}", "The chat template refuses the messages: access to attribute 'clear'"),
         ("{% for %}", "The tokenizer's chat template cannot be read"),
-        ("{{ messages | length }} {{ messages[-1].content }}", "The chat template changes what stands before message"),
+        (
+            "{{ messages | length }} {{ messages[-1].content }}",
+            "The chat template does not print 'three four' of message 3",
+        ),
     ],
-    ids=["its own error", "Python's inside", "changes its input", "no Jinja", "no prefix"],
+    ids=["its own error", "Python's inside", "changes its input", "no Jinja", "prints the last message only"],
 )
 def test_a_template_that_fails_or_reaches_out_is_one_sentence(template, message):
     with pytest.raises(UserError, match=message):
