@@ -102,7 +102,7 @@ class Prompts:
         """
         role = self._messages[i + 1]["role"]
         if role not in self._between:
-            first, found = self._lead_of([self._messages[i + 1]], 0), ""
+            first, found = self._lead_of([self._messages[i + 1] | {"content": "question"}], 0), ""
             if first is not None and lead.endswith(first):
                 found = lead.removesuffix(first)
                 try:

@@ -1,0 +1,112 @@
+"""TRL's chat templates: those that models came with tell the same answers as TRL's copies, which mark them.
+
+`make parity` installs TRL.
+"""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from liger_jax.commands._chat import ChatTemplate
+from liger_jax.commands._errors import UserError
+
+FOUND = importlib.util.find_spec("trl")
+FOLDER = Path(str(FOUND and FOUND.origin)).parent / "chat_templates"
+MARKED = "_training"
+pytestmark = [pytest.mark.parity, pytest.mark.skipif(FOUND is None, reason="TRL is absent")]
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+CALL = {
+    "type": "function",
+    "id": "call00001",
+    "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}},
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string", "description": "c"}}, "required": []}}}]  # fmt: skip
+
+
+def chat(*contents, **last):
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return [*messages[:-1], messages[-1] | last]
+
+
+CHATS = {
+    "one turn": chat("red?", "Yes."),
+    "turns": chat("red?", "Yes.", "SECRET question", " No.\n", "and?", "Maybe."),
+    "a question at the end": chat("red?", "Yes.", "blue?"),
+    "system": [{"role": "system", "content": "Be brief."}, *chat("red?", "Yes.", "blue?", "No.")],
+    "assistant first": [{"role": "assistant", "content": "Welcome!"}, *chat("red?", "Yes.")],
+    "reasoning": chat("red?", "Yes.", reasoning_content="It is."),
+    "thoughts": chat("red?", "<think>\nIt is.\n</think>\n\nYes."),
+    "tools": [
+        *chat("warm?", "", tool_calls=[CALL]),
+        {"role": "tool", "name": "weather", "content": "sunny", "tool_call_id": "call00001"},
+        {"role": "assistant", "content": "It is."},
+        *chat("thanks", "Bye."),
+    ],
+}
+# Some marks take the end of the prompt in. Those of DeepSeek's copies hold the header, which is no answer.
+OF_THE_PROMPT = ("", "<think>", "<think></think>", "<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<|start|>assistant")
+PARTS_ONLY = ("idefics3", "llava_next", "smolvlm")  # take contents as lists of parts
+MARKS_MORE = ("glm4moe",)  # prints the next header at the end of an answer
+IN_THE_ANSWER = ("diffusion_gemma",)  # prints what tools say within the answer
+
+
+def names():
+    paths = sorted(FOLDER.glob(f"*{MARKED}.jinja")) if FOUND else []
+    return [path.stem.removesuffix(MARKED) for path in paths]
+
+
+def answers(name, messages):
+    """The text, and the answers' characters other than white space, one after the other without gaps."""
+    template = ChatTemplate((FOLDER / f"{name}.jinja").read_text(), SPECIAL)
+    text, spans = template.render(messages, TOOLS if any("tool_calls" in m for m in messages) else None)
+    inside = [any(begin <= at < end for begin, end in spans) for at in range(len(text))]
+    groups = itertools.groupby(zip(text, inside, strict=True), key=lambda pair: pair[1] or pair[0].isspace())
+    stretches = [
+        "".join(c for c, is_in in group if is_in and not c.isspace()) for in_or_space, group in groups if in_or_space
+    ]
+    return text, [stretch for stretch in stretches if stretch]
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name not in PARTS_ONLY])
+def test_a_template_and_its_marked_copy_tell_the_same_answers(name):
+    compared = 0
+    for what, messages in CHATS.items():
+        try:
+            text, ours = answers(name, messages)
+        except UserError as error:
+            is_their_own = "The chat template refuses the messages" in str(error) or "does not print" in str(error)
+            assert is_their_own or (name in IN_THE_ANSWER and what == "tools"), (what, error)
+            continue
+        marked, theirs = answers(name + MARKED, messages)
+        if text != marked:
+            continue  # some copies print thoughts that the first one drops, or more after an answer
+        compared += 1
+        assert len(ours) == len(theirs), (what, ours, theirs)
+        for our, their in zip(ours, theirs, strict=True):
+            assert their.endswith(our) and their.removesuffix(our) in OF_THE_PROMPT, what
+    assert compared or name in MARKS_MORE
+
+
+@pytest.mark.parametrize("name", names())
+def test_texts_are_those_of_transformers(name):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (FOLDER / f"{name}.jinja").read_text()
+    for messages in CHATS.values():
+        tools = TOOLS if any("tool_calls" in m for m in messages) else None
+        try:
+            text, _ = ChatTemplate(source, SPECIAL).render(messages, tools)
+        except UserError:
+            continue
+        copy = json.loads(json.dumps(messages))
+        try:
+            theirs = render_jinja_template([copy], tools, chat_template=source, **SPECIAL)[0][0]
+        except Exception:  # where arguments must be a text, as in DeepSeek's
+            continue
+        assert text == theirs
