@@ -1,0 +1,187 @@
+"""The messages and tools of a conversation: what is read of them, and one sentence for whatever is none."""
+
+import json
+import re
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Plain
+
+from liger_jax.commands import _data
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._tokenizer import Tokenizer
+from tests.commands import _templates
+
+USER, ANSWER = {"role": "user", "content": "red?"}, {"role": "assistant", "content": "Yes."}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
+TURNS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<e>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tokenizer of bytes, and the chat template of each test."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Plain(models.BPE({each: i for i, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in ("<e>", "<|end|>", "</s>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def documents(tmp_path, *rows):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return _data.read(str(tmp_path / "rows.jsonl"), "text", None)
+
+
+def trained(folder, template, found):
+    """The tokenizer, the texts of pieces, and the tokens in them that are trained on."""
+    config = {"chat_template": template, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, plain = Tokenizer(folder, 300, []), Plain.from_file(str(folder / "tokenizer.json"))
+    pieces = tokenizer.pieces(found, length=500)
+    decode = lambda tokens: plain.decode(tokens.tolist(), skip_special_tokens=False)
+    return tokenizer, [decode(p.tokens) for p in pieces], [decode(p.labels[p.labels >= 0]) for p in pieces]
+
+
+@pytest.mark.parametrize(
+    ["message", "reason"],
+    [
+        ({"role": "user"}, "message 1, the user's, has no content."),
+        ({"role": "user", "content": None}, "message 1, the user's, has no content."),
+        ({"role": "user", "content": 3}, "message 1, the user's, has a content of type int, and must have a text."),
+        ({"role": "user", "content": {"text": "hi"}}, "has a content of type dict"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "has a part of type 'image_url'"),
+        ({"role": "assistant", "content": None}, "message 1, the assistant's, has no content."),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "message 1, the assistant's, has no content."),
+        ({"role": "assistant", "content": " \n"}, "message 1, the assistant's, is empty, so that only the mark"),
+        ({**ANSWER, "weight": 0.5}, "message 1, the assistant's, has weight=0.5, and must have 0 or 1"),
+        ({**ANSWER, "train": "false"}, "has train='false', and must have 0 or 1, false or true."),
+        ({**ANSWER, "tool_calls": [{"type": "function"}]}, "has tool_calls that are no list of objects"),
+        ({**ANSWER, "tool_calls": [{"name": "f", "arguments": [1]}]}, "calls 'f' with arguments of type list"),
+    ],
+    ids=str,
+)
+def test_a_message_that_no_template_should_see_is_named_with_its_line(tmp_path, message, reason):
+    with pytest.raises(UserError, match="line 2: .*" + re.escape(reason)):
+        documents(tmp_path, {"messages": [USER, ANSWER]}, {"messages": [message, ANSWER]})
+
+
+@pytest.mark.parametrize(
+    ["row", "reason"],
+    [
+        ({"tools": "[{"}, "line 1: tools is a text that is no JSON"),
+        ({"tools": ["weather"]}, "line 1: tools is a text that is no JSON"),
+        ({"tools": {"name": "weather"}}, "line 1: tools must be a list of objects"),
+        ({"chat_template_kwargs": [1]}, "line 1: chat_template_kwargs must be an object"),
+        ({"chat_template_kwargs": {"tools": []}}, "line 1: chat_template_kwargs must not have 'tools'"),
+    ],
+    ids=str,
+)
+def test_a_row_with_other_tools_or_values_is_named(tmp_path, row, reason):
+    with pytest.raises(UserError, match=re.escape(reason)):
+        documents(tmp_path, {"messages": [USER, ANSWER], **row})
+
+
+def test_nulls_are_absent_and_parts_of_text_are_joined(tmp_path):
+    parts = [{"type": "text", "text": "re", "image": None}, "d", {"text": "?"}]
+    row = {
+        "messages": [
+            {"role": "user", "content": parts, "tool_calls": None, "name": None},
+            {"role": "assistant", "content": "Yes.", "tool_calls": [], "weight": None},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]},
+        ],
+        "tools": None,
+        "chat_template_kwargs": {"style": None},
+    }
+    (found,) = documents(tmp_path, row)
+    assert found.messages == [USER, ANSWER, {"role": "assistant", "tool_calls": [CALL]}]
+    assert found.tools is None and found.values == {}
+
+
+@pytest.mark.parametrize(
+    "tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]], ids=["list", "JSON", "list of JSON"]
+)
+def test_tools_go_to_the_template_for_tools(folder, tmp_path, tools):
+    default, tool_use = TURNS, "{% for t in tools or ['none'] %}{{ t | tojson }}{% endfor %}" + TURNS
+    several = [{"name": "default", "template": default}, {"name": "tool_use", "template": tool_use}]
+    row = {"messages": [USER, ANSWER]}
+    found = documents(tmp_path, row | {"tools": tools}, row, row | {"tools": "[]"})
+    _, texts, spoken = trained(folder, several, found)
+    plain = "[user] red?<e>[assistant] Yes.<e>"
+    assert texts == [json.dumps(TOOLS[0]) + plain, plain, plain] and spoken == ["Yes.<e>"] * 3
+
+
+def test_chat_templates_in_files_are_taken_as_transformers_does(folder, tmp_path):
+    found = documents(tmp_path, {"messages": [USER, ANSWER], "tools": TOOLS}, {"messages": [USER, ANSWER]})
+    additional = folder / "additional_chat_templates"
+    additional.mkdir()
+    try:
+        (additional / "tool_use.jinja").write_text("tools " + TURNS)
+        with pytest.raises(UserError, match="line 2: .* has the chat templates tool_use, and none is the default"):
+            trained(folder, "unread", found)
+        (folder / "chat_template.jinja").write_text("file " + TURNS)
+        texts = trained(folder, "unread", found)[1]
+    finally:
+        (additional / "tool_use.jinja").unlink(missing_ok=True)
+        additional.rmdir()
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert [text.partition(" ")[0] for text in texts] == ["tools", "file"]
+
+
+def test_weights_are_obeyed_and_rows_without_a_token_to_train_on_are_told_of(folder, tmp_path, capsys):
+    bad = ANSWER | {"content": "BAD", "weight": 0}
+    found = documents(tmp_path, {"messages": [USER, bad, USER, ANSWER]}, {"messages": [USER, bad]})
+    assert trained(folder, TURNS, found)[2] == ["Yes.<e>"]
+    assert "1 of 2 conversations have no token to train on, and are left out" in capsys.readouterr().out
+
+
+def test_fields_that_look_like_weights_are_named_once(tmp_path, capsys):
+    messages = [USER | {"train": True}, ANSWER | {"loss_mask": 1, "function_call": {}, "weight": 1, "name": "x"}]
+    documents(tmp_path, *[{"messages": messages, "sample_weight": 2, "id": 7}] * 3)
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1 and told.startswith(
+        "data: 'function_call' in a message, 'loss_mask' in a message, 'sample_weight' beside the messages, "
+        "'train' in a message: not read."
+    )
+    documents(tmp_path, {"messages": [USER | {"weight": 0}, ANSWER]})
+    assert capsys.readouterr().out == ""
+
+
+def test_values_of_a_row_reach_its_template(folder, tmp_path):
+    row = {"messages": [USER, ANSWER], "chat_template_kwargs": {"style": "short"}}
+    assert trained(folder, "{{ style }}" + TURNS, documents(tmp_path, row))[1] == [
+        "short[user] red?<e>[assistant] Yes.<e>"
+    ]
+
+
+def test_what_is_to_be_known_of_conversations_is_said_once(folder, tmp_path, capsys):
+    call = {"role": "assistant", "tool_calls": [{"function": CALL["function"] | {"arguments": '{"city": "Rome"}'}}]}
+    found = documents(tmp_path, *[{"messages": [USER, call]}] * 2)
+    capsys.readouterr()
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content or (m.tool_calls | tojson) }}{% endfor %}"
+    assert trained(folder, template, found)[2] == [json.dumps([CALL])] * 2
+    told = capsys.readouterr().out
+    assert told.count("they are parsed") == told.count("trained without a stop") == 1
+
+
+def test_a_stop_is_each_mark_that_ends_an_answer(folder, tmp_path):
+    found = documents(tmp_path, {"messages": [USER, ANSWER, USER, ANSWER]})
+    tokenizer, _, spoken = trained(folder, _templates.END_WITHOUT_PROMPT, found)
+    assert spoken == ["Yes.<|end|>Yes.<|end|></s>"]
+    plain = Plain.from_file(str(folder / "tokenizer.json"))
+    assert set(tokenizer.stops) == {plain.token_to_id("<|end|>"), plain.token_to_id("</s>")}
+
+
+def test_white_space_that_a_token_shares_with_an_answer_is_trained_on(folder, tmp_path):
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"] |= {"vocab": vocab | {"ĠY": len(vocab)}, "merges": [["Ġ", "Y"]]}
+    for i, token in enumerate(tokenizer["added_tokens"], 1):
+        token["id"] = len(vocab) + i
+    (merged / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = documents(tmp_path, {"messages": [USER, ANSWER]})
+    assert trained(merged, TURNS, found)[2] == [" Yes.<e>"]
