@@ -1,5 +1,7 @@
 """Rows of equal length to train on and to hold out, and the batches that are made of them."""
 
+import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -69,31 +71,56 @@ def count(rows: Rows) -> int:
     return len(rows["input_ids"])
 
 
-def batches(rows: Rows, batch: int, seed: int) -> Callable[[int], Rows]:
-    """The training data by the step's number, whatever ran before.
+def steps(number: int, batch: int, epochs: float) -> int:
+    """Counts the steps of a run.
+
+    Args:
+        number: rows to train on.
+        batch: rows in a step.
+        epochs: how often each row is trained on.
+
+    Returns:
+        The number of steps, at least 1. No step has rows of two epochs.
+
+    Example:
+        >>> steps(10, 8, 1.0), steps(10, 8, 2.5), steps(3, 8, 1.0)
+        (2, 5, 1)
+    """
+    whole, rest = divmod(_row_visits(number, epochs), number)
+    return whole * math.ceil(number / batch) + math.ceil(rest / batch)
+
+
+def batches(rows: Rows, batch: int, seed: int, epochs: float | None = None) -> Callable[[int], Rows]:
+    """The rows of each step by its number, whatever ran before.
+
+    An epoch has each row once. Its last step has the rows that are left, which may be fewer than `batch`.
 
     Args:
         rows: of `rows`.
-        batch: rows in a step.
+        batch: the most rows in a step.
         seed: seed of the rows' order, which is new in each epoch.
+        epochs: how often each row is trained on. A fraction of an epoch is the first share of the epoch's order.
+            `None` for epochs without an end.
 
     Returns:
-        A function of the step, from 0.
+        A function of the step, from 0. There are no rows in the steps after the last one, which `steps` counts.
     """
     number = count(rows)
+    steps_in_epoch = math.ceil(number / batch)
 
-    def batch_of(step: int) -> Rows:
-        places = np.arange(step * batch, (step + 1) * batch)
-        epochs = range(places[0] // number, places[-1] // number + 1)
-        order = np.concatenate([np.random.default_rng([seed, epoch]).permutation(number) for epoch in epochs])
-        chosen = order[places - epochs[0] * number]
+    def rows_of(step: int) -> Rows:
+        epoch, step_in_epoch = divmod(step, steps_in_epoch)
+        order = np.random.default_rng([seed, epoch]).permutation(number)
+        if epochs is not None:
+            order = order[: max(0, _row_visits(number, epochs) - epoch * number)]
+        chosen = order[step_in_epoch * batch : (step_in_epoch + 1) * batch]
         return {name: values[chosen] for name, values in rows.items()}
 
-    return batch_of
+    return rows_of
 
 
 def parts(rows: Rows, size: int) -> Iterator[Rows]:
-    """Cuts rows into equal parts. The last part is filled up with rows that are not scored.
+    """Cuts rows into equal parts. The last part is filled up with rows that are not scored, and so weigh nothing.
 
     Args:
         rows: of `rows`.
@@ -107,3 +134,26 @@ def parts(rows: Rows, size: int) -> Iterator[Rows]:
         missing = size - count(part)
         empty = {name: IGNORE_INDEX if name == "labels" else 0 for name in part}
         yield {name: np.pad(x, ((0, missing), (0, 0)), constant_values=empty[name]) for name, x in part.items()}
+
+
+def fingerprint(*some: Rows) -> str:
+    """A text by which these rows can be told from others.
+
+    Args:
+        some: rows to train on, and perhaps rows that are held out.
+
+    Returns:
+        The number of rows and a hash of all that they hold, in words.
+    """
+    digest = hashlib.sha256()
+    for rows in some:
+        for name, values in rows.items():
+            digest.update(f"{name} {values.shape} {values.dtype}".encode())
+            digest.update(np.ascontiguousarray(values))
+    number = sum(map(count, some))
+    return f"{number} rows, as tokenizer and chat template make them: {digest.hexdigest()[:12]}"
+
+
+def _row_visits(number: int, epochs: float) -> int:
+    """How many rows the steps of a run have together."""
+    return max(1, round(epochs * number))

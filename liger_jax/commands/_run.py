@@ -62,12 +62,15 @@ def finetune(settings: Settings) -> int:
         stops = checkpoint.kept_of(folder, checkpoint.read_config(folder), ()).stops
     tokenizer = Tokenizer(folder, found.config.vocab_size, stops)
     train, held_out = _rows_of(settings, tokenizer, documents)
-    steps = settings.steps or max(1, math.ceil(settings.epochs * _rows.count(train) / settings.batch))
+    epochs = settings.epochs_to_train
+    steps = settings.steps if epochs is None else _rows.steps(_rows.count(train), settings.batch, epochs)
     rate = schedule(settings.peak_rate, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     optimizer = stochastic_rounding(optimizer, settings.seed)  # of weights in bfloat16; others are added as ever
-    batch_of = _rows.batches(train, settings.batch, settings.seed)
+    rows_of = _rows.batches(train, settings.batch, settings.seed, epochs)
+    batch_of = lambda step: next(_rows.parts(rows_of(step), settings.batch))
     kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
+    kept |= {"rows": _rows.fingerprint(train, *([] if held_out is None else [held_out]))}
     checkpoints = Checkpoints(out / "checkpoints", kept, fresh=settings.fresh)
     reading = beside(_read, settings, folder, precision)
     with user_errors(), telling("tracing"):
@@ -87,7 +90,7 @@ def finetune(settings: Settings) -> int:
     score = scoring(summed, frozen)
     parts = [] if held_out is None else list(_rows.parts(held_out, size))
     evaluate = lambda params: score(params, parts) if parts else {}
-    check = lambda params, step: score(params, [next(_rows.parts(batch_of(step), size))])["eval_loss"]
+    check = lambda params, step: score(params, [next(_rows.parts(rows_of(step - 1), size))])["eval_loss"]
     loop = _Loop(step, frozen, rate, checkpoints, log["steps"], check)
     with Log(settings.log, out, log["steps"]) as files:
         state, stopped_by = loop.run(state, batch_of, steps, settings.every, evaluate, files)
@@ -364,4 +367,6 @@ def _num_tokens(batch: _rows.Rows) -> int:
     """The tokens of a batch without its padding; an unpacked row's are those up to its last label."""
     if "segment_ids" in batch:
         return int(np.count_nonzero(batch["segment_ids"]))
-    return int(np.sum(batch["labels"].shape[1] - np.argmax(batch["labels"][:, ::-1] >= 0, axis=1)))
+    has_label = batch["labels"] >= 0
+    ends = has_label.shape[1] - np.argmax(has_label[:, ::-1], axis=1)
+    return int(np.sum(ends, where=np.any(has_label, axis=1)))

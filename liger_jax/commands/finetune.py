@@ -39,7 +39,7 @@ class Settings:
         length: tokens in a row.
         batch: rows in a step.
         micro_batches: equal parts of a step's batch, whose gradients are accumulated.
-        epochs: how often each row is trained on.
+        epochs: how often each row is trained on; `None` for once, or for what `steps` says.
         steps: training steps; `None` for what `epochs` says.
         learning_rate: the peak; `None` for 2e-4 with adapters and 1e-5 without.
         remat: what layers keep for the backward.
@@ -68,7 +68,7 @@ class Settings:
     length: int = 2048
     batch: int = 8
     micro_batches: int = 1
-    epochs: float = 1.0
+    epochs: float | None = None
     steps: int | None = None
     learning_rate: float | None = None
     remat: str = "full"
@@ -91,6 +91,10 @@ class Settings:
         for name in ("learning_rate", "epochs", "lora_alpha"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number above 0.")
+        if self.steps is not None and self.epochs is not None:
+            raise UserError(
+                f"--steps={self.steps} and --epochs={self.epochs} both say how long the run is. Pass one of them."
+            )
         if not 0 <= self.eval_share < 1:
             raise UserError(f"--eval-share={self.eval_share} must be in [0, 1); 0 holds nothing out.")
         for name in ("lora_alpha", "quantize", "merge"):
@@ -104,6 +108,11 @@ class Settings:
         """The peak of the learning rate."""
         return self.learning_rate or (1e-5 if self.lora is None else 2e-4)
 
+    @property
+    def epochs_to_train(self) -> float | None:
+        """How often each row is trained on, or `None` where the number of steps is given."""
+        return None if self.steps is not None else self.epochs or 1.0
+
     def of_the_run(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is continued.
 
@@ -112,7 +121,7 @@ class Settings:
         """
         return {
             name: value
-            for name, value in dataclasses.asdict(self).items()
+            for name, value in (dataclasses.asdict(self) | {"epochs": self.epochs_to_train}).items()
             if name not in ("log", "out", "fresh", "every", "merge")
         }
 
@@ -135,8 +144,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--length", type=int, help="tokens in a row (default: 2048)")
     add("--batch", type=int, help="rows in a step (default: 8)")
     add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")
-    add("--epochs", type=float, help="how often each row is trained on (default: 1)")
-    add("--steps", type=int, help="training steps, rather than epochs")
+    add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
+    add("--steps", type=int, help="training steps, in the place of --epochs")
     add("--learning-rate", type=float, help="the peak (default: 1e-5, with --lora 2e-4)")
     add("--remat", choices=REMATS, help="what layers keep for the backward (default: full, which keeps least)")
     add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")

@@ -1,6 +1,7 @@
 """The data of `liger-jax finetune`: which tokens are trained on, and one sentence for whatever cannot be used."""
 
 import json
+import math
 import re
 import sys
 import types
@@ -86,6 +87,7 @@ def test_bad_data_is_one_sentence_that_says_where(source, tmp_path, capsys, name
     ["arguments", "message"],
     [
         (["--batch=3", "--micro-batches=2"], "--micro-batches=2 must divide --batch=3."),
+        (["--steps=2", "--epochs=1"], "--steps=2 and --epochs=1.0 both say how long the run is. Pass one of them."),
         (["--length=1"], "--length=1 must be at least 2."),
         (["--length=513"], "--length=513 is more than the 512 positions of"),
         (["--quantize=nf4"], "--quantize is for adapters: pass --lora, such as --lora 16, as well."),
@@ -187,10 +189,40 @@ def test_rows_hold_documents_each_by_itself_and_no_step_depends_on_those_before(
     rows = _rows.rows(train, 32, packed=False)
     scored = rows["labels"] >= 0
     assert scored.sum(1).tolist() == [len(piece.tokens) for piece in train]
-    batch_of = _rows.batches(rows, 3, seed=1)
-    seen = np.concatenate([batch_of(step)["input_ids"] for step in range(7)])  # three epochs
+    rows_of = _rows.batches(rows, 3, seed=1)
+    seen = np.concatenate([rows_of(step)["input_ids"] for step in range(9)])  # three epochs
     assert all((seen == row).all(1).sum() == 3 for row in rows["input_ids"])
-    np.testing.assert_array_equal(batch_of(5)["labels"], _rows.batches(rows, 3, seed=1)(5)["labels"])
+    np.testing.assert_array_equal(rows_of(5)["labels"], _rows.batches(rows, 3, seed=1)(5)["labels"])
+
+
+@pytest.mark.parametrize("number", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("epochs", [0.01, 0.5, 1.0, 2.75])
+def test_each_row_is_trained_on_as_often_as_there_are_epochs(number, epochs):
+    rows = {"input_ids": np.arange(number)[:, None], "labels": np.arange(number)[:, None]}
+    steps, rows_of = _rows.steps(number, 8, epochs), _rows.batches(rows, 8, 0, epochs)
+    seen = np.concatenate([rows_of(step)["labels"][:, 0] for step in range(steps)])
+    assert all(1 <= _rows.count(rows_of(step)) <= 8 for step in range(steps)) and not _rows.count(rows_of(steps))
+    assert len(seen) == max(1, round(epochs * number))
+    # An epoch has each row once, in an order of its own, and a fraction of one is that order's beginning.
+    endless = _rows.batches(rows, 8, 0)
+    for epoch, begin in enumerate(range(0, len(seen), number)):
+        each = math.ceil(number / 8)
+        whole = np.concatenate([endless(epoch * each + i)["labels"][:, 0] for i in range(each)])
+        assert sorted(whole) == list(range(number))
+        np.testing.assert_array_equal(seen[begin : begin + number], whole[: len(seen) - begin])
+
+
+def test_rows_that_differ_in_a_token_or_a_label_have_other_fingerprints():
+    rows = {"input_ids": np.arange(6).reshape(2, 3), "labels": np.arange(6).reshape(2, 3)}
+    found = {
+        _rows.fingerprint(rows),
+        _rows.fingerprint(rows, rows),
+        _rows.fingerprint(rows | {"positions": rows["labels"]}),
+    }
+    for name in rows:
+        changed = rows | {name: rows[name] + (np.arange(6).reshape(2, 3) == 4)}
+        found |= {_rows.fingerprint(changed), _rows.fingerprint(rows, changed)}
+    assert len(found) == 7 and _rows.fingerprint(dict(rows)) in found
 
 
 def test_a_dataset_of_the_hub_is_read_by_its_column(monkeypatch):

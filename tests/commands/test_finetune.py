@@ -11,6 +11,7 @@ import signal
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -20,6 +21,7 @@ from liger_jax.commands._tokenizer import Piece
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
+from liger_jax.training import make_step
 from tests.commands import _tiny
 
 CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
@@ -160,14 +162,42 @@ def test_a_checkpoint_of_another_run_is_refused(source, interrupted, capsys):
     assert "holds another run: learning_rate=0.05 became 0.01. Pass --fresh" in error and error.count("\n") == 1
 
 
+def test_a_run_goes_on_only_with_the_same_tokens_and_labels(source, interrupted, capsys):
+    config = source / "tokenizer_config.json"
+    before = config.read_text()
+    try:  # the same documents under another template
+        config.write_text(before.replace("message.content +", "message.content + '!' +"))
+        assert config.read_text() != before and chat(source, interrupted[0]) == 2
+    finally:
+        config.write_text(before)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search("holds another run: rows='.*chat template make them: .*' became '.*'. Pass --fresh", error)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_that_fill_a_batch_weigh_nothing(source, packed):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 300, size).astype(np.int32) for size in (16, 9, 14)]
+    rows = _rows.rows([Piece(tokens, tokens) for tokens in documents], 16, packed=packed)
+    (filled,) = _rows.parts(rows, 8)
+    assert _rows.count(rows) == 3 and _rows.count(filled) == 8 and _run._num_tokens(filled) == 39
+    graph, params = nnx.split(model)
+    optimizer = optax.sgd(1.0)
+    step = lambda **options: make_step(graph, optimizer, _run.loss_and_accuracy, has_aux=True, **options)
+    state = params, optimizer.init(params)
+    expected, found = jax.jit(step())(state, rows), jax.jit(step(micro_batches=4))(state, filled)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
+
+
 def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, tmp_path, capsys):
     pytest.importorskip("tensorboardX")
-    options = "--length 32 --batch 4 --steps 10 --eval-share 0.1 --log csv,tensorboard --learning-rate 0.01".split()
+    options = "--length 32 --batch 4 --epochs 1.1 --eval-share 0.1 --log csv,tensorboard --learning-rate 0.01".split()
     data = f"--data={source.parent / 'texts.jsonl'}"
     assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 0
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().out  # of 45 rows, 12 steps and then 2 of a tenth of them
     assert "memory: the run needs" in printed and "5 pieces are held out" in printed
-    first, last = map(float, re.search(r"10 steps; loss ([\d.]+) → ([\d.]+); model in", printed).groups())
+    first, last = map(float, re.search(r"14 steps; loss ([\d.]+) → ([\d.]+); model in", printed).groups())
     assert last < first - 1
     assert list((tmp_path / "tensorboard").glob("events.*"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
