@@ -1,8 +1,8 @@
-"""The command `liger-jax` and what it can do: `plan` and `finetune`."""
+"""The command `liger-jax` and what it can do: `plan`, `data` and `finetune`."""
 
 import argparse
 
-from liger_jax.commands import finetune, plan
+from liger_jax.commands import data, finetune, plan
 from liger_jax.commands._cache import compiled_programs_kept
 
 
@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="liger-jax", description="Kernels and models for training in JAX.")
     commands = parser.add_subparsers(required=True)
-    for command in (plan, finetune):
+    for command in (plan, data, finetune):
         name = command.__name__.rpartition(".")[2]
         subparser = commands.add_parser(
             name, help=command.SUMMARY, epilog=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_jax.commands import _files, _messages
-from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
 from liger_jax.commands._messages import IS_TRAINED, VALUES
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -39,13 +39,14 @@ class Document:
     unread: frozenset[str] = frozenset()
 
 
-def read(data: str, column: str, subset: str | None) -> list[Document]:
+def read(data: str, column: str, subset: str | None, refused: dict[str, UserError] | None = None) -> list[Document]:
     """Reads the documents.
 
     Args:
         data: a file, a glob or a dataset's id. The first two come first.
         column: the field that holds the text, where there are no `messages`.
         subset: the dataset's configuration.
+        refused: where errors of single files and lines go, by where they are; `None` to raise the first.
 
     Returns:
         The documents that are not empty.
@@ -54,11 +55,14 @@ def read(data: str, column: str, subset: str | None) -> list[Document]:
         UserError: nothing is found, or something found is no document.
     """
     if not glob.glob(data, recursive=True) and _may_be_id(data):
-        documents = list(_of_dataset(data, column, subset))
+        documents = list(_of_dataset(data, column, subset, refused))
     else:
-        documents = [document for path, text in _files.read(data).items() for document in _of_file(path, text, column)]
+        documents = []
+        for path, text in _files.read(data, refused).items():
+            with refusals_kept(refused, str(path)):
+                documents += _of_file(path, text, column, refused)
     documents = [document for document in documents if document.messages is not None or document.text.strip()]
-    if not documents:
+    if not documents and not refused:
         raise UserError(f"--data={data} has no text.")
     if unread := sorted(set().union(*(document.unread for document in documents))):
         print(
@@ -82,28 +86,30 @@ def fingerprint(documents: Sequence[Document]) -> str:
     return f"{len(documents)} documents {digest[:12]}"
 
 
-def _of_file(path: Path, text: str, column: str) -> Iterator[Document]:
+def _of_file(path: Path, text: str, column: str, refused: dict[str, UserError] | None) -> Iterator[Document]:
     if not text.strip():
         raise UserError(f"{path} is empty.")
     if path.suffix not in JSON_LINES:
         yield Document(str(path), text)
         return
     for number, line in enumerate(text.split("\n"), 1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{where}, is no JSON: {error}. Each line must be an object of its own.") from error
-        if not isinstance(values, dict):
-            raise UserError(
-                f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages."
-            )
-        yield _document(where, values, column)
+        if line.strip():
+            where = f"{path}, line {number}"
+            with refusals_kept(refused, where):
+                yield _of_line(where, line, column)
 
 
-def _of_dataset(name: str, column: str, subset: str | None) -> Iterator[Document]:
+def _of_line(where: str, line: str, column: str) -> Document:
+    try:
+        values = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where}, is no JSON: {error}. Each line must be an object of its own.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages.")
+    return _document(where, values, column)
+
+
+def _of_dataset(name: str, column: str, subset: str | None, refused: dict[str, UserError] | None) -> Iterator[Document]:
     with needed_packages():
         datasets = importlib.import_module("datasets")
     try:
@@ -111,7 +117,9 @@ def _of_dataset(name: str, column: str, subset: str | None) -> Iterator[Document
     except Exception as error:  # whatever the hub, the network and the dataset's files may raise
         raise UserError(f"--data={name} is no file here, and the dataset cannot be loaded: {error}") from error
     for number, row in enumerate(rows, 1):
-        yield _document(f"{name}, row {number}", dict(row), column)
+        where = f"{name}, row {number}"
+        with refusals_kept(refused, where):
+            yield _document(where, dict(row), column)
 
 
 def _document(where: str, values: dict[str, Any], column: str) -> Document:

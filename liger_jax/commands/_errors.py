@@ -28,6 +28,25 @@ def user_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def refusals_kept(refused: dict[str, UserError] | None, where: str) -> Iterator[None]:
+    """A context for a file or a line of the data, so that what is behind one that is refused is read as well.
+
+    Args:
+        refused: where its error goes, by `where`; `None` to end with the first error.
+        where: the file or line, in words.
+
+    Raises:
+        UserError: the line's, if `refused` is `None`.
+    """
+    try:
+        yield
+    except UserError as error:
+        if refused is None:
+            raise
+        refused[where] = error
+
+
+@contextlib.contextmanager
 def needed_packages() -> Iterator[None]:
     """A context for imports of packages that only the extra `finetune` installs.
 

@@ -3,14 +3,15 @@
 import glob
 from pathlib import Path
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, refusals_kept
 
 
-def read(pattern: str) -> dict[Path, str]:
+def read(pattern: str, refused: dict[str, UserError] | None = None) -> dict[Path, str]:
     """Reads text files.
 
     Args:
         pattern: a file, or a glob; its folders are passed over.
+        refused: where errors of single files go; by where they are; `None` to raise the first.
 
     Returns:
         The files' texts by their paths, in the order of the paths.
@@ -21,7 +22,11 @@ def read(pattern: str) -> dict[Path, str]:
     paths = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if path.is_file()]
     if not paths:
         raise UserError(f"No file matches {pattern!r}. Pass --data a file or a quoted glob.")
-    return {path: _read_text(path) for path in paths}
+    texts = {}
+    for path in paths:
+        with refusals_kept(refused, str(path)):
+            texts[path] = _read_text(path)
+    return texts
 
 
 def _read_text(path: Path) -> str:

@@ -41,11 +41,6 @@ def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str,
         return
     options = dict(dtype=dtype, param_dtype=param_dtype, remat=settings.remat, micro_batches=settings.micro_batches)
     options |= dict(packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
-    longest = model.config.longest_sequence
-    if settings.length > longest:
-        raise UserError(
-            f"--length={settings.length} is more than the {longest} positions of {model.name}. Pass --length {longest}."
-        )
     run = Run(model, settings.batch, settings.length, device, {"data": 1, "fsdp": 1}, **options)
     needed, capacity = estimate(run).total, device.capacity_bytes
     text = f"{gib(needed)} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"

@@ -17,18 +17,16 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
-from liger_jax.commands import _data, _memory, _output, _rows
+from liger_jax.commands import _data, _memory, _output, _rows, _training_rows
 from liger_jax.commands._checkpoints import Checkpoints, need_orbax
 from liger_jax.commands._errors import UserError, user_errors, writable_folder
 from liger_jax.commands._log import Log
-from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.commands._waiting import Compiling, beside, telling
 from liger_jax.commands.finetune import Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face import checkpoint, config_json
 from liger_jax.models.lora import add_lora
 from liger_jax.models.quantized import quantize
-from liger_jax.packing import share_of_padding
 from liger_jax.planner.architectures import Architecture, architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.training import make_step, stochastic_rounding
@@ -56,12 +54,13 @@ def finetune(settings: Settings) -> int:
         stored = config_json.dtype_of(checkpoint.read_config(folder), folder / checkpoint.CONFIG)
         precision = _precision(settings, stored)
         found = architecture(folder)
+        settings.check_length(found.name, found.config.longest_sequence)
         _memory.check(settings, found, **precision, stored=stored)
     documents = _data.read(settings.data, settings.column, settings.subset)
-    with user_errors():
-        stops = checkpoint.kept_of(folder, checkpoint.read_config(folder), ()).stops
-    tokenizer = Tokenizer(folder, found.config.vocab_size, stops)
-    train, held_out = _rows_of(settings, tokenizer, documents)
+    tokenizer = _training_rows.tokenizer(folder, found)
+    data = _training_rows.lay(settings, tokenizer.pieces(documents, settings.length), documents)
+    train, held_out = data.rows, data.held_out_rows
+    print(data.summary)
     epochs = settings.epochs_to_train
     steps = settings.steps if epochs is None else _rows.steps(_rows.count(train), settings.batch, epochs)
     rate = schedule(settings.peak_rate, steps)
@@ -298,23 +297,6 @@ def _programs(
         compiling.start(jax.jit(step, donate_argnums=0), state, batch, frozen),
         compiling.start(sums(graph), params, frozen, part),
     )
-
-
-def _rows_of(settings: Settings, tokenizer: Tokenizer, documents: list[Any]) -> tuple[_rows.Rows, _rows.Rows | None]:
-    """The rows to train on and the rows to score. Prints how many there are."""
-    pieces = tokenizer.pieces(documents, settings.length)
-    train, held_out = _rows.split(pieces, settings.eval_share, settings.seed)
-    rows = lambda some: _rows.rows(some, settings.length, packed=settings.pack)
-    found, tokens = rows(train), sum(len(piece.tokens) for piece in train)
-    padding = share_of_padding(found) if settings.pack else 1 - tokens / found["input_ids"].size
-    hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
-    are_held_out = "piece is held out" if len(held_out) == 1 else "pieces are held out"
-    read = "1 document" if len(documents) == 1 else f"{len(documents):,} documents"
-    print(
-        f"data: {read}; {tokens:,} tokens in {_rows.count(found):,} rows to train on, "
-        f"{padding:.1%} of them padding{hint}; {len(held_out):,} {are_held_out}"
-    )
-    return found, rows(held_out) if held_out else None
 
 
 def sums(graph: Any) -> Any:

@@ -1,8 +1,9 @@
 """A checkpoint's tokenizer: documents become token ids, with a label for each token that is trained on."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from liger_jax.commands._data import Document
-from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
 from liger_jax.models.hugging_face import checkpoint
 from liger_jax.ops.labels import IGNORE_INDEX
 
@@ -24,10 +25,16 @@ class Piece:
     Attributes:
         tokens: (tokens,) int32.
         labels: (tokens,) int32, the token where it is trained on and -100 elsewhere.
+        document: the document.
+        begin: the place of the first token in the document.
+        total: how many tokens the document has.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
+    document: Document | None = None
+    begin: int = 0
+    total: int = 0
 
     @property
     def is_scored(self) -> bool:
@@ -66,7 +73,9 @@ class Tokenizer:
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
         self.stops = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
 
-    def pieces(self, documents: Sequence[Document], length: int) -> list[Piece]:
+    def pieces(
+        self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
+    ) -> list[Piece]:
         """Encodes documents and cuts them to the length of a row.
 
         A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
@@ -75,6 +84,7 @@ class Tokenizer:
         Args:
             documents: texts and conversations.
             length: the most tokens of a piece.
+            refused: where errors of single documents go, by where they are; `None` to raise the first.
 
         Returns:
             The pieces in which a token is trained on.
@@ -85,63 +95,71 @@ class Tokenizer:
         """
         texts = [document for document in documents if document.messages is None]
         chats = [document for document in documents if document.messages is not None]
-        pieces = self._texts(texts, length) + (self._chats(chats, length) if chats else [])
+        pieces = self._texts(texts, length, refused) + (self._chats(chats, length, refused) if chats else [])
         scored = [piece for piece in pieces if piece.is_scored]
-        if not scored:
+        if not scored and not refused:
             raise UserError("The data has no token to train on: each is predicted from those before it.")
         return scored
 
-    def _texts(self, documents: list[Document], length: int) -> list[Piece]:
-        pieces = []
-        encodings = self._encoded(
-            documents, [document.text for document in documents], self._tokenizer.encode_batch_fast
-        )
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _texts(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
+        pieces, texts = [], [document.text for document in documents]
+        encodings = self._encoded(documents, texts, self._tokenizer.encode_batch_fast, refused)
         for document, encoded in zip(documents, encodings, strict=True):
+            if encoded is None:
+                continue
             ids = encoded.ids
             if self._eos is not None and ids[-1:] != [self._eos]:
                 ids = [*ids, self._eos]
-            tokens = self._checked(ids, document)
-            pieces += [Piece(part, part) for i in range(0, len(tokens), length) for part in [tokens[i : i + length]]]
+            with refusals_kept(refused, document.where):
+                tokens = self._checked(ids, document)
+                for i in range(0, len(tokens), length):
+                    part = tokens[i : i + length]
+                    pieces.append(Piece(part, part, document, i, len(tokens)))
         return pieces
 
-    def _chats(self, documents: list[Document], length: int) -> list[Piece]:
-        rendered = self._rendered(documents)
+    def _chats(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
+        rendered = self._rendered(documents, refused)
         encode = lambda texts: self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        encodings = self._encoded(documents, [text for text, _ in rendered], encode)
+        encodings = self._encoded([d for d, _, _ in rendered], [text for _, text, _ in rendered], encode, refused)
         pieces, cut, stops = [], 0, set()
-        for document, encoded, (text, spans) in zip(documents, encodings, rendered, strict=True):
-            tokens = self._checked(encoded.ids, document)
-            is_answer = np.zeros(len(tokens), bool)
-            for span in spans:
-                places = _places(np.array(encoded.offsets), text, span)
-                is_answer[places] = True
-                stops.update(tokens[places[-1:]].tolist())
-            piece = Piece(tokens[:length], np.where(is_answer, tokens, IGNORE_INDEX)[:length])
-            cut += len(tokens) > length
-            pieces.append(piece)
+        for (document, text, spans), encoded in zip(rendered, encodings, strict=True):
+            if encoded is None:
+                continue
+            with refusals_kept(refused, document.where):
+                tokens = self._checked(encoded.ids, document)
+                is_answer = np.zeros(len(tokens), bool)
+                for span in spans:
+                    places = _places(np.array(encoded.offsets), text, span)
+                    is_answer[places] = True
+                    stops.update(tokens[places[-1:]].tolist())
+                labels = np.where(is_answer, tokens, IGNORE_INDEX)
+                cut += len(tokens) > length
+                pieces.append(Piece(tokens[:length], labels[:length], document, 0, len(tokens)))
         added = self._tokenizer.get_added_tokens_decoder()
         special = {stop for stop in stops if stop in added and added[stop].special}
         self.stops += sorted(special - set(self.stops))
-        of_all = f"of {len(documents):,} conversations"
         if cut:
-            print(f"{cut:,} {of_all} are cut off, as longer than --length={length}")
-        if empty := sum(not piece.is_scored for piece in pieces):
-            print(f"{empty:,} {of_all} have no token to train on, and are left out")
+            print(f"{cut:,} of {len(documents):,} conversations are cut off, as longer than --length={length}")
         return pieces
 
-    def _rendered(self, documents: list[Document]) -> list[tuple[str, list[tuple[int, int]]]]:
-        """The texts of conversations and where the assistant speaks. Prints what is to be known of them, once."""
+    def _rendered(
+        self, documents: list[Document], refused: dict[str, UserError] | None
+    ) -> list[tuple[Document, str, list[tuple[int, int]]]]:
+        """Conversations, their texts, and where the assistant speaks. Prints what is to be known of them, once."""
         sources, templates, rendered = self._chat_templates(), {}, []
         with needed_packages():
             from liger_jax.commands._chat import ChatTemplate
         for document in documents:
-            try:
+            with refusals_kept(refused, document.where), _errors_at(document.where):
                 source = self._chosen(sources, document.tools)
                 if source not in templates:
                     templates[source] = ChatTemplate(source, self._special)
-                rendered.append(templates[source].render(document.messages or [], document.tools, document.values))
-            except UserError as error:
-                raise UserError(f"{document.where}: {error}") from error
+                found = templates[source].render(document.messages or [], document.tools, document.values)
+                rendered.append((document, *found))
         for note in dict.fromkeys(note for template in templates.values() for note in template.notes.sentences()):
             print(note)
         return rendered
@@ -175,15 +193,23 @@ class Tokenizer:
             "model's, or put one into chat_template.jinja there."
         )
 
-    def _encoded(self, documents: list[Document], texts: list[str], encode: Callable[[list[str]], Any]) -> Any:
+    def _encoded(
+        self,
+        documents: list[Document],
+        texts: list[str],
+        encode: Callable[[list[str]], list[Any]],
+        refused: dict[str, UserError] | None,
+    ) -> list[Any]:
+        """The encodings of texts, `None` for one that is refused. If all at once fail, they are encoded one by one."""
         try:
-            return encode(texts)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a panic of tokenizers' Rust code is no Exception
-            if len(texts) == 1:
-                raise UserError(f"{documents[0].where}: the tokenizer fails: {error}.") from error
-        return [self._encoded([each], [text], encode)[0] for each, text in zip(documents, texts, strict=True)]
+            with _failures():
+                return encode(texts)
+        except UserError:
+            found: list[Any] = [None] * len(texts)
+            for i, document in enumerate(documents):
+                with refusals_kept(refused, document.where), _errors_at(document.where), _failures():
+                    (found[i],) = encode(texts[i : i + 1])
+            return found
 
     def _checked(self, ids: list[int], document: Document) -> np.ndarray:
         wrong = next((i for i in (max(ids, default=0), min(ids, default=0)) if not 0 <= i < self._vocab_size), None)
@@ -194,6 +220,26 @@ class Tokenizer:
                 f"{self._vocab_size} entries. Pass a model with its own tokenizer."
             )
         return np.asarray(ids, np.int32)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """A context for the tokenizer. A panic of its Rust code is no Exception."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"the tokenizer fails: {error}.") from error
+
+
+@contextlib.contextmanager
+def _errors_at(where: str) -> Iterator[None]:
+    """A context for a document, whose errors begin with its place."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:

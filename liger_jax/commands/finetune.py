@@ -113,6 +113,21 @@ class Settings:
         """How often each row is trained on, or `None` where the number of steps is given."""
         return None if self.steps is not None else self.epochs or 1.0
 
+    def check_length(self, model: str, longest: int) -> None:
+        """Checks that the model takes rows of this length.
+
+        Args:
+            model: its name.
+            longest: the most tokens of a row that it takes.
+
+        Raises:
+            UserError: it does not.
+        """
+        if self.length > longest:
+            raise UserError(
+                f"--length={self.length} is more than the {longest} positions of {model}. Pass --length {longest}."
+            )
+
     def of_the_run(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is continued.
 
@@ -135,13 +150,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
     add("--data", required=True, help="text, or JSON lines of text or messages: a file, a quoted glob, a dataset's id")
-    add("--subset", help="the dataset's configuration")
-    add("--column", help="the field with the text (default: text)")
+    add_data_arguments(command)
     add("--lora", type=int, nargs="?", const=16, metavar="RANK", help="train adapters of this rank (default: 16)")
     add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
     add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
-    add("--pack", action="store_true", help="documents share rows, and none sees another")
-    add("--length", type=int, help="tokens in a row (default: 2048)")
     add("--batch", type=int, help="rows in a step (default: 8)")
     add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")
     add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
@@ -150,13 +162,42 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--remat", choices=REMATS, help="what layers keep for the backward (default: full, which keeps least)")
     add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
     add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
-    add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
     add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
-    add("--seed", type=int, help="of all that is random (default: 0)")
     add("--log", type=lambda text: tuple(text.split(",")), help="csv, tensorboard or both (default: csv)")
     add("--out", help="folder for checkpoints, logs and the result (default: runs/finetune)")
     add("--merge", action="store_true", help="add the adapters to the weights in the result")
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
+
+
+def add_data_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say how the data becomes rows.
+
+    Args:
+        command: a parser.
+    """
+    add = command.add_argument
+    add("--subset", help="the dataset's configuration")
+    add("--column", help="the field with the text (default: text)")
+    add("--pack", action="store_true", help="documents share rows, and none sees another")
+    add("--length", type=int, help="tokens in a row (default: 2048)")
+    add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
+    add("--seed", type=int, help="of all that is random (default: 0)")
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    """The settings of a run.
+
+    Args:
+        args: parsed arguments, of which those that `Settings` does not have are passed over.
+
+    Returns:
+        The settings, with defaults for what was not given.
+
+    Raises:
+        UserError: a value is out of its range, or does not go with another.
+    """
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    return Settings(**{k: v for k, v in vars(args).items() if k in fields and v is not None})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,12 +209,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
     """
-    fields = {field.name for field in dataclasses.fields(Settings)}
     try:
-        settings = Settings(**{k: v for k, v in vars(args).items() if k in fields and v is not None})
+        asked = settings(args)
         with needed_packages():
             from liger_jax.commands import _run
-        return _run.finetune(settings)
+        return _run.finetune(asked)
     except UserError as error:
         print("liger-jax finetune:", *str(error).split(), file=sys.stderr)
         return 2

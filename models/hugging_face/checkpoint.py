@@ -56,10 +56,10 @@ class Kept:
         return ()
 
 
-def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
+def find(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> pathlib.Path:
     """Finds a checkpoint's folder; for an id such as "org/name", `huggingface_hub` downloads it.
 
-    A download takes the files of the model and of its tokenizer.
+    A download takes the files of the model and of its tokenizer, or without `weights` all but those of the weights.
 
     Raises:
         FileNotFoundError: no folder has that name, and it is not an id of a model on the hub.
@@ -80,9 +80,10 @@ def find(path_or_id: str | os.PathLike[str]) -> pathlib.Path:
             f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
             "pip install huggingface_hub."
         ) from error
-    try:  # some repositories hold the weights a second time, under another name or in a folder
-        of_the_model = [CONFIG, GENERATION, "model*.safetensors", INDEX]
-        patterns = [*of_the_model, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
+    patterns = [CONFIG, GENERATION, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
+    if weights:  # some repositories hold them a second time, under another name or in a folder
+        patterns += ["model*.safetensors", INDEX]
+    try:
         return pathlib.Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise FileNotFoundError(

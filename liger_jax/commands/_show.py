@@ -1,0 +1,257 @@
+"""Rows for a reader: their text with the scored tokens marked, where each piece is from, and what would be refused."""
+
+import dataclasses
+import io
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from liger_jax.commands import _data, _rows, _training_rows
+from liger_jax.commands._errors import UserError, user_errors
+from liger_jax.commands._rows import Rows
+from liger_jax.commands._tokenizer import Piece, Tokenizer
+from liger_jax.commands.finetune import Settings
+from liger_jax.losses import shifted_labels
+from liger_jax.models.hugging_face import checkpoint
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.planner.architectures import architecture
+
+_GREEN, _PLAIN = "\033[32m", "\033[0m"
+_NEW_LINE = "↵\n"  # a mark that can be scored, and the line's end
+Stretch = tuple[str, bool]  # a text, and whether it is scored
+
+
+def show(settings: Settings, count: int, *, shorten: bool) -> None:
+    """Prints the first rows as they would be trained on.
+
+    Args:
+        settings: the run.
+        count: how many rows.
+        shorten: take shorter rows if the model does not take those of the settings.
+
+    Raises:
+        UserError: whatever the run would be refused for.
+    """
+    settings, tokenizer = _prepared(settings, shorten)
+    documents = _data.read(settings.data, settings.column, settings.subset)
+    data = _laid(settings, tokenizer.pieces(documents, settings.length), documents)
+    mark, how = (coloured, "green") if _has_colours() else (underlined, "underlined")
+    print(f"\nThe scored tokens are {how}; {_NEW_LINE[0]} is the end of a line.")
+    for kind, pieces, rows in (("row", data.train, data.rows), ("held-out row", data.held_out, data.held_out_rows)):
+        if rows is None or count <= 0:
+            break
+        total, scored = _rows.count(rows), scored_places(rows)
+        numbers = numbers_of_pieces(pieces, settings)
+        for i in range(min(count, total)):
+            row = rows["input_ids"][i], scored[i], numbers[i]
+            print(
+                f"\n{kind} {i + 1:,} of {total:,}: {_counts(row)}", *row_lines(row, pieces, tokenizer, mark), sep="\n"
+            )
+        count -= total
+
+
+def check(settings: Settings, *, shorten: bool) -> int:
+    """Prints what the run would be refused for: all of it, where a run ends with the first.
+
+    Args:
+        settings: the run.
+        shorten: take shorter rows if the model does not take those of the settings.
+
+    Returns:
+        The exit code: 1 if there is something, else 0.
+
+    Raises:
+        UserError: the model or its tokenizer cannot be used, or there is no data.
+    """
+    settings, tokenizer = _prepared(settings, shorten)
+    refused: dict[str, UserError] = {}
+    documents = _data.read(settings.data, settings.column, settings.subset, refused)
+    pieces = tokenizer.pieces(documents, settings.length, refused) if documents else []
+    good = [document for document in documents if document.where not in refused]
+    if pieces:
+        _laid(settings, pieces, good)
+    for where in sorted(refused, key=_in_order):
+        print(*str(refused[where]).split())
+    print(f"{len(refused):,} of {len(refused) + len(good):,} documents would be refused")
+    return 1 if refused else 0
+
+
+def scored_places(rows: Rows) -> np.ndarray:
+    """Which tokens the loss counts: its own labels, which predict the next token, moved back to that token.
+
+    Args:
+        rows: rows of `_rows.rows`.
+
+    Returns:
+        Booleans of (rows, length).
+    """
+    targets = np.asarray(shifted_labels(rows["labels"], rows.get("segment_ids")))
+    return np.pad(targets[:, :-1] != IGNORE_INDEX, ((0, 0), (1, 0)))
+
+
+def numbers_of_pieces(pieces: Sequence[Piece], settings: Settings) -> np.ndarray:
+    """Which piece each place of the rows is from: the pieces' numbers, laid into rows as their tokens are.
+
+    Args:
+        pieces: the pieces of the rows.
+        settings: the run.
+
+    Returns:
+        int32 of (rows, length), with -100 at padding.
+    """
+    numbers = [np.full(len(piece.tokens), i, np.int32) for i, piece in enumerate(pieces)]
+    return _rows.rows([Piece(each, each) for each in numbers], settings.length, packed=settings.pack)["labels"]
+
+
+def row_lines(row: tuple[np.ndarray, ...], pieces: Sequence[Piece], tokenizer: Tokenizer, mark: Any) -> Iterator[str]:
+    """The text of a row: each piece with a line that says what it is, and what is cut off or empty.
+
+    Args:
+        row: tokens, whether each is scored, and the number of each token's piece; all (length,).
+        pieces: the pieces by number.
+        tokenizer: the tokens' tokenizer.
+        mark: `coloured` or `underlined`.
+
+    Yields:
+        Lines.
+    """
+    tokens, scored, numbers = row
+    for number in dict.fromkeys(numbers[numbers >= 0].tolist()):
+        piece, here = pieces[number], numbers == number
+        yield f"── {_title(piece)}"
+        yield mark(stretches(tokenizer, tokens[here], scored[here]))
+        if left := piece.total - piece.begin - len(piece.tokens):
+            is_chat = piece.document is not None and piece.document.messages is not None
+            yield f"── cut here: {left:,} more tokens" + (", which are dropped" if is_chat else " in other pieces")
+    if padding := np.count_nonzero(numbers < 0):
+        yield f"── {padding:,} places of padding"
+
+
+def stretches(tokenizer: Tokenizer, tokens: np.ndarray, scored: np.ndarray) -> list[Stretch]:
+    """The text of tokens in stretches that are scored or not.
+
+    A token's text may depend on those before it, as spaces do, and a character may have several tokens. So a stretch is
+    what its tokens add to the text of all tokens before.
+
+    Args:
+        tokenizer: the tokens' tokenizer.
+        tokens: (tokens,) int32.
+        scored: (tokens,), whether each is scored.
+
+    Returns:
+        The stretches, which add up to the text of all tokens.
+    """
+    text, found, begin = tokenizer.text(tokens.tolist()), [], 0
+    changes = np.flatnonzero(np.diff(scored)) + 1
+    for end_token, is_scored in zip([*changes.tolist(), len(tokens)], scored[[0, *changes]].tolist(), strict=True):
+        until = text if end_token == len(tokens) else tokenizer.text(tokens[:end_token].tolist())
+        end = max(begin, len(os.path.commonprefix([text, until])))
+        found.append((text[begin:end], is_scored))
+        begin = end
+    return found
+
+
+def coloured(some: Sequence[Stretch]) -> str:
+    """The text with its scored stretches in green.
+
+    Args:
+        some: stretches of a text.
+
+    Returns:
+        Lines with a terminal's escape sequences, which begin and end in each line.
+    """
+    green = lambda line: f"{_GREEN}{line}{_PLAIN}" if line else ""
+    text = ""
+    for stretch, is_scored in some:
+        lines = _visible(stretch).split("\n")
+        text += "\n".join(map(green, lines) if is_scored else lines)
+    return text.removesuffix("\n")
+
+
+def underlined(some: Sequence[Stretch]) -> str:
+    """The text with a line of `~` under its scored stretches.
+
+    Args:
+        some: stretches of a text.
+
+    Returns:
+        Lines without escape sequences.
+    """
+    lines, line, under = [], "", ""
+    for text, is_scored in some:
+        for character in _visible(text):
+            if character == "\n":
+                lines += [line, under.rstrip()]
+                line = under = ""
+                continue
+            line += character
+            under += "\t" if character == "\t" else ("~" if is_scored else " ") * _width(character)
+    return "\n".join(each for each in [*lines, line, under.rstrip()] if each)
+
+
+def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a text may have what the terminal's encoding has not
+    with user_errors():
+        folder = checkpoint.find(settings.model, weights=False)
+        model = architecture(folder)
+    longest = model.config.longest_sequence
+    if shorten and settings.length > longest:
+        settings = dataclasses.replace(settings, length=longest)
+        print(f"Rows have {longest:,} tokens, the most that the model takes. finetune needs --length {longest}.")
+    settings.check_length(model.name, longest)
+    return settings, _training_rows.tokenizer(folder, model)
+
+
+def _laid(settings: Settings, pieces: list[Piece], documents: list[_data.Document]) -> _training_rows.TrainingRows:
+    """The rows as a run lays them. Prints how much there is."""
+    if len(pieces) == 1 and settings.eval_share:
+        settings = dataclasses.replace(settings, eval_share=0.0)
+        print("The data is one piece, so that nothing can be held out. finetune needs --eval-share 0.")
+    data = _training_rows.lay(settings, pieces, documents)
+    scored = np.count_nonzero(scored_places(data.rows))
+    print(data.summary, f"scored: {scored:,} of the tokens to train on", sep="\n")
+    return data
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _title(piece: Piece) -> str:
+    document = piece.document
+    if document is None:
+        return ""
+    if document.messages is not None:
+        return f"{document.where}: {', '.join(message['role'] for message in document.messages)}"
+    end = piece.begin + len(piece.tokens)
+    part = "" if piece.total == end - piece.begin else f", tokens {piece.begin + 1:,} to {end:,} of {piece.total:,}"
+    return document.where + part
+
+
+def _counts(row: tuple[np.ndarray, ...]) -> str:
+    _, scored, numbers = row
+    return f"{np.count_nonzero(numbers >= 0):,} tokens, {np.count_nonzero(scored):,} of them scored"
+
+
+def _in_order(where: str) -> list[Any]:
+    """Sorts line 10 behind line 9."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", where))]
+
+
+def _visible(text: str) -> str:
+    """The text with signs for control characters, which a terminal would obey."""
+    signs = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡"} | {code: "�" for code in range(128, 160)}
+    return text.translate(signs | {ord("\n"): _NEW_LINE, ord("\t"): "\t"})
+
+
+def _width(character: str) -> int:
+    """The columns that a character takes."""
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

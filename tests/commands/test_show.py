@@ -1,0 +1,156 @@
+"""`liger-jax data`: the rows of a run with the tokens that the loss counts, and all lines that would be refused."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from liger_jax.commands import _rows, _show, main
+from liger_jax.commands._data import Document
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._tokenizer import Tokenizer
+from tests.commands import _tiny
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint's folder, with conversations and a text beside it."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+    (folder.parent / "chats.jsonl").write_text(_tiny.chats(12))
+    (folder.parent / "text.txt").write_text(_tiny.text(70))
+    return folder
+
+
+def shown(capsys, source, file, *options):
+    """What the command prints, which must end well."""
+    assert main(["data", f"--model={source}", str(source.parent / file), *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_conversation_is_shown_with_its_answers_underlined(source, capsys):
+    printed = shown(capsys, source, "chats.jsonl", "--rows=1", "--length=64", "--eval-share=0")
+    row = printed[printed.index("row 1 of 12") :]
+    assert row == (
+        "row 1 of 12: 58 tokens, 12 of them scored\n"
+        f"── {source.parent / 'chats.jsonl'}, line 1: user, assistant, user, assistant\n"
+        "<|im_start|>user↵\none two<|im_end|>↵\n"
+        "<|im_start|>assistant↵\nthree four five<|im_end|>↵\n~~~~~~~~~~~~~~~~~~~~~~~~~\n"
+        "<|im_start|>user↵\nand?<|im_end|>↵\n"
+        "<|im_start|>assistant↵\nthree four five<|im_end|>↵\n~~~~~~~~~~~~~~~~~~~~~~~~~\n"
+        "── 6 places of padding\n"
+    )
+    assert "data: 12 documents; 693 tokens in 12 rows to train on" in printed
+
+
+def test_a_terminal_shows_scored_tokens_in_green_unless_colours_are_off(source, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    options = "chats.jsonl", "--rows=1", "--length=64", "--eval-share=0"
+    assert "assistant↵\n\033[32mthree four five<|im_end|>\033[0m↵\n<|im_start|>user↵\n" in shown(
+        capsys, source, *options
+    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    printed = shown(capsys, source, *options)
+    assert "\033" not in printed and "\nthree four five<|im_end|>↵\n~~~~~" in printed
+
+
+@pytest.mark.parametrize("options", [[], ["--pack"], ["--pack", "--eval-share=0.3", "--seed=7"]], ids=" ".join)
+@pytest.mark.parametrize("file", ["chats.jsonl", "text.txt"])
+def test_what_is_shown_is_what_is_trained_on(source, capsys, monkeypatch, tmp_path, file, options):
+    options = ["--length=60", *options]
+    printed = shown(capsys, source, file, "--rows=1000", *options)
+    trained = []
+
+    def batches(rows, *others):
+        trained.append(rows)
+        raise UserError("That is enough.")
+
+    monkeypatch.setattr(_rows, "batches", batches)
+    data = f"--data={source.parent / file}"
+    assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 2
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("data:")][0] in printed
+    (rows,), tokenizer = trained, Tokenizer(source, 320, [])
+    parts = printed.partition("held-out row")[0].split("\nrow ")[1:]
+    assert len(parts) == _rows.count(rows)
+    assert f"\nscored: {np.count_nonzero(_show.scored_places(rows))} of the tokens to train on\n" in printed
+    for i, part in enumerate(parts):
+        number = np.count_nonzero(_show.scored_places({name: x[i : i + 1] for name, x in rows.items()}))
+        assert f", {number} of them scored\n" in part
+        lines = [line for line in part.splitlines()[1:] if not line.startswith("── ") and line.strip(" ~")]
+        padding = int(part.rpartition("── ")[2].split()[0]) if "places of padding" in part else 0
+        text = tokenizer.text(rows["input_ids"][i, : 60 - padding].tolist())
+        assert "".join(lines).replace("↵", "\n").rstrip("\n") == text.rstrip("\n")
+
+
+def test_cuts_are_shown(source, capsys):
+    printed = shown(capsys, source, "chats.jsonl", "--rows=1", "--length=40", "--eval-share=0")
+    assert "── cut here: 18 more tokens, which are dropped\n" in printed
+    assert "12 of 12 conversations are cut off" in printed
+    printed = shown(capsys, source, "text.txt", "--length=32", "--eval-share=0")
+    assert "text.txt, tokens 33 to 64 of 71\n" in printed and "── cut here: 7 more tokens in other pieces\n" in printed
+    assert "row 3 of 3: 7 tokens, 6 of them scored\n" in printed and "── 25 places of padding\n" in printed
+
+
+def test_what_a_run_must_be_told_is_said(source, capsys, tmp_path):
+    (source.parent / "one.jsonl").write_text(_tiny.chats(1))
+    printed = shown(capsys, source, "one.jsonl")
+    assert "Rows have 512 tokens, the most that the model takes. finetune needs --length 512.\n" in printed
+    assert "nothing can be held out. finetune needs --eval-share 0.\n" in printed and "row 1 of 1" in printed
+    assert main(["data", f"--model={source}", "none.txt", "--length=513"]) == 2
+    assert "liger-jax data: --length=513 is more than the 512 positions of" in capsys.readouterr().err
+    assert main(["data", f"--model={source}", "none.txt", "--rows=0"]) == 2
+    assert capsys.readouterr().err == "liger-jax data: --rows=0 must be at least 1.\n"
+
+
+def test_check_names_every_line_that_would_be_refused(source, capsys, tmp_path):
+    file, good = tmp_path / "bad.jsonl", _tiny.chats(9)
+    only_user = json.dumps({"messages": [{"role": "user", "content": "?"}]})
+    file.write_text("\n".join(["[1]", good, only_user, '{"text":', json.dumps({"text": "one two"})]))
+    assert main(["data", f"--model={source}", str(file), "--length=64", "--check"]) == 1
+    printed, error = capsys.readouterr()
+    assert not error and [line.split(",")[1] for line in printed.splitlines() if line.startswith(str(file))] == [
+        " line 1", " line 11: no message is the assistant's", " line 12"
+    ]  # fmt: skip
+    assert "data: 10 documents;" in printed and printed.endswith("\n3 of 13 documents would be refused\n")
+    assert main(["data", f"--model={source}", str(file), "--length=64"]) == 2  # as a run, which ends with the first
+    assert capsys.readouterr().err.startswith(f"liger-jax data: {file}, line 1, holds a list")
+    file.write_text(good)
+    assert main(["data", f"--model={source}", str(file), "--length=64", "--check"]) == 0
+    assert capsys.readouterr().out.endswith("\n0 of 9 documents would be refused\n")
+
+
+def test_check_names_documents_that_the_tokenizer_refuses_and_goes_on(tmp_path, capsys):
+    small = _tiny.checkpoint(tmp_path / "model", vocab_size=280)
+    for name, content in (("1.txt", b"abc"), ("2.txt", _tiny.text(9).encode()), ("3.txt", b"\xff"), ("10.txt", b" ")):
+        (tmp_path / name).write_bytes(content)
+    assert main(["data", f"--model={small}", str(tmp_path / "*.txt"), "--check"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(str(tmp_path))]
+    assert [line.removeprefix(f"{tmp_path}/").split()[0] for line in lines] == ["1.txt:", "2.txt:", "3.txt", "10.txt"]
+
+
+def test_a_document_of_which_nothing_is_trained_on_is_named(source, capsys, tmp_path):
+    question = {"role": "user", "content": _tiny.text(60)}
+    long = json.dumps({"messages": [question, {"role": "assistant", "content": "one"}]})
+    (source.parent / "long.jsonl").write_text(_tiny.chats(3) + "\n" + long)
+    printed = shown(capsys, source, "long.jsonl", "--length=60")
+    assert f"1 document has no token to train on, and no row: {source.parent / 'long.jsonl'}, line 4\n" in printed
+
+
+def test_stretches_add_up_to_the_text_where_a_character_has_several_tokens(source):
+    tokenizer = Tokenizer(source, 320, [])
+    (piece,) = tokenizer.pieces([Document("", "aé日b")], length=32)
+    tokens = piece.tokens[:-1]  # without the end of the text
+    assert len(tokens) == 7
+    for scored in ([0, 0, 1, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 0], [1] * 7, [0] * 7, [0, 0, 0, 0, 1, 0, 0]):
+        found = _show.stretches(tokenizer, tokens, np.array(scored, bool))
+        assert "".join(text for text, _ in found) == "aé日b", scored
+    found = _show.stretches(tokenizer, tokens, np.array([0, 1, 1, 0, 0, 0, 1], bool))
+    assert found == [("a", False), ("é", True), ("日", False), ("b", True)]
+
+
+def test_control_characters_are_shown_and_not_obeyed():
+    found = [("a\033[31m", False), ("日\tb\r\n", True), ("c", False)]
+    assert _show.underlined(found) == "a␛[31m日\tb␍↵\n      ~~\t~~~\nc"
+    assert _show.coloured(found) == "a␛[31m\033[32m日\tb␍↵\033[0m\nc"
