@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,15 +11,18 @@ from liger_jax.commands import _rows, _show, main
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.training import scored_tokens
 from tests.commands import _tiny
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A checkpoint's folder, with conversations and a text beside it."""
+    """A checkpoint's folder, with conversations and texts beside it."""
     folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
     (folder.parent / "chats.jsonl").write_text(_tiny.chats(12))
     (folder.parent / "text.txt").write_text(_tiny.text(70))
+    texts = [json.dumps({"text": _tiny.text(size, size)}) for size in (5, 200, 9, 70, 1, 40)]
+    (folder.parent / "texts.jsonl").write_text("\n".join(texts))
     return folder
 
 
@@ -56,10 +60,14 @@ def test_a_terminal_shows_scored_tokens_in_green_unless_colours_are_off(source, 
     assert "\033" not in printed and "\nthree four five<|im_end|>↵\n~~~~~" in printed
 
 
+def scored_tokens_of(rows):
+    return int(scored_tokens({name: jnp.asarray(x) for name, x in rows.items()}))  # the loss's own denominator
+
+
 @pytest.mark.parametrize("options", [[], ["--pack"], ["--pack", "--eval-share=0.3", "--seed=7"]], ids=" ".join)
-@pytest.mark.parametrize("file", ["chats.jsonl", "text.txt"])
+@pytest.mark.parametrize("file", ["chats.jsonl", "texts.jsonl"])
 def test_what_is_shown_is_what_is_trained_on(source, capsys, monkeypatch, tmp_path, file, options):
-    options = ["--length=60", *options]
+    options = ["--length=130", *options]
     printed = shown(capsys, source, file, "--rows=1000", *options)
     trained = []
 
@@ -74,13 +82,14 @@ def test_what_is_shown_is_what_is_trained_on(source, capsys, monkeypatch, tmp_pa
     (rows,), tokenizer = trained, Tokenizer(source, 320, [])
     parts = printed.partition("held-out row")[0].split("\nrow ")[1:]
     assert len(parts) == _rows.count(rows)
-    assert f"\nscored: {np.count_nonzero(_show.scored_places(rows))} of the tokens to train on\n" in printed
+    assert f"\nscored: {scored_tokens_of(rows)} of the tokens to train on\n" in printed
     for i, part in enumerate(parts):
-        number = np.count_nonzero(_show.scored_places({name: x[i : i + 1] for name, x in rows.items()}))
+        number = scored_tokens_of({name: x[i : i + 1] for name, x in rows.items()})
         assert f", {number} of them scored\n" in part
         lines = [line for line in part.splitlines()[1:] if not line.startswith("── ") and line.strip(" ~")]
         padding = int(part.rpartition("── ")[2].split()[0]) if "places of padding" in part else 0
-        text = tokenizer.text(rows["input_ids"][i, : 60 - padding].tolist())
+        text = tokenizer.text(rows["input_ids"][i, : 130 - padding].tolist())
+        assert not rows["input_ids"][i, 130 - padding :].any()  # no text here has the token 0
         assert "".join(lines).replace("↵", "\n").rstrip("\n") == text.rstrip("\n")
 
 
