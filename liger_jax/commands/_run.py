@@ -89,7 +89,8 @@ def finetune(settings: Settings) -> int:
     score = scoring(summed, frozen)
     parts = [] if held_out is None else list(_rows.parts(held_out, size))
     evaluate = lambda params: score(params, parts) if parts else {}
-    check = lambda params, step: score(params, [next(_rows.parts(rows_of(step - 1), size))])["eval_loss"]
+    # After a step its own rows are scored; before the first one, those that it will have.
+    check = lambda params, step: score(params, [next(_rows.parts(rows_of(max(0, step - 1)), size))])["eval_loss"]
     loop = _Loop(step, frozen, rate, checkpoints, log["steps"], check)
     with Log(settings.log, out, log["steps"]) as files:
         state, stopped_by = loop.run(state, batch_of, steps, settings.every, evaluate, files)

@@ -93,6 +93,25 @@ def test_ctrl_c_saves_after_the_step_that_runs(interrupted):
     assert [figures["step"] for figures in figures_of(out)] == [1, 2, 3]
 
 
+@pytest.mark.full
+def test_ctrl_c_before_the_first_step_leaves_a_run_that_goes_on(source, tmp_path, monkeypatch):
+    scoring = _run.scoring
+
+    def stopping(*args):
+        monkeypatch.setattr(_run, "scoring", scoring)
+        score = scoring(*args)
+
+        def at(params, parts):
+            signal.raise_signal(signal.SIGINT)
+            return score(params, parts)
+
+        return at
+
+    monkeypatch.setattr(_run, "scoring", stopping)
+    assert chat(source, tmp_path) == 128 + signal.SIGINT and (tmp_path / "checkpoints" / "0").is_dir()
+    assert chat(source, tmp_path) == 0 and len(figures_of(tmp_path)) == 6
+
+
 @pytest.fixture(scope="module")
 def resumed(source, interrupted, tmp_path_factory):
     """The folder of a run that went on from there to its end, and what it printed."""
