@@ -7,6 +7,7 @@ _ALL: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),
     "use_bidirectional_attention": (None, False),
     "quantization_config": (None,),
+    "is_causal": (None, True),
 }
 _GELU = "gelu_pytorch_tanh"
 # The first checkpoints say "gelu", and mean the tanh form.

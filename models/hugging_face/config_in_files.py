@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_jax.models.core.config_fields import short
+from liger_jax.models.hugging_face.weights import EMBEDDING
 
-EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from liger_jax.models.core import config_fields
-from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from liger_jax.models.hugging_face import rope_fields
 
 Config = TypeVar("Config")
-_ROPES = {"linear": LinearRope, "dynamic": DynamicRope, "llama3": Llama3Rope, "yarn": YarnRope}
-_ROPE_FIELDS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -71,6 +69,8 @@ def language_part(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, An
     shared = values
     if part:
         shared = {name: values[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in values}
+        if shared.get("tie_word_embeddings"):  # the whole model's head is what counts, and its files say if it differs
+            part = part | {"tie_word_embeddings": True}
     found = {**shared, **part}
     if not isinstance(found.get("model_type"), str | None):
         raise ValueError(f"{path}: model_type={config_fields.short(found['model_type'])} must be a string.")
@@ -117,15 +117,14 @@ def read(
     Raises:
         ValueError: the model does not support some values; the message lists them all.
     """
-    rope, wrong = _ropes_of(values)
+    rope, wrong = rope_fields.read(values, config_type)
     wrong += [
         f"{name}={config_fields.short(values[name])} must be {allowed[0]!r}"
         for name, allowed in fixed.items()
         if name in values and values[name] not in allowed
     ]
     fields = {field.name for field in dataclasses.fields(config_type)}
-    arguments = {name: value for name, value in values.items() if name in fields - _ROPE_FIELDS}
-    arguments |= {name: value for name, value in rope.items() if name in fields}
+    arguments = {name: value for name, value in values.items() if name in fields - rope_fields.NAMES} | rope
     if (divisor := values.get("logits_scaling")) is not None:  # Granite's
         problems = config_fields.problems(config_type, {"logit_scale": divisor})
         wrong += [problem.replace("logit_scale", "logits_scaling", 1) for problem in problems]
@@ -164,65 +163,36 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if values["logit_scale"] == 1.0:  # which no other family's config.json has
         del values["logit_scale"]
-    scaling = values.pop("rope_scaling")
-    if scaling is not None:
-        kind = next(name for name, scaling_type in _ROPES.items() if isinstance(scaling, scaling_type))
-        values["rope_scaling"] = {"rope_type": kind} | {
-            name: value for name, value in dataclasses.asdict(scaling).items() if value is not None
-        }
+    values |= rope_fields.write(values.pop("rope_scaling"))
+    if "use_sliding_window" in values:  # where it is false transformers has no window, whatever layer_types says
+        values["use_sliding_window"] |= "sliding_attention" in config.layer_types
+    divisor = values.get("query_pre_attn_scalar")
+    if divisor is not None and float(divisor).is_integer():  # transformers takes no float
+        values["query_pre_attn_scalar"] = int(divisor)
     always = {name: allowed[0] for name, allowed in fixed.items() if allowed[0] is not None}
     return {"architectures": [architecture], "torch_dtype": dtype, **always, **values}
 
 
-def _ropes_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The arguments `rope_theta`, `rope_scaling` and `rope_local_base_freq`, and a list of problems with them.
+def not_in_transformers(config: Any, model_type: str) -> list[str]:
+    """Finds what of a written config transformers does not compute or does not read.
 
-    transformers 4 writes fields of these names. transformers 5 writes the first two in `rope_parameters`; if types of
-    layers differ, `rope_parameters` has an object for each type, from which the third follows too.
+    Args:
+        config: a config, as `write` takes it.
+        model_type: the family's name in config.json.
+
+    Returns:
+        A clause for each. None for a config that came from a checkpoint of Hugging Face.
     """
-    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
-    parameters = values.get(name) or {}
-    if not (isinstance(parameters, dict) and "full_attention" in parameters):
-        rope, wrong = _rope_of(values, name, parameters)
-        if values.get("rope_local_base_freq") is not None:
-            rope["rope_local_base_freq"] = values["rope_local_base_freq"]
-        return rope, wrong
-    rope, wrong = _rope_of(values, f"{name} of 'full_attention'", parameters["full_attention"])
-    local_name = f"{name} of 'sliding_attention'"
-    local, local_wrong = _rope_of({}, local_name, parameters.get("sliding_attention") or {})
-    if "rope_theta" in local:
-        rope["rope_local_base_freq"] = local["rope_theta"]
-    if "rope_scaling" in local:
-        local_wrong.append(f"{local_name} must have rope_type='default'")
-    return rope, wrong + local_wrong
-
-
-def _rope_of(values: Mapping[str, Any], name: str, parameters: Any) -> tuple[dict[str, Any], list[str]]:
-    """The arguments `rope_theta` and `rope_scaling`, and a list of problems; `rope_type` was once called `type`."""
-    if not isinstance(parameters, dict):
-        return {}, [f"{name}={config_fields.short(parameters)} must be an object, {{…}}, or null"]
-    scaling = dict(parameters)
-    theta = scaling.pop("rope_theta", values.get("rope_theta"))
-    kind = scaling.pop("type", "default")
-    kind = scaling.pop("rope_type", kind)
-    rope = {} if theta is None else {"rope_theta": theta}
-    if kind == "default":
-        return rope, []
-    if not (isinstance(kind, str) and kind in _ROPES):
-        return rope, [f"rope_type={config_fields.short(kind)} must be 'default' or one of {list(_ROPES)}"]
-    fields = dataclasses.fields(_ROPES[kind])
-    known, needed = {f.name for f in fields}, {f.name for f in fields if f.default is dataclasses.MISSING}
-    if kind in ("dynamic", "yarn") and "max_position_embeddings" in values:
-        scaling.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
-    unknown, absent = sorted(set(scaling) - known), sorted(needed - set(scaling))
-    if unknown:
-        return rope, [f"{name} of type {kind!r} has {config_fields.short(unknown)}, and takes {sorted(known)}"]
-    if absent:
-        return rope, [f"{name} of type {kind!r} lacks {absent}"]
-    wrong = config_fields.problems(_ROPES[kind], scaling)
-    if not wrong:
-        try:
-            return rope | {"rope_scaling": _ROPES[kind](**scaling)}, []
-        except ValueError as error:  # fields that do not fit together
-            wrong = [str(error).rstrip(".")]
-    return rope, [f"{name}: {problem}" for problem in wrong]
+    found, scaling = [], config.rope_scaling
+    if config.logit_scale != 1.0:
+        found.append(f"it leaves out logit_scale={config.logit_scale}: its logits are larger by 1/logit_scale")
+    if getattr(scaling, "truncate", True) is False and hasattr(config, "rope_local_base_freq"):
+        found.append("it leaves out truncate=False of rope_scaling in this family")
+    if model_type in ("llama", "gemma2", "gemma3_text") and config.hidden_size % config.num_attention_heads:
+        heads = f"num_attention_heads={config.num_attention_heads}"
+        found.append(f"it refuses hidden_size={config.hidden_size}, which {heads} does not divide")
+    if model_type == "llama" and config.initializer_range > 1:
+        found.append(f"it refuses initializer_range={config.initializer_range}, which is more than 1")
+    if not float(getattr(config, "query_pre_attn_scalar", 1)).is_integer():
+        found.append(f"it refuses query_pre_attn_scalar={config.query_pre_attn_scalar}, which is no int")
+    return found

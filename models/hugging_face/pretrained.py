@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -63,7 +64,8 @@ class Pretrained(nnx.Module):
 
         Returns:
             The model. It keeps the other fields of config.json, and generation_config.json, for `generate` and
-            `save_pretrained`.
+            `save_pretrained`. If config.json ties the head to the embedding and the files hold two that differ, the
+            model has both, and a warning says so.
 
         Raises:
             FileNotFoundError: the folder does not exist, or has no config.json or no safetensors. Pickled weights are
@@ -79,6 +81,13 @@ class Pretrained(nnx.Module):
         folder = checkpoint.find(path_or_id)
         config, stored_dtype, kept = _described(cls, folder)
         config_in_files.check(config, weights.shapes(folder), folder)
+        if config.tie_word_embeddings and weights.has_a_head_of_its_own(folder):
+            warnings.warn(
+                f"from_pretrained: config.json of {folder} says tie_word_embeddings, and the files hold a head that "
+                "differs from the embedding. The model has both, as in transformers: tie_word_embeddings=False.",
+                stacklevel=2,
+            )
+            config = dataclasses.replace(config, tie_word_embeddings=False)
         param_dtype = jnp.dtype(stored_dtype if param_dtype is None else param_dtype)
         dtype = param_dtype if dtype is None else dtype
         options = dict(kernels=kernels, remat=remat, scan_layers=scan_layers)
@@ -138,6 +147,11 @@ class Pretrained(nnx.Module):
         values = json.loads(self.kept.config)
         values |= config_json.write(self.config, self.config_fixed, type(self).__name__, str(self.head.dtype))
         values |= config_fields or {}
+        if different := config_json.not_in_transformers(self.config, values["model_type"]):
+            warnings.warn(
+                f"save_pretrained: from_pretrained reads this model, and transformers does not: {'; '.join(different)}.",
+                stacklevel=2,
+            )
         generation = self.kept.generation
         small_files = {
             checkpoint.CONFIG: (json.dumps(values, indent=2) + "\n").encode(),

@@ -19,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, weight_files
 from liger_jax.ops.block_quantized import BlockQuantized
 
-_LANGUAGE_PART, _HEAD = "language_model.", "lm_head.weight"  # of a multimodal checkpoint
+EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LANGUAGE_PART = "language_model."  # of a multimodal checkpoint
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
 _LAYERS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers; a checkpoint calls all of them layers
 _FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
 _STRIP = 64  # rows that are transposed at a time
+_COMPARED = 4096  # rows that are compared at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,19 @@ def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in places.items()}
 
 
+def has_a_head_of_its_own(folder: pathlib.Path) -> bool:
+    """Whether the files hold both a head and an embedding, and the two differ. Merges with a trained head leave that."""
+    with contextlib.ExitStack() as stack:
+        places = _places(folder, stack)
+        if not {EMBEDDING, _HEAD} <= places.keys():
+            return False
+        embedding, head = (file.get_slice(there) for file, there in (places[EMBEDDING], places[_HEAD]))
+        if embedding.get_shape() != head.get_shape():
+            return True
+        strips = (slice(row, row + _COMPARED) for row in range(0, embedding.get_shape()[0], _COMPARED))
+        return any(not np.array_equal(embedding[strip], head[strip]) for strip in strips)
+
+
 def read(
     folder: pathlib.Path,
     graphdef: Any,
@@ -100,6 +115,8 @@ def read(
     wanted = [(tensors_of(_keys(path), parameter), parameter) for path, parameter in flat]
     with contextlib.ExitStack() as stack:
         places = _places(folder, stack)
+        if _HEAD in ignored and EMBEDDING not in places and _HEAD in places:  # tied, and kept under the other name
+            places[EMBEDDING] = places[_HEAD]
 
         def slice_of(name):
             file, name_there = places[name]

@@ -10,4 +10,5 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),
     "pretraining_tp": (1,),
     "quantization_config": (None,),
+    "is_causal": (None, True),
 }

@@ -7,4 +7,5 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0,),
     "quantization_config": (None,),
+    "is_causal": (None, True),
 }

@@ -1,0 +1,170 @@
+"""The rotary embedding's fields of config.json, read and written.
+
+transformers 4 has `rope_theta`, `rope_scaling` and, for Gemma 3's sliding layers, `rope_local_base_freq`. transformers 5
+has `rope_parameters`, which in Gemma 3 holds an object for each type of layer. A file of transformers 5 to which somebody
+adds `rope_scaling`, as model cards say, is read as transformers 5 reads it. If that drops a field of `rope_parameters`
+which has another value, the file is refused.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from liger_jax.models.core import config_fields
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, RopeScaling, YarnRope
+
+NAMES = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
+_KINDS = {"linear": LinearRope, "dynamic": DynamicRope, "llama3": Llama3Rope, "yarn": YarnRope}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], list[str]]:
+    """Reads the fields of `NAMES` that a config has.
+
+    Args:
+        values: the fields of config.json.
+        config_type: the config's class, whose defaults take the place of absent fields.
+
+    Returns:
+        The config's arguments, and a clause for each problem. Fields of a scaling that change nothing in transformers
+        are ignored with a warning.
+    """
+    given = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    for name, parameters in given.items():
+        if not isinstance(parameters, dict):
+            return {}, [f"{name}={config_fields.short(parameters)} must be an object, {{…}}, or null"]
+    defaults = {field.name: field.default for field in dataclasses.fields(config_type)}
+    values = defaults | {name: value for name, value in values.items() if value is not None}
+    parameters, scaling = (_plain(part) for part in given.values())
+    if _FULL in scaling or _SLIDING in scaling:
+        return {}, ["rope_scaling must be one object for all layers; only rope_parameters may have one for each type"]
+    if "rope_local_base_freq" in defaults:
+        return _of_types_of_layers(values, parameters, scaling)
+    if _FULL in parameters or _SLIDING in parameters:
+        return {}, ["rope_parameters must be one object for all layers: in this family their types share it"]
+    taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
+    wrong = _lost(parameters, taken) if scaling else []
+    found, problems = _scaling_of("rope_scaling" if scaling else "rope_parameters", taken, values)
+    return {"rope_theta": taken["rope_theta"], "rope_scaling": found}, wrong + problems
+
+
+def write(scaling: RopeScaling | None) -> dict[str, Any]:
+    """The fields of config.json that say a scaling, which transformers 4 and 5 read.
+
+    For "dynamic" transformers takes `max_position_embeddings` as the length in training. So that field gets the
+    scaling's own length, in the place of the config's.
+    """
+    if scaling is None:
+        return {}
+    kind = next(name for name, scaling_type in _KINDS.items() if isinstance(scaling, scaling_type))
+    fields = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
+    most = {"max_position_embeddings": fields.pop(_ORIGINAL)} if kind == "dynamic" else {}
+    return most | {"rope_scaling": {"rope_type": kind} | fields}
+
+
+def _of_types_of_layers(values, parameters, scaling) -> tuple[dict[str, Any], list[str]]:
+    """Gemma 3's: `rope_scaling` changes fields of the layers with full attention."""
+    by_type = {kind: parameters.get(kind) or {} for kind in (_FULL, _SLIDING)}
+    for kind, part in by_type.items():
+        if not isinstance(part, dict):
+            return {}, [f"rope_parameters of {kind!r}={config_fields.short(part)} must be an object, {{…}}, or null"]
+    full, local = (_plain(part) for part in by_type.values())
+    taken = {"rope_theta": values["rope_theta"]} | full | scaling
+    wrong = _lost(full, taken) if scaling else []
+    if not full and not local and _lost(parameters, taken):
+        wrong.append(f"rope_parameters must hold an object for {_FULL!r} and one for {_SLIDING!r}: its fields are no others")
+    if "type" in scaling and scaling["type"] != taken.get("rope_type"):
+        wrong.append("rope_scaling must have its type as rope_type, since transformers reads no type here")
+    found, problems = _scaling_of(f"rope_parameters of {_FULL!r}" if full else "rope_scaling", taken, values)
+    local_name = f"rope_parameters of {_SLIDING!r}"
+    local_found, local_problems = _scaling_of(local_name, local, values)
+    if local_found is not None:
+        local_problems.append(f"{local_name} must have rope_type='default'")
+    bases = taken["rope_theta"], local.get("rope_theta", values["rope_local_base_freq"])
+    rope = {"rope_theta": bases[0], "rope_scaling": found, "rope_local_base_freq": bases[1]}
+    return rope, wrong + problems + local_problems
+
+
+def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """An object without its nulls, which mean that a field is absent; for `truncate` alone transformers reads False."""
+    return {name: value for name, value in parameters.items() if value is not None or name == "truncate"}
+
+
+def _kind(parameters: Mapping[str, Any]) -> Any:
+    """The type, which was once called `type`."""
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def _lost(given: Mapping[str, Any], taken: Mapping[str, Any]) -> list[str]:
+    """A clause if fields of `rope_parameters` have other values than those that transformers takes.
+
+    A `rope_parameters` without a scaling says no more than the base.
+    """
+    names = {"rope_theta", "partial_rotary_factor"} if _kind(given) == "default" else set(given) - {"type", "rope_type"}
+    lost = [name for name in sorted(names & set(given)) if taken.get(name) != given[name]]
+    if _kind(given) not in ("default", _kind(taken)):
+        lost.append("rope_type")
+    if not lost:
+        return []
+    before, now = ({name: part.get(name) for name in lost} | {"rope_type": _kind(part)} for part in (given, taken))
+    return [
+        f"rope_parameters={config_fields.short(before)} disagrees with rope_scaling, by which transformers computes with "
+        f"{config_fields.short(now)}: put all fields into rope_parameters, and delete rope_scaling"
+    ]
+
+
+def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """A `RopeScaling` or `None`, and a list of problems."""
+    kind = _kind(parameters)
+    fields = {key: value for key, value in parameters.items() if key not in ("type", "rope_type", "rope_theta")}
+    if not (isinstance(kind, str) and kind in ("default", *_KINDS)):
+        return None, [f"rope_type={config_fields.short(kind)} must be 'default' or one of {list(_KINDS)}"]
+    part = fields.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    wrong = [] if part == 1 else [f"partial_rotary_factor={config_fields.short(part)} must be 1: whole heads are rotated"]
+    scaling_type: Any = _KINDS.get(kind)
+    known = dataclasses.fields(scaling_type) if scaling_type else ()
+    if kind != "linear" and scaling_type:
+        wrong += _set_original(name, kind, fields, values)
+    if absent := sorted({field.name for field in known if field.default is dataclasses.MISSING} - set(fields)):
+        return None, [*wrong, f"{name} of type {kind!r} lacks {absent}"]
+    if unknown := sorted(set(fields) - {field.name for field in known}):
+        warnings.warn(
+            f"config.json: {name} of type {kind!r} has {config_fields.short(unknown)}, which change nothing, here as in "
+            "transformers.",
+            stacklevel=2,
+        )
+    fields = {key: value for key, value in fields.items() if key not in unknown}
+    if not scaling_type:
+        return None, wrong
+    problems = config_fields.problems(scaling_type, fields)
+    if not problems:
+        try:
+            return scaling_type(**fields), wrong
+        except ValueError as error:  # fields that do not fit together
+            problems = [str(error).rstrip(".")]
+    return None, wrong + [f"{name}: {problem}" for problem in problems]
+
+
+def _set_original(name: str, kind: str, fields: dict[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """Sets the length in training as transformers does, and returns a list of problems.
+
+    It is `max_position_embeddings` for "dynamic", and for other types that lack it. A field of that name outside of the
+    object, as some checkpoints have it, counts more than the object's.
+    """
+    most, given = values["max_position_embeddings"], fields.get(_ORIGINAL)
+    if kind == "dynamic":
+        if given not in (None, most):
+            warnings.warn(
+                f"config.json: {name} of type 'dynamic' has {_ORIGINAL}={config_fields.short(given)}, for which "
+                f"max_position_embeddings={config_fields.short(most)} is taken, as in transformers.",
+                stacklevel=2,
+            )
+        fields[_ORIGINAL] = most
+        return []
+    outside = values.get(_ORIGINAL)
+    fields[_ORIGINAL] = next(value for value in (outside, given, most) if value is not None)
+    if None not in (outside, given) and outside != given:
+        return [f"{_ORIGINAL}={config_fields.short(outside)} differs from {name}'s {config_fields.short(given)}"]
+    return []
