@@ -82,7 +82,8 @@ def has_a_head_of_its_own(folder: pathlib.Path) -> bool:
         embedding, head = (file.get_slice(there) for file, there in (places[EMBEDDING], places[_HEAD]))
         if embedding.get_shape() != head.get_shape():
             return True
-        strips = (slice(row, row + _COMPARED) for row in range(0, embedding.get_shape()[0], _COMPARED))
+        rows = embedding.get_shape()[0]
+        strips = (slice(row, min(row + _COMPARED, rows)) for row in range(0, rows, _COMPARED))
         return any(not np.array_equal(embedding[strip], head[strip]) for strip in strips)
 
 
