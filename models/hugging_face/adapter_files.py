@@ -6,16 +6,18 @@ PEFT stores A as (rank, in) and B as (out, rank), the transposes of ours, and on
 import dataclasses
 import json
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from liger_jax.models.hugging_face.weights import open_weights
+from liger_jax.models.hugging_face.weights import language_part, open_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_TO_WHOLE = (f"{_PREFIX}model.", f"{_PREFIX}model.language_model.")  # names in a language model and in a multimodal one
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 # What PEFT's fields must say, if they are there: other values change which weights are adapted, or how.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -61,10 +63,24 @@ class AdapterConfig:
 
 
 def write(
-    folder: pathlib.Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], base_model: str | None
+    folder: pathlib.Path,
+    config: AdapterConfig,
+    tensors: Mapping[str, np.ndarray],
+    base_model: str | None,
+    *,
+    multimodal: bool,
 ) -> None:
-    """Writes both files. Each is complete before it replaces an earlier one."""
+    """Writes both files. Each is complete before it replaces an earlier one.
+
+    For the language part of a multimodal model the names are those of transformers' whole model. There
+    `target_modules` are whole names, since the other parts have projections of the same names.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    targets = list(config.targets)
+    if multimodal:
+        tensors = {name.replace(*_TO_WHOLE, 1): tensor for name, tensor in tensors.items()}
+        suffix = f".{_PARTS['lora_a']}"
+        targets = [name[len(_PREFIX) : -len(suffix)] for name in sorted(tensors) if name.endswith(suffix)]
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -73,7 +89,7 @@ def write(
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": list(config.targets),
+        "target_modules": targets,
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "bias": "none",
@@ -109,7 +125,15 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
             "PEFT, and load the merged model."
         )
     with open_weights(folder / WEIGHTS) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        names = language_part(file.keys())
+        others = sorted(set(file.keys()) - set(names.values()))
+        tensors = {name: file.get_tensor(there) for name, there in names.items()}
+    if others:
+        warnings.warn(
+            f"load_adapters: {folder} has {len(others)} tensors for other parts of a multimodal model, such as "
+            f"{others[0]}. They are left out, as those parts' weights are.",
+            stacklevel=3,
+        )
     suffix = f".{_PARTS['lora_a']}"
     # The config may hold a regular expression, so the tensors' names say what is adapted.
     targets = sorted({name.removesuffix(suffix).rpartition(".")[2] for name in tensors if name.endswith(suffix)})

@@ -41,10 +41,12 @@ class Kept:
     Attributes:
         config: a JSON object with fields of config.json.
         generation: the text of generation_config.json, or `None` if the checkpoint has none.
+        multimodal: whether the model is the language part of a multimodal checkpoint.
     """
 
     config: str = "{}"
     generation: str | None = None
+    multimodal: bool = False
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -145,6 +147,11 @@ def config_values(path: pathlib.Path) -> dict[str, Any]:
     return config_json.language_part(values, path) | ids
 
 
+def is_multimodal(folder: pathlib.Path) -> bool:
+    """Whether a checkpoint's config.json describes a multimodal model, of which we have the language part."""
+    return bool(config_json.load(folder / CONFIG).get("text_config"))
+
+
 def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str]) -> Kept:
     """The parts of a checkpoint's JSON files that a save of the model will write again.
 
@@ -163,7 +170,7 @@ def kept_of(folder: pathlib.Path, values: Mapping[str, Any], own: Iterable[str])
     if path.is_file():
         _check_stops(path, config_json.load(path))
         generation = path.read_bytes().decode("utf8")  # its line ends, too
-    return Kept(json.dumps(left), generation)
+    return Kept(json.dumps(left), generation, is_multimodal(folder))
 
 
 def tokenizer_files(folder: pathlib.Path) -> dict[str, bytes | None]:

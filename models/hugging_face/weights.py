@@ -7,7 +7,7 @@ layer's kernel is the transposed weight. A parameter that is stacked for a scan 
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -71,6 +71,20 @@ def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
     with contextlib.ExitStack() as stack:
         places = _places(folder, stack)
         return {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in places.items()}
+
+
+def language_part(names: Iterable[str]) -> dict[str, str]:
+    """The names of tensors, by their names in a language model.
+
+    In a multimodal checkpoint the language part's names have "language_model.model." or "model.language_model." for
+    "model.". All other names except the head's belong to other parts, and are left out.
+    """
+    names = list(names)
+    if not any(_LANGUAGE_PART in name for name in names):
+        return {name: name for name in names}
+    of_head = _HEAD.removesuffix("weight")
+    own = (name for name in names if _LANGUAGE_PART in name or of_head in name)
+    return {name.replace(_LANGUAGE_PART, "", 1): name for name in own}
 
 
 def has_a_head_of_its_own(folder: pathlib.Path) -> bool:
@@ -177,16 +191,9 @@ def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _places(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, tuple[Any, str]]:
-    """The open file of each tensor and the tensor's name there, by its name in a language model.
-
-    In a multimodal checkpoint the language part's names begin with "language_model.model." or "model.language_model.".
-    All other names except the head's belong to other parts, and are left out.
-    """
+    """The open file of each tensor and the tensor's name there, by its name in a language model."""
     files = _open_files(folder, stack)
-    if not any(_LANGUAGE_PART in name for name in files):
-        return {name: (file, name) for name, file in files.items()}
-    own = {name: name.replace(_LANGUAGE_PART, "", 1) for name in files if _LANGUAGE_PART in name or name == _HEAD}
-    return {own_name: (files[name], name) for name, own_name in own.items()}
+    return {own: (files[name], name) for own, name in language_part(files).items()}
 
 
 def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from liger_jax.models.hugging_face import adapter_files
+from liger_jax.models.hugging_face import adapter_files, checkpoint
 from liger_jax.models.lora.adapters import add_lora
 from liger_jax.models.lora.linear import names, trained, with_adapters_on, without_adapters
 
@@ -21,10 +21,12 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
     Args:
         model: a model with adapters.
         path: a folder, made if it does not exist. Earlier adapters in it are replaced.
-        base_model: name or path of the model that the adapters belong to, for PEFT's `AutoPeftModel`.
+        base_model: name or path of the model that the adapters belong to, for PEFT's `AutoPeftModel`. A folder's
+            config.json says whether the names are those of a multimodal model, whose language part this is. Otherwise
+            they are those of the checkpoint that `model` came from.
 
     Raises:
-        ValueError: the model has no adapters that are on.
+        ValueError: the model has no adapters that are on, or config.json in `base_model` is damaged.
 
     Example:
         >>> import tempfile
@@ -52,7 +54,7 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
         rslora=first.rslora,
         dora=first.magnitude is not None,
     )
-    adapter_files.write(pathlib.Path(path), config, tensors, base_model)
+    adapter_files.write(pathlib.Path(path), config, tensors, base_model, multimodal=_is_multimodal(model, base_model))
 
 
 def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
@@ -95,3 +97,11 @@ def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
             array = adapter_files.stacked(tensors, names(path_in_model, projection), name)
             variable[...] = jax.device_put(array.reshape(variable.shape), variable[...].sharding)
     return model
+
+
+def _is_multimodal(model: nnx.Module, base_model: str | None) -> bool:
+    """Whether transformers builds a multimodal model from the checkpoint that adapters of this model belong to."""
+    folder = None if base_model is None else pathlib.Path(base_model)
+    if folder is not None and (folder / checkpoint.CONFIG).is_file():
+        return checkpoint.is_multimodal(folder)
+    return getattr(model, "kept", checkpoint.Kept()).multimodal
