@@ -163,7 +163,7 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if values["logit_scale"] == 1.0:  # which no other family's config.json has
         del values["logit_scale"]
-    values |= rope_fields.write(values.pop("rope_scaling"))
+    values |= rope_fields.write(values.pop("rope_scaling"), config.max_position_embeddings)
     if "use_sliding_window" in values:  # where it is false transformers has no window, whatever layer_types says
         values["use_sliding_window"] |= "sliding_attention" in config.layer_types
     divisor = values.get("query_pre_attn_scalar")

@@ -17,7 +17,7 @@ from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, RopeScaling, Yarn
 NAMES = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
 _KINDS = {"linear": LinearRope, "dynamic": DynamicRope, "llama3": Llama3Rope, "yarn": YarnRope}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL, _MOST, _OUR_MOST = "original_max_position_embeddings", "max_position_embeddings", "max_positions"
 
 
 def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], list[str]]:
@@ -47,21 +47,25 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
     taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
     wrong = _lost(parameters, taken) if scaling else []
     found, problems = _scaling_of("rope_scaling" if scaling else "rope_parameters", taken, values)
-    return {"rope_theta": taken["rope_theta"], "rope_scaling": found}, wrong + problems
+    rope = {"rope_theta": taken["rope_theta"], "rope_scaling": found}
+    return rope | _our_most(found, values), wrong + problems
 
 
-def write(scaling: RopeScaling | None) -> dict[str, Any]:
+def write(scaling: RopeScaling | None, most: int) -> dict[str, Any]:
     """The fields of config.json that say a scaling, which transformers 4 and 5 read.
 
     For "dynamic" transformers takes `max_position_embeddings` as the length in training. So that field gets the
-    scaling's own length, in the place of the config's.
+    scaling's own length, and the config's `most` goes to a field that `read` alone knows.
     """
     if scaling is None:
         return {}
     kind = next(name for name, scaling_type in _KINDS.items() if isinstance(scaling, scaling_type))
     fields = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
-    most = {"max_position_embeddings": fields.pop(_ORIGINAL)} if kind == "dynamic" else {}
-    return most | {"rope_scaling": {"rope_type": kind} | fields}
+    lengths = {}
+    if kind == "dynamic":
+        original = fields.pop(_ORIGINAL)
+        lengths = {_MOST: original} | ({_OUR_MOST: most} if most != original else {})
+    return lengths | {"rope_scaling": {"rope_type": kind} | fields}
 
 
 def _of_types_of_layers(values, parameters, scaling) -> tuple[dict[str, Any], list[str]]:
@@ -84,7 +88,12 @@ def _of_types_of_layers(values, parameters, scaling) -> tuple[dict[str, Any], li
         local_problems.append(f"{local_name} must have rope_type='default'")
     bases = taken["rope_theta"], local.get("rope_theta", values["rope_local_base_freq"])
     rope = {"rope_theta": bases[0], "rope_scaling": found, "rope_local_base_freq": bases[1]}
-    return rope, wrong + problems + local_problems
+    return rope | _our_most(found, values), wrong + problems + local_problems
+
+
+def _our_most(scaling: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config's own `max_position_embeddings`, if `write` had to leave the name to the scaling's length."""
+    return {_MOST: values[_OUR_MOST]} if isinstance(scaling, DynamicRope) and _OUR_MOST in values else {}
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +162,7 @@ def _set_original(name: str, kind: str, fields: dict[str, Any], values: Mapping[
     It is `max_position_embeddings` for "dynamic", and for other types that lack it. A field of that name outside of the
     object, as some checkpoints have it, counts more than the object's.
     """
-    most, given = values["max_position_embeddings"], fields.get(_ORIGINAL)
+    most, given = values[_MOST], fields.get(_ORIGINAL)
     if kind == "dynamic":
         if given not in (None, most):
             warnings.warn(

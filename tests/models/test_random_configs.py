@@ -1,0 +1,109 @@
+"""Random configs of every family, saved by us and read by transformers, and the other way round: the logits are equal."""
+
+import dataclasses
+import importlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.hugging_face import config_json
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from tests.models.test_configs import FULL, SLIDING, each_family
+from tests.models.test_parity import live, relative
+
+LENGTH = 20  # more than many scalings' length in training
+NOT_DRAWN = {"logit_scale"}  # which transformers lacks in these families
+
+
+def sizes(rng) -> dict:
+    """Widths that divide as transformers asks it of some families."""
+    heads = int(rng.integers(1, 5))
+    return dict(
+        vocab_size=int(rng.integers(10, 40)),
+        hidden_size=heads * int(rng.choice([4, 6, 8])),
+        intermediate_size=int(rng.integers(8, 30)),
+        num_hidden_layers=int(rng.integers(1, 5)),
+        num_attention_heads=heads,
+        num_key_value_heads=int(rng.choice([n for n in range(1, heads + 1) if heads % n == 0])),
+        head_dim=int(rng.choice([4, 6, 10])) if rng.random() < 0.7 else None,
+        max_position_embeddings=int(rng.integers(LENGTH, 64)),
+        initializer_range=float(rng.uniform(0.1, 0.4)),
+        tie_word_embeddings=bool(rng.integers(2)),
+        rms_norm_eps=float(10 ** rng.uniform(-8, -1)),
+        rope_theta=float(rng.uniform(10, 10_000)),
+    )
+
+
+def scaling(rng, family):
+    """No scaling, or one of any type, with any of its fields."""
+    factor, original = float(rng.uniform(1, 8)), int(rng.integers(4, 40))
+    maybe = lambda value: value if rng.random() < 0.5 else None
+    yarn = dict(
+        beta_fast=float(rng.uniform(8, 40)),
+        beta_slow=float(rng.uniform(0.5, 4)),
+        attention_factor=maybe(float(rng.uniform(0.5, 1.5))),
+        mscale=maybe(float(rng.uniform(0.5, 1.5))),
+        mscale_all_dim=maybe(float(rng.uniform(0.5, 1.5))),
+        truncate="Gemma3" in family.__name__ or bool(rng.integers(2)),  # transformers always truncates Gemma 3's
+    )
+    low = float(rng.uniform(0.5, 2))
+    choices = [
+        None,
+        LinearRope(factor),
+        DynamicRope(factor, original),
+        Llama3Rope(factor, low, low + float(rng.uniform(0.5, 4)), original),
+        YarnRope(factor, original, **yarn),
+    ]
+    return choices[rng.integers(len(choices))]
+
+
+def drawn(rng, family):
+    """A random config of the family."""
+    fields = sizes(rng) | {"rope_scaling": scaling(rng, family)}
+    layers = fields["num_hidden_layers"]
+    own = dict(
+        sliding_window=int(rng.integers(2, 12)),
+        use_sliding_window=bool(rng.integers(2)),
+        max_window_layers=int(rng.integers(0, 4)),
+        layer_types=tuple(map(str, rng.choice([FULL, SLIDING], layers))) if rng.random() < 0.6 else None,
+        query_pre_attn_scalar=int(rng.integers(1, 40)) * (1.0 if rng.random() < 0.5 else 1),
+        attn_logit_softcapping=float(rng.uniform(1, 10)) if rng.random() < 0.5 else None,
+        final_logit_softcapping=float(rng.uniform(1, 10)) if rng.random() < 0.5 else None,
+        sliding_window_pattern=int(rng.integers(1, 4)),
+        rope_local_base_freq=float(rng.uniform(10, 10_000)),
+    )
+    if "Gemma3" in family.__name__:
+        own["attn_logit_softcapping"] = None  # transformers reads it and does not apply it
+    if "Mistral" in family.__name__ and rng.random() < 0.3:
+        own["sliding_window"] = None
+    names = {field.name for field in dataclasses.fields(family.config_type)}
+    assert names - fields.keys() - own.keys() == NOT_DRAWN
+    return family.config_type(**fields, **{name: value for name, value in own.items() if name in names})
+
+
+@live
+@pytest.mark.parametrize("draw", range(6))
+@each_family
+def test_transformers_computes_the_same_with_a_random_config_both_ways(family, draw, rng, tmp_path):
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    config = drawn(rng, family)
+    model = family(config, scan_layers=bool(draw % 2), rngs=nnx.Rngs(int(rng.integers(2**31))))
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if path[-1] in ("scale", "bias"):
+            parameter[...] += jnp.asarray(rng.normal(0, 0.3, parameter.shape), jnp.float32)
+    tokens = rng.integers(0, config.vocab_size, (2, LENGTH))
+    logits = nnx.jit(lambda model: model(jnp.asarray(tokens, jnp.int32)).logits)
+
+    model.save_pretrained(tmp_path / "ours")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    with torch.no_grad():
+        truth = theirs(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    assert relative(logits(model), truth) < 1e-4, config
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    for folder in ("ours", "theirs"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder, scan_layers=False)
+        assert relative(logits(again), truth) < 1e-4, (folder, config)
