@@ -136,9 +136,11 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
     known = dataclasses.fields(scaling_type) if scaling_type else ()
     if kind != "linear" and scaling_type:
         wrong += _set_original(name, kind, fields, values)
+    unknown = sorted(set(fields) - {field.name for field in known})
     if absent := sorted({field.name for field in known if field.default is dataclasses.MISSING} - set(fields)):
-        return None, [*wrong, f"{name} of type {kind!r} lacks {absent}"]
-    if unknown := sorted(set(fields) - {field.name for field in known}):
+        other = f"has {config_fields.short(unknown)}, and takes {sorted(field.name for field in known)}"
+        return None, [*wrong, f"{name} of type {kind!r} {other if unknown else f'lacks {absent}'}"]
+    if unknown:
         warnings.warn(
             f"config.json: {name} of type {kind!r} has {config_fields.short(unknown)}, which change nothing, here as in "
             "transformers.",

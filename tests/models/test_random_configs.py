@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 from liger_jax.models import AutoModelForCausalLM
-from liger_jax.models.hugging_face import config_json
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 from tests.models.test_configs import FULL, SLIDING, each_family
 from tests.models.test_parity import live, relative
@@ -25,7 +24,7 @@ def sizes(rng) -> dict:
         vocab_size=int(rng.integers(10, 40)),
         hidden_size=heads * int(rng.choice([4, 6, 8])),
         intermediate_size=int(rng.integers(8, 30)),
-        num_hidden_layers=int(rng.integers(1, 5)),
+        num_hidden_layers=int(rng.integers(1, 4)),
         num_attention_heads=heads,
         num_key_value_heads=int(rng.choice([n for n in range(1, heads + 1) if heads % n == 0])),
         head_dim=int(rng.choice([4, 6, 10])) if rng.random() < 0.7 else None,
@@ -85,7 +84,7 @@ def drawn(rng, family):
 
 
 @live
-@pytest.mark.parametrize("draw", range(6))
+@pytest.mark.parametrize("draw", range(4))
 @each_family
 def test_transformers_computes_the_same_with_a_random_config_both_ways(family, draw, rng, tmp_path):
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
@@ -104,6 +103,5 @@ def test_transformers_computes_the_same_with_a_random_config_both_ways(family, d
     assert relative(logits(model), truth) < 1e-4, config
 
     theirs.save_pretrained(tmp_path / "theirs")
-    for folder in ("ours", "theirs"):
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder, scan_layers=False)
-        assert relative(logits(again), truth) < 1e-4, (folder, config)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", scan_layers=bool(draw % 2))
+    assert relative(logits(again), truth) < 1e-4, config
