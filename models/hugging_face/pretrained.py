@@ -149,7 +149,7 @@ class Pretrained(nnx.Module):
         values |= config_fields or {}
         if different := config_json.not_in_transformers(self.config, values["model_type"]):
             warnings.warn(
-                f"save_pretrained: from_pretrained reads this model, and transformers does not: {'; '.join(different)}.",
+                f"save_pretrained: from_pretrained reads this model, transformers does not: {'; '.join(different)}.",
                 stacklevel=2,
             )
         generation = self.kept.generation

@@ -1,9 +1,9 @@
 """The rotary embedding's fields of config.json, read and written.
 
-transformers 4 has `rope_theta`, `rope_scaling` and, for Gemma 3's sliding layers, `rope_local_base_freq`. transformers 5
-has `rope_parameters`, which in Gemma 3 holds an object for each type of layer. A file of transformers 5 to which somebody
-adds `rope_scaling`, as model cards say, is read as transformers 5 reads it. If that drops a field of `rope_parameters`
-which has another value, the file is refused.
+transformers 4 has `rope_theta`, `rope_scaling` and, for Gemma 3's sliding layers, `rope_local_base_freq`.
+transformers 5 has `rope_parameters`, which in Gemma 3 holds an object for each type of layer. A file of transformers 5
+to which somebody adds `rope_scaling`, as model cards say, is read as transformers 5 reads it. If that drops a field of
+`rope_parameters` which has another value, the file is refused.
 """
 
 import dataclasses
@@ -78,7 +78,9 @@ def _of_types_of_layers(values, parameters, scaling) -> tuple[dict[str, Any], li
     taken = {"rope_theta": values["rope_theta"]} | full | scaling
     wrong = _lost(full, taken) if scaling else []
     if not full and not local and _lost(parameters, taken):
-        wrong.append(f"rope_parameters must hold an object for {_FULL!r} and one for {_SLIDING!r}: its fields are no others")
+        wrong.append(
+            f"rope_parameters must hold an object for {_FULL!r} and one for {_SLIDING!r}: its fields are no others"
+        )
     if "type" in scaling and scaling["type"] != taken.get("rope_type"):
         wrong.append("rope_scaling must have its type as rope_type, since transformers reads no type here")
     found, problems = _scaling_of(f"rope_parameters of {_FULL!r}" if full else "rope_scaling", taken, values)
@@ -119,8 +121,8 @@ def _lost(given: Mapping[str, Any], taken: Mapping[str, Any]) -> list[str]:
         return []
     before, now = ({name: part.get(name) for name in lost} | {"rope_type": _kind(part)} for part in (given, taken))
     return [
-        f"rope_parameters={config_fields.short(before)} disagrees with rope_scaling, by which transformers computes with "
-        f"{config_fields.short(now)}: put all fields into rope_parameters, and delete rope_scaling"
+        f"rope_parameters={config_fields.short(before)} disagrees with rope_scaling, by which transformers computes "
+        f"with {config_fields.short(now)}: put all fields into rope_parameters, and delete rope_scaling"
     ]
 
 
@@ -131,7 +133,9 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
     if not (isinstance(kind, str) and kind in ("default", *_KINDS)):
         return None, [f"rope_type={config_fields.short(kind)} must be 'default' or one of {list(_KINDS)}"]
     part = fields.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    wrong = [] if part == 1 else [f"partial_rotary_factor={config_fields.short(part)} must be 1: whole heads are rotated"]
+    wrong = (
+        [] if part == 1 else [f"partial_rotary_factor={config_fields.short(part)} must be 1: whole heads are rotated"]
+    )
     scaling_type: Any = _KINDS.get(kind)
     known = dataclasses.fields(scaling_type) if scaling_type else ()
     if kind != "linear" and scaling_type:
@@ -142,8 +146,8 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
         return None, [*wrong, f"{name} of type {kind!r} {other if unknown else f'lacks {absent}'}"]
     if unknown:
         warnings.warn(
-            f"config.json: {name} of type {kind!r} has {config_fields.short(unknown)}, which change nothing, here as in "
-            "transformers.",
+            f"config.json: {name} of type {kind!r} has {config_fields.short(unknown)}, which change nothing, here as "
+            "in transformers.",
             stacklevel=2,
         )
     fields = {key: value for key, value in fields.items() if key not in unknown}

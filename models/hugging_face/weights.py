@@ -88,7 +88,7 @@ def language_part(names: Iterable[str]) -> dict[str, str]:
 
 
 def has_a_head_of_its_own(folder: pathlib.Path) -> bool:
-    """Whether the files hold both a head and an embedding, and the two differ. Merges with a trained head leave that."""
+    """Whether the files hold both a head and an embedding, and the two differ, as merges of trained heads leave it."""
     with contextlib.ExitStack() as stack:
         places = _places(folder, stack)
         if not {EMBEDDING, _HEAD} <= places.keys():

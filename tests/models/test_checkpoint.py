@@ -388,6 +388,32 @@ def test_tied_head_and_rotary_buffers_may_be_there_once_more(tmp_path):
     assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path), model)
 
 
+def test_a_head_that_differs_is_kept_though_config_json_ties_it(tmp_path, rng):
+    tied = make_model(dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    tied.save_pretrained(tmp_path)
+    head = np.asarray(rng.normal(size=(61, 32)), np.float32)
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.warns(UserWarning, match="says tie_word_embeddings, and the files hold a head that differs"):
+        model = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert not model.config.tie_word_embeddings
+    np.testing.assert_array_equal(model.lm_head[...], head)
+    np.testing.assert_array_equal(model.model.embed_tokens[...], tied.model.embed_tokens[...])
+    model.save_pretrained(tmp_path / "again")
+    assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path / "again"), model)
+
+
+def test_a_tied_weight_may_be_there_as_the_head_alone(tmp_path):
+    model = make_model(dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_a_save_that_transformers_computes_otherwise_says_so(tmp_path):
+    with pytest.warns(UserWarning, match="transformers does not: it leaves out logit_scale=0.5"):
+        make_model(dataclasses.replace(CONFIG, logit_scale=0.5)).save_pretrained(tmp_path)
+
+
 def test_all_unsupported_fields_are_listed(folder):
     values = json.loads((folder / "config.json").read_text())
     values |= {"hidden_act": "relu", "attention_bias": True, "rope_scaling": {"type": "su", "factor": 2.0}}

@@ -20,7 +20,7 @@ from liger_jax.models import (
     Qwen2Config,
 )
 from liger_jax.models.hugging_face import checkpoint, config_json
-from liger_jax.ops import LinearRope
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 
 FAMILIES = {
     name: getattr(models, name) for name in dir(models) if name.endswith("ForCausalLM") and not name.startswith("Auto")
@@ -161,7 +161,9 @@ def test_numbers_of_another_library_become_python_s(unchecked_types):
     [
         ({"rope_scaling": 5}, "rope_scaling=5 must be an object"),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
-        ({"rope_parameters": {FULL: 3}}, "rope_parameters of 'full_attention'=3 must be an object"),
+        ({"rope_parameters": {FULL: {}}}, "rope_parameters must be one object for all layers"),
+        ({"rope_scaling": {FULL: {}}}, "rope_scaling must be one object for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_type=\['linear'\] must be 'default' or one of"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling of type 'linear' lacks \['factor'\]"),
         (
@@ -207,6 +209,108 @@ def test_a_damaged_config_json_is_refused_with_its_name(tmp_path, text, message)
     with pytest.raises(ValueError, match=message) as error:
         checkpoint.config_values(path)
     assert str(error.value).startswith(str(path)) and len(str(error.value)) < 300 + len(str(path))
+
+
+# --- the rotary embedding's fields, as transformers 5 reads them (tried with 5.24.0) ----------------------------------
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+OF_TYPES = {FULL: {"rope_theta": 7.0, "rope_type": "default"}, SLIDING: {"rope_theta": 5.0, "rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ["config_type", "values", "theta", "scaling"],
+    [
+        (LlamaConfig, {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": YARN}, 1e4, YarnRope(4.0, 16)),
+        (LlamaConfig, {"rope_parameters": YARN, "rope_scaling": YARN}, 1e4, YarnRope(4.0, 16)),
+        (LlamaConfig, {"rope_parameters": {"rope_theta": 7.0, **YARN}, "rope_scaling": {}}, 7.0, YarnRope(4.0, 16)),
+        (LlamaConfig, {"rope_parameters": {"rope_theta": 7.0}, "rope_theta": 9.0}, 7.0, None),
+        (LlamaConfig, {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": None}}, 1e4, YarnRope(4.0, 64)),
+        (
+            LlamaConfig,
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
+            1e4,
+            YarnRope(4.0, 32),
+        ),
+        (LlamaConfig, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 1e4, Llama3Rope(8.0, 1.0, 4.0, 64)),
+        (Gemma3TextConfig, {"rope_parameters": OF_TYPES, "rope_scaling": YARN}, 7.0, YarnRope(4.0, 16)),
+    ],
+)
+def test_rope_scaling_beside_rope_parameters_counts(config_type, values, theta, scaling):
+    config = config_json.read({"max_position_embeddings": 64, **values}, config_type, {})
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    ["config_type", "parameters", "scaling"],
+    [
+        (LlamaConfig, {"rope_theta": 1e6}, YARN),  # transformers goes back to the base 10,000
+        (LlamaConfig, YARN, YARN | {"factor": 2.0}),
+        (LlamaConfig, YARN, {"rope_type": "linear", "factor": 4.0}),
+        (LlamaConfig, YARN, {"rope_type": "default"}),
+        (Gemma3TextConfig, {FULL: YARN}, YARN | {"factor": 2.0}),
+        (Gemma3TextConfig, OF_TYPES, YARN | {"rope_theta": 9.0}),
+    ],
+)
+def test_rope_scaling_that_disagrees_with_rope_parameters_is_refused(config_type, parameters, scaling):
+    with pytest.raises(ValueError, match="rope_parameters=.* disagrees with rope_scaling, .* put all fields into"):
+        config_json.read({"rope_parameters": parameters, "rope_scaling": scaling}, config_type, {})
+
+
+def test_fields_of_gemma_3_that_transformers_does_not_read_are_refused():
+    read = lambda **values: config_json.read(values, Gemma3TextConfig, {})
+    with pytest.raises(ValueError, match="rope_parameters must hold an object for 'full_attention' and one for"):
+        read(rope_parameters={"rope_type": "linear", "factor": 8.0})
+    with pytest.raises(ValueError, match="rope_scaling must have its type as rope_type"):
+        read(rope_scaling={"type": "linear", "factor": 8.0})
+    with pytest.raises(ValueError, match="rope_parameters of 'full_attention'=3 must be an object"):
+        read(rope_parameters={FULL: 3})
+
+
+@pytest.mark.parametrize(
+    ["scaling", "name", "expected"],
+    [
+        (YARN | {"attn_factor": 0.9}, "attn_factor", YarnRope(4.0, 16)),
+        ({"type": "linear", "factor": 2.0, "original_max_position_embeddings": 16}, "original_max", LinearRope(2.0)),
+        ({"type": "dynamic", "factor": 2.0, "alpha": 10.0}, "alpha", DynamicRope(2.0, 64)),
+        ({"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}, "=8, for", DynamicRope(2.0, 64)),
+    ],
+)
+def test_fields_of_a_scaling_that_change_nothing_are_named(scaling, name, expected):
+    with pytest.warns(UserWarning, match=f"config.json: rope_scaling of type .*{name}"):
+        config = config_json.read({"max_position_embeddings": 64, "rope_scaling": scaling}, LlamaConfig, {})
+    assert config.rope_scaling == expected
+
+
+def test_transformers_takes_a_dynamic_scaling_s_length_from_max_position_embeddings():
+    config = LlamaConfig(max_position_embeddings=64, rope_scaling=DynamicRope(2.0, 8))
+    values = config_json.write(config, {}, "LlamaForCausalLM", "float32")
+    assert values["max_position_embeddings"] == 8 and values["rope_scaling"] == {"rope_type": "dynamic", "factor": 2.0}
+    assert config_json.read(values, LlamaConfig, {}) == config
+
+
+def test_windows_by_layer_types_are_saved_as_transformers_reads_them():
+    write = lambda **fields: config_json.write(Qwen2Config(**SIZES, **fields), {}, "Qwen2ForCausalLM", "float32")
+    assert write(layer_types=(FULL, SLIDING))["use_sliding_window"] is True
+    assert write()["use_sliding_window"] is False
+    number = config_json.write(Gemma2Config(**SIZES, query_pre_attn_scalar=144.0), {}, "", "")["query_pre_attn_scalar"]
+    assert number == 144 and type(number) is int
+
+
+@pytest.mark.parametrize(
+    ["config", "clause"],
+    [
+        (LlamaConfig(logit_scale=0.5), "it leaves out logit_scale=0.5"),
+        (LlamaConfig(hidden_size=10, num_attention_heads=3, head_dim=4), "it refuses hidden_size=10"),
+        (LlamaConfig(initializer_range=2.0), "it refuses initializer_range=2.0"),
+        (Gemma2Config(query_pre_attn_scalar=3.5), "it refuses query_pre_attn_scalar=3.5"),
+        (Gemma3TextConfig(rope_scaling=YarnRope(4.0, 16, truncate=False)), "it leaves out truncate=False"),
+    ],
+    ids=str,
+)
+def test_what_transformers_does_not_read_of_a_save_is_named(config, clause):
+    (found,) = config_json.not_in_transformers(config, "gemma2" if isinstance(config, Gemma2Config) else "llama")
+    assert found.startswith(clause)
+    assert not config_json.not_in_transformers(type(config)(), "llama")
 
 
 def test_both_bases_of_gemma_3_are_read_from_transformers_4_and_5():

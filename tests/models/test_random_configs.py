@@ -1,10 +1,9 @@
-"""Random configs of every family, saved by us and read by transformers, and the other way round: the logits are equal."""
+"""Random configs of every family, saved by us and read by transformers, and back: the logits are equal."""
 
 import dataclasses
 import importlib
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
