@@ -59,7 +59,7 @@ class DynamicRope:
     Args:
         factor: at least 1.
         original_max_position_embeddings: the length in training. Hugging Face takes its config's
-            `max_position_embeddings`.
+            `max_position_embeddings`, so a model is saved with this number under that name.
 
     Raises:
         ValueError: a field is less than 1.

@@ -3,6 +3,9 @@
 import importlib
 import importlib.util
 import json
+import re
+import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_PEFT, reason="torch, transformers or peft is absent"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks for it
 ]
+PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
 MESSAGES = [
     {"role": "user", "content": "one two"},
     {"role": "assistant", "content": "three"},
@@ -70,6 +74,37 @@ def test_transformers_loads_what_a_run_leaves(source, tmp_path, options):
     prompt = torch.from_numpy(tokens)
     written = theirs.generate(input_ids=prompt, max_new_tokens=4, do_sample=False, generation_config=config)
     assert prompt.shape[1] < written.shape[1] <= prompt.shape[1] + 4
+
+
+def test_the_page_s_lines_load_adapters_of_a_multimodal_checkpoint(source, tmp_path, monkeypatch):
+    """The lines of docs/finetune.md, on what a run leaves that began from a multimodal Gemma 3."""
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    text = dict(vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28)
+    config = transformers.Gemma3Config(
+        text_config=text | dict(num_key_value_heads=1, head_dim=8, eos_token_id=0), vision_config=vision
+    )
+    torch.manual_seed(0)
+    shutil.copytree(source, tmp_path / "base")
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    sizes = "--length=64 --batch=4 --steps=4 --learning-rate=0.05 --lora=4".split()
+    assert (
+        main(["finetune", "--model=base", f"--data={source.parent / 'chats.jsonl'}", "--out=runs/finetune", *sizes])
+        == 0
+    )
+
+    lines = re.search(r"```\n(AutoModelForCausalLM.*?)```", PAGE.read_text(), re.DOTALL)
+    assert lines is not None
+    model, tokenizer = (eval(line, vars(transformers)) for line in lines[1].splitlines())
+    tokens = tokenizer(_tiny.text(20), return_tensors="np")["input_ids"]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    base = AutoModelForCausalLM.from_pretrained("base")
+    before = base(jnp.asarray(tokens)).logits
+    after = load_adapters(base, "runs/finetune/adapters")(jnp.asarray(tokens)).logits
+    np.testing.assert_allclose(after, logits, atol=1e-4)
+    assert np.abs(after - before).max() > 1e-2  # the adapters count
 
 
 @pytest.mark.parametrize("template", [_tiny.CHAT_TEMPLATE, GENERATION], ids=["plain", "generation"])
