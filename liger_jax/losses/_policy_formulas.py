@@ -72,10 +72,14 @@ class Objective:
     def losses(
         self, log_ratio: jax.Array, log_probs: jax.Array, advantages: jax.Array, reference: Any, importance: Any
     ) -> jax.Array:
-        """The loss of each token; `log_ratio` may be one for each sequence, (B, 1)."""
-        ratio = jnp.exp(clamp_exponent(log_ratio))
+        """The loss of each token; `log_ratio`, of the function below, may be one for each sequence, (B, 1)."""
+        ratio = jnp.exp(log_ratio)
+        if importance is not None:
+            importance = jnp.where(jnp.isfinite(importance), importance, 1.0)
+            advantages = jnp.where(importance == 0.0, 0.0, advantages)  # what is left out may be inf or NaN
         if self.loss_type == "cispo":
-            losses = -jax.lax.stop_gradient(jnp.minimum(ratio, self.clip_range[1])) * advantages * log_probs
+            log_probs_or_0 = jnp.where(log_probs == -jnp.inf, 0.0, log_probs)  # the weight 0 times −inf would be NaN
+            losses = -jax.lax.stop_gradient(jnp.minimum(ratio, self.clip_range[1])) * advantages * log_probs_or_0
         elif self.loss_type == "sapo":
             positive, negative = self.temperatures
             temperature = jnp.where(advantages > 0, positive, negative)
@@ -95,6 +99,18 @@ class Objective:
         ratio = ratio if self.delta is None else jnp.where(ratio > self.delta, self.delta, ratio)
         free, bounded = ratio * advantages, clipped * advantages
         return jnp.where(free <= bounded, free, bounded)
+
+
+def log_ratio(log_probs: jax.Array, old_log_probs: jax.Array) -> jax.Array:
+    """log_probs − old_log_probs; 0, with the gradient of a fresh sample, where the sampler has no usable number.
+
+    Samplers write NaN, −inf or a stand-in such as −9999 for a token that they did not score. A token whose probability
+    is e^80 times the sampler's is of this kind: of 1e30 draws, none has a probability of e^−80.
+    """
+    difference = log_probs - old_log_probs
+    is_usable = jnp.isfinite(old_log_probs) & ~(difference > _checks.EXPONENT_LIMIT)
+    log_probs_or_0 = jnp.where(log_probs == -jnp.inf, 0.0, log_probs)  # of the policy, −inf is a masked logit
+    return jnp.where(is_usable, difference, log_probs_or_0 - jax.lax.stop_gradient(log_probs_or_0))
 
 
 def k3(log_probs: jax.Array, reference: jax.Array) -> jax.Array:

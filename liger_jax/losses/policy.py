@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks
-from liger_jax.losses._policy_formulas import CLIPPING_TYPES, Objective, k3
+from liger_jax.losses._policy_formulas import CLIPPING_TYPES, Objective, k3, log_ratio
 from liger_jax.losses.policy_batch import checked_policy_weights
 from liger_jax.ops._checks import check_choice, check_shape
 
@@ -63,10 +63,12 @@ def policy_token_loss(
 
     Args:
         log_probs: the tokens' log-probabilities under the policy, any float dtype and shape.
-        old_log_probs: those under the policy that sampled them, of the same shape, as all other arrays.
+        old_log_probs: those under the policy that sampled them, of the same shape, as all other arrays. The ratio is 1
+            where they are not finite or more than 80 below, as in `policy_loss`.
         advantages: the advantage at each token.
         reference_log_probs: those under the reference; with `beta` > 0 only.
-        importance_ratio: factors of the losses, such as the ratio of `old_log_probs` to the sampler's.
+        importance_ratio: factors of the losses, such as the ratio of `old_log_probs` to the sampler's. A factor that is
+            not finite counts as 1; 0 leaves a token out.
         loss_type: a type of `policy_loss`; "grpo", "bnpo", "dr_grpo" and "luspo" are "dapo" at a single token.
         importance_level: "token"; "sequence" is refused.
         epsilon_low: as in `policy_loss`.
@@ -112,7 +114,7 @@ def policy_token_loss(
     log_probs, old_log_probs, advantages, reference, importance = _checks.as_float32(op, **arrays)
     for name, x in zip(arrays, (log_probs, old_log_probs, advantages, reference, importance), strict=True):
         check_shape(op, name, x, log_probs.shape, "one number for each token of log_probs")
-    return objective.losses(log_probs - old_log_probs, log_probs, advantages, reference, importance)
+    return objective.losses(log_ratio(log_probs, old_log_probs), log_probs, advantages, reference, importance)
 
 
 def policy_loss(
@@ -154,7 +156,10 @@ def policy_loss(
     A token's loss is multiplied by `importance_ratio`. Then `beta` · k3 is added, or `beta` · ρ · k3 with
     `unbiased_kl`, where k3 = e^d − d − 1 and d = reference_log_probs − log_probs. Last, `entropy_coef` times the mean
     entropy is taken off the loss. With `importance_level="sequence"`, ρ is exp of the mean log-ratio of a
-    sequence's counted tokens (GSPO). A log-ratio above 80 counts as 80, so that no ratio overflows; its gradient is 0.
+    sequence's counted tokens (GSPO).
+
+    Where `old_log_probs` is NaN or infinite, or more than 80 below `log_probs`, the sampler has not scored the token.
+    Such a token counts like a fresh sample's: ρ = 1.
 
     "dapo" and "bnpo" differ only in the `denominator` that is passed: DAPO's is the whole step's on all devices.
 
@@ -166,8 +171,8 @@ def policy_loss(
         mask: bool, which tokens count; values at other tokens have no effect.
         reference_log_probs: those under the reference; `beta` > 0 needs them. With 0.0 they only make `kl`.
         importance_ratio: factors of the losses, for each token or (B, 1), such as old policy over sampler, truncated.
-            A factor of 0 leaves a token out and keeps it in the denominator, as masks of stale sequences or of tokens
-            with low entropy do.
+            A factor of 0 leaves a token out, whatever its advantage, and keeps it in the denominator and the penalty,
+            as masks of stale sequences or of tokens with low entropy do. A factor that is not finite counts as 1.
         entropy: entropies of the policy at the tokens; with `entropy_coef` only.
         loss_type: a type of the table.
         importance_level: "token" or "sequence".
@@ -219,16 +224,16 @@ def policy_loss(
     )
     advantages, importance = _columns(op, mask, advantages, importance_ratio)
     log_probs = jnp.where(mask, log_probs, 0.0)
-    log_ratio = log_probs - old
+    log_ratios = log_ratio(log_probs, old)
     if importance_level == "sequence":
         num_tokens = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1).astype(jnp.float32)
-        log_ratio = jnp.sum(log_ratio, axis=1, keepdims=True) / num_tokens
-    token_losses = jnp.where(mask, objective.losses(log_ratio, log_probs, advantages, reference, importance), 0.0)
+        log_ratios = jnp.sum(log_ratios, axis=1, keepdims=True) / num_tokens
+    token_losses = jnp.where(mask, objective.losses(log_ratios, log_probs, advantages, reference, importance), 0.0)
     loss = jnp.sum(weights * token_losses) / (default if denominator is None else denominator)
     if entropy is not None:
         tokens = _num_tokens(mask) if entropy_denominator is None else entropy_denominator
         loss = loss - entropy_coef * jnp.sum(entropy) / tokens
-    clipped = _clipped(objective, log_ratio, advantages, mask)
+    clipped = _clipped(objective, log_ratios, advantages, mask)
     kl = jnp.zeros(()) if reference is None else jnp.sum(k3(log_probs, reference)) / _num_tokens(mask)
     token_losses, kl, clipped = jax.lax.stop_gradient((token_losses, kl, clipped))
     return PolicyOutput(loss=loss, token_losses=token_losses, kl=kl, clipped_low=clipped[0], clipped_high=clipped[1])
@@ -275,10 +280,10 @@ def _columns(op: str, mask: jax.Array, advantages: Any, importance_ratio: Any) -
     return advantages, None if importance is None else masked(importance)
 
 
-def _clipped(objective: Objective, log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array) -> list[jax.Array]:
+def _clipped(objective: Objective, log_ratios: jax.Array, advantages: jax.Array, mask: jax.Array) -> list[jax.Array]:
     """The shares of counted tokens whose ratio the objective has clipped, below and above."""
     low, high = objective.clip_range
-    ratio = jnp.exp(_checks.clamp_exponent(log_ratio))
+    ratio = jnp.exp(log_ratios)
     if objective.loss_type == "cispo":
         below, above = jnp.zeros_like(mask), (ratio > high) & (advantages > 0)
     elif objective.loss_type in CLIPPING_TYPES:

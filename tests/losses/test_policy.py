@@ -200,6 +200,49 @@ def test_ratios_that_overflow_stay_finite(loss_type, level):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
+@pytest.mark.parametrize(
+    "loss_type, level", [("dapo", "token"), ("grpo", "sequence"), ("cispo", "token"), ("sapo", "token")]
+)
+def test_a_token_that_the_sampler_did_not_score_counts_like_a_fresh_one(loss_type, level, arrays):
+    """Samplers write NaN, −inf, or a stand-in such as −9999."""
+    policy, old, reference = (jnp.asarray(x, jnp.float32) for x in arrays)
+    unscored = np.array([[0, 2], [0, 1], [1, 0], [2, 0], [3, 0]]) @ [T, 1]  # positive and negative advantages
+    spoilt = np.array(old).reshape(-1)
+    spoilt[unscored] = [np.nan, -np.inf, -np.inf, -9999.0, np.nan]
+    options = options_of(loss_type) | dict(importance_level=level, beta=0.1)
+
+    def losses(x):
+        fresh = jnp.where(jnp.zeros(B * T, bool).at[unscored].set(True).reshape(B, T), jax.lax.stop_gradient(x), old)
+        weighted = dict(importance_ratio=jnp.where(jnp.arange(B)[:, None] == 1, jnp.nan, 0.5))
+        plain = dict(importance_ratio=jnp.where(jnp.arange(B)[:, None] == 1, 1.0, 0.5))
+        return [
+            loss(x, jnp.asarray(spoilt).reshape(B, T), reference, **options, **weighted),
+            loss(x, fresh, reference, **options, **plain),
+        ]
+
+    (found, expected), (gradient, true_gradient) = jax.jit(lambda x: (losses(x), jax.jacrev(losses)(x)))(policy)
+    close(found, expected)
+    close(gradient, true_gradient)
+    masked = jax.jit(jax.grad(lambda x: losses(x.at[0, 0].set(-jnp.inf))[0]))(policy)  # a masked logit of the policy
+    assert np.isfinite(masked).all() and masked[1].any()
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])
+def test_a_factor_of_0_leaves_a_token_out_whatever_is_there(loss_type, arrays):
+    policy, old = (jnp.asarray(x, jnp.float32) for x in arrays[:2])
+    left_out = jnp.zeros((B, T), bool).at[0, 1].set(True).at[2, 0].set(True)
+    advantages = jnp.broadcast_to(jnp.asarray(ADVANTAGES, jnp.float32)[:, None], (B, T))
+
+    def gradient(old, advantages):
+        options = options_of(loss_type) | dict(importance_ratio=jnp.where(left_out, 0.0, 1.0), advantages=advantages)
+        return jax.jit(jax.value_and_grad(lambda x: loss(x, old, **options)))(policy)
+
+    spoil = lambda x: jnp.where(left_out, jnp.nan, x)
+    found, expected = gradient(spoil(old), spoil(advantages)), gradient(old, advantages)
+    jax.tree.map(close, found, expected)
+    assert not found[1][left_out].any()
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_tokens_that_do_not_count_may_be_anything(level, arrays):
     spoil = lambda x: jnp.asarray(np.where(MASK, x, np.nan), jnp.float32)
