@@ -1,16 +1,23 @@
 """The config from which every family's config derives, and which is LLaMA's own."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from liger_jax.models.core import config_fields
 from liger_jax.ops import RopeScaling
 
 
+class _Followed(int):
+    """A field's number that followed from other fields. By `is`, an equal number that was given is another."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
     """The architecture, in Hugging Face's field names.
+
+    A field that is `None` in the call follows from others, and `dataclasses.replace` lets it follow anew: with other
+    `num_attention_heads` it makes another `head_dim`, unless `head_dim` was given here or is given there.
 
     Args:
         vocab_size: V.
@@ -54,6 +61,8 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     logit_scale: float = 1.0
+    # The fields that followed from others. It is no field: dataclasses.replace takes it from the old config.
+    _followed: dataclasses.InitVar[Mapping[str, Any] | None] = dataclasses.field(default=None, kw_only=True)
 
     # LLaMA's values. Other families override them, by constants or by fields of their configs.
     qkv_bias: ClassVar[bool] = False
@@ -114,18 +123,21 @@ class LlamaConfig:
         """
         return self.rope_theta, self.rope_scaling
 
-    def __post_init__(self):
-        wrong = config_fields.problems(type(self), vars(self))
+    def __post_init__(self, _followed: Mapping[str, Any] | None):
+        self._set(**{name: None for name, value in (_followed or {}).items() if getattr(self, name) is value})
+        wrong, own_types = config_fields.problems(type(self), vars(self)), ()
         if not wrong:
             self._set(**config_fields.normal(type(self), vars(self)))
-            self._set(layer_types=tuple(self.layer_types or map(self.type_of_layer, range(self.num_hidden_layers))))
+            own_types = tuple(map(self.type_of_layer, range(self.num_hidden_layers)))
+            self._set(layer_types=tuple(self.layer_types or own_types))
             wrong = list(self._misfits())
         if wrong:
             raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
-        self._set(
-            num_key_value_heads=self.num_key_value_heads or self.num_attention_heads,
-            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
-        )
+        follow = dict(num_key_value_heads=self.num_attention_heads, head_dim=self.hidden_size // self.num_attention_heads)
+        followed: dict[str, Any] = {name: _Followed(n) for name, n in follow.items() if getattr(self, name) is None}
+        if self.layer_types == own_types:  # checkpoints spell them out
+            followed["layer_types"] = self.layer_types
+        self._set(**followed, _followed=followed)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

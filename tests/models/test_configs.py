@@ -1,9 +1,11 @@
 """The configs of all families: defaults, layer types, errors, and that the model reads every field."""
 
+import copy
 import dataclasses
 import importlib
 import importlib.util
 import json
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +97,32 @@ def test_layers_slide_as_the_config_says(config, expected):
     assert [config.window_of(kind) for kind in expected] == [
         config.sliding_window if kind == SLIDING else None for kind in expected
     ]
+
+
+def test_what_followed_from_a_field_follows_from_its_replacement():
+    replace, llama = dataclasses.replace, LlamaConfig(hidden_size=64, num_attention_heads=4)
+    assert replace(llama, num_attention_heads=8) == LlamaConfig(hidden_size=64, num_attention_heads=8)
+    twice = replace(replace(llama, num_attention_heads=8), hidden_size=32)
+    assert twice == LlamaConfig(hidden_size=32, num_attention_heads=8)
+    # What was given stays, there or here, even if it is the number that would have followed.
+    assert replace(llama, num_attention_heads=8, head_dim=16).head_dim == 16
+    given = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, num_key_value_heads=4)
+    assert replace(given, num_attention_heads=8).head_dim == 16
+    assert replace(given, num_attention_heads=8).num_key_value_heads == 4
+    again = LlamaConfig(hidden_size=64, num_attention_heads=8, head_dim=llama.head_dim)
+    assert replace(again, hidden_size=128).head_dim == 16
+
+    layers = dict(num_hidden_layers=2, max_window_layers=1)
+    slides = replace(Qwen2Config(**layers), use_sliding_window=True)
+    assert slides == Qwen2Config(**layers, use_sliding_window=True) and slides.layer_types == (FULL, SLIDING)
+    spelled_out = Qwen2Config(**layers, layer_types=(FULL, FULL))  # as in a checkpoint of transformers
+    assert replace(spelled_out, use_sliding_window=True).layer_types == (FULL, SLIDING)
+    assert replace(Gemma3TextConfig(), num_hidden_layers=2) == Gemma3TextConfig(num_hidden_layers=2)
+    assert replace(MistralConfig(), sliding_window=None) == MistralConfig(sliding_window=None)
+    other = Qwen2Config(**layers, layer_types=(SLIDING, FULL))
+    assert replace(other, use_sliding_window=True).layer_types == (SLIDING, FULL)
+    assert repr(llama) == repr(pickle.loads(pickle.dumps(llama))) and "followed" not in repr(llama)
+    assert replace(copy.deepcopy(llama), num_attention_heads=8).head_dim == 8
 
 
 def test_layer_types_that_do_not_fit_are_refused():
