@@ -1,4 +1,4 @@
-"""The arguments of a model's call: their checks, and the cut to the positions that are kept."""
+"""The arguments of a model's call: their checks, the cut to the positions that are kept, and random keys."""
 
 import operator
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import Array, Key
 
 
 def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -> tuple[Any, ...]:
@@ -93,3 +94,35 @@ def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
         if array is not None and array.shape != shape:
             cure = "Labels are not shifted by the caller: pass as many as tokens." if name == "labels" else ""
             raise ValueError(f"{name} has shape {array.shape}; it must be {shape}, like input_ids. {cure}".strip())
+
+
+def as_key(caller: str, key: Any) -> Key[Array, ""]:
+    """A typed key, of `jax.random.key` or of the numbers that `jax.random.PRNGKey` makes.
+
+    Args:
+        caller: the function whose argument it is.
+        key: a key of either kind.
+
+    Returns:
+        The key; one of numbers is of the kind that `jax_default_prng_impl` names.
+
+    Raises:
+        TypeError: it is no key.
+        ValueError: it is several keys.
+
+    Example:
+        >>> as_key("generate", jax.random.PRNGKey(0)) == jax.random.key(0)
+        Array(True, dtype=bool)
+    """
+    key = jnp.asarray(key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        of_one_key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        if key.dtype != of_one_key.dtype or key.shape[-1:] != of_one_key.shape:
+            raise TypeError(
+                f"{caller}: key has shape {key.shape} and dtype {key.dtype}, and is no key of `jax.random`. Pass "
+                "jax.random.key(0)."
+            )
+        key = jax.random.wrap_key_data(key)
+    if key.ndim:
+        raise ValueError(f"{caller}: key holds {key.shape} keys, and must be one. Pass key[0].")
+    return key

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from liger_jax.models.core.arguments import as_key
 from liger_jax.ops.labels import as_labels
 
 
@@ -45,7 +46,7 @@ def generate(
             takes the tokens that the model's checkpoint names in generation_config.json, else in config.json. With
             `()` no token ends a row.
         pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first that ends a row.
-        key: a key of `jax.random`; needed for random tokens.
+        key: of `jax.random.key` or `jax.random.PRNGKey`; needed for random tokens.
 
     Returns:
         (B, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. From the first position
@@ -53,6 +54,7 @@ def generate(
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.
+        TypeError: `key` is no key.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -75,7 +77,9 @@ def generate(
     _check_ends(model.config.vocab_size, stops, pad, pad_token_id)
     _check_prompts(model.config, input_ids, mask, max_new_tokens)
     graph, params = nnx.split(model)
-    choice = None if temperature == 0 else (key, jnp.float32(temperature), None if top_p == 1 else jnp.float32(top_p))
+    choice = None
+    if temperature > 0:
+        choice = as_key("generate", key), jnp.float32(temperature), None if top_p == 1 else jnp.float32(top_p)
     ends = jnp.asarray(stops, jnp.int32), jnp.asarray(pad, jnp.int32)
     return _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens)
 

@@ -6,8 +6,9 @@ PEFT stores A as (rank, in) and B as (out, rank), the transposes of ours, and on
 import dataclasses
 import json
 import pathlib
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
-    "layers_to_transform": (None, []),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
@@ -48,18 +48,35 @@ class AdapterConfig:
     Attributes:
         rank: columns of A.
         alpha: numerator of the scale.
-        targets: names of the projections.
+        targets: PEFT's `target_modules`: names of projections, or ends of their names, or a regular expression.
         dropout: the share of inputs that training drops.
         rslora: whether the scale is alpha/√rank.
         dora: whether there are magnitudes.
+        excluded: `exclude_modules`, in the same forms; it takes precedence.
+        layers: the numbers of the layers that ends of names mean; none for all.
     """
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]
+    targets: Sequence[str] | str
     dropout: float
     rslora: bool
     dora: bool
+    excluded: Sequence[str] | str = ()
+    layers: Sequence[int] = ()
+
+    def adapts(self, name: str) -> bool:
+        """Whether PEFT gives this projection an adapter."""
+        if _is_named(self.excluded, name) or not _is_named(self.targets, name):
+            return False
+        number = re.search(r"\.(\d+)\.", name)
+        return not self.layers or name in self.targets or (number is not None and int(number[1]) in self.layers)
+
+
+def _is_named(names: Sequence[str] | str, name: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, name) is not None
+    return any(f".{name}".endswith(f".{end}") for end in names)
 
 
 def write(
@@ -76,11 +93,10 @@ def write(
     `target_modules` are whole names, since the other parts have projections of the same names.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    targets = list(config.targets)
+    targets = config.targets
     if multimodal:
         tensors = {name.replace(*_TO_WHOLE, 1): tensor for name, tensor in tensors.items()}
-        suffix = f".{_PARTS['lora_a']}"
-        targets = [name[len(_PREFIX) : -len(suffix)] for name in sorted(tensors) if name.endswith(suffix)]
+        targets = sorted(adapted_names(tensors))
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -116,7 +132,10 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
         values = json.loads(path.read_text(encoding="utf-8"))
         other = {name: values[name] for name, may in _FIXED.items() if name in values and values[name] not in may}
         rank, alpha = int(values["r"]), float(values["lora_alpha"])
-    except (ValueError, KeyError, TypeError) as error:
+        targets, excluded = values.get("target_modules") or (), values.get("exclude_modules") or ()
+        layers = np.atleast_1d([] if (only := values.get("layers_to_transform")) is None else only).tolist()
+        _is_named(targets, "") or _is_named(excluded, "")  # a damaged expression fails here
+    except (ValueError, KeyError, TypeError, re.error) as error:
         raise ValueError(f"load_adapters: {path} is damaged: {error!r}.") from error
     if other:
         supported = {name: _FIXED[name][0] for name in other}
@@ -134,13 +153,28 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
             f"{others[0]}. They are left out, as those parts' weights are.",
             stacklevel=3,
         )
+    if not adapted_names(tensors):
+        raise ValueError(f"load_adapters: {folder / WEIGHTS} has no tensor whose name ends in .{_PARTS['lora_a']}.")
+    options = dict(
+        dropout=values.get("lora_dropout", 0.0),
+        rslora=values.get("use_rslora", False),
+        dora=values.get("use_dora", False),
+    )
+    return AdapterConfig(rank, alpha, targets, **options, excluded=excluded, layers=layers), tensors
+
+
+def adapted_names(tensors: Iterable[str]) -> set[str]:
+    """The names in a checkpoint of the projections that have an A among these tensors."""
     suffix = f".{_PARTS['lora_a']}"
-    # The config may hold a regular expression, so the tensors' names say what is adapted.
-    targets = sorted({name.removesuffix(suffix).rpartition(".")[2] for name in tensors if name.endswith(suffix)})
-    if not targets:
-        raise ValueError(f"load_adapters: {folder / WEIGHTS} has no tensor whose name ends in {suffix}.")
-    options = dict(dropout=values.get("lora_dropout", 0.0), rslora=values.get("use_rslora", False))
-    return AdapterConfig(rank, alpha, tuple(targets), dora=values.get("use_dora", False), **options), tensors
+    return {name.removeprefix(_PREFIX).removesuffix(suffix) for name in tensors if name.endswith(suffix)}
+
+
+def targets_of(tensors: Iterable[str], projections: Iterable[str]) -> list[str]:
+    """The `target_modules` by which PEFT adapts, of all these projections, those that have tensors."""
+    adapted = adapted_names(tensors)
+    ends = {name.rpartition(".")[2] for name in adapted}
+    is_whole = adapted == {name for name in projections if name.rpartition(".")[2] in ends}
+    return sorted(ends if is_whole else adapted)
 
 
 def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig) -> dict[str, tuple[int, ...]]:
@@ -169,14 +203,20 @@ def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Map
 
 
 def tensors(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A projection's tensors, from arrays with a first axis of one entry for each name."""
+    """A projection's tensors, from arrays with a first axis of one entry for each name.
+
+    A layer where A and B are 0 has no adapter: `stacked` makes them so.
+    """
     return {
-        f"{_PREFIX}{name}.{_PARTS[part]}": np.ascontiguousarray(layer.T)
+        f"{_PREFIX}{name}.{_PARTS[part]}": np.ascontiguousarray(array[i].T)
+        for i, name in enumerate(names)
+        if arrays["lora_a"][i].any() or arrays["lora_b"][i].any()
         for part, array in arrays.items()
-        for name, layer in zip(names, array, strict=True)
     }
 
 
 def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str) -> np.ndarray:
-    """One array of a projection in float32, with a first axis of one entry for each name."""
-    return np.stack([tensors[f"{_PREFIX}{name}.{_PARTS[part]}"].T.astype(np.float32) for name in names])
+    """One array of a projection in float32, with a first axis of one entry for each name; 0 where it has no tensor."""
+    own = [tensors.get(f"{_PREFIX}{name}.{_PARTS[part]}") for name in names]
+    shape = next(x.shape for x in own if x is not None)
+    return np.stack([np.zeros(shape, np.float32).T if x is None else x.T.astype(np.float32) for x in own])

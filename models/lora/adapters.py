@@ -1,5 +1,6 @@
 """Adds adapters to a model, splits them off for training, switches them, and merges them into the weights."""
 
+import functools
 import math
 import zlib
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, UInt32
 
+from liger_jax.models.core.arguments import as_key
 from liger_jax.models.lora.linear import (
     DropoutKey,
     LoRALinear,
     become,
+    matching,
     names,
     projections,
     with_adapters_on,
@@ -48,7 +51,7 @@ def add_lora(
 
     Args:
         model: a model of `liger_jax.models`.
-        rank: at least 1, and at most the smaller width of each projection.
+        rank: at least 1. More than a projection's smaller width adds nothing, and PEFT allows it.
         alpha: numerator of the scale, more than 0.
         targets: names of projections, or ends of their names, such as "q_proj" or "self_attn.q_proj".
         dropout: the share of an adapter's inputs that `with_dropout` drops, in [0, 1).
@@ -77,24 +80,39 @@ def add_lora(
         raise ValueError(f"add_lora: alpha={alpha} must be more than 0; the adapters are scaled by alpha/rank.")
     if not 0 <= dropout < 1:
         raise ValueError(f"add_lora: dropout={dropout} must be in [0, 1); 0 drops nothing.")
-    matching = without_adapters("add_lora", model, targets)
-    narrowest = min(min(projection.kernel.shape[-2:]) for _, projection in matching)
-    if not 1 <= rank <= narrowest:
-        raise ValueError(f"add_lora: rank={rank} must be from 1 to {narrowest}, these projections' smallest width.")
-    key = rngs.params()
-    for path, projection in matching:
+    if rank < 1:
+        raise ValueError(f"add_lora: rank={rank} must be at least 1.")
+    found = matching("add_lora", without_adapters("add_lora", model), targets)
+    add_to(found, rank, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
+    return model
+
+
+def add_to(
+    found: Sequence[tuple[tuple[Any, ...], Any]],
+    rank: int,
+    *,
+    alpha: float | int,
+    dropout: float | int,
+    rslora: bool,
+    dora: bool,
+    key: Key[Array, ""],
+) -> None:
+    """Adds an adapter to each of these projections, which come with their paths."""
+    for path, projection in found:
         *layers, in_width, out_width = projection.kernel.shape
         bound = 1 / math.sqrt(in_width)
-        uniform = lambda key, shape=(in_width, rank), b=bound: jax.random.uniform(key, shape, minval=-b, maxval=b)
+        uniform = functools.partial(
+            jax.random.uniform, shape=(in_width, rank), dtype=jnp.float32, minval=-bound, maxval=bound
+        )
         a = jnp.vectorize(uniform, signature="()->(i,r)")(_keys(key, path, projection))
+        b = jnp.zeros((*layers, rank, out_width), jnp.float32)
         projection.lora_a = nnx.LoRAParam(_placed(a, projection, -2))
-        projection.lora_b = nnx.LoRAParam(_placed(jnp.zeros((*layers, rank, out_width)), projection, -1))
+        projection.lora_b = nnx.LoRAParam(_placed(b, projection, -1))
         projection.alpha, projection.rslora, projection.dropout = float(alpha), rslora, float(dropout)
         become(projection, LoRALinear)
         if dora:  # the norm as `factor` takes it where B is zero: new adapters change nothing
             norm = jnp.linalg.norm(projection.rounded(projection.kernel[...]), axis=-2)
             projection.magnitude = nnx.LoRAParam(_placed(norm, projection, None))
-    return model
 
 
 def trainable(model: nnx.Module) -> tuple[Any, Any, Any]:
@@ -158,20 +176,21 @@ def with_adapters(model: Model, on: bool) -> Model:
     return model
 
 
-def with_dropout(model: Model, key: Key[Array, ""]) -> Model:
+def with_dropout(model: Model, key: Key[Array, ""] | UInt32[Array, "words"]) -> Model:
     """The model with keys for its adapters' dropout, which shares all arrays with it.
 
     Without keys nothing is dropped, as in evaluation. Give every step a key of its own, inside the loss function.
 
     Args:
         model: a model with adapters. It stays as it is.
-        key: a key of `jax.random`; each adapter of each layer derives its own from it.
+        key: of `jax.random.key` or `jax.random.PRNGKey`; each adapter of each layer derives its own from it.
 
     Returns:
         A model with the same arrays.
 
     Raises:
-        ValueError: the model has no adapters that are on.
+        ValueError: the model has no adapters that are on, or there are several keys.
+        TypeError: `key` is no key.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -181,7 +200,7 @@ def with_dropout(model: Model, key: Key[Array, ""]) -> Model:
         >>> with_dropout(model, jax.random.key(0)).model.layers.mlp.up_proj.dropout_key.shape
         (32,)
     """
-    model = _sharing_arrays(model)
+    model, key = _sharing_arrays(model), as_key("with_dropout", key)
     for path, projection in with_adapters_on("with_dropout", model):
         if projection.dropout > 0:
             projection.dropout_key = DropoutKey(_keys(key, path, projection))

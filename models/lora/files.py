@@ -9,14 +9,16 @@ import numpy as np
 from flax import nnx
 
 from liger_jax.models.hugging_face import adapter_files, checkpoint
-from liger_jax.models.lora.adapters import add_lora
-from liger_jax.models.lora.linear import names, trained, with_adapters_on, without_adapters
+from liger_jax.models.lora.adapters import add_to
+from liger_jax.models.lora.linear import names, projections, trained, with_adapters_on, without_adapters
 
 Model = TypeVar("Model", bound=nnx.Module)
 
 
 def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model: str | None = None) -> None:
     """Writes adapter_config.json and adapter_model.safetensors, which PEFT and `load_adapters` read.
+
+    Its `target_modules` are names such as "q_proj" where every layer is adapted, and else whole names.
 
     Args:
         model: a model with adapters.
@@ -49,7 +51,7 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
     config = adapter_files.AdapterConfig(
         rank=first.lora_a.shape[-1],
         alpha=first.alpha,
-        targets=tuple(sorted({str(path_in_model[-1]) for path_in_model, _ in adapted})),
+        targets=adapter_files.targets_of(tensors, _all_names(model)),
         dropout=first.dropout,
         rslora=first.rslora,
         dora=first.magnitude is not None,
@@ -59,6 +61,9 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
 
 def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
     """Adds adapters that PEFT or `save_adapters` wrote, in place.
+
+    The tensors' names say which layers are adapted. Where a model holds its layers in one stack, the other layers get
+    A = B = 0: no gradient moves them, and `save_adapters` leaves them out.
 
     Args:
         model: the model that the adapters belong to, without adapters.
@@ -85,18 +90,34 @@ def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
     """
     folder = pathlib.Path(path)
     config, tensors = adapter_files.read(folder)
-    matching = without_adapters("load_adapters", model, config.targets)
+    adapted = adapter_files.adapted_names(tensors) | {name for name in _all_names(model) if config.adapts(name)}
+    matching = [
+        (path_in_model, projection)
+        for path_in_model, projection in without_adapters("load_adapters", model)
+        if not adapted.isdisjoint(names(path_in_model, projection))
+    ]
     shapes = {}
     for path_in_model, projection in matching:
-        shapes |= adapter_files.shapes(names(path_in_model, projection), projection.kernel.shape[-2:], config)
+        own = [name for name in names(path_in_model, projection) if name in adapted]
+        shapes |= adapter_files.shapes(own, projection.kernel.shape[-2:], config)
+        if config.dora and len(own) < len(names(path_in_model, projection)):
+            raise ValueError(
+                f"load_adapters: {folder} has DoRA adapters of {own}, and not of the other layers that the model has "
+                "in one stack; their lengths would be trained, too. Load the model with scan_layers=False."
+            )
     adapter_files.check(folder, tensors, shapes)
     options = dict(alpha=config.alpha, dropout=config.dropout, rslora=config.rslora, dora=config.dora)
-    add_lora(model, config.rank, targets=config.targets, **options, rngs=nnx.Rngs(0))
+    add_to(matching, config.rank, **options, key=jax.random.key(0))
     for path_in_model, projection in matching:
         for name, variable in trained(projection).items():
             array = adapter_files.stacked(tensors, names(path_in_model, projection), name)
             variable[...] = jax.device_put(array.reshape(variable.shape), variable[...].sharding)
     return model
+
+
+def _all_names(model: nnx.Module) -> list[str]:
+    """The names in a checkpoint of all projections of all layers."""
+    return [name for path, projection in projections(model) for name in names(path, projection)]
 
 
 def _is_multimodal(model: nnx.Module, base_model: str | None) -> bool:

@@ -82,8 +82,11 @@ class LoRALinear(nnx.Linear):
         y += jnp.matmul(self.scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
         y, factor = checkpoint_name(y, ADAPTED), self.factor()
         if factor is not None:
-            bias = 0 if self.bias is None else self.bias[...].astype(y.dtype)
-            y = factor.astype(y.dtype) * (y - bias) + bias
+            of_rows = lambda x: jnp.expand_dims(x.astype(y.dtype), tuple(range(y.ndim - 1)))
+            if self.bias is None:
+                return of_rows(factor) * y
+            bias = of_rows(self.bias[...])
+            y = of_rows(factor) * (y - bias) + bias
         return y
 
 
@@ -92,11 +95,18 @@ def projections(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
     return [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Linear)]
 
 
-def without_adapters(caller: str, model: nnx.Module, targets: Sequence[str]) -> list[tuple[tuple[Any, ...], Any]]:
-    """The projections without adapters whose names end in one of the targets."""
+def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
+    """The projections of a model that has no adapters yet."""
     found = projections(model)
     if any(hasattr(projection, "lora_a") for _, projection in found):
         raise ValueError(f"{caller}: the model has adapters already. Merge them first: merge_lora(model).")
+    return found
+
+
+def matching(
+    caller: str, found: list[tuple[tuple[Any, ...], Any]], targets: Sequence[str]
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Those of the projections whose names end in one of the targets."""
     found_names = [".".join(map(str, path)) for path, _ in found]
     ends = lambda name, target: f".{name}".endswith(f".{target}")
     if unknown := [target for target in targets if not any(ends(name, target) for name in found_names)]:
@@ -104,10 +114,10 @@ def without_adapters(caller: str, model: nnx.Module, targets: Sequence[str]) -> 
             f"{caller}: targets={list(targets)}: no projection is called {unknown}. The model has "
             f"{sorted({name.rpartition('.')[2] for name in found_names})}."
         )
-    matching = [item for item, name in zip(found, found_names, strict=True) if any(ends(name, t) for t in targets)]
-    if not matching:
+    result = [item for item, name in zip(found, found_names, strict=True) if any(ends(name, t) for t in targets)]
+    if not result:
         raise ValueError(f"{caller}: targets={list(targets)} must name one projection at least.")
-    return matching
+    return result
 
 
 def with_adapters_on(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], LoRALinear]]:
