@@ -3,6 +3,7 @@
 `stochastic_rounding` makes an optimizer one that trains bfloat16 parameters.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -152,12 +153,21 @@ def make_step(
             value, grads = _accumulated(value_and_grad, params, batch, normalizer, micro_batches)
         if state_on_host:
             opt_state = _moved(opt_state, jax.memory.Space.Device)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        with _promotions():
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
         if state_on_host:
             opt_state = _moved(opt_state, jax.memory.Space.Host)
-        return (optax.apply_updates(params, updates), opt_state), value
+        return (params, opt_state), value
 
     return step
+
+
+@contextlib.contextmanager
+def _promotions():
+    """Lets an optimizer promote dtypes and ranks, as optax's do, whatever the rest of a program has to keep to."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 class StochasticRoundingState(NamedTuple):
@@ -225,7 +235,8 @@ def stochastic_rounding(
             raise ValueError("stochastic_rounding: params=None. Pass them: optimizer.update(grads, state, params).")
         _check_dtypes(params)
         wide = lambda tree: jax.tree.map(lambda x: x.astype(_at_least_float32(x.dtype)), tree)
-        updates, inner_state = inner.update(wide(grads), state.inner_state, wide(params), **extra)
+        with _promotions():
+            updates, inner_state = inner.update(wide(grads), state.inner_state, wide(params), **extra)
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
         structure = jax.tree.structure(params)
         keys = jax.tree.unflatten(structure, [jax.random.fold_in(key, i) for i in range(structure.num_leaves)])

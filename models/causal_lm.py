@@ -324,7 +324,9 @@ class CausalLM(Pretrained):
         if positions is not None and positions.shape not in (shape, (1, shape[1])):
             raise ValueError(f"positions has shape {positions.shape}; it must be {shape} or {(1, shape[1])}.")
         if attention_mask is not None:  # an id outside the vocabulary is NaN, and 0 · NaN reaches other tokens
-            input_ids = jnp.where(attention_mask != 0, input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1))
+            input_ids = jnp.where(
+                attention_mask.astype(bool), input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1)
+            )
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
         head = self.head
         if cache is not None:
@@ -344,7 +346,8 @@ class CausalLM(Pretrained):
             labels = jnp.zeros(hidden.shape[:-1], jnp.int32)
             _, metrics = self._loss(hidden, head, logits, labels, None, reduction="mean", return_metrics=True)
             # Nothing is scored.
-            metrics = dataclasses.replace(metrics, accuracy=jnp.zeros(()), num_tokens=jnp.zeros(()))
+            nothing = jnp.zeros((), jnp.float32)
+            metrics = dataclasses.replace(metrics, accuracy=nothing, num_tokens=nothing)
         return CausalLMOutput(logits=logits, metrics=metrics)
 
     def _score(self, hidden, head, targets, loss_weights, loss_normalizer, return_logits, return_metrics):

@@ -234,7 +234,7 @@ def policy_loss(
         tokens = _num_tokens(mask) if entropy_denominator is None else entropy_denominator
         loss = loss - entropy_coef * jnp.sum(entropy) / tokens
     clipped = _clipped(objective, log_ratios, advantages, mask)
-    kl = jnp.zeros(()) if reference is None else jnp.sum(k3(log_probs, reference)) / _num_tokens(mask)
+    kl = jnp.zeros((), jnp.float32) if reference is None else jnp.sum(k3(log_probs, reference)) / _num_tokens(mask)
     token_losses, kl, clipped = jax.lax.stop_gradient((token_losses, kl, clipped))
     return PolicyOutput(loss=loss, token_losses=token_losses, kl=kl, clipped_low=clipped[0], clipped_high=clipped[1])
 

@@ -78,7 +78,7 @@ def instantiated(cotangent: Any) -> Any:
 
 def present(grads: Any) -> list[jax.Array]:
     """The gradients with () zeros in place of those that nobody asked for, so that residuals have one tree."""
-    return [jnp.zeros(()) if grad is None else grad for grad in grads]
+    return [jnp.zeros((), jnp.float32) if grad is None else grad for grad in grads]
 
 
 def scaled(grads: Any, factor: jax.Array) -> list[jax.Array | None]:
@@ -99,7 +99,7 @@ def _is_zero(cotangent: Any) -> bool:
 # asked for must not change the tree. It is kept in shapes: one element for yes, and none for no.
 def as_shapes(needs: Needs) -> tuple[jax.Array, ...]:
     """`needs` among the residuals of a forward rule."""
-    return tuple(jnp.zeros((int(need),)) for need in needs)
+    return tuple(jnp.zeros((int(need),), jnp.float32) for need in needs)
 
 
 def from_shapes(shapes: tuple[jax.Array, ...]) -> Needs:

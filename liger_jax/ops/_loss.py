@@ -220,7 +220,11 @@ def metrics(statistics: Statistics, terms: TokenTerms, options: LossOptions, sha
     right = (statistics.predicted_token == terms.labels) & terms.counts
     correct, num_counting = (options.sum(x.astype(jnp.float32)) for x in (right, terms.counts))
     squared = terms.coefficients.squared
-    z_losses = jnp.zeros(terms.counts.shape) if squared is None else squared * jnp.square(statistics.log_normalizer)
+    z_losses = (
+        jnp.zeros(terms.counts.shape, jnp.float32)
+        if squared is None
+        else squared * jnp.square(statistics.log_normalizer)
+    )
     return LossMetrics(
         accuracy=correct / jnp.maximum(num_counting, 1.0),
         predicted_tokens=masked(statistics.predicted_token, -1),

@@ -96,4 +96,4 @@ def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistic
 def _of_all_shards(x: jax.Array, *, shard: jax.Array, axis: str) -> jax.Array:
     """x (n,) of every shard, (shards, n): a sum, which JAX knows to be the same on every device."""
     others = full_like(x, (jax.lax.axis_size(axis), x.size), 0, x.dtype)
-    return jax.lax.psum(jax.lax.dynamic_update_slice(others, x[None], (shard, 0)), axis)
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(others, x[None], shard, axis=0), axis)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, UInt8
 
 from liger_jax.ops._checks import check_choice
@@ -156,9 +157,10 @@ def _packed(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
 def _unpacked(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
     """One code to a byte."""
     within = _after(axis, codes.ndim)
-    shifts = np.array([0, 4], np.uint8).reshape((2,) + (1,) * (codes.ndim - within))
-    pairs = (jnp.expand_dims(codes, within) >> shifts) & np.uint8(15)
-    return pairs.reshape(*codes.shape[: within - 1], 2 * codes.shape[axis], *codes.shape[within:])
+    codes, shape = jnp.expand_dims(codes, within), [1] * (codes.ndim + 1)
+    shape[within] = 2
+    pairs = (codes >> np.array([0, 4], np.uint8).reshape(shape)) & np.uint8(15)
+    return pairs.reshape(*pairs.shape[: within - 1], 2 * pairs.shape[within - 1], *pairs.shape[within + 1 :])
 
 
 def _nf4_codes(ratios: Float[Array, "..."]) -> UInt8[Array, "..."]:
@@ -175,7 +177,9 @@ def _nf4_values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     It is a gather and not a tree of choices: JAX moves the choices' constants out of a scan, as arrays of the layer's
     size, 8 GiB for Llama-3-8B.
     """
-    return jnp.asarray(NF4, jnp.float32).at[codes].get(mode="promise_in_bounds")
+    place = jax.typeof(codes).sharding  # on Explicit axes a gather has to be told how its result lies
+    place = place if AxisType.Explicit in place.mesh.axis_types else None
+    return jnp.asarray(NF4, jnp.float32).at[codes].get(mode="promise_in_bounds", out_sharding=place)
 
 
 def _int8_values(codes: Array) -> Float[Array, "..."]:

@@ -169,7 +169,8 @@ def as_tuple(op: str, per_token: Any) -> tuple[jax.Array, ...]:
     """The arrays that a loss reads beside the log-probability."""
     if not isinstance(per_token, tuple):
         raise TypeError(f"{op}: per_token is a {type(per_token).__name__}, but must be a tuple of arrays: (x,).")
-    return tuple(jnp.asarray(x) for x in per_token)
+    as_float32 = lambda x: jnp.asarray(x, jnp.float32) if isinstance(x, float) else jnp.asarray(x)
+    return tuple(map(as_float32, per_token))
 
 
 def broadcast_to_tokens(op: str, arrays: tuple[jax.Array, ...], shape: tuple[int, ...]) -> list[jax.Array]:

@@ -77,7 +77,7 @@ def _forward_rule(*primals_and_options):
     *primals, options = primals_and_options
     # A residual's shape tells which gradients are wanted. Its place in the tree of residuals must not: JAX 0.10 gives a
     # backward rule the tree that was traced last.
-    needs = [jnp.zeros(int(primal.perturbed)) for primal in primals]
+    needs = [jnp.zeros(int(primal.perturbed), jnp.float32) for primal in primals]
     x, *kernels = (primal.value for primal in primals)
     y, gate, up = _forward(x, *kernels, options=options)
     if options.recomputed:

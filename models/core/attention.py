@@ -39,8 +39,9 @@ def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]
     # for each of the two products that read it: 142 µs against 110 in a layer of Llama-3.2-1B, 8 × 2,048, on an H200.
     packed = jax.lax.optimization_barrier(x.astype(first.dtype) @ kernel.astype(first.dtype))
     parts = jnp.split(packed, ends[:-1], axis=-1)
+    of_rows = lambda bias: jnp.expand_dims(bias[...].astype(first.dtype), tuple(range(x.ndim - 1)))
     return [
-        part if projection.bias is None else part + projection.bias[...].astype(first.dtype)
+        part if projection.bias is None else part + of_rows(projection.bias)
         for part, projection in zip(parts, projections, strict=True)
     ]
 

@@ -136,7 +136,8 @@ class LayerCache:
             An array like `q`.
         """
         cache = self.cache
-        start = (self.layer, 0, cache.length, 0, 0)
+        zero = jnp.zeros_like(cache.length)  # a Python 0 would be int64 where jax_enable_x64 is set
+        start = (self.layer, zero, cache.length, zero, zero)
         # What is attended to now is rounded as later calls will find it.
         k, v = k.astype(cache.keys.dtype), v.astype(cache.values.dtype)
         keys = jax.lax.dynamic_update_slice(cache.keys, k[None], start)

@@ -133,7 +133,9 @@ class LlamaConfig:
             wrong = list(self._misfits())
         if wrong:
             raise ValueError(f"{type(self).__name__}: {'; '.join(wrong)}.")
-        follow = dict(num_key_value_heads=self.num_attention_heads, head_dim=self.hidden_size // self.num_attention_heads)
+        follow = dict(
+            num_key_value_heads=self.num_attention_heads, head_dim=self.hidden_size // self.num_attention_heads
+        )
         followed: dict[str, Any] = {name: _Followed(n) for name, n in follow.items() if getattr(self, name) is None}
         if self.layer_types == own_types:  # checkpoints spell them out
             followed["layer_types"] = self.layer_types

@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         if cache is not None:
             cache, order = with_tokens(cache, input_ids.shape, attention_mask)
             positions = jnp.maximum(order, 0) if positions is None else positions
-        positions = jnp.arange(length)[None] if positions is None else positions
+        positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
         ids = attention_segments(segment_ids, attention_mask)
         segments = None if ids is None else Segments.of(ids)
         inputs = {}

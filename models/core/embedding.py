@@ -63,8 +63,8 @@ def _sorted_tokens(ids, vocab_size) -> _SortedTokens:
     ids = jnp.where((ids >= 0) & (ids < vocab_size), ids, vocab_size).reshape(-1)
     order = jnp.argsort(ids)
     ids = ids[order]
-    place = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1
-    beyond = vocab_size + jnp.arange(min(len(ids), vocab_size + 1))
+    place = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0, dtype=jnp.int32) - 1
+    beyond = vocab_size + jnp.arange(min(len(ids), vocab_size + 1), dtype=ids.dtype)
     return _SortedTokens(order, place, beyond.at[place].set(ids))
 
 

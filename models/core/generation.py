@@ -119,7 +119,7 @@ def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens):
 
     tokens = jnp.broadcast_to(pad, (batch, max_new_tokens))
     first = add(0, out.logits[:, -1], tokens, jnp.zeros(batch, bool))
-    _, tokens, _, _ = jax.lax.while_loop(unfinished, step, (jnp.asarray(1), *first, out.cache))
+    _, tokens, _, _ = jax.lax.while_loop(unfinished, step, (jnp.asarray(1, jnp.int32), *first, out.cache))
     return jnp.concatenate([input_ids, tokens.astype(input_ids.dtype)], axis=1)
 
 

@@ -187,7 +187,7 @@ class LanguageModelLoss:
         loss, per_token = sum_over_batch_shards(
             local, self.kernels.batch_axes, (*per_token, targets, loss_weights), head=head
         )
-        weights = jnp.ones(targets.shape) if loss_weights is None else loss_weights.astype(jnp.float32)
+        weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
         counts = (targets != IGNORE_INDEX) & (weights != 0)
         num_tokens = jnp.sum(weights, where=counts)
         if reduction == "mean":
@@ -195,13 +195,14 @@ class LanguageModelLoss:
         if not return_metrics:
             return loss, None
         predicted, max_logit, log_normalizer = per_token
-        accuracy = jnp.sum((predicted == targets) & counts) / jnp.maximum(jnp.sum(counts), 1)
+        correct = jnp.sum((predicted == targets) & counts, dtype=jnp.float32)
+        accuracy = correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0)
         return loss, LossMetrics(
             accuracy=accuracy,
             predicted_tokens=predicted,
             max_logit=max_logit,
             log_normalizer=log_normalizer,
-            z_loss=jnp.zeros(()),
+            z_loss=jnp.zeros((), jnp.float32),
             num_tokens=jax.lax.stop_gradient(num_tokens),
         )
 
@@ -232,7 +233,7 @@ class LanguageModelLoss:
 
     def _by_quantized_head(self, hidden, targets, loss_weights, head, reduction, return_metrics):
         """The loss by a quantised head, from log-probabilities: the head is made dense slice by slice."""
-        weights = jnp.ones(targets.shape) if loss_weights is None else loss_weights.astype(jnp.float32)
+        weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
         targets = jnp.where(weights != 0, targets, IGNORE_INDEX)
         counts = targets != IGNORE_INDEX
         found = quantized_log_probs(
@@ -251,13 +252,13 @@ class LanguageModelLoss:
             loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
         if not return_metrics:
             return loss, None
-        correct = jnp.sum((found.predicted_tokens == targets) & counts)
+        correct = jnp.sum((found.predicted_tokens == targets) & counts, dtype=jnp.float32)
         return loss, LossMetrics(
-            accuracy=correct / jnp.maximum(jnp.sum(counts), 1),
+            accuracy=correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0),
             predicted_tokens=found.predicted_tokens,
             max_logit=found.max_logit,
             log_normalizer=found.log_normalizer,
-            z_loss=jnp.zeros(()),
+            z_loss=jnp.zeros((), jnp.float32),
             num_tokens=jax.lax.stop_gradient(num_tokens),
         )
 

@@ -24,11 +24,12 @@ def rms_norm(
     Returns:
         An array like `x`.
     """
-    x32 = x.astype(jnp.float32)
+    x32, scale = x.astype(jnp.float32), jnp.expand_dims(jnp.asarray(scale), tuple(range(x.ndim - 1)))
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     if casting_mode == "gemma":
         return (normed * (offset + scale.astype(jnp.float32))).astype(x.dtype)
-    return (normed.astype(x.dtype) * (offset + scale)).astype(x.dtype)
+    wider = jnp.promote_types(x.dtype, scale.dtype)
+    return (normed.astype(x.dtype).astype(wider) * (offset + scale).astype(wider)).astype(x.dtype)
 
 
 def fused_add_rms_norm(
@@ -139,7 +140,7 @@ def cross_entropy(
         predicted_tokens=jnp.where(counts, predicted, -1),
         max_logit=jnp.where(counts, jnp.max(z, axis=-1), 0.0),
         log_normalizer=jnp.where(counts, lse, 0.0),
-        z_loss=jnp.zeros(()),
+        z_loss=jnp.zeros((), jnp.float32),
         num_tokens=num_tokens,
     )
     return loss, jax.lax.stop_gradient(metrics)

@@ -50,7 +50,8 @@ def attend(
         scores = scale * jnp.einsum("bckgh,bskh->bkgcs", queries, seen_k, preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        distance = (start + jnp.arange(queries.shape[1]))[:, None] - (first + jnp.arange(count))[None]
+        places = lambda start, n: start + jnp.arange(n, dtype=jnp.int32)
+        distance = places(start, queries.shape[1])[:, None] - places(first, count)[None]
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         visible = near[None] & (own_ids[:, :, None] == seen(ids)[:, None])
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
@@ -62,7 +63,7 @@ def attend(
         keys = end if window is None else min(end, chunk + window - 1)
         in_chunks = lambda x: x[:, first_query:end].reshape(batch, chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
         first_key = lambda start: 0 if window is None else jnp.maximum(start + chunk - keys, 0)
-        starts = first_query + chunk * jnp.arange(chunks)
+        starts = first_query + chunk * jnp.arange(chunks, dtype=jnp.int32)
         out = jax.lax.map(
             lambda x: attend_chunk(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(ids), starts)
         )

@@ -106,7 +106,7 @@ def gradients_in_forward(
     n, v = hidden.shape[0], weight.shape[options.vocab_dim]
     products_weight = weight.astype(hidden.dtype)
     logit_statistics = functools.partial(cross_entropy.statistics, options=options.logit)
-    empty = jax.eval_shape(lambda: logit_statistics(jnp.zeros((n, v)), labels, class_weights))
+    empty = jax.eval_shape(lambda: logit_statistics(jnp.zeros((n, v), jnp.float32), labels, class_weights))
     size = min(options.chunk_size, max(n, 1))
 
     def body(carry, start, own):

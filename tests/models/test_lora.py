@@ -416,7 +416,10 @@ def test_saved_adapters_load_into_scanned_and_unrolled_models(scan_layers, rng, 
 
 def test_adapters_on_some_layers_are_saved_and_loaded_as_those_alone(rng, tmp_path):
     """Into unrolled layers, and into a stack of layers, where the other layers' A and B are 0 and stay so."""
-    targets, names = ("1.self_attn.q_proj", "0.mlp.up_proj"), ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"]
+    targets, names = (
+        ("1.self_attn.q_proj", "0.mlp.up_proj"),
+        ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"],
+    )
     tokens, model = random_tokens(rng), adapted(targets=targets, scan_layers=False)
     save_adapters(model, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -539,3 +542,35 @@ def test_peft_s_adapters_are_ours_both_ways(case, options, rng, tmp_path):
     save_adapters(ours, tmp_path / "ours")
     back = peft.PeftModel.from_pretrained(load(), tmp_path / "ours").eval()
     close(logits(back), truth, 1e-6)
+
+
+@live
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(target_modules=["q_proj", "up_proj"], layers_to_transform=[1]),
+        dict(target_modules=r"model\.layers\.0\.(self_attn\.[kv]|mlp\.down)_proj"),
+        dict(target_modules=["model.layers.1.mlp.up_proj", "0.self_attn.o_proj"]),
+        dict(target_modules=["q_proj", "down_proj"], exclude_modules=["layers.1.mlp.down_proj"]),
+    ],
+    ids=lambda options: next(iter(options.keys() - {"target_modules"}), str(type(options["target_modules"]).__name__)),
+)
+def test_peft_adapts_the_same_layers(options, tmp_path):
+    """Whatever says which layers they are, into a stack of layers and back."""
+    torch, transformers, peft = map(importlib.import_module, ("torch", "transformers", "peft"))
+    folder, expected = hugging_face.committed("llama")
+    load = lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float()
+    logits = lambda model: model(input_ids=torch.from_numpy(np.asarray(expected.tokens))).logits.detach().numpy()
+    adapted = lambda model: {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=RANK, lora_alpha=7, task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    theirs = peft.get_peft_model(load(), config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    for scan_layers in (True, False):
+        ours = load_adapters(AutoModelForCausalLM.from_pretrained(folder, scan_layers=scan_layers), tmp_path / "theirs")
+        close(ours(jnp.asarray(expected.tokens, jnp.int32)).logits, logits(theirs), 1e-4)
+        save_adapters(ours, tmp_path / "ours")
+        back = peft.PeftModel.from_pretrained(load(), tmp_path / "ours").eval()
+        assert adapted(back) == adapted(theirs)
+        close(logits(back), logits(theirs), 1e-6)
