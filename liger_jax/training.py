@@ -237,11 +237,12 @@ def stochastic_rounding(
         wide = lambda tree: jax.tree.map(lambda x: x.astype(_at_least_float32(x.dtype)), tree)
         with _promotions():
             updates, inner_state = inner.update(wide(grads), state.inner_state, wide(params), **extra)
+            count = optax.safe_increment(state.step)
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
         structure = jax.tree.structure(params)
         keys = jax.tree.unflatten(structure, [jax.random.fold_in(key, i) for i in range(structure.num_leaves)])
         updates = jax.tree.map(_to_a_neighbour, params, updates, keys)
-        return updates, StochasticRoundingState(optax.safe_increment(state.step), inner_state)
+        return updates, StochasticRoundingState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -251,7 +251,7 @@ def _pairs(
         chosen_score=scores[0],
         rejected_score=scores[1],
         policy_margin=chosen - rejected,
-        reference_margin=jnp.broadcast_to(references[0] - references[1], chosen.shape),
+        reference_margin=jnp.broadcast_to(jnp.asarray(references[0] - references[1], jnp.float32), chosen.shape),
         chosen_mean=means[0],
         rejected_mean=means[1],
         sft=sft,

@@ -65,7 +65,7 @@ def sequence_log_probs(
         _checks.check_number(op, "ld_alpha", ld_alpha, 0 <= ld_alpha <= 1, "in [0, 1]; None weighs all tokens alike")
         shared_tokens = jnp.asarray(shared_tokens)
         check_shape(op, "shared_tokens", shared_tokens, log_probs.shape[:-1], "one count for each sequence")
-        is_tail = jnp.cumsum(where, axis=-1) > shared_tokens[..., None].astype(jnp.int32)
+        is_tail = jnp.cumsum(where, axis=-1, dtype=jnp.int32) > shared_tokens[..., None].astype(jnp.int32)
         counted = jnp.where(is_tail, ld_alpha * counted, counted)
     total = jnp.sum(counted, axis=-1)
     if not average:

@@ -195,7 +195,7 @@ class LanguageModelLoss:
         if not return_metrics:
             return loss, None
         predicted, max_logit, log_normalizer = per_token
-        correct = jnp.sum((predicted == targets) & counts, dtype=jnp.float32)
+        correct = jnp.sum((predicted.astype(targets.dtype) == targets) & counts, dtype=jnp.float32)
         accuracy = correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0)
         return loss, LossMetrics(
             accuracy=accuracy,
@@ -252,7 +252,7 @@ class LanguageModelLoss:
             loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
         if not return_metrics:
             return loss, None
-        correct = jnp.sum((found.predicted_tokens == targets) & counts, dtype=jnp.float32)
+        correct = jnp.sum((found.predicted_tokens.astype(targets.dtype) == targets) & counts, dtype=jnp.float32)
         return loss, LossMetrics(
             accuracy=correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0),
             predicted_tokens=found.predicted_tokens,

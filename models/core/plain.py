@@ -134,7 +134,7 @@ def cross_entropy(
     if reduction == "mean":
         loss = loss / jnp.where(jnp.any(counts), num_tokens, 1.0)
     predicted = jnp.argmax(z, axis=-1).astype(jnp.int32)
-    num_correct = jnp.sum(counts & (predicted == labels), dtype=jnp.float32)
+    num_correct = jnp.sum(counts & (predicted.astype(labels.dtype) == labels), dtype=jnp.float32)
     metrics = LossMetrics(
         accuracy=num_correct / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0),
         predicted_tokens=jnp.where(counts, predicted, -1),

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -77,7 +78,8 @@ class LoRALinear(nnx.Linear):
         y = super().__call__(inputs)
         x, a, b = (array.astype(y.dtype) for array in (inputs, self.lora_a[...], self.lora_b[...]))
         if self.dropout_key is not None:
-            kept = jax.random.bernoulli(self.dropout_key[...], 1 - self.dropout, x.shape)
+            share = np.float32(1 - self.dropout)  # of a Python float, other bits are drawn under jax_enable_x64
+            kept = jax.random.bernoulli(self.dropout_key[...], share, x.shape)
             x = jnp.where(kept, x / (1 - self.dropout), 0)
         y += jnp.matmul(self.scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
         y, factor = checkpoint_name(y, ADAPTED), self.factor()

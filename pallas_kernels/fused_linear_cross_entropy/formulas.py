@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy.formulas import NO_LABEL, Cotangents, is_live
@@ -22,6 +23,8 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     LinearOptions,
     Needs,
 )
+
+_FIRST = np.int32(0)  # of a Python 0, jax_enable_x64 makes a loop's counter int64, which meets int32
 
 
 def over_slices(
@@ -38,10 +41,10 @@ def over_slices(
     if whole == 1:
         carry = body(carry, 0, size)
     elif whole > 1 and not (last_waits and total % size):
-        carry = jax.lax.fori_loop(0, whole, lambda i, carry: body(carry, i * size, size), carry)
+        carry = jax.lax.fori_loop(_FIRST, whole, lambda i, carry: body(carry, i * size, size), carry)
     elif whole > 1:
         step = lambda i, state: (body(state[0], i * size, size), (i + 1) * size)
-        carry, start = jax.lax.fori_loop(0, whole, step, (carry, jnp.int32(0)))
+        carry, start = jax.lax.fori_loop(_FIRST, whole, step, (carry, jnp.int32(0)))
     if total % size == 0:
         return carry
     if last_waits:
@@ -69,7 +72,7 @@ def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: 
         start = jnp.maximum(own_of_first + (i - 1) * size, 0)
         return body(carry, start, jnp.where(i == 0, own_of_first, size))
 
-    return jax.lax.fori_loop(0, parts, step, carry)
+    return jax.lax.fori_loop(_FIRST, parts, step, carry)
 
 
 def take_tokens(inputs: Inputs, terms: Any, start: Any, size: int, own: Any = None) -> tuple[Inputs, Any]:
