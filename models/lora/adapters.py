@@ -76,15 +76,20 @@ def add_lora(
         Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685); Kalajdzievski, "A Rank
         Stabilization Scaling Factor", 2023 (arXiv:2312.03732); Liu et al., "DoRA", 2024 (arXiv:2402.09353).
     """
-    if alpha <= 0:
-        raise ValueError(f"add_lora: alpha={alpha} must be more than 0; the adapters are scaled by alpha/rank.")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"add_lora: dropout={dropout} must be in [0, 1); 0 drops nothing.")
-    if rank < 1:
-        raise ValueError(f"add_lora: rank={rank} must be at least 1.")
+    check_options("add_lora", rank, alpha, dropout)
     found = matching("add_lora", without_adapters("add_lora", model), targets)
     add_to(found, rank, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
     return model
+
+
+def check_options(caller: str, rank: int, alpha: float | int, dropout: float | int) -> None:
+    """Raises a ValueError unless adapters can have these numbers."""
+    if rank < 1:
+        raise ValueError(f"{caller}: rank={rank} must be at least 1.")
+    if alpha <= 0:
+        raise ValueError(f"{caller}: alpha={alpha} must be more than 0; the adapters are scaled by alpha/rank.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{caller}: dropout={dropout} must be in [0, 1); 0 drops nothing.")
 
 
 def add_to(

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from liger_jax.models.hugging_face import adapter_files, checkpoint
-from liger_jax.models.lora.adapters import add_to
+from liger_jax.models.lora.adapters import add_to, check_options
 from liger_jax.models.lora.linear import names, projections, trained, with_adapters_on, without_adapters
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -90,6 +90,7 @@ def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
     """
     folder = pathlib.Path(path)
     config, tensors = adapter_files.read(folder)
+    check_options("load_adapters", config.rank, config.alpha, config.dropout)
     adapted = adapter_files.adapted_names(tensors) | {name for name in _all_names(model) if config.adapts(name)}
     matching = [
         (path_in_model, projection)
