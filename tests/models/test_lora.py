@@ -28,6 +28,7 @@ from liger_jax.models.lora import (
     with_adapters,
     with_dropout,
 )
+from liger_jax.models.quantized import quantize
 from liger_jax.planner.sharding import shardings
 from liger_jax.training import make_step
 from tests.models import _hugging_face as hugging_face
@@ -365,6 +366,21 @@ def test_adapters_load_and_merge_on_a_mesh_and_kernels_stay_split(mesh, tmp_path
     assert model.model.layers.mlp.down_proj.kernel[...].sharding.is_equivalent_to(
         NamedSharding(mesh, P(None, "fsdp", None)), 3
     )
+
+
+@AXIS_TYPES
+def test_dora_of_quantised_weights_loads_and_merges_on_a_mesh(mesh, tmp_path):
+    quantised = lambda model: quantize(model, "nf4", block_size=16)
+    add = lambda model: add_lora(quantised(model), RANK, alpha=ALPHA, dora=True, rngs=nnx.Rngs(1))
+    one = moved(add(make_model(SHARDED)))
+    save_adapters(one, tmp_path)
+    with jax.set_mesh(mesh):
+        new = add(sharded_model(mesh)).model.layers.mlp.up_proj.magnitude[...]
+        model = merge_lora(load_adapters(quantised(sharded_model(mesh)), tmp_path))
+    close(new, np.asarray(add(make_model(SHARDED)).model.layers.mlp.up_proj.magnitude[...]), 1e-6)
+    expected = by_path(nnx.state(merge_lora(one)))
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        close(variable[...], expected[path], 1e-6)
 
 
 # --- the model without adapters, and with them merged ----------------------------------------------------------------
