@@ -7,6 +7,7 @@ slow on a GPU, and a TPU emulates it.
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -153,13 +154,13 @@ def trained(optimizer, dtype=jnp.float32, **options):
 
 
 def all_losses(log_probs, mask):
-    """All losses of log-probabilities, of logits and of rewards, in all their types."""
+    """All losses of log-probabilities and of rewards, in all their types, and the one of hidden states."""
     p = jnp.sum(log_probs, axis=1)
     pairs, means = (p, p * 1.2, p * 1.1, p * 0.9), jax.nn.log_sigmoid(p)
     advantages = [losses.group_advantages(p.reshape(2, 2), method, where=mask[:2, :2]) for method in ("grpo", "rloo")]
     found = [losses.policy_weights(mask, "dr_grpo", 9), advantages, losses.wpo_weights(log_probs, log_probs, mask)]
     for name in _policy_formulas.LOSS_TYPES:
-        options = dict(max_length=9) if name == "dr_grpo" else {}
+        options: dict[str, Any] = dict(max_length=9) if name == "dr_grpo" else {}
         options |= dict(loss_type=name, mask=mask, reference_log_probs=log_probs * 0.9, beta=0.1)
         options |= dict(entropy=-log_probs, entropy_coef=0.1, importance_ratio=-log_probs)
         found.append(losses.policy_loss(log_probs, log_probs * 1.1, advantages[0].reshape(-1), **options))
@@ -174,7 +175,8 @@ def all_losses(log_probs, mask):
     found += [losses.kto_loss(p, p * 1.1, mask[:, 2], kl=0.0), losses.kto_loss(p, p, mask[:, 2], kl=p)]
     found += [losses.sequence_log_probs(log_probs, mask, average) for average in (True, False)]
     found += [losses.sequence_log_probs(log_probs, mask, ld_alpha=0.5, shared_tokens=jnp.asarray([1, 2, 1, 1]))]
-    return found
+    head, labels = jnp.ones((7, 5), jnp.float32), jnp.asarray([[1, 2, 3, 4]])
+    return [*found, losses.causal_lm_loss(log_probs[None], head, labels)]
 
 
 def all_layers(x):
