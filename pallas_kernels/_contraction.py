@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as pltriton
 from jax.extend import core
+
+from liger_jax.pallas_kernels import _triton as pltriton
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

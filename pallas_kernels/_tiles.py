@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
+
+from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
 
 TPU_LEAST_VMEM_BYTES = 16 * 2**20
 
@@ -64,14 +65,16 @@ def full_like(x: jax.Array, shape: tuple[int, ...], value: int | float, dtype: j
     return jax.lax.pcast(constant, tuple(sorted(axes)), to="varying") if axes else constant
 
 
-def tpu_interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
+def tpu_interpreter(interpret: bool) -> "pltpu.InterpretParams | bool":
     """The value of `pallas_call(interpret=...)`: the TPU interpreter at its strictest, or False."""
     if not interpret:
         return False
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
-def tpu_params(interpret: bool, *dimension_semantics: str, vmem_limit_bytes: int | None = None) -> pltpu.CompilerParams:
+def tpu_params(
+    interpret: bool, *dimension_semantics: str, vmem_limit_bytes: int | None = None
+) -> "pltpu.CompilerParams":
     """The compiler's parameters. The interpreter gets no semantics: JAX's fails with them where vmap adds an axis."""
     return pltpu.CompilerParams(
         dimension_semantics=None if interpret else dimension_semantics, vmem_limit_bytes=vmem_limit_bytes

@@ -133,7 +133,14 @@ def is_h100(device: AbstractDevice) -> bool:
 
 
 def _told_capabilities() -> dict[str, Capability]:
-    """The capabilities that this process's GPUs tell, by their names."""
+    """The capabilities that this process's GPUs tell, by their names.
+
+    Where JAX was told to use no GPU there is none to ask. To ask would load the plugins of all platforms: a tenth of a
+    second, which a plan for devices that are not here would wait for.
+    """
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    if platforms and not set(_GPU_PLATFORMS) & set(platforms.split(",")):
+        return {}
     try:
         gpus = jax.local_devices(backend="gpu")
     except RuntimeError:  # there is none

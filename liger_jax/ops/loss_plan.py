@@ -198,7 +198,7 @@ def _sizes(problem: Problem, mode: str, least_tokens: int) -> list[int]:
         return [min(problem.chunk_size, total)]
     preferred = min(preferred_tokens(problem) if mode == "fast" else preferred_entries(problem), total)
     if mode == "fast" and problem.kernels == "mosaic_gpu":  # its last chunk may be shorter than the others
-        return _by_cost(problem, preferred, least)
+        return list(_by_cost(problem.n, problem.d, preferred, least))
     part = largest_part(total, preferred, least, lambda size: _fits(problem, _plan_of_size(problem, mode, size)))
     if mode == "lean":
         return [preferred, part]  # the last slice may be shorter
@@ -244,11 +244,12 @@ def least_entries(problem: Problem) -> int:
     return 1024 if problem.kernels == "mosaic_tpu" else LEAST_ENTRIES
 
 
-def _by_cost(problem: Problem, most: int, least: int) -> list[int]:
+@functools.lru_cache(maxsize=256)
+def _by_cost(n: int, d: int, most: int, least: int) -> tuple[int, ...]:
     """Hopper's chunks in whole tiles, and the chunk of `most` tokens, the cheapest first."""
     step = _TILE * cdiv(most - least + 1, _TILE * _MOST_SIZES)
     sizes = {most, *range(round_up(least, _TILE), most, step)}
-    return sorted(sizes, key=lambda tokens: (config.mosaic_gpu_chunk_cost(problem.n, problem.d, tokens), tokens))
+    return tuple(sorted(sizes, key=lambda tokens: (config.mosaic_gpu_chunk_cost(n, d, tokens), tokens)))
 
 
 def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], bool]) -> int:

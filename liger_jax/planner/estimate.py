@@ -211,7 +211,6 @@ def _work_of_a_layer(run: Run) -> int:
 def _scores_in_chunks(run: Run) -> int:
     """Bytes of the scores that XLA's attention holds for a chunk of queries in the backward; 0 where a kernel runs."""
     c = run.model.config
-    # Whether cuDNN is installed here does not matter: what it takes, the other kernels for the same GPU take too.
     windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if _attention_of(run, w) == "xla"]
     keys = max([min(run.seq, xla.CHUNK + w - 1) if w else run.seq for w in windows], default=0)
     scores = run.tokens // run.seq * c.num_attention_heads * min(xla.CHUNK, run.seq) * keys
@@ -220,19 +219,18 @@ def _scores_in_chunks(run: Run) -> int:
 
 
 def _attention_of(run: Run, window: int | None) -> str:
-    """The name of the attention implementation that layers with this window use."""
+    """The name of the attention implementation that layers with this window use on packed rows.
+
+    On others cuDNN may run, and what it takes, the other kernels for the same GPU take too. So it is not asked: it
+    would trace its own gradients for each estimate, and might not be installed here.
+    """
     c, rows = run.model.config, (run.tokens // run.seq, run.seq)
     options = dict(window=window, softcap=c.attn_logit_softcapping, scale=c.attention_scale, implementation=None)
-    names = []
-
-    def attend(q, k, ids):
-        names.append(attention.choose(q, k, k, ids, run.target.description, **options).name)
-
     q, k = (
         jax.ShapeDtypeStruct((*rows, n, c.head_dim), run.dtype) for n in (c.num_attention_heads, c.num_key_value_heads)
     )
-    jax.eval_shape(attend, q, k, jax.ShapeDtypeStruct(rows, jnp.int32) if run.packed else None)
-    return names[0]
+    ids = jax.ShapeDtypeStruct(rows, jnp.int32)
+    return attention.choose(q, k, k, ids, run.target.description, **options).name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+Typed = jax.Array | jax.ShapeDtypeStruct  # what says whether a kernel can run: arrays, or their types
 WIDTHS = (64, 128, 256)  # others are padded to the next
 
 
@@ -65,9 +66,7 @@ TRITON_KEY_GRADIENTS = {
 }
 
 
-def unsupported(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *, scale: float | None, **_: Any
-) -> str | None:
+def unsupported(q: Typed, k: Typed, v: Typed, segments: Any, *, scale: float | None, **_: Any) -> str | None:
     """Why the kernels for Hopper and Triton cannot run: they take 16-bit operands of widths that fit the registers."""
     widest = WIDTHS[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):

@@ -12,9 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels.attention.config import Typed
 from liger_jax.pallas_kernels.attention.intervals import Segments
-
-Typed = jax.Array | jax.ShapeDtypeStruct
 
 _LARGEST_GRID = 65_535  # blocks along a grid's second and third axes; cuDNN fails at launch with a batch of 70,000
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+from liger_jax.pallas_kernels import _splash_attention as splash
 from liger_jax.pallas_kernels._tiles import round_up
+from liger_jax.pallas_kernels.attention.config import Typed
 from liger_jax.pallas_kernels.attention.intervals import Segments, whole_blocks
 
 _BLOCKS = (512, 384, 256, 128)  # positions in a block of scores: 512 × 512 are 1 MiB of VMEM in float32
@@ -22,7 +23,7 @@ _LARGEST_KEY_BLOCK = 2048  # of keys, values and their float32 gradients that li
 _PRODUCTS_A_BYTE = 200  # multiply-adds that a core does while it reads a byte: 120 on a v5e, 280 on a v6e
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, **_) -> str | None:
+def unsupported(q: Typed, k: Typed, v: Typed, segment_ids: Typed | None, **_) -> str | None:
     """Mosaic has no float16 and no float64."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"splash attention takes float32 and bfloat16, and the queries are {q.dtype}; use 'xla'."
@@ -47,7 +48,7 @@ def whole_length(length: int, window: int | None) -> tuple[int, int]:
     return round_up(length, block), block
 
 
-def block_sizes(length: int, window: int | None, block: int) -> splash.BlockSizes:
+def block_sizes(length: int, window: int | None, block: int) -> "splash.BlockSizes":
     """The blocks for a length that `block` divides.
 
     The fused backward makes scores once, which saves two of seven products. It goes through larger blocks of keys, and

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
+from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels._tiles import in_bounds, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.attention import config
 from liger_jax.pallas_kernels.attention.config import TritonBlocks

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, tpu_interpreter, tpu_params
 from liger_jax.pallas_kernels.cross_entropy import config, formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions

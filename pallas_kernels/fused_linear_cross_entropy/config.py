@@ -12,6 +12,7 @@ from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 
 SHORT_DEPTH = 1536  # tiles in turn are faster for products less deep than this (benchmarks/results/tiles.md)
+_SHARED_TILES = Tiles(columns=256), Tiles(columns=192)
 
 Typed = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 
@@ -130,7 +131,7 @@ def mosaic_gpu_tiles(depth: int, rows: int, columns: int) -> Tiles:
     """
     if depth < SHORT_DEPTH:
         return Tiles(columns=128, in_turn=True, stages=5)
-    return min((Tiles(columns=256), Tiles(columns=192)), key=lambda tiles: mosaic_gpu_rounds(tiles, rows, columns))
+    return min(_SHARED_TILES, key=lambda tiles: mosaic_gpu_rounds(tiles, rows, columns))
 
 
 def mosaic_gpu_logit_tiles(d: int, rows: int, columns: int) -> Tiles:

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Statistics

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
 from liger_jax.pallas_kernels._tiles import (
     next_power_of_2,
     out_like,

@@ -14,8 +14,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
+from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like, round_up, with_absent
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics

@@ -12,8 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
+from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
 from liger_jax.pallas_kernels.glu import config, formulas
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
+from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels._tiles import cdiv, mask_of_tile, out_like
 from liger_jax.pallas_kernels.rope import config, formulas
 

@@ -11,8 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
+from liger_jax.pallas_kernels import _triton as pltriton
 from liger_jax.pallas_kernels._tiles import cdiv, in_bounds, out_like
 from liger_jax.pallas_kernels.softmax import config, formulas
 

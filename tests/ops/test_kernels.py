@@ -177,6 +177,7 @@ def test_gpu_older_than_ampere_says_why_not_triton():
 def test_a_gpu_that_is_there_is_known_by_what_it_tells_and_not_by_its_name(told, runs, monkeypatch):
     gpu = types.SimpleNamespace(device_kind="NVIDIA H2000", platform="gpu", compute_capability=told)
     monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
+    monkeypatch.setattr(type(jax.config), "jax_platforms", "cuda,cpu")
     kernels = Kernels("op", NORM_MODULES, defaults={"gpu": ("triton",)})
     device = AbstractDevice(gpu.device_kind, None, "gpu")
     assert kernels.choose(None, X, device=device).name == runs[0]

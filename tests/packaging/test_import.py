@@ -1,16 +1,24 @@
-"""What importing the package imports."""
+"""What importing the package imports, and what `liger-jax plan` does, which must answer at once."""
 
 import subprocess
 import sys
 
 import pytest
 
+KERNELS = {f"jax.experimental.{name}" for name in ("mosaic.gpu", "pallas.mosaic_gpu", "pallas.tpu", "pallas.triton")}
+PLAN = "import liger_jax.commands as c; c.main('plan --model qwen2-0.5b --batch 8 --seq 512 --device h200'.split())"
 
-@pytest.mark.parametrize("module", ["liger_jax", "liger_jax.commands"])  # the second imports the models
-def test_what_only_some_programs_need_is_imported_there_alone(module):
-    program = f"import sys, {module}; print(*sys.modules)"
-    imported = {*subprocess.check_output([sys.executable, "-c", program], text=True).split()}
-    assert module in imported
-    assert not {"jax.experimental.mosaic.gpu", "jax.experimental.pallas.mosaic_gpu"} & imported
+
+@pytest.mark.parametrize(
+    "program",
+    ["import liger_jax", "import liger_jax.commands", PLAN],  # the second imports the models
+    ids=["liger_jax", "commands", "plan"],
+)
+def test_what_only_some_programs_need_is_imported_there_alone(program):
+    output = subprocess.check_output([sys.executable, "-c", f"{program}\nimport sys; print(*sys.modules)"], text=True)
+    imported = {*output.splitlines()[-1].split()}
+    assert "liger_jax" in imported
+    assert not KERNELS & imported
     assert not {"tokenizers", "jinja2", "tqdm", "orbax", "tensorboardX", "datasets"} & imported
-    assert module == "liger_jax.commands" or not {"liger_jax.commands", "liger_jax.planner"} & imported
+    assert program != "import liger_jax" or not {"liger_jax.commands", "liger_jax.planner"} & imported
+    assert not [name for name in imported if name.startswith("jax_plugins.")]  # those of platforms, which take longest
