@@ -2,7 +2,7 @@
 
 liger-jax plan --model llama-3-8b --batch 16 --seq 4096 --device h200:8
 liger-jax plan --model config.json --batch 64 --seq 4096 --device v5e:8x8 --level compiled
-liger-jax plan --model qwen2-0.5b --batch 1 --seq 512 --device t4 --search batch
+liger-jax plan --model qwen2-0.5b --seq 512 --device t4 --search batch
 """
 
 import argparse
@@ -38,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
     try:
+        for name in SEARCHES:
+            if where[name] is None and args.search != name:
+                raise ValueError(f"--{name} is needed, or --search {name} for the largest that fits.")
         if args.picture:
             report.check_picture(args.picture)
         answers = _search(args, where, options) if args.search else []
@@ -63,8 +66,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         command: its parser.
     """
     command.add_argument("--model", required=True, help=f"a config.json or its folder, or {', '.join(MODELS)}")
-    command.add_argument("--batch", type=int, required=True, help="sequences in a step, over all devices")
-    command.add_argument("--seq", type=int, required=True, help="tokens in a sequence")
+    command.add_argument("--batch", type=int, help="sequences in a step, over all devices")
+    command.add_argument("--seq", type=int, help="tokens in a sequence")
     command.add_argument(
         "--device", required=True, help=f"{', '.join(GPUS)} (h200:8 for several); {', '.join(TPUS)} (v5e:8x8)"
     )
@@ -84,7 +87,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--state-memory", choices=STATE_MEMORIES, default="device", help="where the moments lie")
     command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
     command.add_argument(
-        "--search", choices=SEARCHES, help="the largest that fits, by the compiler; replaces that size"
+        "--search", choices=SEARCHES, help="the largest that fits, by the compiler; that option is not needed then"
     )
     command.add_argument("--picture", metavar="FILE", help="also draw it, as a PNG or what its name ends in")
 
@@ -92,7 +95,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def _search(args, where, options) -> list[str]:
     """Sets the size that is looked for, and says what was compiled to find it."""
     args.level = "compiled"  # as the search is
-    run = planning.make_run(args.model, **where, **options)  # the size that is looked for need not be possible itself
+    run = planning.make_run(args.model, **where | {args.search: None}, **options)  # whatever size was typed beside it
     try:
         from tqdm import tqdm
 

@@ -88,14 +88,20 @@ class MemoryPlan:
 
 
 def make_run(
-    model: str | os.PathLike[str], *, batch: int, seq: int, device: str, mesh: str | None = None, **options: Any
+    model: str | os.PathLike[str],
+    *,
+    batch: int | None,
+    seq: int | None,
+    device: str,
+    mesh: str | None = None,
+    **options: Any,
 ) -> Run:
     """Makes a run from names and sizes.
 
     Args:
         model: as `plan` takes it.
-        batch: sequences in a step, over all devices.
-        seq: tokens in a sequence.
+        batch: sequences in a step, over all devices; `None` for the fewest that `search` tries.
+        seq: tokens in a sequence; `None` for the fewest that `search` tries.
         device: as `plan` takes it.
         mesh: as `plan` takes it.
         **options: as `plan` takes them.
@@ -106,11 +112,15 @@ def make_run(
     Raises:
         ValueError: a model, device, mesh or option that does not exist or does not fit the others.
     """
-    devices = target(device)
+    devices, found = target(device), architecture(model)
+    if batch is None:
+        batch = devices.count * max(1, options.get("micro_batches", 1))
+    if seq is None:
+        seq = min(SEQ_UNIT, found.config.longest_sequence)
     for name, size in dict(batch=batch, seq=seq).items():
         if size >= 2**31:
             raise ValueError(f"{name}={size} must be below 2**31: JAX counts in int32.")
-    return Run(architecture(model), batch, seq, devices, parse_mesh(mesh, devices.count), **options)
+    return Run(found, batch, seq, devices, parse_mesh(mesh, devices.count), **options)
 
 
 def plan(
@@ -197,6 +207,12 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
     compilers.need_compiler(run.target.platform)
     unit = run.batch_unit if what == "batch" else SEQ_UNIT
     most = run.model.config.longest_sequence // SEQ_UNIT if what == "seq" else None
+    if most == 0:
+        longest = run.model.config.longest_sequence
+        raise ValueError(
+            f"{run.model.name} takes {longest} positions, and sequences are looked for in multiples of {SEQ_UNIT}. "
+            f"Take seq={longest}, and do not search."
+        )
     capacity = run.target.capacity_bytes
     sized = lambda n: dataclasses.replace(run, **{what: n * unit})
     answers: dict[int, int] = {}

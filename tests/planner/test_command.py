@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from liger_jax.commands import main
-from liger_jax.planner import plan
+from liger_jax.planner import plan, planning
 from liger_jax.planner.architectures import MODELS
+from liger_jax.planner.compiled import Compiled
 
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
 
@@ -105,6 +106,29 @@ def test_an_odd_config_json_is_one_sentence_that_names_it(content, message, caps
 
 def test_a_folder_without_a_config_json_is_refused(capsys, tmp_path):
     assert "is neither a file nor known" in refused([*SMALL, "--model", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize(
+    "what, typed, largest",
+    [
+        ("batch", "--seq 256 --batch 1", 528),
+        ("batch", "--seq 256 --micro-batches 3", 1584),
+        ("seq", "--batch 8 --seq 10000000000", 16896),
+    ],
+)
+def test_the_size_that_is_looked_for_may_be_missing_or_impossible(what, typed, largest, capsys, monkeypatch):
+    answer = lambda run: Compiled(8 * run.tokens * 2**20, 0, 0)  # of an H200's 132.8 GiB
+    monkeypatch.setattr(planning, "compile_run", answer)
+    monkeypatch.setattr(planning.compilers, "need_compiler", lambda platform: None)
+    command = f"plan --model qwen2-0.5b --device h200:8 --search {what} {typed}"
+    assert main(command.split()) == 0
+    assert f"The largest {what} that fits is {largest}." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given, missing", [("batch", "seq"), ("seq", "batch")])
+def test_a_size_that_nobody_looks_for_is_needed(given, missing, capsys):
+    printed = refused(f"plan --model qwen2-0.5b --device h200 --{given} 8 --search {given}".split(), capsys)
+    assert f"--{missing} is needed, or --search {missing}" in printed
 
 
 @pytest.mark.parametrize(
