@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _files, _messages
+from liger_jax.commands import _files, _formats, _messages
 from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
 from liger_jax.commands._messages import IS_TRAINED, VALUES
-
-JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +55,11 @@ def read(data: str, column: str, subset: str | None, refused: dict[str, UserErro
     if not glob.glob(data, recursive=True) and _may_be_id(data):
         documents = list(_of_dataset(data, column, subset, refused))
     else:
-        documents = []
-        for path, text in _files.read(data, refused).items():
+        documents, texts = [], _files.read(data, refused)
+        for path, text in texts.items():
             with refusals_kept(refused, str(path)):
                 documents += _of_file(path, text, column, refused)
+        _formats.tell(texts)
     documents = [document for document in documents if document.messages is not None or document.text.strip()]
     if not documents and not refused:
         raise UserError(f"--data={data} has no text.")
@@ -89,7 +88,12 @@ def fingerprint(documents: Sequence[Document]) -> str:
 def _of_file(path: Path, text: str, column: str, refused: dict[str, UserError] | None) -> Iterator[Document]:
     if not text.strip():
         raise UserError(f"{path} is empty.")
-    if path.suffix not in JSON_LINES:
+    if (found := _formats.values(path, text)) is not None:
+        for where, values in found:
+            with refusals_kept(refused, where):
+                yield _row(where, values, column)
+        return
+    if _formats.suffix(path) not in _formats.JSON_LINES:
         yield Document(str(path), text)
         return
     for number, line in enumerate(text.split("\n"), 1):
@@ -104,9 +108,7 @@ def _of_line(where: str, line: str, column: str) -> Document:
         values = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{where}, is no JSON: {error}. Each line must be an object of its own.") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages.")
-    return _document(where, values, column)
+    return _row(where, values, column)
 
 
 def _of_dataset(name: str, column: str, subset: str | None, refused: dict[str, UserError] | None) -> Iterator[Document]:
@@ -120,6 +122,12 @@ def _of_dataset(name: str, column: str, subset: str | None, refused: dict[str, U
         where = f"{name}, row {number}"
         with refusals_kept(refused, where):
             yield _document(where, dict(row), column)
+
+
+def _row(where: str, values: Any, column: str) -> Document:
+    if not isinstance(values, dict):
+        raise UserError(f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages.")
+    return _document(where, values, column)
 
 
 def _document(where: str, values: dict[str, Any], column: str) -> Document:
@@ -151,5 +159,5 @@ def _document(where: str, values: dict[str, Any], column: str) -> Document:
 def _may_be_id(name: str) -> bool:
     """Whether a name may be a dataset's. If its first part is a folder here, it is a mistyped path."""
     organisation, slash, _ = name.rpartition("/")
-    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.endswith((*JSON_LINES, ".txt"))
+    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.lower().endswith(_formats.KNOWN)
     return is_id and not (slash and os.path.isdir(organisation))

@@ -1,8 +1,11 @@
-"""Text files by a path or a glob."""
+"""Text files by a path or a glob, some of them compressed."""
 
 import glob
+import lzma
+import zlib
 from pathlib import Path
 
+from liger_jax.commands import _formats
 from liger_jax.commands._errors import UserError, refusals_kept
 
 
@@ -11,13 +14,13 @@ def read(pattern: str, refused: dict[str, UserError] | None = None) -> dict[Path
 
     Args:
         pattern: a file, or a glob; its folders are passed over.
-        refused: where errors of single files go; by where they are; `None` to raise the first.
+        refused: where errors of single files go, by where they are; `None` to raise the first.
 
     Returns:
         The files' texts by their paths, in the order of the paths.
 
     Raises:
-        UserError: nothing matches, or a file is no UTF-8 text or cannot be read.
+        UserError: nothing matches, or a file is no UTF-8 text, cannot be read, or is of a kind that is not read.
     """
     paths = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if path.is_file()]
     if not paths:
@@ -30,10 +33,14 @@ def read(pattern: str, refused: dict[str, UserError] | None = None) -> dict[Path
 
 
 def _read_text(path: Path) -> str:
+    if (reason := _formats.why_not(path)) is not None:
+        raise UserError(f"{path} {reason}")
+    opened = _formats.COMPRESSED.get(path.suffix.lower(), open)
     try:
-        text = path.read_text(encoding="utf-8-sig")  # without the mark that some editors begin with
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+        with opened(path, "rt", encoding="utf-8-sig") as file:  # without the mark that some editors begin with
+            text = file.read()
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # a compressed file may be cut off or damaged
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     except UnicodeDecodeError as error:
         reason = f"byte {error.object[error.start]:#04x} at {error.start} is no UTF-8"
     else:

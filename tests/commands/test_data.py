@@ -1,5 +1,7 @@
 """The data of `liger-jax finetune`: which tokens are trained on, and one sentence for whatever cannot be used."""
 
+import csv
+import gzip
 import json
 import math
 import re
@@ -133,6 +135,70 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(package, s
     error = failure(capsys, source, "--data=d")
     assert re.match(rf"liger-jax finetune: The package '{package.partition('.')[0]}' is missing: pip install", error)
     assert "[finetune]" in error
+
+
+ROWS = '{"text": "one"}\n{"text": "two"}'
+
+
+@pytest.mark.parametrize(
+    ["name", "content", "where"],
+    [
+        ("a.csv", b'text,label\n"one",0\n\ntwo,1\n', ["line 2", "line 4"]),
+        ("A.TSV", b"label\ttext\n0\tone\n1\ttwo", ["line 2", "line 3"]),
+        ("a.JSONL", ROWS.encode(), ["line 1", "line 2"]),
+        ("a.json", b'[\n{"text": "one"},\n{"text": "two"}\n]', ["element 1", "element 2"]),
+        ("a.jsonl.gz", gzip.compress(ROWS.encode()), ["line 1", "line 2"]),
+    ],
+    ids=str,
+)
+def test_rows_of_tables_and_json_are_documents_whatever_the_case_of_the_name(tmp_path, name, content, where):
+    (tmp_path / name).write_bytes(content)
+    found = _data.read(str(tmp_path / name), "text", None)
+    assert [(document.text, document.where) for document in found] == [
+        (text, f"{tmp_path / name}, {place}") for text, place in zip(("one", "two"), where, strict=True)
+    ]
+
+
+def test_a_cell_of_a_table_holds_any_text(tmp_path):
+    text = 'a "b", c\n' + "long " * 100_000
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], [text]])
+    assert [document.text for document in _data.read(str(tmp_path / "a.csv"), "text", None)] == [text]
+
+
+@pytest.mark.parametrize(
+    ["name", "content", "message"],
+    [
+        ("a.csv", "text;label\none;0", "line 2: there are no messages, and no text in 'text', among .'text;label'"),
+        ("a.csv", "text,label\none, two,0", "line 2: the row has 3 fields, and the first one names 2 columns. Put"),
+        ("a.csv", 'text\n"one', "line 2: unexpected end of data, so that the table cannot be read"),
+        ("a.csv", "text,text\none,two", "line 1: two columns have one name"),
+        ("a.json", "[1]", "element 1, holds a int, and must hold an object"),
+        (
+            "a.json",
+            '{\n"text": ',
+            "line 2, is no JSON: .* The file must be an array of objects, or each",
+        ),
+        ("a.txt", ROWS, "holds JSON, which would be trained on as prose. .* a name that ends in .jsonl"),
+        ("a", '[\n{"text": "one"}]', "holds JSON, which would be trained on as prose"),
+        ("a.gz", "one", "a.gz cannot be read: Not a gzipped file"),
+        ("a.parquet", "one", "is a .parquet file, which is not read as it is. Write its rows as JSON lines: "),
+        ("a.tar.gz", "one", "is a .tar file, which is not read as it is. Unpack it first"),
+        ("a.ipynb", "{}", "is a .ipynb file, which is not read as it is. Write its text to a .txt file"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prose_is_never_read_as_prose(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        _data.read(str(tmp_path / name), "text", None)
+
+
+def test_files_of_several_kinds_are_told_apart(tmp_path, capsys):
+    for name, content in {"README.md": "# one", "a.txt": "[1] two", "b.jsonl": ROWS, "c.csv": "text\none"}.items():
+        (tmp_path / name).write_text(content)
+    assert len(_data.read(str(tmp_path / "*"), "text", None)) == 5
+    assert "data: read as prose README.md, a.txt; as JSON b.jsonl; as a table c.csv\n" == capsys.readouterr().out
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
