@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ import jax
 
 from liger_jax.commands._errors import UserError, needed_packages, writable_folder
 
+CHECKPOINTS = "checkpoints"
+_SETTINGS, _EARLIER = "settings.json", "earlier.json"
+_IN_A_CHECKPOINT = {"state", "log", "_CHECKPOINT_METADATA"}
 _CURE = "Pass --fresh to start over, or another --out."
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run has saved checkpoints into a folder."""
+    return (folder / _SETTINGS).is_file()
 
 
 class Checkpoints:
@@ -21,14 +30,19 @@ class Checkpoints:
         folder: where checkpoints are kept.
         settings: the run's settings; a folder holds one run only.
         fresh: whether to start over even if there is a checkpoint.
+        earlier: names of what the run that is started over has left elsewhere.
 
     Raises:
-        UserError: nothing can be written to the folder, or orbax is not installed.
+        UserError: nothing can be written to the folder, it holds what looks like a step and is none, or orbax is not
+            installed.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, fresh: bool):
+    def __init__(self, folder: Path, settings: dict[str, Any], *, fresh: bool, earlier: Sequence[str] = ()):
         writable_folder(folder)
-        self._orbax = _orbax()
+        for path in folder.iterdir():
+            if path.name.isdigit() and not _is_checkpoint(path):
+                raise UserError(f"{path} is no checkpoint of a run. Move it, or pass another --out.")
+        self._orbax, self._earlier = _orbax(), list(earlier)
         self._folder, self._fresh, self._opened = folder, fresh, None
         self._settings = json.loads(json.dumps(settings))
 
@@ -83,14 +97,27 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardSave(jax.tree.leaves(state)), log=ocp.args.JsonSave(log))
         try:
             if self._fresh:
-                shutil.rmtree(self._folder)
-                self._folder.mkdir()
+                for path in filter(_is_checkpoint, list(self._folder.iterdir())):  # and nothing that no run has written
+                    shutil.rmtree(path)
+                (self._folder / _EARLIER).write_text(json.dumps(self._earlier))
                 self._fresh = False
             if self.latest_step is None:
-                (self._folder / "settings.json").write_text(json.dumps(self._settings))
+                (self._folder / _SETTINGS).write_text(json.dumps(self._settings))
             self._manager.save(step, args=args)
         except OSError as error:
             raise UserError(f"The checkpoint of step {step} cannot be written to {self._folder}: {error}.") from error
+
+    @property
+    def earlier(self) -> list[str]:
+        """What the run that this one has taken the place of has left elsewhere, also if this one was stopped since."""
+        try:
+            return json.loads((self._folder / _EARLIER).read_text())
+        except (OSError, ValueError):
+            return []
+
+    def forget_earlier(self) -> None:
+        """To be called when nothing of the earlier run is left."""
+        (self._folder / _EARLIER).unlink(missing_ok=True)
 
     @property
     def _manager(self) -> Any:
@@ -101,7 +128,7 @@ class Checkpoints:
         return self._opened
 
     def _check_settings(self) -> None:
-        path, new = self._folder / "settings.json", self._settings
+        path, new = self._folder / _SETTINGS, self._settings
         try:
             old = json.loads(path.read_text())
             names = dict.fromkeys([*new, *old])
@@ -110,6 +137,14 @@ class Checkpoints:
             raise UserError(f"{path}, which tells what the run there is made of, cannot be read. {_CURE}") from error
         if changed:
             raise UserError(f"{self._folder} holds another run: {', '.join(changed)}. {_CURE}")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether orbax has made a folder for a step; what a run that was killed has left of one counts, too."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    names = {each.name for each in path.iterdir()}
+    return ".orbax-checkpoint-tmp" in path.name or path.name.isdigit() and (not names or bool(names & _IN_A_CHECKPOINT))
 
 
 def need_orbax() -> None:

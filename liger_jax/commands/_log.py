@@ -14,6 +14,24 @@ FIELDS = (
 )  # fmt: skip
 
 
+def check_table(path: Path) -> None:
+    """Looks before a run at the table that it would replace.
+
+    Args:
+        path: where its table will be.
+
+    Raises:
+        UserError: there is a file that is no run's table.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = file.readline()
+    except OSError:  # there is none, or opening it to write says why not
+        return
+    if first and not first.startswith(",".join(FIELDS[:2])):
+        raise UserError(f"{path} is no log of a run, which would replace it. Move it, or pass another --out.")
+
+
 class Log:
     """Where each step's figures go. A context, which closes the files.
 

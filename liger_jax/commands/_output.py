@@ -1,15 +1,96 @@
 """What a run leaves behind: a folder that transformers loads as it is."""
 
+import collections
 import dataclasses
 import json
+import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+from flax import nnx
+
+from liger_jax.commands import _log
+from liger_jax.commands._checkpoints import CHECKPOINTS, holds_a_run
 from liger_jax.commands._errors import UserError
 from liger_jax.commands.finetune import Settings
 from liger_jax.models.hugging_face import checkpoint
+from liger_jax.models.hugging_face.weights import open_weights
 from liger_jax.models.lora import merge_lora, save_adapters
+
+MODEL, ADAPTERS = "model", "adapters"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors calls them
+
+
+def check(settings: Settings, source: Path) -> None:
+    """Looks before the run at what its result would replace: only what a run has left may be lost.
+
+    Args:
+        settings: the run.
+        source: folder of the model that is tuned.
+
+    Raises:
+        UserError: the result would replace the model that is tuned, or what no run has left.
+    """
+    out, folder = Path(settings.out), _folder(settings)
+    if "csv" in settings.log:
+        _log.check_table(out / _log.TABLE)
+    if not folder.exists():
+        return
+    if folder.samefile(source):
+        raise UserError(f"The result would be written to {folder}, which is --model itself. Pass another --out.")
+    if not folder.is_dir() or any(folder.iterdir()) and not holds_a_run(out / CHECKPOINTS):
+        raise UserError(
+            f"The result would replace {folder}, and {out / CHECKPOINTS} holds no run that has left it. Move it, or "
+            "pass another --out."
+        )
+
+
+def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
+    """What runs have left in OUT beside their checkpoints, apart from the model that is tuned now.
+
+    Args:
+        settings: the run that begins there.
+        source: folder of the model that is tuned.
+
+    Returns:
+        Names of files and folders in OUT; none if no run was there.
+    """
+    out = Path(settings.out)
+    if not holds_a_run(out / CHECKPOINTS):
+        return []
+    names = [name for name in (MODEL, ADAPTERS, _log.TABLE, _log.EVENTS) if (out / name).exists()]
+    tuned = source.resolve()
+    return [name for name in names if not any((out / name).samefile(path) for path in (tuned, *tuned.parents))]
+
+
+def clear(settings: Settings, earlier: Sequence[str]) -> None:
+    """Removes what a run that was started over has left and this one has not replaced, and says so.
+
+    Args:
+        settings: the run that has taken the other's place.
+        earlier: what `of_earlier_runs` returned when it began.
+
+    Raises:
+        UserError: something cannot be removed.
+    """
+    own = {_folder(settings).name} | {{"csv": _log.TABLE, "tensorboard": _log.EVENTS}[kind] for kind in settings.log}
+    for name in earlier:
+        path = Path(settings.out) / name
+        if name in own or not path.exists():
+            continue
+        try:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        except OSError as error:
+            raise UserError(f"{path}, which an earlier run has left, cannot be removed: {error}.") from error
+        print(f"removed {path}: an earlier run had left it")
+
+
+def _folder(settings: Settings) -> Path:
+    only_adapters = settings.lora is not None and not settings.merge
+    return Path(settings.out) / (ADAPTERS if only_adapters else MODEL)
 
 
 def write(model: Any, settings: Settings, source: Path, stops: Sequence[int]) -> Path:
@@ -27,22 +108,24 @@ def write(model: Any, settings: Settings, source: Path, stops: Sequence[int]) ->
     Raises:
         UserError: something cannot be written.
     """
-    only_adapters = settings.lora is not None and not settings.merge
-    folder = Path(settings.out) / ("adapters" if only_adapters else "model")
+    folder = _folder(settings)
     generation = _generation(model.kept, stops)
     try:
-        if only_adapters:
+        if folder.name == ADAPTERS:
             base = str(source.resolve()) if Path(settings.model).is_dir() else settings.model
             save_adapters(model, folder, base_model=base)
             files = checkpoint.tokenizer_files(source)
             files[checkpoint.GENERATION] = None if generation is None else generation.encode()
             for name, content in files.items():
-                if content is not None:
+                if content is None:
+                    (folder / name).unlink(missing_ok=True)  # an earlier result's
+                else:
                     (folder / name).parent.mkdir(exist_ok=True)
                     (folder / name).write_bytes(content)
             return folder
         if settings.lora is not None:
             merge_lora(model)
+        _cast(model, settings.save_dtype, _dtype_of(source))
         model.kept = dataclasses.replace(model.kept, generation=generation)
         has_eos = json.loads(model.kept.config).get("eos_token_id") is not None
         fields = None if has_eos or not stops else {"eos_token_id": stops[0]}
@@ -50,6 +133,41 @@ def write(model: Any, settings: Settings, source: Path, stops: Sequence[int]) ->
     except OSError as error:
         raise UserError(f"The result cannot be written to {folder}: {error}. The checkpoint stays.") from error
     return folder
+
+
+def _dtype_of(source: Path) -> str | None:
+    """The dtype of most of a checkpoint's bytes, whatever its config.json says; `None` if a model cannot have it."""
+    sizes = collections.Counter()
+    for name in checkpoint.weight_files(source):
+        with open_weights(source / name) as file:
+            for tensor in map(file.get_slice, file.keys()):
+                sizes[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    return _DTYPES.get(max(sizes, key=lambda name: sizes[name], default=""))
+
+
+def _cast(model: Any, asked: str | None, stored: str | None) -> None:
+    """Makes the weights' dtype that which was asked for, or else the checkpoint's, if it is smaller. Says what it does.
+
+    Raises:
+        UserError: a weight is too large for float16.
+    """
+    held = str(model.head.dtype)
+    wanted = asked or (stored if stored and jnp.dtype(stored).itemsize < jnp.dtype(held).itemsize else held)
+    if wanted != held:
+        for _, parameter in nnx.iter_graph(model):  # one after another, since memory may be full
+            if not isinstance(parameter, nnx.Param):
+                continue
+            cast = parameter.get_value().astype(wanted)
+            if wanted == "float16" and not jnp.isfinite(cast).all():
+                raise UserError(
+                    "A weight is too large for float16. Pass --save-dtype float32: the same command goes on from the "
+                    "checkpoint."
+                )
+            parameter.set_value(cast)
+    if asked is None and wanted != held:
+        print(f"saved in {wanted}, as the model came; --save-dtype {held} saves it as it was trained")
+    elif asked is None and stored not in (None, wanted):
+        print(f"saved in {wanted}, as it was trained; the model came in {stored}")
 
 
 def _generation(kept: checkpoint.Kept, stops: Sequence[int]) -> str | None:

@@ -18,7 +18,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from liger_jax.commands import _data, _memory, _output, _rows, _training_rows
-from liger_jax.commands._checkpoints import Checkpoints, need_orbax
+from liger_jax.commands._checkpoints import CHECKPOINTS, Checkpoints, need_orbax
 from liger_jax.commands._errors import UserError, user_errors, writable_folder
 from liger_jax.commands._log import Log
 from liger_jax.commands._waiting import Compiling, beside, telling
@@ -51,6 +51,7 @@ def finetune(settings: Settings) -> int:
     need_orbax()
     with user_errors():
         folder = checkpoint.find(settings.model)
+        _output.check(settings, folder)
         stored = config_json.dtype_of(checkpoint.read_config(folder), folder / checkpoint.CONFIG)
         precision = _precision(settings, stored)
         found = architecture(folder)
@@ -70,7 +71,8 @@ def finetune(settings: Settings) -> int:
     batch_of = lambda step: next(_rows.parts(rows_of(step), settings.batch))
     kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
     kept |= {"rows": _rows.fingerprint(train, *([] if held_out is None else [held_out]))}
-    checkpoints = Checkpoints(out / "checkpoints", kept, fresh=settings.fresh)
+    earlier = _output.of_earlier_runs(settings, folder)
+    checkpoints = Checkpoints(out / CHECKPOINTS, kept, fresh=settings.fresh, earlier=earlier)
     reading = beside(_read, settings, folder, precision)
     with user_errors(), telling("tracing"):
         programs = _programs(settings, found, precision, optimizer, batch_of(0))
@@ -100,7 +102,10 @@ def finetune(settings: Settings) -> int:
         return 128 + stopped_by
     tuned = nnx.merge(graph, state[0], frozen)
     tuned.kept = keeps
+    del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, folder, tokenizer.stops)
+    _output.clear(settings, checkpoints.earlier)
+    checkpoints.forget_earlier()
     first, last = log["steps"][0]["loss"], log["steps"][-1]["loss"]
     what = "model" if target.name == "model" else "adapters"
     print(f"{done} steps; loss {first:.3f} → {last:.3f}; {what} in {target}")

@@ -20,6 +20,7 @@ from liger_jax.planner.step import REMATS
 
 SUMMARY = "train a model on your text or conversations"
 DTYPES = ("float32", "bfloat16")
+SAVE_DTYPES = (*DTYPES, "float16")
 LOGS = ("csv", "tensorboard")
 
 
@@ -51,6 +52,7 @@ class Settings:
         log: where each step's figures go, names of `LOGS`.
         out: folder for checkpoints, logs and the result.
         merge: add the adapters to the weights in the result.
+        save_dtype: dtype of the weights in the result; `None` for the checkpoint's own, if it is smaller than theirs.
         fresh: start over, whatever checkpoint there is.
 
     Raises:
@@ -80,6 +82,7 @@ class Settings:
     log: tuple[str, ...] = ("csv",)
     out: str = "runs/finetune"
     merge: bool = False
+    save_dtype: str | None = None
     fresh: bool = False
 
     def __post_init__(self):
@@ -100,6 +103,8 @@ class Settings:
         for name in ("lora_alpha", "quantize", "merge"):
             if getattr(self, name) and self.lora is None:
                 raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
+        if self.save_dtype is not None and self.lora is not None and not self.merge:
+            raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
         if unknown := set(self.log) - set(LOGS):
             raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")
 
@@ -137,7 +142,7 @@ class Settings:
         return {
             name: value
             for name, value in (dataclasses.asdict(self) | {"epochs": self.epochs_to_train}).items()
-            if name not in ("log", "out", "fresh", "every", "merge")
+            if name not in ("log", "out", "fresh", "every", "merge", "save_dtype")
         }
 
 
@@ -166,6 +171,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--log", type=lambda text: tuple(text.split(",")), help="csv, tensorboard or both (default: csv)")
     add("--out", help="folder for checkpoints, logs and the result (default: runs/finetune)")
     add("--merge", action="store_true", help="add the adapters to the weights in the result")
+    add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
 
 

@@ -1,0 +1,162 @@
+"""What a run of `liger-jax finetune` leaves, and what it never replaces."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file
+
+from liger_jax.commands import _output
+from liger_jax.commands._checkpoints import CHECKPOINTS, Checkpoints
+from liger_jax.commands._errors import UserError
+from liger_jax.commands.finetune import Settings
+from liger_jax.models import AutoModelForCausalLM
+from tests.commands import _tiny
+
+STATE = [jnp.zeros(())]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folders of one model, by the dtype of its weights."""
+    folder = tmp_path_factory.mktemp("sources")
+    _tiny.checkpoint(folder / "float32")
+    model = AutoModelForCausalLM.from_pretrained(folder / "float32", param_dtype=jnp.bfloat16)
+    model.save_pretrained(folder / "bfloat16", tokenizer_from=folder / "float32")
+    return folder
+
+
+def settings(out, **options):
+    return Settings(model="m", data="d", out=str(out), **options)
+
+
+def run_in(out, *names, fresh=False, **options):
+    """A run's checkpoint and what it leaves beside it; returns the checkpoints."""
+    earlier = _output.of_earlier_runs(settings(out, **options), out.parent)
+    checkpoints = Checkpoints(out / CHECKPOINTS, {}, fresh=fresh, earlier=earlier)
+    checkpoints.save(1, STATE, {})
+    for name in names:
+        (out / name).mkdir(exist_ok=True)
+        (out / name / "file").write_text(name)
+    return checkpoints
+
+
+# --- what is there already --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, dict(lora=4, merge=True)], ids=["all weights", "merged"])
+def test_a_model_is_never_replaced_by_what_is_tuned_from_it(sources, options):
+    link = sources / "link"
+    link.mkdir(exist_ok=True)
+    if not (link / "model").exists():
+        (link / "model").symlink_to(sources / "float32")
+    with pytest.raises(UserError, match=r"written to .*/link/model, which is --model itself. Pass another --out\."):
+        _output.check(settings(link, **options), sources / "float32")
+    _output.check(settings(link, lora=4), sources / "float32")  # whose adapters lie beside it
+
+
+@pytest.mark.parametrize(["name", "options"], [("model", {}), ("adapters", dict(lora=4))])
+def test_only_what_a_run_has_left_is_replaced(tmp_path, name, options):
+    out = tmp_path / "out"
+    (out / name).mkdir(parents=True)
+    for fresh in (False, True):
+        _output.check(settings(out, fresh=fresh, **options), tmp_path)  # an empty folder
+        (out / name / "file").write_text("thesis")
+        with pytest.raises(UserError, match=rf"would replace .*/{name}, and .* holds no run that has left it. Move it"):
+            _output.check(settings(out, fresh=fresh, **options), tmp_path)
+        (out / name / "file").unlink()
+    run_in(out, name)
+    _output.check(settings(out, **options), tmp_path)
+
+
+def test_a_table_that_is_no_log_is_not_replaced(tmp_path):
+    (tmp_path / "log.csv").write_text("date,weight\n")
+    with pytest.raises(UserError, match=r"log\.csv is no log of a run, which would replace it"):
+        _output.check(settings(tmp_path), tmp_path)
+    _output.check(settings(tmp_path, log=("tensorboard",)), tmp_path)
+
+
+def test_fresh_removes_checkpoints_and_nothing_else(tmp_path):
+    out = tmp_path / "out"
+    run_in(out)
+    (out / CHECKPOINTS / "other").mkdir()
+    (out / CHECKPOINTS / "other" / "weights.bin").write_text("thesis")
+    (out / CHECKPOINTS / "7.orbax-checkpoint-tmp").mkdir()  # of a run that was killed
+    run_in(out, fresh=True)
+    names = {path.name for path in (out / CHECKPOINTS).iterdir()}
+    assert {"other", "1"} <= names and "7.orbax-checkpoint-tmp" not in names
+    (out / CHECKPOINTS / "2024").mkdir()
+    (out / CHECKPOINTS / "2024" / "photo").write_text("")
+    with pytest.raises(UserError, match=r"2024 is no checkpoint of a run. Move it, or pass another --out\."):
+        run_in(out, fresh=True)
+
+
+# --- one run, one result ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_starts_over_takes_the_place_of_all_that_the_other_left(tmp_path, capsys):
+    out = tmp_path / "out"
+    run_in(out, "model", "tensorboard")
+    options = dict(lora=4, log=())
+    run_in(out, fresh=True, **options)  # it is stopped, and goes on
+    assert (out / "model").exists()
+    checkpoints = run_in(out, "adapters", **options)
+    _output.clear(settings(out, **options), checkpoints.earlier)
+    assert not (out / "model").exists() and not (out / "tensorboard").exists() and (out / "adapters").exists()
+    assert f"removed {out / 'model'}: an earlier run had left it\n" in capsys.readouterr().out
+    checkpoints.forget_earlier()
+    assert run_in(out, "model", lora=4, merge=True).earlier == []  # merged by the same command: its own
+
+
+def test_what_is_tuned_stays_beside_its_adapters(tmp_path):
+    out = tmp_path / "out"
+    run_in(out, "model")
+    for source in (out / "model", out / "model" / "part"):
+        source.mkdir(exist_ok=True)
+        assert _output.of_earlier_runs(settings(out, lora=4), source) == []
+
+
+def test_nothing_of_an_earlier_result_is_left_in_the_adapters(sources, tmp_path):
+    from flax import nnx
+
+    from liger_jax.models.lora import add_lora
+
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "chat_template.jinja").write_text("of another model")
+    model = add_lora(AutoModelForCausalLM.from_pretrained(sources / "float32"), 2, alpha=2, rngs=nnx.Rngs(0))
+    _output.write(model, settings(tmp_path, lora=2), sources / "float32", [])
+    assert not (tmp_path / "adapters" / "chat_template.jinja").exists()
+
+
+# --- the dtype of the weights -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ["stored", "trained", "asked", "saved", "told"],
+    [
+        ("bfloat16", "float32", None, "bfloat16", "as the model came; --save-dtype float32 saves it as it was trained"),
+        ("bfloat16", "float32", "float32", "float32", ""),
+        ("float32", "bfloat16", None, "bfloat16", "as it was trained; the model came in float32"),
+        ("float32", "float32", None, "float32", ""),
+    ],
+)
+def test_weights_are_saved_as_they_came_or_it_is_told(sources, tmp_path, capsys, stored, trained, asked, saved, told):
+    model = AutoModelForCausalLM.from_pretrained(sources / stored, param_dtype=jnp.dtype(trained))
+    folder = _output.write(model, settings(tmp_path, save_dtype=asked), sources / stored, [])
+    assert {str(x.dtype) for x in load_file(folder / "model.safetensors").values()} == {saved}
+    assert str(AutoModelForCausalLM.from_pretrained(folder).head.dtype) == saved  # by its config.json
+    printed = capsys.readouterr().out
+    assert told in printed and bool(told) == bool(printed)
+
+
+def test_a_weight_that_float16_does_not_hold_is_told(sources, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(sources / "float32")
+    scale = model.model.norm.scale
+    scale.set_value(scale.get_value().at[0].set(1e5))
+    with pytest.raises(UserError, match="too large for float16. Pass --save-dtype float32"):
+        _output.write(model, settings(tmp_path, save_dtype="float16"), sources / "float32", [])
+
+
+def test_a_dtype_of_weights_is_refused_for_adapters(tmp_path):
+    with pytest.raises(UserError, match="--save-dtype=float32 is for weights, not adapters: pass --merge as well"):
+        dataclasses.replace(settings(tmp_path, lora=4), save_dtype="float32")
