@@ -63,7 +63,7 @@ class Size:
 HELD_OUT_TOKENS = 65_536  # scored at the start and at the end
 SECONDS_BETWEEN_CHECKPOINTS = 30
 SIZES = {
-    "tiny": Size(  # for tests: seconds
+    "tiny": Size(  # for tests
         dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
         vocab=1024, training=Training(batch=2, length=64, steps=8, learning_rate=1e-2),
         characters=1_000_000,
