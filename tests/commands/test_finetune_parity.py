@@ -96,7 +96,8 @@ def test_the_page_s_lines_load_adapters_of_a_multimodal_checkpoint(source, tmp_p
 
     lines = re.search(r"```\n(AutoModelForCausalLM.*?)```", PAGE.read_text(), re.DOTALL)
     assert lines is not None
-    model, tokenizer = (eval(line, vars(transformers)) for line in lines[1].splitlines())
+    names = {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "AutoTokenizer")}
+    model, tokenizer = (eval(line, names) for line in lines[1].splitlines())
     tokens = tokenizer(_tiny.text(20), return_tensors="np")["input_ids"]
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.from_numpy(tokens)).logits.numpy()
