@@ -134,7 +134,8 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
         rank, alpha = int(values["r"]), float(values["lora_alpha"])
         targets, excluded = values.get("target_modules") or (), values.get("exclude_modules") or ()
         layers = np.atleast_1d([] if (only := values.get("layers_to_transform")) is None else only).tolist()
-        _is_named(targets, "") or _is_named(excluded, "")  # a damaged expression fails here
+        for names in (targets, excluded):
+            _is_named(names, "")  # a damaged expression fails here
     except (ValueError, KeyError, TypeError, re.error) as error:
         raise ValueError(f"load_adapters: {path} is damaged: {error!r}.") from error
     if other:

@@ -197,10 +197,10 @@ def test_an_answer_without_an_end_mark_is_noted():
         assert template.notes.endless == is_endless
 
 
-def test_a_long_conversation_takes_time_in_proportion():
+def test_a_long_conversation_takes_time_in_proportion(monkeypatch):
     template = ChatTemplate(_templates.CHATML, {})
     calls = []
     text = template._text
-    template._text = lambda messages, *args: calls.append(len(messages)) or text(messages, *args)
+    monkeypatch.setattr(template, "_text", lambda messages, *args: calls.append(len(messages)) or text(messages, *args))
     template.render([USER, ANSWER] * 100)
     assert sum(calls) < 5 * 200  # messages that are rendered, whatever for

@@ -130,11 +130,10 @@ def test_chat_templates_in_files_are_taken_as_transformers_does(folder, tmp_path
     assert [text.partition(" ")[0] for text in texts] == ["tools", "file"]
 
 
-def test_weights_are_obeyed_and_rows_without_a_token_to_train_on_are_told_of(folder, tmp_path, capsys):
+def test_weights_are_obeyed_and_rows_without_a_token_to_train_on_are_left_out(folder, tmp_path):
     bad = ANSWER | {"content": "BAD", "weight": 0}
     found = documents(tmp_path, {"messages": [USER, bad, USER, ANSWER]}, {"messages": [USER, bad]})
     assert trained(folder, TURNS, found)[2] == ["Yes.<e>"]
-    assert "1 of 2 conversations have no token to train on, and are left out" in capsys.readouterr().out
 
 
 def test_fields_that_look_like_weights_are_named_once(tmp_path, capsys):
