@@ -29,6 +29,22 @@ def first(count, values):
     return [*values[:count], *(pytest.param(value, marks=pytest.mark.full) for value in values[count:])]
 
 
+def half(*axes):
+    """Parameters of a test: the combinations of several axes, given as {id: value}, every second one in full runs only.
+
+    Every value still meets every value of each other axis.
+    """
+    places = (zip(*combination, strict=True) for combination in itertools.product(*(enumerate(axis) for axis in axes)))
+    return [
+        pytest.param(
+            *(axis[name] for axis, name in zip(axes, names, strict=True)),
+            id="-".join(names),
+            marks=pytest.mark.full if sum(numbers) % 2 else (),
+        )
+        for numbers, names in places
+    ]
+
+
 def normal(rng: np.random.Generator, *shapes: tuple[int, ...], dtype=jnp.float32) -> list[jax.Array]:
     """One standard normal array for each shape."""
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]

@@ -14,6 +14,7 @@ from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs
 from liger_jax.pallas_kernels._hopper_product import Tiles
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error
+from tests.ops._oracle import first, half
 
 BF16 = jnp.bfloat16
 
@@ -52,10 +53,17 @@ SMALL = (300, 64, 320)
 LARGER = [(1, 64, 64), (300, 192, 1088), (129, 1600, 320), (777, 2048, 4160)]
 
 
-@pytest.mark.parametrize("sizes", [SMALL, *(pytest.param(s, marks=pytest.mark.full) for s in LARGER)], ids=str)
-@pytest.mark.parametrize("weight_dtype", [BF16, jnp.float32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("chunk_size", [128, 256, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("sizes", first(1, [SMALL, *LARGER]), ids=str)
+@pytest.mark.parametrize(
+    "mode, weight_dtype, options, chunk_size",
+    half(
+        {"fast": "fast", "lean": "lean"},
+        {"bf16": BF16, "f32": jnp.float32},
+        {"everything": EVERYTHING, "plain": {}},
+        {"128": 128, "256": 256},
+    )
+    + [pytest.param(mode, BF16, EVERYTHING, None, marks=pytest.mark.full) for mode in ("fast", "lean")],
+)
 def test_values_and_gradients(hopper, mode, sizes, weight_dtype, options, chunk_size, rng):
     n, d, v = sizes
     if d > 1000 and hopper != "mosaic_gpu":
@@ -82,7 +90,10 @@ def test_values_and_gradients(hopper, mode, sizes, weight_dtype, options, chunk_
         assert rms_error(grad, truth_grad) <= 1.5 * rms_error(plain_grad, truth_grad) + 1e-6 * (1 + abs(truth))
 
 
-@pytest.mark.parametrize("of_products", ["mosaic_gpu_tiles", "mosaic_gpu_logit_tiles"])
+@pytest.mark.parametrize(
+    "mode, of_products",
+    half({"fast": "fast", "lean": "lean"}, {name: name for name in ("mosaic_gpu_tiles", "mosaic_gpu_logit_tiles")}),
+)
 def test_tiles_that_warpgroups_share(hopper, mode, of_products, rng, monkeypatch):
     """The tiles of all products, or of the logits alone, are those of wide hidden states, which would take too long."""
     monkeypatch.setattr(config, of_products, lambda *_: Tiles(columns=256))
