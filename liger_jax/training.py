@@ -248,7 +248,8 @@ def stochastic_rounding(
 
 
 def _at_least_float32(dtype):
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32) if is_small else dtype
 
 
 def _check_dtypes(params):

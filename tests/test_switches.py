@@ -19,6 +19,7 @@ from jax.extend.core import jaxprs_in_params
 
 from liger_jax import layers, losses, models
 from liger_jax.losses import _dpo_formulas, _policy_formulas
+from liger_jax.losses.preference import _READERS as READERS
 from liger_jax.models import quantized
 from liger_jax.models.lora import (
     add_lora,
@@ -72,8 +73,11 @@ def check(program, *arrays, switches=tuple(SWITCHES)):
 
 
 def is_wide(aval):
-    """Whether it is float64, and no Python number that takes the dtype of what it meets."""
-    return getattr(aval, "dtype", None) == jnp.float64 and not aval.weak_type
+    """Whether it is a float64 array, and no Python number that takes the dtype of what it meets.
+
+    A single number costs nothing. Optax makes some, such as 1 − decay**count, which its results do not keep.
+    """
+    return getattr(aval, "dtype", None) == jnp.float64 and not aval.weak_type and aval.ndim > 0
 
 
 def equations(jaxpr):
@@ -165,8 +169,9 @@ def all_losses(log_probs, mask):
         options |= dict(entropy=-log_probs, entropy_coef=0.1, importance_ratio=-log_probs)
         found.append(losses.policy_loss(log_probs, log_probs * 1.1, advantages[0].reshape(-1), **options))
     for name in _dpo_formulas.LOSS_TYPES:
-        smoothing = 0.1 if name in ("sigmoid", "robust", "exo_pair") else 0.0
-        counts = dict(chosen_tokens=jnp.asarray([3, 2, 4, 5]), rejected_tokens=jnp.asarray([3, 2, 4, 5]))
+        smoothing = 0.1 if name in READERS["label_smoothing"] else 0.0
+        names = [counts for counts, readers in READERS.items() if counts.endswith("_tokens") and name in readers]
+        counts = {each: jnp.asarray([3, 2, 4, 5]) for each in names}
         found.append(losses.dpo_loss(*pairs, loss_type=name, label_smoothing=smoothing, **counts))
     found.append(losses.dpo_loss(*pairs[:2], loss_type="aot"))
     found += [losses.dpo_loss(*pairs, f_divergence=name) for name in _dpo_formulas.DIVERGENCES]
