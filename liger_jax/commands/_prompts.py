@@ -105,12 +105,15 @@ class Prompts:
             first, found = self._lead_of([self._messages[i + 1] | {"content": "question"}], 0), ""
             if first is not None and lead.endswith(first):
                 found = lead.removesuffix(first)
-                try:
-                    prompt = "".join(self._layout(self._messages[: i + 1], prompt=True).tail())
-                except UserError:
-                    prompt = ""
-            self._between[role] = found if found and prompt.lstrip().startswith(found.strip()) else ""
+            self._between[role] = found if found and self._prompt(i).lstrip().startswith(found.strip()) else ""
         return self._between[role] if lead.startswith(self._between[role]) else ""
+
+    def _prompt(self, i: int) -> str:
+        """What the template prints behind message i where the assistant is to speak."""
+        try:
+            return "".join(self._layout(self._messages[: i + 1], prompt=True).tail())
+        except UserError:
+            return ""
 
     def _before(self, i: int) -> tuple[str | None, Sequence[Any]]:
         """The role of the message before, and the messages before; a question where the answer is the first message."""

@@ -33,6 +33,7 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
     Example:
         >>> import tempfile
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> from liger_jax.models.lora import add_lora
         >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
         >>> model = add_lora(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), 2, alpha=4, rngs=nnx.Rngs(1))
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -80,6 +81,7 @@ def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
     Example:
         >>> import tempfile
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> from liger_jax.models.lora import add_lora
         >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
         >>> make = lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0))
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -85,12 +85,12 @@ def test_a_packed_run_learns_from_whole_documents_and_is_scored_as_others_are(tr
     for i, size in enumerate(rng.integers(4, 24, 200)):
         (tmp_path / f"letter{i:03}.txt").write_text(" ".join(f"{(i + j) % 20} then" for j in range(size)))
     data = f"--data={tmp_path / 'letter*.txt'}"
-    printed = train("--pack", "--steps=60", "--micro-batches=2", data).out
+    printed = train("--pack", "--steps=90", "--micro-batches=2", data).out
     documents, rows = map(int, re.search(r"packing: (\d+) documents in (\d+) rows, [\d.]+% of them", printed).groups())
     start, unigram, end = map(float, re.search(SCORES, printed).groups())
     assert rows < documents == 190 and end < unigram < start  # ten files are held out
     with pytest.raises(UserError, match="pack=True became False"):
-        train("--steps=60", "--micro-batches=2", data)
+        train("--steps=90", "--micro-batches=2", data)
     corpus = text.load(str(tmp_path / "letter*.txt"), train_llama.SIZES["tiny"].vocab, tmp_path / "run")
     assert unigram == round(text.unigram_loss(corpus, corpus.held_out_batches(2, 64, most=512)), 3)
 

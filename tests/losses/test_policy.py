@@ -207,8 +207,8 @@ def test_a_token_that_the_sampler_did_not_score_counts_like_a_fresh_one(loss_typ
     """Samplers write NaN, −inf, or a stand-in such as −9999."""
     policy, old, reference = (jnp.asarray(x, jnp.float32) for x in arrays)
     unscored = np.array([[0, 2], [0, 1], [1, 0], [2, 0], [3, 0]]) @ [T, 1]  # positive and negative advantages
-    spoilt: np.ndarray = np.array(old).reshape(-1)
-    spoilt[unscored] = [np.nan, -np.inf, -np.inf, -9999.0, np.nan]
+    spoilt = np.array(old).reshape(-1)
+    np.put(spoilt, unscored, [np.nan, -np.inf, -np.inf, -9999.0, np.nan])
     options = options_of(loss_type) | dict(importance_level=level, beta=0.1)
 
     def losses(x):
