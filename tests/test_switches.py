@@ -16,8 +16,9 @@ import optax
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from liger_jax import layers, losses, models
+from liger_jax import layers, losses, models, ops
 from liger_jax.losses import _dpo_formulas, _policy_formulas
 from liger_jax.losses.preference import _READERS as READERS
 from liger_jax.models import quantized
@@ -280,6 +281,25 @@ def test_every_op_is_the_same_under_all_switches(draws):
 
         if case.refuses is None and not case.may_refuse:
             check(program, arrays, constants)
+
+
+@pytest.mark.parametrize("kind, platform", [("NVIDIA H200", "gpu"), ("NVIDIA L4", "gpu"), ("TPU v6 lite", "tpu")])
+def test_kernels_of_devices_that_are_absent_are_the_same_under_all_switches(kind, platform):
+    """Their indices are of 32 bits, beside which Python numbers would be of 64."""
+
+    def program(x, weight, labels):
+        q = x.reshape(2, 128, 2, 128)
+        cos, sin = ops.rope_table(jnp.arange(128)[None], 128)
+        outputs = [ops.rms_norm(x, weight[0]), ops.geglu(x, x), *ops.apply_rope(q, q, cos, sin)]
+        outputs += [ops.fused_linear_cross_entropy(x, weight, labels, mode=mode) for mode in ("fast", "lean")]
+        outputs.append(ops.causal_attention(q, q, q, labels.reshape(2, 128) // 9))
+        return sum(jnp.sum(y, dtype=jnp.float32) for y in outputs)
+
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=device)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (512, 256))]
+    with jax.sharding.use_abstract_mesh(mesh):
+        check(jax.value_and_grad(program, (0, 1)), *arrays, jax.ShapeDtypeStruct((256,), jnp.int32))
 
 
 def test_programs_run_under_all_switches(tmp_path):

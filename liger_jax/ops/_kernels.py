@@ -181,6 +181,8 @@ def _with_options(
         function = functools.partial(function, interpret=interpret)
     else:  # These kernels have no batching rule.
         function = functools.partial(_interpreted, function) if interpret else function
+    function = functools.partial(_without_x64, function)
+    if name == "mosaic_gpu":
         function = jax.custom_batching.sequential_vmap(function)
     if interpret:  # Each call traces it anew, because tests change what a trace depends on.
         return function
@@ -189,6 +191,12 @@ def _with_options(
 
 
 _shared_with_options = functools.cache(_with_options)
+
+
+def _without_x64(function: Callable[..., Any], *arrays: Any) -> Any:
+    """With `jax_enable_x64` a kernel's Python numbers would be of 64 bits beside indices of 32."""
+    with jax.enable_x64(False):
+        return function(*arrays)
 
 
 def _interpreted(function: Callable[..., Any], *arrays: Any) -> Any:
