@@ -38,7 +38,7 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Events, "jinja2.ext.loopcontrols"])
         self.filters = {name: _followed(function) for name, function in self.filters.items()}
-        self.filters |= {"tojson": _to_json, "join": _join, "format": _format}
+        self.filters |= {"tojson": _to_json, "join": _join, "format": _format, "safe": _safe, "~": _plain}
         self.globals |= {"raise_exception": _raise, "strftime_now": datetime.datetime.now().strftime}
         self.parsed = False
 
@@ -106,12 +106,16 @@ class _Instrumented(visitor.NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        texts = [nodes.Filter(each, "string", [], [], None, None) for each in node.nodes]
+        texts = [functools.reduce(_filtered, ("string", "~"), each) for each in node.nodes]
         return functools.reduce(nodes.Add, texts).set_lineno(node.lineno)
 
 
 def _call(method: str, *args: nodes.Expr) -> nodes.Call:
     return nodes.Call(nodes.ExtensionAttribute(_Events.identifier, method), list(args), [], None, None)
+
+
+def _filtered(value: nodes.Expr, name: str) -> nodes.Expr:
+    return nodes.Filter(value, name, [], [], None, None)
 
 
 def _event(event: Event) -> str:
@@ -134,6 +138,15 @@ def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute
     if attribute is not None:
         value = map(filters.make_attrgetter(environment, attribute), value)
     return _traced.join(value, d)
+
+
+def _plain(text: str) -> str:
+    """A part of `~`, which escapes nothing beside what `safe` has marked; `+` would."""
+    return text if isinstance(text, Traced) else str(text)
+
+
+def _safe(value: Any) -> str:
+    return value if isinstance(value, Traced) else filters.do_mark_safe(value)
 
 
 def _format(value: Any, *args: Any, **kwargs: Any) -> str:
