@@ -205,13 +205,13 @@ PLAIN, LEAN = models.KernelOptions.off(), models.KernelOptions(mode="lean")
 LOGITS = models.KernelOptions(cross_entropy=True, fused_linear_cross_entropy=False)
 HALVES = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
 DEFAULT = {
-    "gemma3": called(models.Gemma3ForCausalLM, dtype=jnp.bfloat16),
     "generate": generated(models.Gemma2ForCausalLM),
     "qdora": adapted("nf4", dora=True),
     "step": trained(CLIPPED, micro_batches=2),
     "rounded step": trained(ROUNDED, jnp.bfloat16),
 }
 FULL = {
+    "gemma3 in bfloat16": called(models.Gemma3ForCausalLM, dtype=jnp.bfloat16),
     **{name: called(family) for name, (family, _) in FAMILIES.items()},
     **{f"remat {x}": called(models.Gemma2ForCausalLM, scan_layers=False, remat=x) for x in ("full", "dots")},
     **{f"plain {x}": called(models.Gemma3ForCausalLM, kernels=PLAIN, dtype=x) for x in ("float32", "bfloat16")},
