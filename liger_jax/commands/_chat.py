@@ -11,7 +11,7 @@ from typing import Any
 
 from liger_jax.commands import _jinja
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._messages import IS_TRAINED, REASONING
+from liger_jax.commands._messages import IS_TRAINED, REASONING, is_trained
 from liger_jax.commands._prompts import Prompts
 from liger_jax.commands._spans import Layout, Span
 from liger_jax.commands._traced import NOBODY, Origin, traced
@@ -116,18 +116,6 @@ class ChatTemplate:
             return self._template.render(given)
         except Exception as error:  # the template is a program, and may fail in any way
             raise UserError(f"The chat template refuses the messages: {str(error) or type(error).__name__}.") from error
-
-
-def is_trained(message: Mapping[str, Any]) -> bool:
-    """Whether a message is to be trained on, by its own fields.
-
-    Args:
-        message: an answer.
-
-    Returns:
-        Whether none of the fields is 0 or false.
-    """
-    return all(message.get(field) is None or bool(message[field]) for field in IS_TRAINED)
 
 
 def _marked(layout: Layout, count: int, answers: set[int], trained: set[int]) -> list[Span]:

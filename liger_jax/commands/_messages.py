@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from liger_jax.commands._errors import UserError
@@ -101,6 +102,18 @@ def look_alikes(row: dict[str, Any]) -> set[str]:
     }
 
 
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether a message is to be trained on, by its own fields.
+
+    Args:
+        message: an answer.
+
+    Returns:
+        Whether none of the fields is 0 or false.
+    """
+    return all(message.get(field) is None or bool(message[field]) for field in IS_TRAINED)
+
+
 def _message(what: str, message: dict[str, Any]) -> dict[str, Any]:
     found = dict(message)
     for name in IS_TRAINED:
@@ -117,8 +130,7 @@ def _message(what: str, message: dict[str, Any]) -> dict[str, Any]:
     has_more = bool(calls) or any(found.get(name) for name in REASONING)
     if "content" not in found and not (found["role"] == "assistant" and has_more):
         raise UserError(f"{what} has no content.")
-    is_trained = all(found.get(name, True) for name in IS_TRAINED)
-    if found["role"] == "assistant" and is_trained and not has_more and not found["content"].strip():
+    if found["role"] == "assistant" and is_trained(found) and not has_more and not found["content"].strip():
         raise UserError(
             f"{what} is empty, so that only the mark that ends it would be trained on. Leave it out, or give it "
             '"weight": 0.'

@@ -190,6 +190,12 @@ def test_reasoning_has_the_name_that_the_template_reads(name):
     assert rendered(_templates.THOUGHTS, [USER, answer])[1] == ["<think>\nwhy\n</think>\n\nYes.<|im_end|>"]
 
 
+def test_text_beside_what_is_marked_safe_is_not_escaped():
+    """Jinja's `~` escapes nothing in transformers' environment; its `+` would."""
+    source = "{{ '<n>' ~ (1 | safe) ~ '</n>' }}{% for m in messages %}<h>{{ (m.content | safe) ~ '<e>' }}{% endfor %}"
+    assert rendered(source, [USER, ANSWER]) == ("<n>1</n><h>red?<e><h>Yes.<e>", ["Yes.<e>"])
+
+
 def test_an_answer_without_an_end_mark_is_noted():
     for source, is_endless in ((TURNS, False), (TURNS.replace("<e>", ""), True), (_templates.MARKS_BETWEEN, True)):
         template = ChatTemplate(source, SPECIAL)

@@ -132,7 +132,8 @@ def test_chat_templates_in_files_are_taken_as_transformers_does(folder, tmp_path
 
 def test_weights_are_obeyed_and_rows_without_a_token_to_train_on_are_left_out(folder, tmp_path):
     bad = ANSWER | {"content": "BAD", "weight": 0}
-    found = documents(tmp_path, {"messages": [USER, bad, USER, ANSWER]}, {"messages": [USER, bad]})
+    empty = ANSWER | {"content": "", "train": False}  # which would be refused if it were trained on
+    found = documents(tmp_path, {"messages": [USER, bad, USER, empty, USER, ANSWER]}, {"messages": [USER, bad]})
     assert trained(folder, TURNS, found)[2] == ["Yes.<e>"]
 
 
