@@ -23,8 +23,8 @@ from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import TokenLogProbs, TokenLosses
-from liger_jax.ops.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
 from liger_jax.ops.labels import as_labels
+from liger_jax.ops.linear.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
 
 
 class CausalLM(Pretrained):

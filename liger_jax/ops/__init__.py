@@ -1,7 +1,6 @@
 """Differentiable ops: each a public function with a `custom_vjp` and a kernel chosen by platform."""
 
 from liger_jax.ops._loss import LossMetrics as LossMetrics
-from liger_jax.ops._plan_ahead import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
 from liger_jax.ops.attention import Segments as Segments
 from liger_jax.ops.attention import causal_attention as causal_attention
 from liger_jax.ops.block_quantized import BlockQuantized as BlockQuantized
@@ -9,20 +8,21 @@ from liger_jax.ops.block_quantized import block_quantized as block_quantized
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.dyt import dyt as dyt
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
-from liger_jax.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
-from liger_jax.ops.fused_linear_distillation import fused_linear_distillation as fused_linear_distillation
-from liger_jax.ops.fused_linear_log_probs import TokenLogProbs as TokenLogProbs
-from liger_jax.ops.fused_linear_log_probs import fused_linear_log_probs as fused_linear_log_probs
-from liger_jax.ops.fused_linear_token_loss import TokenLosses as TokenLosses
-from liger_jax.ops.fused_linear_token_loss import fused_linear_token_loss as fused_linear_token_loss
-from liger_jax.ops.fused_linear_topk_distillation import (
-    fused_linear_topk_distillation as fused_linear_topk_distillation,
-)
 from liger_jax.ops.gated_mlp import gated_mlp as gated_mlp
 from liger_jax.ops.glu import geglu as geglu
 from liger_jax.ops.glu import swiglu as swiglu
 from liger_jax.ops.group_norm import group_norm as group_norm
 from liger_jax.ops.layer_norm import layer_norm as layer_norm
+from liger_jax.ops.linear._plan_ahead import plan_fused_linear_cross_entropy as plan_fused_linear_cross_entropy
+from liger_jax.ops.linear.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
+from liger_jax.ops.linear.fused_linear_distillation import fused_linear_distillation as fused_linear_distillation
+from liger_jax.ops.linear.fused_linear_log_probs import TokenLogProbs as TokenLogProbs
+from liger_jax.ops.linear.fused_linear_log_probs import fused_linear_log_probs as fused_linear_log_probs
+from liger_jax.ops.linear.fused_linear_token_loss import TokenLosses as TokenLosses
+from liger_jax.ops.linear.fused_linear_token_loss import fused_linear_token_loss as fused_linear_token_loss
+from liger_jax.ops.linear.fused_linear_topk_distillation import (
+    fused_linear_topk_distillation as fused_linear_topk_distillation,
+)
 from liger_jax.ops.poly_norm import poly_norm as poly_norm
 from liger_jax.ops.relu_squared import relu_squared as relu_squared
 from liger_jax.ops.rms_norm import rms_norm as rms_norm

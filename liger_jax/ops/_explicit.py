@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops._loss import LossMetrics
-from liger_jax.ops._sliced_head import HeadSplit
+from liger_jax.ops.linear._sliced_head import HeadSplit
 
 Names = tuple[str, ...]
 

@@ -15,9 +15,9 @@ from liger_jax.models import lora as adapters
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
-from liger_jax.ops._sliced_head import sent_dtype
 from liger_jax.ops.block_quantized import KINDS
-from liger_jax.ops.loss_plan import budget_beside_layers
+from liger_jax.ops.linear._sliced_head import sent_dtype
+from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.sharding import AXES, shardings

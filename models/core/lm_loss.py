@@ -16,11 +16,11 @@ from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, sum_over_batch_shards
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._device import device_of
-from liger_jax.ops._quantized_head import quantized_log_probs
-from liger_jax.ops._sliced_head import SplitHead, sent_dtype
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.ops.loss_plan import budget_beside_layers
+from liger_jax.ops.linear._quantized_head import quantized_log_probs
+from liger_jax.ops.linear._sliced_head import SplitHead, sent_dtype
+from liger_jax.ops.linear.plan import budget_beside_layers
 
 Result = tuple[Float[Array, ""], LossMetrics | None]
 

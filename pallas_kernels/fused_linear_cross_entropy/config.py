@@ -67,7 +67,7 @@ class Gradients(NamedTuple):
 class LinearOptions:
     """What the kernels are compiled for.
 
-    Mode and chunk size are the plan's (liger_jax/ops/loss_plan.py). Before there is a plan, `unsupported` gets the
+    Mode and chunk size are the plan's (liger_jax/ops/linear/plan.py). Before there is a plan, `unsupported` gets the
     caller's mode, which may be "auto".
     """
 

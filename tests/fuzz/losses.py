@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import losses, ops
-from liger_jax.ops._quantized_head import quantized_log_probs
+from liger_jax.ops.linear._quantized_head import quantized_log_probs
 from tests.fuzz.case import Case, Draw, options_text
 from tests.fuzz.linear import Head, Tokens, at, found_by_head, log_softmax, poisoned, token_options
 

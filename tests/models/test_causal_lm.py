@@ -20,7 +20,7 @@ from liger_jax.models import (
     Qwen2ForCausalLM,
 )
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
-from liger_jax.ops.loss_plan import budget_beside_layers
+from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.planner.planning import make_run
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
 from tests.ops._oracle import first

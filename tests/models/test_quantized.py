@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models import AutoModelForCausalLM, KernelOptions
 from liger_jax.models.lora import add_lora, merge_lora, trainable
 from liger_jax.models.quantized import QuantizedParam, dequantize, quantize
-from liger_jax.ops import _quantized_head
 from liger_jax.ops.block_quantized import KINDS, NF4, block_quantized
+from liger_jax.ops.linear import _quantized_head
 from liger_jax.planner import planning
 from liger_jax.planner.sharding import shardings
 from tests.models._llama import CONFIG, make_model, random_tokens

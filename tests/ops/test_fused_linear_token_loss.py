@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs, fused_linear_token_loss, losses
-from liger_jax.ops.fused_linear_token_loss import _TokenLoss
-from liger_jax.ops.loss_plan import choose_mode
-from liger_jax.ops.loss_problem import problem_of
+from liger_jax.ops.linear.fused_linear_token_loss import _TokenLoss
+from liger_jax.ops.linear.plan import choose_mode
+from liger_jax.ops.linear.problem import problem_of
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import reference
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions

@@ -8,7 +8,7 @@ time. It has two modes:
     "lean"  goes over slices of the vocabulary, once for the loss and once for the gradients. That takes 4 products,
             but what grows with a slice takes a quarter of the logits in 16 bits at most, or has `least_entries`.
 
-loss_problem.py writes down all that the decision depends on, as a `Problem`, and loss_bytes.py counts the bytes of a
+problem.py writes down all that the decision depends on, as a `Problem`, and loss_bytes.py counts the bytes of a
 mode and a chunk. The decision itself is here, and nothing of it stands outside this file:
 
     choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, and need no more than the
@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops.loss_bytes import (
+from liger_jax.ops.linear.loss_bytes import (
     chunk_bytes,
     distillation_bytes,
     distillation_chunk_bytes,
@@ -42,7 +42,7 @@ from liger_jax.ops.loss_bytes import (
     logits_bytes,
     slice_bytes,
 )
-from liger_jax.ops.loss_problem import KERNELS, DistillationProblem, Problem, problem_of_sizes
+from liger_jax.ops.linear.problem import KERNELS, DistillationProblem, Problem, problem_of_sizes
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs

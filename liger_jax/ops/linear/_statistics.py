@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import _mesh, _sliced_head
+from liger_jax.ops import _mesh
 from liger_jax.ops._device import memory_of_device
 from liger_jax.ops._kernels import Kernel
-from liger_jax.ops.loss_plan import kernel_options, make_plan
-from liger_jax.ops.loss_problem import KERNELS, Problem, problem_of, why_not_fast
+from liger_jax.ops.linear import _sliced_head
+from liger_jax.ops.linear.plan import kernel_options, make_plan
+from liger_jax.ops.linear.problem import KERNELS, Problem, problem_of, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs

@@ -3,7 +3,7 @@
 There is a term for each live buffer. tests/aot compares the sums with compiled programs.
 """
 
-from liger_jax.ops.loss_problem import DistillationProblem, Problem
+from liger_jax.ops.linear.problem import DistillationProblem, Problem
 from liger_jax.pallas_kernels._hopper import NUM_CORES
 from liger_jax.pallas_kernels._hopper_product import ROWS
 from liger_jax.pallas_kernels._tiles import cdiv, round_up

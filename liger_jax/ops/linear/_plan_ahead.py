@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from liger_jax.ops import _checks
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops._loss import check_logit_options
-from liger_jax.ops.loss_plan import Plan, make_plan
-from liger_jax.ops.loss_problem import OP, problem_of_sizes
+from liger_jax.ops.linear.plan import Plan, make_plan
+from liger_jax.ops.linear.problem import OP, problem_of_sizes
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 
 

@@ -10,11 +10,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax._tree import tree_dataclass
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, _sliced_head, _vocab_shards
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
-from liger_jax.ops._sliced_head import SplitHead
+from liger_jax.ops.linear import _sliced_head
+from liger_jax.ops.linear._sliced_head import SplitHead
+from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 

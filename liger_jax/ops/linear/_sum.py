@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops._linear_statistics import (
+from liger_jax.ops.linear._statistics import (
     guarded_inputs,
     instantiated,
     kernel_of,
@@ -20,7 +20,7 @@ from liger_jax.ops._linear_statistics import (
     scaled,
     values,
 )
-from liger_jax.ops.loss_problem import Problem
+from liger_jax.ops.linear.problem import Problem
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions

@@ -3,7 +3,7 @@
 A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V). The names around it:
 
     Problem        the sizes, kernels, gradients and budgets of a loss on one device
-    Plan           its kernels, mode, chunk and bytes (loss_plan.py)
+    Plan           its kernels, mode, chunk and bytes (plan.py)
     Needs          which gradients are asked for
     LossOptions    the loss as its caller describes it: reduction, smoothing, …
     LogitOptions   what the kernels have to know of these: scale, softcap, and which statistics are wanted
@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice
 from liger_jax.ops._checks import current_precision
 from liger_jax.ops._device import described, device_of
 from liger_jax.ops._kernels import Implementation, Kernels
-from liger_jax.ops._sliced_head import HeadSplit
+from liger_jax.ops.linear._sliced_head import HeadSplit
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs

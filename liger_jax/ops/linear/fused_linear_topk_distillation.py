@@ -6,8 +6,8 @@ from jaxtyping import Array, Bool, Float, Integer, Num
 
 from liger_jax.ops import _checks, _loss
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._distillation import Static, as_denominator, check_tokens, head_options, loss
 from liger_jax.ops._kernels import Implementation
+from liger_jax.ops.linear._distillation import Static, as_denominator, check_tokens, head_options, loss
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, TopKOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.ops import _checks, _explicit, _loss, _mesh
 from liger_jax.ops._device import device_of, memory_of_device
 from liger_jax.ops._kernels import Kernels
-from liger_jax.ops._linear_statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
-from liger_jax.ops.loss_plan import Plan, plan_distillation
-from liger_jax.ops.loss_problem import DistillationProblem, possible_mode, soft_budget_bytes, why_not_fast
+from liger_jax.ops.linear._statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
+from liger_jax.ops.linear.plan import Plan, plan_distillation
+from liger_jax.ops.linear.problem import DistillationProblem, possible_mode, soft_budget_bytes, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks, mosaic_gpu, xla
@@ -155,7 +155,7 @@ def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | Non
 
 
 def plan(student: Head, teacher: Head | TopK, options: Options, static: Static, implementation: str) -> Plan:
-    """Mode and chunk of the loss on one device, by loss_plan.py."""
+    """Mode and chunk of the loss on one device, by plan.py."""
     dtypes = [x.dtype for x in student if x is not None]
     reason = why_not_fast(static.reduction, options.vocab_axis, *dtypes)
     heads = [head for head in (student, teacher) if isinstance(head, Head)]

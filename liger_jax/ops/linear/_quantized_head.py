@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from liger_jax.ops import _checks, _loss, _vocab_shards
-from liger_jax.ops._linear_statistics import linear_statistics, problem_on_device
 from liger_jax.ops.block_quantized import BlockQuantized
-from liger_jax.ops.fused_linear_log_probs import TokenLogProbs, token_log_probs
+from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
+from liger_jax.ops.linear.fused_linear_log_probs import TokenLogProbs, token_log_probs
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions

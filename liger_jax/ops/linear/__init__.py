@@ -1,0 +1,1 @@
+"""The linear losses: loss and gradients from hidden states and a head, without the (tokens, vocabulary) logits."""
