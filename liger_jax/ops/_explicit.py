@@ -4,7 +4,6 @@ After its checks, a public op calls itself inside a `jax.shard_map` that these f
 parameters and their gradients, and for a loss a few numbers.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,32 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops._loss import LossMetrics
-from liger_jax.ops.linear._sliced_head import HeadSplit
-
-Names = tuple[str, ...]
-
-
-def is_explicit(x: jax.Array) -> bool:
-    """Whether the type of `x` says how it lies on a mesh."""
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
-def spec_of(x: jax.Array) -> P:
-    """How `x` lies on its mesh, with an entry for each of its axes."""
-    spec = jax.typeof(x).sharding.spec
-    return P(*spec, *[None] * (x.ndim - len(spec)))
+from liger_jax.ops.layout import Names, full_spec, is_explicit, names, spec_of
 
 
 def spec_of_explicit(x: jax.Array) -> P | None:
     """`spec_of` where `x` lies on an Explicit mesh, else None."""
     return spec_of(x) if is_explicit(x) else None
-
-
-def names(entry: Any) -> Names:
-    """The mesh axes of one or several entries of a spec."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(name for part in entry for name in names(part))
 
 
 def row_spec(x: jax.Array) -> P | None:
@@ -86,8 +65,7 @@ def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], spe
 
 
 def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
-    found = spec_of(x) if is_explicit(x) else P(*[None] * x.ndim)
-    wanted = P(*spec, *[None] * (x.ndim - len(spec)))
+    found, wanted = spec_of(x), full_spec(spec, x.ndim)
     if found == wanted and is_explicit(x):
         return x
     is_cut = all(there in (None, here) for there, here in zip(found, wanted, strict=True))
@@ -139,38 +117,3 @@ def loss_on_parts(
     out = value, dict(accuracy=P(), num_tokens=P(), z_loss=value, **per_token)
     value, metrics = on_parts(op, fields, arrays, specs, out)
     return value, LossMetrics(**metrics)
-
-
-def head_spec(op: str, weight: jax.Array, vocab_dim: int, token_axes: Names) -> tuple[P, str | None]:
-    """How a head lies on the mesh, and the mesh axis over which its vocabulary stays split, or None.
-
-    A mesh axis that also splits the tokens is FSDP's: along it, the head is to be `gathered`.
-
-    Raises:
-        ValueError: an axis that does not split the tokens splits the width, or the vocabulary together with others.
-    """
-    spec = spec_of(weight) if is_explicit(weight) else P(None, None)
-    staying = [[name for name in names(entry) if name not in token_axes] for entry in spec]
-    width_axes, vocab_axes = staying[1 - vocab_dim], staying[vocab_dim]
-    if width_axes or len(vocab_axes) > 1 or (vocab_axes and len(names(spec[vocab_dim])) > 1):
-        raise ValueError(
-            f"{op}: weight lies on the mesh as {spec}, and the tokens over {token_axes}. A mesh axis that does not "
-            "split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
-        )
-    return spec, vocab_axes[0] if vocab_axes else None
-
-
-def split_of(weight: jax.Array, spec: P, token_axes: Names) -> HeadSplit | None:
-    """How the tokens' mesh axes split a weight that lies as `spec` says; None if they leave it whole."""
-    shape = jax.typeof(weight).sharding.mesh.shape if is_explicit(weight) else {}
-    first, second = [tuple(name for name in names(entry) if name in token_axes) for entry in spec]
-    parts = [math.prod(shape[name] for name in axes) for axes in (first, second)]
-    return HeadSplit((first, second), (parts[0], parts[1])) if max(parts) > 1 else None
-
-
-def gathered(weight: jax.Array, spec: P, token_axes: Names) -> jax.Array:
-    """The weight, whole along the tokens' mesh axes; its gradient is scattered over them. For use inside `on_parts`."""
-    for dim, entry in enumerate(spec):
-        if names(entry) and set(names(entry)) <= set(token_axes):
-            weight = jax.lax.all_gather(weight, names(entry), axis=dim, tiled=True)
-    return weight

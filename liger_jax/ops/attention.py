@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from liger_jax.ops import _checks, _explicit, _mesh
+from liger_jax.ops import _checks, _explicit, _mesh, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._device import compute_capability, device_of
 from liger_jax.ops._kernels import Choice, Implementation, Kernels
@@ -108,7 +108,7 @@ def causal_attention(
     if window is not None and window >= q.shape[1]:
         window = None  # it hides nothing, and from 2³¹ on it would overflow a kernel's integers
     options = dict(window=window, softcap=softcap, scale=scale)
-    if _explicit.is_explicit(q):
+    if layout.is_explicit(q):
         return _on_mesh(q, k, v, ids, **options, implementation=implementation)
     if not q.size:
         return q
@@ -136,10 +136,10 @@ def choose(
 
 
 def _on_mesh(q, k, v, segment_ids, **options: Any):
-    batch, length, heads, width = _explicit.spec_of(q)
+    batch, length, heads, width = layout.spec_of(q)
     if length is not None or width is not None:
         raise ValueError(
-            f"{_OP}: q lies on the mesh as {_explicit.spec_of(q)}, but each device must have its T and H axes whole. "
+            f"{_OP}: q lies on the mesh as {layout.spec_of(q)}, but each device must have its T and H axes whole. "
             "Move it by jax.sharding.reshard."
         )
     spec = P(batch, None, heads, None)

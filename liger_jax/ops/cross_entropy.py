@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _explicit, _loss, _mesh
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
@@ -134,7 +134,7 @@ def reduced_cross_entropy(
         options = dict(loss_options=own_options, return_metrics=return_metrics, implementation=implementation)
         local = functools.partial(reduced_cross_entropy, **options)
         arrays = logits, labels, where, token_weights, class_weights
-        specs = _explicit.spec_of(logits), tokens, tokens, tokens, P()
+        specs = layout.spec_of(logits), tokens, tokens, tokens, P()
         kind = loss_options.reduction, return_metrics
         return _explicit.loss_on_parts(loss_options.op, local, arrays, specs, tokens, *kind)
     vocab_size = logits.shape[-1]

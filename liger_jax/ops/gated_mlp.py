@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from liger_jax.ops import _checks, _explicit, _mesh, glu
+from liger_jax.ops import _checks, _mesh, glu, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Choice, Implementation, Kernel, Kernels
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu, triton, xla
@@ -198,7 +198,7 @@ def gated_mlp(
         Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
     """
     arrays = x, gate_kernel, up_kernel, down_kernel = _checked(activation, x, gate_kernel, up_kernel, down_kernel)
-    if any(map(_explicit.is_explicit, arrays)):
+    if any(map(layout.is_explicit, arrays)):
         dot = functools.partial(jnp.matmul, precision=precision)
         gated = _OPS[activation](dot(x, gate_kernel), dot(x, up_kernel), implementation=implementation)
         return dot(gated, down_kernel)

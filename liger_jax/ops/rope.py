@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from liger_jax.ops import _checks, _explicit, _mesh
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops.layout import spec_of
 from liger_jax.pallas_kernels.rope import triton, xla
 
 # There is no Mosaic TPU kernel: XLA fuses an elementwise op into its neighbours, and a kernel would add a pass over
@@ -158,7 +159,7 @@ def _rope(op, q, k, cos, sin, sections, layout, implementation) -> tuple[jax.Arr
     if (spec := _explicit.row_spec(q)) is not None:
         tables_axis = () if sections is None else (None,)
         table_spec = P(*tables_axis, spec[0] if cos.shape[-3] > 1 else None, spec[1])
-        key_spec = P(*spec[:2], *_explicit.spec_of(k)[2:])  # the heads of k may be split or not
+        key_spec = P(*spec[:2], *spec_of(k)[2:])  # the heads of k may be split or not
         local = functools.partial(_rope, op, sections=sections, layout=layout, implementation=implementation)
         specs = spec, key_spec, table_spec, table_spec
         return _explicit.on_parts(op, local, (q, k, cos, sin), specs, specs[:2])

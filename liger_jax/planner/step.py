@@ -16,7 +16,7 @@ from liger_jax.models.core.remat import Remat
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.ops.block_quantized import KINDS
-from liger_jax.ops.linear._sliced_head import sent_dtype
+from liger_jax.ops.layout import sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target

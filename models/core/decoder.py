@@ -16,7 +16,7 @@ from liger_jax.models.core.layer_stack import LayerStack
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards
 from liger_jax.ops import Segments, rope_table
-from liger_jax.ops.linear._sliced_head import sent_dtype
+from liger_jax.ops.layout import sent_dtype
 
 
 def attention_segments(

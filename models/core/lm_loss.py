@@ -18,8 +18,8 @@ from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._device import device_of
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.ops.layout import SplitHead, sent_dtype
 from liger_jax.ops.linear._quantized_head import quantized_log_probs
-from liger_jax.ops.linear._sliced_head import SplitHead, sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 
 Result = tuple[Float[Array, ""], LossMetrics | None]

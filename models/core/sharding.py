@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops.linear._sliced_head import HeadSplit, SplitHead
+from liger_jax.ops.layout import HeadSplit, SplitHead
 
 
 def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:

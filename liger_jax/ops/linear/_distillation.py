@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.ops import _checks, _explicit, _loss, _mesh
 from liger_jax.ops._device import device_of, memory_of_device
 from liger_jax.ops._kernels import Kernels
+from liger_jax.ops.layout import gathered, is_explicit
+from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
 from liger_jax.ops.linear.plan import Plan, plan_distillation
 from liger_jax.ops.linear.problem import DistillationProblem, possible_mode, soft_budget_bytes, why_not_fast
@@ -199,39 +201,33 @@ def _entries_of_slice(planned: Plan, student: Head, teacher: Head | TopK, v: int
 
 def loss(student: Head, teacher: Head | TopK, labels: Any, where: Any, denominator: Any, options: Any, static: Static):
     """The loss of tokens of any shape, on one device or on a mesh of Explicit axes."""
-    if options.vocab_axis is not None or not _explicit.is_explicit(student.hidden):
+    if options.vocab_axis is not None or not is_explicit(student.hidden):
         return _local(student, teacher, labels, where, denominator, options, static, ())
     op = static.op
-    tokens, token_axes = _explicit.token_spec(op, student.hidden)
-    of_weight, vocab_axis = _explicit.head_spec(op, student.weight, options.student.vocab_dim, token_axes)
-    by_token = P(*tokens, None)
-    specs = [(by_token, of_weight, P(vocab_axis)), (by_token, by_token)]
+    parts = parts_of(op, student.hidden, student.weight, options.student.vocab_dim)
+    specs = [(parts.hidden, parts.weight, parts.vocabulary), (parts.hidden, parts.hidden)]
+    sent_of_teacher = P()
     if isinstance(teacher, Head):
-        of_teacher, teacher_axis = _explicit.head_spec(op, teacher.weight, options.teacher.vocab_dim, token_axes)
-        specs[1] = (by_token, of_teacher, P(vocab_axis))
-        if teacher_axis != vocab_axis:
+        own = parts_of(op, student.hidden, teacher.weight, options.teacher.vocab_dim)
+        if own.vocab_axis != parts.vocab_axis:
             raise ValueError(
-                f"{op}: the student's vocabulary is split over the mesh axis {vocab_axis}, and the teacher's over "
-                f"{teacher_axis}. Move one of the heads by jax.sharding.reshard."
+                f"{op}: the student's vocabulary is split over the mesh axis {parts.vocab_axis}, and the teacher's "
+                f"over {own.vocab_axis}. Move one of the heads by jax.sharding.reshard."
             )
-    own_options = dataclasses.replace(options, vocab_axis=vocab_axis)
-
-    def gathered(head, spec):
-        if isinstance(head, TopK):
-            return head
-        return head._replace(weight=_explicit.gathered(head.weight, spec[1], token_axes))
+        specs[1], sent_of_teacher = (own.hidden, own.weight, own.vocabulary), own.along_tokens
+    own_options = dataclasses.replace(options, vocab_axis=parts.vocab_axis)
 
     def local(*arrays):
         student, rest = Head(*arrays[:3]), arrays[3:]
-        size = len(specs[1])
-        own_teacher = type(teacher)(*rest[:size])
-        student, own_teacher = gathered(student, specs[0]), gathered(own_teacher, specs[1])
-        labels, where, denominator = rest[size:]
-        return _local(student, own_teacher, labels, where, denominator, own_options, static, token_axes)
+        own_teacher, rest = type(teacher)(*rest[: len(specs[1])]), rest[len(specs[1]) :]
+        student = student._replace(weight=gathered(student.weight, parts.along_tokens))
+        if isinstance(own_teacher, Head):
+            own_teacher = own_teacher._replace(weight=gathered(own_teacher.weight, sent_of_teacher))
+        return _local(student, own_teacher, *rest, own_options, static, parts.token_axes)
 
     arrays = *student, *teacher, labels, where, denominator
-    out = tokens if static.reduction == "none" else P()
-    return _explicit.on_parts(op, local, arrays, (*specs[0], *specs[1], tokens, tokens, P()), out)
+    out = parts.tokens if static.reduction == "none" else P()
+    return _explicit.on_parts(op, local, arrays, (*specs[0], *specs[1], parts.tokens, parts.tokens, P()), out)
 
 
 def _local(student, teacher, labels, where, denominator, options, static, token_axes):

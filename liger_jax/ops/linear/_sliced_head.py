@@ -16,73 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
+from liger_jax.ops.layout import HeadSplit, gathered, scattered
 from liger_jax.pallas_kernels._tiles import cdiv, full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.cross_entropy.formulas import IMPOSSIBLE_LABEL, NO_LABEL, Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import over_slices, put, take
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadSplit:
-    """How a head is split: for each axis of the weight, the mesh axes that split it, and into how many parts."""
-
-    axes: tuple[tuple[str, ...], tuple[str, ...]]
-    parts: tuple[int, int]
-
-    @property
-    def spec(self) -> P:
-        """The partition of the weight."""
-        return P(*(names or None for names in self.axes))
-
-    def whole(self, part: Typed, hidden: Typed) -> jax.ShapeDtypeStruct:
-        """The type of the gathered weight."""
-        shape = tuple(size * parts for size, parts in zip(part.shape, self.parts, strict=True))
-        return jax.ShapeDtypeStruct(shape, sent_dtype(part.dtype, hidden.dtype))
-
-    def gathered(self, part: jax.Array) -> jax.Array:
-        """The parts of all devices in one array; its derivative is `scattered`."""
-        for axis, names in enumerate(self.axes):
-            part = jax.lax.all_gather(part, names, axis=axis, tiled=True) if names else part
-        return part
-
-    def scattered(self, whole: jax.Array) -> jax.Array:
-        """This device's part of the sum over all devices."""
-        for axis, names in enumerate(self.axes):
-            whole = jax.lax.psum_scatter(whole, names, scatter_dimension=axis, tiled=True) if names else whole
-        return whole
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SplitHead:
-    """This device's part of a head's weight. The linear losses take it in the weight's place."""
-
-    part: jax.Array
-    split: HeadSplit = dataclasses.field(metadata=dict(static=True))
-
-    @property
-    def dtype(self) -> Any:
-        """The weight's dtype."""
-        return self.part.dtype
-
-
-def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -> Any:
-    """The dtype in which devices send a matrix and its gradient: the computation's, or the parameter's if smaller."""
-    return min(jnp.dtype(dtype), jnp.dtype(param_dtype), key=lambda dtype: dtype.itemsize)
-
-
-def taken_apart(weight: Any) -> tuple[Any, HeadSplit | None]:
-    """The weight or this device's part of it, and how it is split."""
-    return (weight.part, weight.split) if isinstance(weight, SplitHead) else (weight, None)
-
-
-def whole_weight(weight: jax.Array, split: HeadSplit | None, hidden: jax.Array) -> jax.Array:
-    """The weight, gathered once if it is split, for mode "fast"."""
-    return weight if split is None else split.gathered(weight.astype(sent_dtype(weight.dtype, hidden.dtype)))
 
 
 def statistics(
@@ -122,7 +63,7 @@ def gradients(
         dhidden, dweight, dbias = grads
         own = run(slices.take(start, size), log_normalizer, cotangents)
         if needs.weight:
-            dweight = put(dweight, split.scattered(own.weight), start, options.vocab_dim)
+            dweight = put(dweight, scattered(own.weight, split.spec), start, options.vocab_dim)
         if needs.hidden:
             dhidden += own.hidden.astype(jnp.float32)
         if needs.bias:
@@ -163,7 +104,7 @@ class _Slices:
         missing = jnp.where(labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL)
         column = jnp.where(is_here, owner * size + place, missing)
         part = take(weight, start, size, self.vocab_dim).astype(self.dtype)
-        return Inputs(hidden, self.split.gathered(part), column, *(
+        return Inputs(hidden, gathered(part, self.split.spec), column, *(
             None if x is None else take(x.reshape(self.parts, -1), start, size, 1).reshape(-1)
             for x in (bias, class_weights)
         ))  # fmt: skip

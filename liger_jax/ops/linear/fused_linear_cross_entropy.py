@@ -5,14 +5,13 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops.linear import _sliced_head
-from liger_jax.ops.linear._sliced_head import SplitHead
+from liger_jax.ops.layout import SplitHead, is_explicit, taken_apart, whole_weight
+from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear._sum import RowLoss, linear_sum
 from liger_jax.ops.linear.plan import choose_mode
@@ -110,7 +109,7 @@ def fused_linear_cross_entropy(
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the
         blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
     """
-    weight, split = _sliced_head.taken_apart(weight)
+    weight, split = taken_apart(weight)
     hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
     _checks.check_mode(OP, mode, chunk_size)
     loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
@@ -132,7 +131,7 @@ def fused_linear_cross_entropy(
     if split is not None:
         return _local(*arrays, options=loss_options, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
-    by_device = _on_parts if _explicit.is_explicit(hidden) else _local
+    by_device = _on_parts if is_explicit(hidden) else _local
     return by_device(*arrays, options=loss_options, **static)
 
 
@@ -141,14 +140,11 @@ def fused_linear_cross_entropy(
 
 def _on_parts(hidden, weight, labels, bias, where, token_weights, class_weights, *, options, **static):
     """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
-    tokens, token_axes = _explicit.token_spec(OP, hidden)
-    vocab_dim = static["weight_layout"].index("v")
-    of_weight, vocab_axis = _explicit.head_spec(OP, weight, vocab_dim, token_axes)
-    split = _explicit.split_of(weight, of_weight, token_axes)
-    own = dataclasses.replace(options, token_axes=token_axes)
-    local = functools.partial(_local, options=own, vocab_axis=vocab_axis, split=split, **static)
-    classes = P(vocab_axis)
-    specs = _explicit.spec_of(hidden), of_weight, tokens, classes, tokens, tokens, classes
+    parts = parts_of(OP, hidden, weight, static["weight_layout"].index("v"))
+    own = dataclasses.replace(options, token_axes=parts.token_axes)
+    local = functools.partial(_local, options=own, vocab_axis=parts.vocab_axis, split=parts.split, **static)
+    tokens, vocabulary = parts.tokens, parts.vocabulary
+    specs = parts.hidden, parts.weight, tokens, vocabulary, tokens, tokens, vocabulary
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
     return _explicit.loss_on_parts(OP, local, arrays, specs, tokens, options.reduction, static["return_metrics"])
 
@@ -171,7 +167,7 @@ def _local(
         labels, where, token_weights, class_weights, options, problem.v, vocab_axis
     )
     if choose_mode(problem) == "fast":
-        weight = _sliced_head.whole_weight(weight, split, hidden)
+        weight = whole_weight(weight, split, hidden)
         h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
             hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients
         )

@@ -6,15 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops.linear import _sliced_head
-from liger_jax.ops.linear._sliced_head import SplitHead
+from liger_jax.ops.layout import SplitHead, is_explicit, taken_apart
+from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
@@ -119,7 +118,7 @@ def fused_linear_log_probs(
     References:
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009).
     """
-    weight, split = _sliced_head.taken_apart(weight)
+    weight, split = taken_apart(weight)
     hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
     _checks.check_mode(OP, "lean", chunk_size)
     _loss.check_temperature(OP, temperature)
@@ -143,17 +142,15 @@ def fused_linear_log_probs(
     if split is not None:
         return _local(*arrays, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
-    return (_on_parts if _explicit.is_explicit(hidden) else _local)(*arrays, **static)
+    return (_on_parts if is_explicit(hidden) else _local)(*arrays, **static)
 
 
 def _on_parts(hidden, weight, labels, bias, where, **static) -> TokenLogProbs:
     """The log-probabilities of tokens on an Explicit mesh: each device computes its own tokens'."""
-    tokens, token_axes = _explicit.token_spec(OP, hidden)
-    of_weight, vocab_axis = _explicit.head_spec(OP, weight, static["linear"].vocab_dim, token_axes)
-    split = _explicit.split_of(weight, of_weight, token_axes)
-    local = functools.partial(_local, vocab_axis=vocab_axis, split=split, **static)
-    specs = _explicit.spec_of(hidden), of_weight, tokens, P(vocab_axis), tokens
-    return _explicit.on_parts(OP, local, (hidden, weight, labels, bias, where), specs, tokens)
+    parts = parts_of(OP, hidden, weight, static["linear"].vocab_dim)
+    local = functools.partial(_local, vocab_axis=parts.vocab_axis, split=parts.split, **static)
+    specs = parts.hidden, parts.weight, parts.tokens, parts.vocabulary, parts.tokens
+    return _explicit.on_parts(OP, local, (hidden, weight, labels, bias, where), specs, parts.tokens)
 
 
 def _local(

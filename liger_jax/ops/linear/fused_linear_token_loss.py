@@ -14,8 +14,8 @@ from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops.linear import _sliced_head
-from liger_jax.ops.linear._sliced_head import SplitHead
+from liger_jax.ops.layout import SplitHead, is_explicit, taken_apart, whole_weight
+from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear._sum import RowLoss, linear_sum
 from liger_jax.ops.linear.plan import choose_mode
@@ -129,7 +129,7 @@ def fused_linear_token_loss(
         Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward; Wijmans et al., "Cut Your
         Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the lean mode.
     """
-    weight, split = _sliced_head.taken_apart(weight)
+    weight, split = taken_apart(weight)
     hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
     _checks.check_mode(OP, mode, chunk_size)
     _loss.check_temperature(OP, temperature)
@@ -160,7 +160,7 @@ def fused_linear_token_loss(
     if split is not None:
         return _local(*arrays, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
-    return (_on_parts if _explicit.is_explicit(hidden) else _local)(*arrays, **static)
+    return (_on_parts if is_explicit(hidden) else _local)(*arrays, **static)
 
 
 # --- the function of one token ----------------------------------------------------------------------------------------
@@ -279,22 +279,20 @@ def _as_denominator(denominator: Any) -> jax.Array:
 
 def _on_parts(hidden, weight, labels, bias, where, per_token, constants, *, options, **static):
     """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
-    tokens, token_axes = _explicit.token_spec(OP, hidden)
-    of_weight, vocab_axis = _explicit.head_spec(OP, weight, static["linear"].vocab_dim, token_axes)
-    split = _explicit.split_of(weight, of_weight, token_axes)
-    own = dataclasses.replace(options, token_axes=token_axes)
+    parts = parts_of(OP, hidden, weight, static["linear"].vocab_dim)
+    own = dataclasses.replace(options, token_axes=parts.token_axes)
 
     def local(hidden, weight, labels, bias, where, *rest):
         per_token_here, constants_here = rest[: len(per_token)], rest[len(per_token) :]
         return _local(
             hidden, weight, labels, bias, where, per_token_here, constants_here,
-            options=own, vocab_axis=vocab_axis, split=split, **static,
+            options=own, vocab_axis=parts.vocab_axis, split=parts.split, **static,
         )  # fmt: skip
 
-    specs = _explicit.spec_of(hidden), of_weight, tokens, P(vocab_axis), tokens
-    specs = *specs, *(tokens for _ in per_token), *(P() for _ in constants)
+    specs = parts.hidden, parts.weight, parts.tokens, parts.vocabulary, parts.tokens
+    specs = *specs, *(parts.tokens for _ in per_token), *(P() for _ in constants)
     arrays = hidden, weight, labels, bias, where, *per_token, *constants
-    return _explicit.on_parts(OP, local, arrays, specs, (P(), tokens))
+    return _explicit.on_parts(OP, local, arrays, specs, (P(), parts.tokens))
 
 
 def _local(
@@ -312,7 +310,7 @@ def _local(
     factor, per_token = terms.coefficients.target, [x.reshape(-1) for x in per_token]
     constants = _loss.denominator(constants[0], jnp.any(terms.counts)), *constants[1:]
     if choose_mode(problem) == "fast":
-        weight = _sliced_head.whole_weight(weight, split, hidden)
+        weight = whole_weight(weight, split, hidden)
         h, w, b, y, factor, *per_token = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *per_token)
         of_rows = factor, tuple(per_token)
         loss, statistics = linear_sum(

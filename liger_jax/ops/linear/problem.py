@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice
 from liger_jax.ops._checks import current_precision
 from liger_jax.ops._device import described, device_of
 from liger_jax.ops._kernels import Implementation, Kernels
-from liger_jax.ops.linear._sliced_head import HeadSplit
+from liger_jax.ops.layout import HeadSplit
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs

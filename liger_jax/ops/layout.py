@@ -1,0 +1,248 @@
+"""What ops need to know of a mesh: how an array lies on it, and how a matrix that is split is gathered and scattered.
+
+A spec is a `jax.sharding.PartitionSpec`. It has an entry for each dimension of an array: the mesh axes that split it.
+Inside `jax.shard_map` a device has its own part of the array:
+
+    whole = gathered(part, spec)        part = scattered(whole, spec), summed over the devices
+
+The linear losses take a head that is split in the weight's place, as a `SplitHead`, and gather what they need of it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+Names = tuple[str, ...]
+
+# --- how an array lies on a mesh --------------------------------------------------------------------------------------
+
+
+def names(entry: Any) -> Names:
+    """The mesh axes of one or several entries of a spec.
+
+    Args:
+        entry: None, a name, or a tuple of these; a whole spec is one, too.
+
+    Returns:
+        The names, in order.
+
+    Example:
+        >>> names(None), names("data"), names(P(("data", "fsdp"), None, "tensor"))
+        ((), ('data',), ('data', 'fsdp', 'tensor'))
+    """
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(name for part in entry for name in names(part))
+
+
+def is_explicit(x: jax.Array) -> bool:
+    """Whether the type of an array says how it lies on a mesh.
+
+    Args:
+        x: an array or a tracer.
+
+    Returns:
+        True on a mesh that has Explicit axes.
+    """
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def spec_of(x: jax.Array) -> P:
+    """How an array lies on its mesh.
+
+    Args:
+        x: an array or a tracer. Only Explicit axes are known: where a mesh has none, nothing is split.
+
+    Returns:
+        The spec, with an entry for each dimension of `x`.
+    """
+    return full_spec(jax.typeof(x).sharding.spec, x.ndim)
+
+
+def full_spec(spec: P, ndim: int) -> P:
+    """A spec with an entry for each dimension: one may be shorter than its array has dimensions.
+
+    Args:
+        spec: of any length up to `ndim`.
+        ndim: the dimensions of the array.
+
+    Returns:
+        The spec, with None for the dimensions that it left out.
+
+    Example:
+        >>> full_spec(P("data"), 3)
+        PartitionSpec('data', None, None)
+    """
+    return P(*spec, *[None] * (ndim - len(spec)))
+
+
+def along(spec: P, axes: Collection[str]) -> P:
+    """What some mesh axes do in a spec.
+
+    Args:
+        spec: how an array lies on a mesh.
+        axes: names of mesh axes.
+
+    Returns:
+        The spec without all other axes.
+
+    Example:
+        >>> along(P("tensor", ("data", "fsdp")), ("data", "fsdp"))
+        PartitionSpec(None, ('data', 'fsdp'))
+    """
+    return P(*(tuple(name for name in names(entry) if name in axes) or None for entry in spec))
+
+
+# --- parts and the whole, inside `jax.shard_map` ----------------------------------------------------------------------
+
+
+def gathered(part: jax.Array, spec: P) -> jax.Array:
+    """The parts of all devices in one array. Its derivative is `scattered`.
+
+    Args:
+        part: this device's part, inside `jax.shard_map`.
+        spec: the mesh axes over which each dimension is gathered.
+
+    Returns:
+        An array of part.dtype, whole along these axes.
+    """
+    for dim, entry in enumerate(spec):
+        part = jax.lax.all_gather(part, names(entry), axis=dim, tiled=True) if names(entry) else part
+    return part
+
+
+def scattered(whole: jax.Array, spec: P) -> jax.Array:
+    """This device's part of the sum over all devices. Its derivative is `gathered`.
+
+    Args:
+        whole: this device's summand, inside `jax.shard_map`.
+        spec: the mesh axes over which each dimension is scattered.
+
+    Returns:
+        An array of whole.dtype, a part along these axes.
+    """
+    for dim, entry in enumerate(spec):
+        if names(entry):
+            whole = jax.lax.psum_scatter(whole, names(entry), scatter_dimension=dim, tiled=True)
+    return whole
+
+
+def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -> Any:
+    """The dtype in which devices send a matrix and its gradient.
+
+    Args:
+        param_dtype: the matrix's own.
+        dtype: the computation's.
+
+    Returns:
+        The computation's dtype, or the matrix's if that is smaller.
+
+    Example:
+        >>> str(sent_dtype("float32", "bfloat16")), str(sent_dtype("bfloat16", "float32"))
+        ('bfloat16', 'bfloat16')
+    """
+    return min(jnp.dtype(dtype), jnp.dtype(param_dtype), key=lambda dtype: dtype.itemsize)
+
+
+# --- heads that are split ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSplit:
+    """How the devices that split the tokens split a head's weight, too.
+
+    Attributes:
+        axes: for each dimension of the weight, the mesh axes that split it.
+        parts: for each dimension, into how many parts.
+    """
+
+    axes: tuple[Names, Names]
+    parts: tuple[int, int]
+
+    @property
+    def spec(self) -> P:
+        """The spec of the weight."""
+        return P(*(axes or None for axes in self.axes))
+
+    def whole(self, part: Any, hidden: Any) -> jax.ShapeDtypeStruct:
+        """The type of the gathered weight.
+
+        Args:
+            part: this device's part of the weight, or its type.
+            hidden: the hidden states, or their type.
+
+        Returns:
+            The shape of the whole weight, in the dtype in which it is sent.
+        """
+        shape = tuple(size * parts for size, parts in zip(part.shape, self.parts, strict=True))
+        return jax.ShapeDtypeStruct(shape, sent_dtype(part.dtype, hidden.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitHead:
+    """This device's part of a head's weight. The linear losses take it in the weight's place.
+
+    Attributes:
+        part: the part, inside `jax.shard_map`.
+        split: how the devices split the weight.
+    """
+
+    part: jax.Array
+    split: HeadSplit = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def dtype(self) -> Any:
+        """The weight's dtype."""
+        return self.part.dtype
+
+
+def head_split(spec: P, sizes: Mapping[str, int]) -> HeadSplit | None:
+    """The split of a head that lies as a spec says.
+
+    Args:
+        spec: of the weight, along the axes that split the tokens.
+        sizes: the sizes of the mesh's axes, as `mesh.shape` has them.
+
+    Returns:
+        The split, or None if no axis of more than one device splits the weight.
+
+    Example:
+        >>> head_split(P(("data", "fsdp")), {"data": 2, "fsdp": 4})
+        HeadSplit(axes=(('data', 'fsdp'), ()), parts=(8, 1))
+    """
+    first, second = (names(entry) for entry in full_spec(spec, 2))
+    parts = [math.prod(sizes[name] for name in axes) for axes in (first, second)]
+    return HeadSplit((first, second), (parts[0], parts[1])) if max(parts) > 1 else None
+
+
+def taken_apart(weight: Any) -> tuple[Any, HeadSplit | None]:
+    """A linear loss's weight, and how it is split.
+
+    Args:
+        weight: an array, or a `SplitHead`.
+
+    Returns:
+        (the weight or this device's part of it, its split or None).
+    """
+    return (weight.part, weight.split) if isinstance(weight, SplitHead) else (weight, None)
+
+
+def whole_weight(weight: jax.Array, split: HeadSplit | None, hidden: jax.Array) -> jax.Array:
+    """A linear loss's whole weight, gathered at once if it is split.
+
+    Args:
+        weight: the weight, or this device's part of it.
+        split: the weight's split, or None.
+        hidden: the hidden states, whose dtype is the computation's.
+
+    Returns:
+        The weight as it is, or gathered in the dtype in which it is sent.
+    """
+    return weight if split is None else gathered(weight.astype(sent_dtype(weight.dtype, hidden.dtype)), split.spec)

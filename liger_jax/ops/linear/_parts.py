@@ -1,0 +1,57 @@
+"""How the arrays of a linear loss lie on a mesh with Explicit axes."""
+
+import dataclasses
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.ops._explicit import token_spec
+from liger_jax.ops.layout import HeadSplit, Names, along, head_split, names, spec_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The part of a linear loss that one device computes, as the types of its hidden states and its weight say."""
+
+    tokens: P  # how tokens lie
+    token_axes: Names  # the mesh axes that split them
+    weight: P
+    vocab_axis: str | None  # the mesh axis over which the vocabulary stays split
+    split: HeadSplit | None  # of the weight over the tokens' axes, along which it is to be gathered
+
+    @property
+    def hidden(self) -> P:
+        """How hidden states lie: each device has the width whole."""
+        return P(*self.tokens, None)
+
+    @property
+    def vocabulary(self) -> P:
+        """How a vector with a number for each entry of the vocabulary lies."""
+        return P(self.vocab_axis)
+
+    @property
+    def along_tokens(self) -> P:
+        """What the tokens' axes split of the weight."""
+        return along(self.weight, self.token_axes)
+
+
+def parts_of(op: str, hidden: jax.Array, weight: jax.Array, vocab_dim: int) -> Parts:
+    """The parts of hidden states (..., D) and of a weight, whose axis `vocab_dim` is the vocabulary.
+
+    A mesh axis that splits the weight and the tokens is FSDP's.
+
+    Raises:
+        ValueError: the width of the hidden states is split. Or an axis that does not split the tokens splits the
+            weight's width, or the vocabulary together with others.
+    """
+    tokens, token_axes = token_spec(op, hidden)
+    spec = spec_of(weight)
+    staying = [[name for name in names(entry) if name not in token_axes] for entry in spec]
+    width_axes, vocab_axes = staying[1 - vocab_dim], staying[vocab_dim]
+    if width_axes or len(vocab_axes) > 1 or (vocab_axes and len(names(spec[vocab_dim])) > 1):
+        raise ValueError(
+            f"{op}: weight lies on the mesh as {spec}, and the tokens over {token_axes}. A mesh axis that does not "
+            "split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
+        )
+    split = head_split(along(spec, token_axes), jax.typeof(weight).sharding.mesh.shape)
+    return Parts(tokens, token_axes, spec, vocab_axes[0] if vocab_axes else None, split)
