@@ -16,7 +16,8 @@ import sys
 import tempfile
 
 from benchmarks import tpu_schedule
-from benchmarks.tpu_schedule import CORES, FINAL_SCHEDULE
+from benchmarks.tpu_schedule import FINAL_SCHEDULE
+from liger_jax.pallas_kernels.devices import TPUS
 
 HEADS, WIDTH, LENGTHS = 8, 128, (2048, 8192)
 PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -56,7 +57,7 @@ def cycles(directory: pathlib.Path, part: str, generation: str, length: int, siz
     """A head's cycles in a kernel."""
     from liger_jax.pallas_kernels.attention.splash import num_blocks
 
-    core, kv_block, q_block = CORES[generation], sizes["kv_block"][part], sizes["q_block"]
+    core, kv_block, q_block = TPUS[generation], sizes["kv_block"][part], sizes["q_block"]
     (path,) = (
         path for path in directory.glob(f"*splash_mha_{part}_*-final_bundles.txt") if "schedule" not in path.name
     )
@@ -75,7 +76,7 @@ def cycles(directory: pathlib.Path, part: str, generation: str, length: int, siz
     found = steps * beside + num_blocks(length, None, q_block, kv_block) * max(computing, ideal)
     if part == "dkv" and sizes["is_fused"]:
         pieces = length // kv_block
-        found += (pieces > 1) * 2 * pieces * length * WIDTH / core.hbm * core.ghz  # read, to be summed
+        found += (pieces > 1) * 2 * pieces * length * WIDTH / (core.bandwidth / 1e9) * core.ghz  # read, to be summed
     return found
 
 

@@ -30,8 +30,8 @@ from benchmarks._measure import heading, in_own_process, save, table
 from benchmarks.model_step import SIZES, make_model
 from liger_jax import fused_linear_cross_entropy
 from liger_jax.models import KernelOptions
+from liger_jax.pallas_kernels.devices import GPUS
 from liger_jax.planner import compilers
-from liger_jax.planner.devices import GPUS
 from liger_jax.training import make_step
 
 HEAD = (8192, 4096, 128256)  # Llama-3-8B's

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks._measure import heading, in_own_process, save, table
+from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner.compiled import compile_run
-from liger_jax.planner.devices import GIB, GPUS
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.sharding import make_mesh

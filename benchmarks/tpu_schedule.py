@@ -21,37 +21,13 @@ import tempfile
 
 from benchmarks._shapes import HEADS
 from benchmarks._tpu_program import Operation, hbm_bytes, operations, shapes
+from liger_jax.pallas_kernels.devices import TPU, TPUS
 
 # An option of tpu7x's compiler: by default it copies 16-bit arrays that a loop reads, such as the weight, into tiles of
 # 16 rows.
 SMALL_TILES = "xla_tpu_control_large_2nd_minor_layout_for_x16"
 FINAL_SCHEDULE = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_.*"  # of some 70 passes
 KERNELS = ("fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients")
-
-
-@dataclasses.dataclass(frozen=True)
-class Core:
-    """One core of a generation: bfloat16 multiply-adds a cycle, GHz, HBM bytes a nanosecond, MiB of VMEM, and cores
-    that XLA's device has: on v4 and v5p an operation is split over two, and a schedule is one core's half.
-
-    Multiply-adds: 4 units of 128 × 128 up to v5p; 2 of 256 × 256 that take 2 rows a cycle from v6e on. With the
-    clock these give the published peaks: 275, 197, 459, 918 and 2,307 TFLOP/s for chips of 2, 1, 2, 1 and 2 cores.
-    """
-
-    macs: int
-    ghz: float
-    hbm: float
-    vmem: int
-    count: int = 1
-
-
-CORES = {
-    "v4": Core(4 * 128 * 128, 1.05, 614, 16, 2),
-    "v5e": Core(4 * 128 * 128, 1.5, 819, 128),
-    "v5p": Core(4 * 128 * 128, 1.75, 1383, 64, 2),
-    "v6e": Core(2 * 2 * 256 * 256, 1.75, 1640, 128),
-    "tpu7x": Core(2 * 2 * 256 * 256, 2.2, 3690, 64),
-}
 
 
 @dataclasses.dataclass
@@ -148,7 +124,7 @@ class Count:
     cycles: float
     hbm_ns: float
 
-    def ms(self, core: Core) -> float:
+    def ms(self, core: TPU) -> float:
         return self.operation.runs * max(self.cycles / core.ghz, self.hbm_ns) / 1e6
 
 
@@ -162,7 +138,7 @@ def _schedule_of(directory: pathlib.Path, name: str, tiles: int, steps: int) -> 
     return read_schedule(paths[0], slots, tiles, steps)
 
 
-def _counted(directory: pathlib.Path, operation: Operation, core: Core, d: int) -> Count:
+def _counted(directory: pathlib.Path, operation: Operation, core: TPU, d: int) -> Count:
     """The count of an operation. For our kernels it knows the grid, and that each row tile reads the whole weight."""
     from liger_jax.pallas_kernels._tiles import cdiv
     from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
@@ -176,12 +152,12 @@ def _counted(directory: pathlib.Path, operation: Operation, core: Core, d: int) 
         else:
             columns = shapes(operation.instruction.type)[0][1]
         is_fast = hidden is None or (n, columns) in shapes(operation.instruction.type)[:1] and KERNELS[0] in name
-        tile = config.tpu_config(n, columns, d, 2, core.vmem * 2**20, keeps_maxima=is_fast)
+        tile = config.tpu_config(n, columns, d, 2, core.vmem_bytes, keeps_maxima=is_fast)
         n_tiles, v_tiles, d_tiles = (
             cdiv(size, block)
             for size, block in ((n, tile.n_block_size), (columns, tile.v_block_size), (d, tile.d_block_size))
         )
-        tiles = n_tiles * v_tiles // core.count
+        tiles = n_tiles * v_tiles // core.cores
         steps = tiles * d_tiles if hidden else tiles
         if hidden:  # a tile of hidden is read once a row tile, or once a tile of both where d is split
             macs = n * columns * d
@@ -190,9 +166,9 @@ def _counted(directory: pathlib.Path, operation: Operation, core: Core, d: int) 
     if "_empty_" in name:  # it is reserved, and not written
         moved = 0
     schedule = _schedule_of(directory, name, tiles, steps)
-    ideal = macs / core.macs / core.count
+    ideal = macs / core.macs / core.cores
     busy = max(schedule.product_cycles, ideal) + schedule.other_cycles if schedule else ideal
-    return Count(operation, schedule, ideal, busy, moved / core.hbm / core.count)
+    return Count(operation, schedule, ideal, busy, moved / (core.bandwidth / 1e9) / core.cores)
 
 
 def function_of(what: str):
@@ -258,7 +234,7 @@ def programs() -> list[str]:
 
 def rows(generation: str, shape: str, what: str) -> tuple[list[str], list[list[str]]]:
     """The program's row, and a row for each of its operations with a product or more than 2 % of the time."""
-    (n, d, v), core = HEADS[shape], CORES[generation]
+    (n, d, v), core = HEADS[shape], TPUS[generation]
     label = [generation, f"{shape} {HEADS[shape]}", what]
     in_small_tiles = generation == "tpu7x"
     with tempfile.TemporaryDirectory() as directory:
@@ -268,7 +244,7 @@ def rows(generation: str, shape: str, what: str) -> tuple[list[str], list[list[s
         text = (pathlib.Path(directory) / "program.txt").read_text()
         counts = [_counted(pathlib.Path(directory), operation, core, d) for operation in operations(text)]
     total = sum(count.ms(core) for count in counts)
-    product = n * d * v / core.macs / core.count / core.ghz / 1e6
+    product = n * d * v / core.macs / core.cores / core.ghz / 1e6
     details = []
     for count in counts:
         if count.ms(core) < 0.02 * total or count.schedule is None:
@@ -290,7 +266,7 @@ def rows(generation: str, shape: str, what: str) -> tuple[list[str], list[list[s
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    cases = [f"{generation}:{shape}" for shape in HEADS for generation in CORES]
+    cases = [f"{generation}:{shape}" for shape in HEADS for generation in TPUS]
     parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
     parser.add_argument("--programs", nargs="+", default=programs())
     parser.add_argument("--compile", nargs=5, help=argparse.SUPPRESS)

@@ -30,9 +30,8 @@ from benchmarks._hugging_face import Step
 from benchmarks.model_step import LEARNING_RATE, SIZES, WEIGHT_DECAY, family_of, training_step
 from liger_jax.models import KernelOptions
 from liger_jax.models.hugging_face import config_json
+from liger_jax.pallas_kernels.devices import GPUS
 
-# FLOP/s of dense bfloat16 products, by the vendor's data sheets.
-PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 OURS = {
     "ours": "liger-jax",
     "ours-unrolled": "liger-jax, scan_layers=False",
@@ -144,8 +143,8 @@ def table_line(row: Row) -> list[str]:
     if row.failure is not None:
         return [*cell, f"{row.name}: failed", *[""] * (len(HEADER) - 4)]
     show = lambda x: "–" if x is None else f"{x:,.2f}"
-    peak = PEAK_FLOPS.get(row.device)
-    mfu = "–" if peak is None else f"{step_flops(row) / (row.ms / 1e3) / peak:.1%}"
+    gpu = next((gpu for gpu in GPUS.values() if gpu.kind == row.device), None)
+    mfu = "–" if gpu is None else f"{step_flops(row) / (row.ms / 1e3) / gpu.peak_flops:.1%}"
     figures = [f"{row.tokens_per_second:,.0f}", f"{row.ms:.1f}", mfu, show(row.peak_gib), show(row.needed_gib)]
     return [*cell, row.name, *figures, f"{row.losses[0]:.3f} → {row.losses[1]:.3f}"]
 

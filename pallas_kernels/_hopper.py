@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._tiles import out_like
+from liger_jax.pallas_kernels.devices import GPUS
 
-NUM_CORES = 132
+NUM_CORES = GPUS["h200"].cores
 _SWIZZLE_BYTES = 128
 _is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
+from liger_jax.pallas_kernels.devices import TPUS
 
-TPU_LEAST_VMEM_BYTES = 16 * 2**20
+TPU_LEAST_VMEM_BYTES = TPUS["v4"].vmem_bytes
 
 
 def cdiv(a: int, b: int) -> int:

@@ -12,9 +12,9 @@ import sys
 import jax
 
 from liger_jax.ops.block_quantized import KINDS
+from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
 from liger_jax.planner import compilers, planning, report
 from liger_jax.planner.architectures import MODELS
-from liger_jax.planner.devices import GIB, GPUS, TPUS
 from liger_jax.planner.planning import LEVELS, SEARCHES, MemoryPlan
 from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
 

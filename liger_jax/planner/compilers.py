@@ -15,7 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 
 from liger_jax._install import install_command
 from liger_jax.pallas_kernels.attention import cudnn
-from liger_jax.planner.devices import GPUS, TPUS, Target, target
+from liger_jax.pallas_kernels.devices import GPU, GPUS, TPUS
+from liger_jax.planner.devices import Target, target
 
 COMPILERS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu"}
 # libtpu asks a cloud's metadata server for these otherwise, and refuses a second process.
@@ -96,7 +97,7 @@ def gpu_devices(name: str, count: int = 1) -> list[Any]:
 
     def described_devices():
         return topologies.get_topology_desc(
-            platform="cuda", topology_name=shape, topology=shape, target_config=GPUS[name].description()
+            platform="cuda", topology_name=shape, topology=shape, target_config=_description(GPUS[name])
         ).devices
 
     try:
@@ -109,6 +110,25 @@ def gpu_devices(name: str, count: int = 1) -> list[Any]:
         _jax.load_pjrt_plugin("cuda", str(library), None)
         _jax.initialize_pjrt_plugin("cuda")
         return described_devices()
+
+
+def _description(gpu: GPU) -> str:
+    """A GPU's figures as a text protocol buffer, as the CUDA plugin's topologies take them for `target_config`.
+
+    All have one memory bandwidth and one clock.
+    """
+    major, minor = gpu.capability
+    return f"""gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+      shared_memory_per_core: {gpu.shared_bytes} shared_memory_per_block_optin: {gpu.block_shared_bytes}
+      threads_per_core_limit: {gpu.threads} core_count: {gpu.cores} fpus_per_core: {gpu.float32_units}
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: 2000000000000 l2_cache_size: {gpu.l2_bytes} clock_rate_ghz: 1.5
+      device_memory_size: {gpu.memory_bytes} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      cuda_compute_capability {{ major: {major} minor: {minor} }}
+    }}
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+    device_description_str: "{gpu.kind}" """
 
 
 def tpu_devices(name: str, topology: str | None = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Accelerators that need not be there: their names, their number and their memory."""
+"""Accelerators that need not be there: how many of them, and the memory that a training step may take of each."""
 
 import dataclasses
 import math
@@ -8,95 +8,8 @@ import re
 import jax
 from jax.sharding import AbstractDevice
 
-MIB, GIB = 2**20, 2**30
+from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
 
-
-@dataclasses.dataclass(frozen=True)
-class GPU:
-    """An NVIDIA GPU in the figures that its compiler needs.
-
-    Attributes:
-        kind: the product's name, as the driver gives it.
-        capability: compute capability, major and minor.
-        memory_bytes: the whole memory, as the driver reports it.
-        visible_gib: the memory that CUDA counts, of which JAX's allocator takes a fraction. It is the least figure seen
-            in messages of CUDA programs that ran out of memory.
-        cores: streaming multiprocessors.
-        shared_bytes: shared memory of a core; from Ampere on, a block may ask for all but 1 KiB of it.
-        threads: resident threads of a core.
-        float32_units: float32 units of a core.
-        l2_bytes: second-level cache.
-    """
-
-    kind: str
-    capability: tuple[int, int]
-    memory_bytes: int
-    visible_gib: float
-    cores: int
-    shared_bytes: int
-    threads: int
-    float32_units: int
-    l2_bytes: int
-
-    def description(self) -> str:
-        """The figures as a text protocol buffer.
-
-        Returns:
-            What the CUDA plugin's topologies take for `target_config`.
-        """
-        major, minor = self.capability
-        optin = self.shared_bytes - (1024 if major >= 8 else 0)
-        return f"""gpu_device_info {{
-          threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-          shared_memory_per_core: {self.shared_bytes} shared_memory_per_block_optin: {optin}
-          threads_per_core_limit: {self.threads} core_count: {self.cores} fpus_per_core: {self.float32_units}
-          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-          memory_bandwidth: 2000000000000 l2_cache_size: {self.l2_bytes} clock_rate_ghz: 1.5
-          device_memory_size: {self.memory_bytes} registers_per_core_limit: 65536 registers_per_block_limit: 65536
-          cuda_compute_capability {{ major: {major} minor: {minor} }}
-        }}
-        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-        device_description_str: "{self.kind}" """
-
-
-@dataclasses.dataclass(frozen=True)
-class TPU:
-    """A TPU generation.
-
-    Attributes:
-        kind: as JAX names its devices.
-        memory_bytes: the memory that libtpu lets a program have on one device.
-        smallest: the smallest topology, one host.
-        most_chips: chips of the largest topology, a pod.
-        devices_per_chip: cores of a chip that are devices of their own.
-        chip_config: libtpu's name of the configuration in which JAX runs a chip.
-    """
-
-    kind: str
-    memory_bytes: int
-    smallest: str
-    most_chips: int
-    devices_per_chip: int = 1
-    chip_config: str = "default"
-
-
-GPUS = {
-    "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 81559 * MIB, 79.10, 132, 233472, 2048, 128, 50 * MIB),
-    "h200": GPU("NVIDIA H200", (9, 0), 143771 * MIB, 139.72, 132, 233472, 2048, 128, 50 * MIB),
-    "a100-40g": GPU("NVIDIA A100-SXM4-40GB", (8, 0), 40960 * MIB, 39.38, 108, 167936, 2048, 64, 40 * MIB),
-    "a100-80g": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 81920 * MIB, 79.14, 108, 167936, 2048, 64, 40 * MIB),
-    "l4": GPU("NVIDIA L4", (8, 9), 23034 * MIB, 21.95, 58, 102400, 1536, 128, 48 * MIB),
-    "a10": GPU("NVIDIA A10", (8, 6), 23028 * MIB, 21.95, 72, 102400, 1536, 128, 6 * MIB),
-    "t4": GPU("Tesla T4", (7, 5), 15843721216, 14.56, 40, 65536, 1024, 64, 4 * MIB),
-    "b200": GPU("NVIDIA B200", (10, 0), 183359 * MIB, 178.35, 148, 233472, 2048, 128, 126 * MIB),
-}
-TPUS = {
-    "v4": TPU("TPU v4", int(30.75 * GIB), "2x2x1", 4096, chip_config="megacore"),  # two cores are one device
-    "v5e": TPU("TPU v5 lite", int(15.75 * GIB), "2x2", 256),
-    "v5p": TPU("TPU v5", int(95.74 * GIB), "2x2x1", 8960),
-    "v6e": TPU("TPU v6 lite", int(31.25 * GIB), "2x2", 256),
-    "tpu7x": TPU("TPU7x", int(94.75 * GIB), "2x2x1", 9216, 2),
-}
 GPUS_PER_HOST, CHIPS_PER_HOST = 8, 4
 
 # XLA_PYTHON_CLIENT_MEM_FRACTION: the share of a GPU's memory that JAX's allocator takes. The first is JAX's default.

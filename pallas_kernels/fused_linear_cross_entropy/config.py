@@ -118,8 +118,8 @@ def triton_config(n: int, v: int, d: int, dtype: jax.typing.DTypeLike) -> Triton
 
 
 def triton_vocab_splits(n_tiles: int, v_tiles: int) -> int:
-    """Parts of the vocabulary that run side by side: about 1,056 programs, eight for each multiprocessor."""
-    return max(1, min(v_tiles, 1056 // max(1, n_tiles)))
+    """Parts of the vocabulary that run side by side: eight programs for each multiprocessor, or a few more."""
+    return max(1, min(v_tiles, 8 * NUM_CORES // max(1, n_tiles)))
 
 
 def mosaic_gpu_tiles(depth: int, rows: int, columns: int) -> Tiles:

@@ -4,7 +4,9 @@ import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 
-SHARED_BYTES = 223 * 2**10  # of a block's 227 KiB; barriers and sums along rows take the rest
+from liger_jax.pallas_kernels.devices import GPUS
+
+SHARED_BYTES = GPUS["h200"].block_shared_bytes - 4 * 2**10  # barriers and sums along rows take the rest
 MOST_STAGES = 8
 MOST_BARRIERS = 32  # of one array
 # Teams of a block × warpgroups of a team: by the number of totals, and then by the most columns. Measured on an H200

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, previous_power_of_2, round_up
+from liger_jax.pallas_kernels.devices import GPUS
 
 MAX_WIDTH = 65536  # one row in registers: 128 float32 a thread at 16 warps
-MULTIPROCESSORS = 132  # of an H100 or H200
+MULTIPROCESSORS = GPUS["h200"].cores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,11 @@ import re
 import pytest
 
 from liger_jax.commands import main
+from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner import plan, report, target
 from liger_jax.planner.advice import changes_to_fit, options
 from liger_jax.planner.compiled import Compiled
-from liger_jax.planner.devices import CONTEXT_BYTES, FRACTIONS, GIB, GPUS, NCCL_BYTES
+from liger_jax.planner.devices import CONTEXT_BYTES, FRACTIONS, NCCL_BYTES
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.report import bars
 

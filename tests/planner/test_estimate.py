@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks import lora_memory
 from benchmarks._memory import Figures, estimated
+from liger_jax.pallas_kernels.devices import GPUS, TPUS
 from liger_jax.planner import plan, planning, search, target
 from liger_jax.planner.advice import largest
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.compiled import Compiled, memory_of
-from liger_jax.planner.devices import GPUS, TPUS
 from liger_jax.planner.estimate import estimate, kept_by_a_layer, logits_bytes, static_bytes
 from liger_jax.planner.planning import make_run
 
