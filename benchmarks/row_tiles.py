@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from benchmarks import _copy_speed, _measure
 from benchmarks._copy_speed import Rotation, copy_programs, in_rounds
 from benchmarks.norms import WIDTHS
-from liger_jax.ops._device import described, is_hopper
+from liger_jax.ops._place import Place, described
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.norms import fused_add_rms_norm, layer_norm, rms_norm, tiles_mosaic_gpu, tiles_triton
 from liger_jax.pallas_kernels.norms.backends import Backend, backends
@@ -124,7 +124,7 @@ def programs(op: str, d: int, all_tiles: bool):
     types = lambda counts: [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes(counts)]
     sums = [jax.ShapeDtypeStruct((ROWS, 1), jnp.float32)] * (3 if op == "layer_norm" else 2)
     options, lowered = {"eps": 1e-6, **both_options}, {}
-    on_hopper = is_hopper(described(jax.devices()[0])) and not kernels[HOPPER].unsupported(*types(forward_counts))
+    on_hopper = Place(described(jax.devices()[0])).is_hopper and not kernels[HOPPER].unsupported(*types(forward_counts))
     names = [name for name in kernels if name != HOPPER or on_hopper]
     for backward, counts in ((False, forward_counts), (True, backward_counts)):
         direction = "backward" if backward else "forward"

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice
 
-from liger_jax.ops._device import AMPERE, compute_capability, device_of, is_hopper
-from liger_jax.ops._mesh import needs_shard_map, opaque
+from liger_jax.ops._mesh import opaque
+from liger_jax.ops._place import Place, place_of
 from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels.devices import AMPERE
 
 Implementation = str | tuple[str, ...] | None
 
@@ -95,7 +95,7 @@ class Kernels:
         self,
         implementation: Implementation,
         *inputs: jax.Array | jax.ShapeDtypeStruct | None,
-        device: AbstractDevice | None = None,
+        place: Place | None = None,
         **case: Any,
     ) -> Choice:
         """Chooses the implementation that runs the op on `inputs`.
@@ -104,7 +104,7 @@ class Kernels:
             implementation: None, one name, or several names to try in order. ":interpret" behind a Pallas kernel's
                 name runs it in the Pallas interpreter, on any platform.
             *inputs: the op's array arguments, or their types.
-            device: the device to choose for; None for `device_of(*inputs)`.
+            place: where the op is meant to run; None for `place_of(*inputs)`.
             **case: the static options, as `unsupported` takes them.
 
         Returns:
@@ -114,13 +114,13 @@ class Kernels:
             ValueError: a name is unknown, or no named kernel can run this case; the message says why for each.
             TypeError: `implementation` is neither a string, a tuple of strings nor None.
         """
-        device = device or device_of(*inputs)
-        candidates = self._candidates(implementation, device.platform)
+        place = place or place_of(*inputs)
+        candidates = self._candidates(implementation, place.platform)
         if any(x is not None and x.size == 0 for x in inputs):
             return self.named("xla")  # nothing to compute, and Pallas has no empty grids
         reasons = []
         for name in candidates:
-            reason = self._why_not(name, device, inputs, case)
+            reason = self._why_not(name, place, inputs, case)
             if reason is None:
                 return self.named(name)
             reasons.append(f"{name!r}: {reason}")
@@ -155,14 +155,14 @@ class Kernels:
                 )
         return candidates
 
-    def _why_not(self, name: str, device: AbstractDevice, inputs: tuple[Any, ...], case: dict[str, Any]) -> str | None:
+    def _why_not(self, name: str, place: Place, inputs: tuple[Any, ...], case: dict[str, Any]) -> str | None:
         """The reason why an implementation cannot run a case, or None."""
         name, _, interpret = name.partition(":")
         if name not in self.modules:
             return f"this op has {_names(self.modules)} only."
-        reason = _no_interpreter(name) if interpret else _wrong_device(name, device)
+        reason = _no_interpreter(name) if interpret else _wrong_device(name, place)
         if name not in _PARTITIONED:
-            reason = reason or needs_shard_map(*(x for x in inputs if isinstance(x, jax.Array)))
+            reason = reason or place.mesh_refusal
         return reason or self.modules[name].unsupported(*inputs, **case)
 
 
@@ -217,22 +217,20 @@ def _no_interpreter(name: str) -> str | None:
     return None
 
 
-def _wrong_device(name: str, device: AbstractDevice) -> str | None:
-    """The reason why an implementation cannot be compiled for `device`, or None."""
-    wanted = _PLATFORM_OF.get(name, device.platform)
-    if device.platform != wanted:
+def _wrong_device(name: str, place: Place) -> str | None:
+    """The reason why an implementation cannot be compiled for a place's device, or None."""
+    wanted, kind = _PLATFORM_OF.get(name, place.platform), place.device.device_kind
+    if place.platform != wanted:
         return (
-            f"it is compiled for {wanted} only, and this computation is for {device.platform}; "
+            f"it is compiled for {wanted} only, and this computation is for {place.platform}; "
             f"use 'xla', or '{name}:interpret' to debug."
         )
-    if name in ("triton", "cudnn") and compute_capability(device) < AMPERE:
+    if name in ("triton", "cudnn") and place.capability < AMPERE:
         library = "Pallas-Triton" if name == "triton" else "cuDNN attention"
-        return (
-            f"{library} needs compute capability 8.0 (Ampere) or newer, and this is a {device.device_kind}; use 'xla'."
-        )
-    if name == "mosaic_gpu" and not is_hopper(device):
+        return f"{library} needs compute capability 8.0 (Ampere) or newer, and this is a {kind}; use 'xla'."
+    if name == "mosaic_gpu" and not place.is_hopper:
         return (
             "its instructions are Hopper's (wgmma, compute capability 9.x), and a "
-            f"{device.device_kind} has none of them; use 'triton' or 'xla'."
+            f"{kind} has none of them; use 'triton' or 'xla'."
         )
     return None

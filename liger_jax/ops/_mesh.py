@@ -5,7 +5,6 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType
 
 _CURE = (
     "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works), "
@@ -42,27 +41,6 @@ def _varying(x: jax.Array) -> frozenset[str]:
 def cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The array, varying over these manual mesh axes, too."""
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
-
-
-def needs_shard_map(*inputs: jax.Array | None) -> str | None:
-    """The reason why a computation that the compiler cannot partition cannot run on the mesh of its inputs.
-
-    Args:
-        *inputs: arrays or tracers; `None` entries are passed over.
-
-    Returns:
-        The reason as a sentence, or None if every mesh axis is Manual or has one device.
-    """
-    for mesh in {jax.typeof(x).sharding.mesh for x in inputs if x is not None}:
-        explicit = AxisType.Explicit in mesh.axis_types
-        automatic = mesh.size > 1 and AxisType.Auto in mesh.axis_types
-        if explicit or automatic:
-            return (
-                f"it is not partitioned over the mesh axes {mesh.axis_names}; "
-                "call it inside jax.shard_map, which makes every axis Manual, or pass KernelOptions(batch_axes=…) "
-                "to a model that calls it."
-            )
-    return None
 
 
 def opaque(inputs: Any, op: str, second_derivatives: str) -> Any:

@@ -5,13 +5,18 @@ import dataclasses
 import jax
 
 from liger_jax.ops._kernels import Choice, Implementation, Kernels
+from liger_jax.ops._place import Place, place_of
 
 _FEW_ROWS = 2048  # up to so many, each of Hopper's teams has five rows at most,
 _LEAST_WIDTH_OF_FEW = 5120  # and Triton is faster below this width
 
 
 def choose(
-    kernels: Kernels, implementation: Implementation, *arrays: jax.Array | None, hopper_widths: tuple[int, int]
+    kernels: Kernels,
+    implementation: Implementation,
+    *arrays: jax.Array | None,
+    hopper_widths: tuple[int, int],
+    place: Place | None = None,
 ) -> tuple[Choice, Choice]:
     """Chooses the implementations of a norm's forward and of its backward.
 
@@ -21,12 +26,14 @@ def choose(
         *arrays: rows (N, D) first.
         hopper_widths: for each direction, the least D from which Hopper's copy engine is tried first, for many rows of
             16 bits.
+        place: where the norm is meant to run; None for `place_of(*arrays)`.
 
     Returns:
         Two choices.
     """
+    place = place or place_of(*arrays)
     if implementation is not None:
-        named = kernels.choose(implementation, *arrays)
+        named = kernels.choose(implementation, *arrays, place=place)
         return named, named
     x = arrays[0]
     n, d = x.shape
@@ -35,7 +42,8 @@ def choose(
     def choose_from(least_width: int) -> Choice:
         least_width = least_width if n > _FEW_ROWS else max(least_width, _LEAST_WIDTH_OF_FEW)
         is_wide = d >= least_width and x.dtype.itemsize == 2
-        return (dataclasses.replace(kernels, defaults=hopper_first) if is_wide else kernels).choose(None, *arrays)
+        own = dataclasses.replace(kernels, defaults=hopper_first) if is_wide else kernels
+        return own.choose(None, *arrays, place=place)
 
     forward, backward = map(choose_from, hopper_widths)
     return forward, backward

@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractDevice
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from liger_jax.ops import _checks, _explicit, _mesh, layout
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._device import compute_capability, device_of
 from liger_jax.ops._kernels import Choice, Implementation, Kernels
+from liger_jax.ops._place import Place, place_of
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
@@ -112,8 +111,7 @@ def causal_attention(
         return _on_mesh(q, k, v, ids, **options, implementation=implementation)
     if not q.size:
         return q
-    device = device_of(q, k, v, ids)
-    choice = choose(q, k, v, ids, device, **options, implementation=implementation)
+    choice = choose(q, k, v, ids, place_of(q, k, v, ids), **options, implementation=implementation)
     if segments is None and ids is not None:
         segments = Segments.of(ids)
     q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
@@ -127,12 +125,12 @@ def causal_attention(
 
 
 def choose(
-    q: Any, k: Any, v: Any, segment_ids: Any, device: AbstractDevice, *, implementation: Implementation, **options: Any
+    q: Any, k: Any, v: Any, segment_ids: Any, place: Place, *, implementation: Implementation, **options: Any
 ) -> Choice:
-    """The implementation that runs a case on a device that need not be there, from its arrays or their types."""
-    case = options | {"capability": compute_capability(device)}
+    """The implementation that runs a case, from its arrays or their types."""
+    case = options | {"capability": place.capability}
     kernels = _KERNELS if options["window"] is None or options["window"] >= q.shape[1] else _WINDOW_KERNELS
-    return kernels.choose(implementation, q, k, v, segment_ids, device=device, **case)
+    return kernels.choose(implementation, q, k, v, segment_ids, place=place, **case)
 
 
 def _on_mesh(q, k, v, segment_ids, **options: Any):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from liger_jax.ops import _checks, _mesh, glu, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Choice, Implementation, Kernel, Kernels
+from liger_jax.ops._place import place_of
 from liger_jax.pallas_kernels.gated_mlp import config, mosaic_gpu, triton, xla
 from liger_jax.pallas_kernels.glu import formulas as glu_formulas
 
@@ -228,9 +229,11 @@ def _choose(x, up_kernel, activation, recomputed, implementation) -> tuple[Choic
     if _middle(x, up_kernel) > 0 if recomputed else is_large:
         backward.insert(0, "mosaic_gpu")
 
+    place = place_of(x, up_kernel)
+
     def choose(names: list[str]) -> Choice:
         kernels = Kernels(_OP, _MODULES, defaults={"gpu": tuple(names)})
-        return kernels.choose(implementation, x, up_kernel, activation=activation)
+        return kernels.choose(implementation, x, up_kernel, place=place, activation=activation)
 
     return choose(forward), choose(backward)
 

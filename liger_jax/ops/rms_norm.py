@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from liger_jax.ops import _checks, _explicit, _mesh, _rows
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._device import device_of, is_h100
 from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops._place import place_of
 from liger_jax.pallas_kernels.norms import rms_norm as formulas
 from liger_jax.pallas_kernels.norms.backends import backends
 
@@ -91,8 +91,9 @@ def rms_norm(
         op = functools.partial(rms_norm, **options)
         return _explicit.on_rows("rms_norm", op, spec, (x,), (scale,))
     rows = x.reshape(-1, x.shape[-1])
-    widths = _H100_WIDTHS if is_h100(device_of(x, scale)) else _HOPPER_WIDTHS
-    forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, hopper_widths=widths)
+    place = place_of(rows, scale)
+    widths = _H100_WIDTHS if place.is_h100 else _HOPPER_WIDTHS
+    forward, backward = _rows.choose(_KERNELS, implementation, rows, scale, hopper_widths=widths, place=place)
     options = {"eps": float(eps), "offset": float(offset)}
     kernels = forward.kernel("forward", **options, casting_mode=casting_mode), backward.kernel("backward", **options)
     return jnp.reshape(_rms_norm(*_mesh.align_varying(rows, scale), *kernels), x.shape)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops import attention
+from liger_jax.ops._place import Place
 from liger_jax.pallas_kernels.attention import xla
 from liger_jax.planner.sharding import split
 from liger_jax.planner.step import Run
@@ -230,7 +231,7 @@ def _attention_of(run: Run, window: int | None) -> str:
         jax.ShapeDtypeStruct((*rows, n, c.head_dim), run.dtype) for n in (c.num_attention_heads, c.num_key_value_heads)
     )
     ids = jax.ShapeDtypeStruct(rows, jnp.int32)
-    return attention.choose(q, k, k, ids, run.target.description, **options).name
+    return attention.choose(q, k, k, ids, Place(run.target.description), **options).name
 
 
 @dataclasses.dataclass(frozen=True)

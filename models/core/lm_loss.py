@@ -15,7 +15,7 @@ from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.sharding import on_batch_shards, sum_over_batch_shards
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
-from liger_jax.ops._device import device_of
+from liger_jax.ops._place import device_of
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.ops.layout import SplitHead, sent_dtype

@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from liger_jax.ops._device import described, is_hopper
+from liger_jax.ops._place import Place, described
 from tests.ops import _oracle
 
 
@@ -21,7 +21,7 @@ def hopper(platform):
     """The implementation for Hopper that runs here."""
     if platform == "cpu" and jax.__version_info__ >= (0, 12):
         return "mosaic_gpu:interpret"
-    if platform == "gpu" and is_hopper(described(jax.devices()[0])):
+    if platform == "gpu" and Place(described(jax.devices()[0])).is_hopper:
         return "mosaic_gpu"
     pytest.skip("needs a Hopper GPU, or a CPU and JAX 0.12, whose interpreter runs these kernels")
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from liger_jax import Segments, ops
 from liger_jax.models.core.remat import POLICIES
-from liger_jax.ops._device import described, is_hopper
+from liger_jax.ops._place import Place, described
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels.attention import (
     cudnn,
@@ -574,7 +574,7 @@ def test_packed_capped_and_windowed_rows_are_ours_from_ampere_on(rng, kind, dtyp
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = str(jax.make_jaxpr(functools.partial(causal_attention, **options))(*types))
     assert ("causal_attention_forward" in jaxpr) == is_ours
-    assert ("Ref<smem>" in jaxpr) == (is_ours and is_hopper(device))  # Mosaic's own memory
+    assert ("Ref<smem>" in jaxpr) == (is_ours and Place(device).is_hopper)  # Mosaic's own memory
 
 
 WIDE, NARROW = (4, jnp.bfloat16), (1, jnp.float16)  # key heads and dtype
@@ -615,7 +615,7 @@ def test_cudnn_takes_wider_heads_from_hopper_on(capability, widest):
 @pytest.mark.parametrize("window, kernel", [(None, "dot_product_attention"), (100, "causal_attention_forward")])
 def test_heads_of_256_on_hopper_have_the_plain_values_and_gradients(window, kernel, rng, platform):
     """Gemma's; in bfloat16 as exact as XLA's chunks of queries. cuDNN's, and in a window ours."""
-    if platform != "gpu" or not is_hopper(described(jax.devices()[0])):
+    if platform != "gpu" or not Place(described(jax.devices()[0])).is_hopper:
         pytest.skip("cuDNN takes such heads from Hopper on")
     q, k, v = inputs(rng, jnp.bfloat16, length=300, width=256)
     assert kernel in str(jax.make_jaxpr(functools.partial(causal_attention, window=window))(q, k, v))

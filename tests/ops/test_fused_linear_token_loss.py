@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs, fused_linear_token_loss, losses
+from liger_jax.ops._place import Place
 from liger_jax.ops.linear.fused_linear_token_loss import _TokenLoss
 from liger_jax.ops.linear.plan import choose_mode
 from liger_jax.ops.linear.problem import problem_of
@@ -295,7 +296,7 @@ def test_auto_is_fast_but_with_entropies_on_hopper(rng):
     def mode_of(entropy, implementation=None, mode="auto"):
         linear = LinearOptions(LogitOptions(entropy=entropy), "vd", None, mode, 0)
         problem = problem_of(
-            "op", hidden, weight, options=linear, not_fast_because=None, device=h100, implementation=implementation
+            "op", hidden, weight, options=linear, not_fast_because=None, place=Place(h100), implementation=implementation
         )
         return problem.kernels, choose_mode(problem)
 

@@ -12,8 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from liger_jax import fused_linear_cross_entropy, geglu, layer_norm, rms_norm
 from liger_jax.ops import _mesh, _rows
-from liger_jax.ops._device import compute_capability, device_of, is_hopper
 from liger_jax.ops._kernels import Kernels
+from liger_jax.ops._place import Place, device_of
 from liger_jax.pallas_kernels.norms import run_mosaic_gpu, run_triton, run_xla
 from tests.ops import _oracle
 
@@ -179,12 +179,12 @@ def test_a_gpu_that_is_there_is_known_by_what_it_tells_and_not_by_its_name(told,
     monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
     monkeypatch.setattr(type(jax.config), "jax_platforms", "cuda,cpu")
     kernels = Kernels("op", NORM_MODULES, defaults={"gpu": ("triton",)})
-    device = AbstractDevice(gpu.device_kind, None, "gpu")
-    assert kernels.choose(None, X, device=device).name == runs[0]
+    place = Place(AbstractDevice(gpu.device_kind, None, "gpu"))
+    assert kernels.choose(None, X, place=place).name == runs[0]
     if "mosaic_gpu" not in runs:
         with pytest.raises(ValueError, match="its instructions are Hopper's .wgmma, .*, and a NVIDIA H2000 has none"):
-            kernels.choose("mosaic_gpu", X, device=device)
-    assert is_hopper(device) == ("mosaic_gpu" in runs)
+            kernels.choose("mosaic_gpu", X, place=place)
+    assert place.is_hopper == ("mosaic_gpu" in runs)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_gpu_that_is_there_is_known_by_what_it_tells_and_not_by_its_name(told,
     ],
 )
 def test_a_gpu_that_is_not_there_is_known_by_its_name(kind, expected):
-    assert compute_capability(AbstractDevice(kind, None, "gpu")) == expected
+    assert Place(AbstractDevice(kind, None, "gpu")).capability == expected
 
 
 def test_named_kernel_is_the_one_that_runs():

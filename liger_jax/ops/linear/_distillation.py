@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops import _checks, _explicit, _loss, _mesh
-from liger_jax.ops._device import device_of, memory_of_device
 from liger_jax.ops._kernels import Kernels
+from liger_jax.ops._place import Place, place_of
 from liger_jax.ops.layout import gathered, is_explicit
 from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
@@ -156,13 +156,14 @@ def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | Non
 # --- how much at a time -----------------------------------------------------------------------------------------------
 
 
-def plan(student: Head, teacher: Head | TopK, options: Options, static: Static, implementation: str) -> Plan:
+def plan(
+    student: Head, teacher: Head | TopK, options: Options, static: Static, implementation: str, place: Place
+) -> Plan:
     """Mode and chunk of the loss on one device, by plan.py."""
     dtypes = [x.dtype for x in student if x is not None]
     reason = why_not_fast(static.reduction, options.vocab_axis, *dtypes)
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
     n, d = student.hidden.shape
-    is_free = static.mode == "auto" and static.memory_budget_bytes is None  # else memory is not asked for
     problem = DistillationProblem(
         n,
         d,
@@ -173,12 +174,12 @@ def plan(student: Head, teacher: Head | TopK, options: Options, static: Static, 
         head_copies_bytes=sum(
             head.weight.size * head.hidden.dtype.itemsize for head in heads if head.weight.dtype != head.hidden.dtype
         ),
-        platform=device_of(student.hidden, student.weight).platform,
+        platform=place.platform,
         implementation=implementation.partition(":")[0],
         mode=possible_mode(static.op, static.mode, reason),
         chunk_size=static.chunk_size,
         hard_budget_bytes=static.memory_budget_bytes,
-        soft_budget_bytes=soft_budget_bytes(memory_of_device(student.hidden, student.weight) if is_free else None),
+        soft_budget_bytes=soft_budget_bytes(place.memory_bytes),
         op=static.op,
     )
     return plan_distillation(problem)
@@ -238,11 +239,14 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         teacher = TopK(*map(flat, teacher))
     else:
         teacher = teacher._replace(hidden=flat(teacher.hidden))
-    choice = dataclasses.replace(_KERNELS, op=op).choose(static.implementation, *student, *teacher, options=options)
-    if (reason := _mesh.needs_shard_map(*student, *teacher)) is not None:
-        raise ValueError(f"{op}: {reason}")
+    is_free = static.mode == "auto" and static.memory_budget_bytes is None
+    place = place_of(*student, *teacher, memory_is_needed=is_free)
+    kernels = dataclasses.replace(_KERNELS, op=op)
+    choice = kernels.choose(static.implementation, *student, *teacher, place=place, options=options)
+    if place.mesh_refusal is not None:
+        raise ValueError(f"{op}: {place.mesh_refusal}")
     n, shard_size = student.hidden.shape[0], student.weight.shape[options.student.vocab_dim]
-    planned = plan(student, teacher, options, static, choice.name)
+    planned = plan(student, teacher, options, static, choice.name, place)
     entries = _entries_of_slice(planned, student, teacher, shard_size)
     options = dataclasses.replace(options, tokens=planned.chunk_size, entries=entries)
 

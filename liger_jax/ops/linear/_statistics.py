@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops import _mesh
-from liger_jax.ops._device import memory_of_device
 from liger_jax.ops._kernels import Kernel
+from liger_jax.ops._place import place_of
 from liger_jax.ops.linear import _sliced_head
 from liger_jax.ops.linear.plan import kernel_options, make_plan
 from liger_jax.ops.linear.problem import KERNELS, Problem, problem_of, why_not_fast
@@ -35,7 +35,8 @@ def problem_on_device(
 ) -> Problem:
     """The problem of one device's arrays; a ValueError where they lie on a mesh that the compiler would partition."""
     dtypes = [x.dtype for x in (hidden, weight, *others) if x is not None]
-    is_free = options.mode == "auto" and limits.get("memory_budget_bytes") is None  # else memory is not asked for
+    is_free = options.mode == "auto" and limits.get("memory_budget_bytes") is None
+    place = place_of(hidden, weight, beside=(labels, *others), memory_is_needed=is_free)
     problem = problem_of(
         op,
         hidden,
@@ -43,11 +44,11 @@ def problem_on_device(
         *others,
         options=options,
         not_fast_because=why_not_fast(reduction, vocab_axis, *dtypes),
-        device_memory_bytes=memory_of_device(hidden, weight) if is_free else None,
+        place=place,
         **limits,
     )
-    if (reason := _mesh.needs_shard_map(hidden, weight, labels)) is not None:
-        raise ValueError(f"{op}: {reason}")
+    if place.mesh_refusal is not None:
+        raise ValueError(f"{op}: {place.mesh_refusal}")
     return problem
 
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
 from liger_jax.ops._checks import current_precision
-from liger_jax.ops._device import described, device_of
 from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.ops._place import Place, described, device_of
 from liger_jax.ops.layout import HeadSplit
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
@@ -137,20 +137,18 @@ def problem_of(
     *others: Any,
     options: LinearOptions,
     not_fast_because: str | None,
+    place: Place,
     implementation: Implementation = None,
     chunk_size: int | None = None,
     memory_budget_bytes: int | None = None,
-    device_memory_bytes: int | None = None,
-    device: AbstractDevice | None = None,
     gradients: Needs = ALL_GRADIENTS,
     split: HeadSplit | None = None,
 ) -> Problem:
     """The problem of arrays, or of their types. `options.mode` may be "auto", and its chunk size is not read."""
     options = dataclasses.replace(options, mode=possible_mode(op, options.mode, not_fast_because))
-    device = device or device_of(hidden, weight)
     weight = weight if split is None else split.whole(weight, hidden)
     kernels = dataclasses.replace(KERNELS, op=op)
-    choice = kernels.choose(implementation, hidden, weight, *others, device=device, options=options)
+    choice = kernels.choose(implementation, hidden, weight, *others, place=place, options=options)
     mode = options.mode
     if mode == "auto" and options.logit.entropy:  # which not every kernel makes in mode "fast"
         as_fast = dataclasses.replace(options, mode="fast")
@@ -161,13 +159,13 @@ def problem_of(
         itemsize=hidden.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
         vocab_dim=options.vocab_dim,
-        platform=device.platform,
+        platform=place.platform,
         implementation=choice.name,
         mode=mode,
         chunk_size=chunk_size,
         gradients=gradients,
         hard_budget_bytes=memory_budget_bytes,
-        soft_budget_bytes=soft_budget_bytes(device_memory_bytes),
+        soft_budget_bytes=soft_budget_bytes(place.memory_bytes),
         op=op,
         split=split,
     )
@@ -186,6 +184,7 @@ def problem_of_sizes(
     logit_softcap: float | None = None,
     mode: str = "auto",
     device: Any = None,
+    device_memory_bytes: int | None = None,
     weight_is_split: bool = False,
     **options: Any,
 ) -> Problem:
@@ -204,7 +203,7 @@ def problem_of_sizes(
         jax.ShapeDtypeStruct((v, d) if weight_layout == "vd" else (d, v), weight_dtype),
         options=LinearOptions(logit, weight_layout, current_precision(None), mode, chunk_size=0),
         not_fast_because=why_not_fast(reduction, None, jnp.dtype(dtype), jnp.dtype(weight_dtype)),
-        device=device,
+        place=Place(device, device_memory_bytes),
         split=HeadSplit(((), ()), (1, 1)) if weight_is_split else None,  # of whole sizes
         **options,
     )

@@ -1,32 +1,92 @@
-"""The device that a computation is meant for.
+"""Where a computation is meant to run: the device, its memory, and whether its mesh lets a kernel run.
 
-It need not be attached. What is known of it decides which kernel runs.
+The device need not be attached. What is known of it decides which kernel runs. An op finds its `Place` once.
 """
 
+import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractDevice
+from jax.sharding import AbstractDevice, AxisType
+
+from liger_jax.pallas_kernels.devices import GPUS, HOPPER, Capability, capability_of, gpu_named
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
-Capability = tuple[int, int]
 _SECONDS_TO_TELL = 300  # processes may read their checkpoints at different speeds
-AMPERE, HOPPER = (8, 0), (9, 0)
-# A GPU that is absent cannot be asked, so the beginning of its name tells its capability. (7, 5) stands for all that is
-# older than Ampere. A name that is not here is taken for Ampere. "RTX 20" is not here, since the RTX 2000 Ada is newer,
-# nor is "RTX 50", since the RTX 5000 Ada is older.
-_CAPABILITY_OF: dict[Capability, tuple[str, ...]] = {
-    (7, 5): (
-        *("T4", "V100", "GV100", "P100", "P40", "P4", "M40", "M60", "K80"),
-        *("GTX", "TITAN", "RTX 2060", "RTX 2070", "RTX 2080", "Quadro RTX", "Quadro P", "Quadro T"),
-    ),
-    HOPPER: ("H100", "H200", "H800", "H20", "GH200"),
-    (10, 0): ("B100", "B200", "B300", "GB200", "GB300"),
-    (12, 0): ("GeForce RTX 50", "RTX PRO"),
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a computation is meant to run."""
+
+    device: AbstractDevice
+    memory_bytes: int | None = None  # of the device; None where nobody asked, or nobody tells
+    mesh_refusal: str | None = None  # why a mesh lets nothing run that the compiler cannot partition; None if it does
+
+    @property
+    def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu"."""
+        return self.device.platform
+
+    @property
+    def capability(self) -> Capability:
+        """The compute capability of a GPU; (0, 0) on another platform.
+
+        A GPU of this process tells its own. One that is known by its name alone, for which a program is compiled ahead
+        of time, is looked up.
+        """
+        if self.platform != "gpu":
+            return (0, 0)
+        return _told_capabilities().get(self.device.device_kind) or capability_of(self.device.device_kind)
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the device has Hopper's matrix instructions, which neither older nor newer GPUs have."""
+        return self.capability[0] == HOPPER[0]
+
+    @property
+    def is_h100(self) -> bool:
+        """Whether the device is an H100 or an H800, whose memory is slower than an H200's: 3.35 TB/s, not 4.8."""
+        return gpu_named(self.device.device_kind) is GPUS["h100"]
+
+
+def place_of(
+    *inputs: jax.Array | None, beside: Iterable[jax.Array | None] = (), memory_is_needed: bool = False
+) -> Place:
+    """Where a computation on `inputs` is meant to run.
+
+    Args:
+        *inputs: arrays or tracers, which tell the device as `device_of` says; `None` entries are passed over.
+        beside: more of them, which do not tell the device, but may lie on a mesh.
+        memory_is_needed: whether to ask for the device's memory, about which processes may have to talk.
+
+    Returns:
+        The place.
+    """
+    device = device_of(*inputs)
+    memory_bytes = _memory_of(device) if memory_is_needed else None
+    return Place(device, memory_bytes, _mesh_refusal(x for x in (*inputs, *beside) if isinstance(x, jax.Array)))
+
+
+def _mesh_refusal(arrays: Iterable[jax.Array]) -> str | None:
+    """The reason why a computation that the compiler cannot partition cannot run on the meshes of these arrays.
+
+    None if every axis of a mesh is Manual or has one device.
+    """
+    for mesh in {jax.typeof(x).sharding.mesh for x in arrays}:
+        explicit = AxisType.Explicit in mesh.axis_types
+        automatic = mesh.size > 1 and AxisType.Auto in mesh.axis_types
+        if explicit or automatic:
+            return (
+                f"it is not partitioned over the mesh axes {mesh.axis_names}; "
+                "call it inside jax.shard_map, which makes every axis Manual, or pass KernelOptions(batch_axes=…) "
+                "to a model that calls it."
+            )
+    return None
 
 
 def device_of(*inputs: jax.Array | None) -> AbstractDevice:
@@ -63,14 +123,13 @@ def described(device: Any) -> AbstractDevice:
     return AbstractDevice(device.device_kind, None, _platform(device.platform))
 
 
-def memory_of_device(*inputs: jax.Array | None) -> int | None:
-    """The memory in bytes of the device that `device_of` names, or None if it is absent or does not tell.
+def _memory_of(device: AbstractDevice) -> int | None:
+    """The memory of a device in bytes, or None if it is absent or does not tell.
 
     Where several processes run one program, they must plan the same: it is the least that any of them has.
     """
-    kind = device_of(*inputs).device_kind
-    own = _memory_here(kind)
-    return own if own is None or jax.process_count() == 1 else _least_memory(kind, own)
+    own = _memory_here(device.device_kind)
+    return own if own is None or jax.process_count() == 1 else _least_memory(device.device_kind, own)
 
 
 def _memory_here(kind: str) -> int | None:
@@ -111,27 +170,6 @@ def _platform(name: str) -> str:
     return "gpu" if name in _GPU_PLATFORMS else name
 
 
-def compute_capability(device: AbstractDevice) -> Capability:
-    """The compute capability of a GPU; (0, 0) for another platform.
-
-    A GPU of this process tells its own. One that is known by its name alone, for which a program is compiled ahead of
-    time, is looked up.
-    """
-    if device.platform != "gpu":
-        return (0, 0)
-    return _told_capabilities().get(device.device_kind) or _capability_of(device.device_kind)
-
-
-def is_hopper(device: AbstractDevice) -> bool:
-    """Whether a device has Hopper's matrix instructions, which neither older nor newer GPUs have."""
-    return compute_capability(device)[0] == HOPPER[0]
-
-
-def is_h100(device: AbstractDevice) -> bool:
-    """Whether a device is an H100 or an H800 by its name. Their memory is slower than an H200's: 3.35 TB/s, not 4.8."""
-    return re.search(r"\bH[18]00\b", device.device_kind) is not None
-
-
 def _told_capabilities() -> dict[str, Capability]:
     """The capabilities that this process's GPUs tell, by their names.
 
@@ -152,9 +190,3 @@ def _told_capabilities() -> dict[str, Capability]:
 def _parsed(text: str) -> Capability:
     major, minor = map(int, text.split("."))
     return major, minor
-
-
-def _capability_of(device_kind: str) -> Capability:
-    words = f" {device_kind.replace('-', ' ')} "
-    named = (found for found, names in _CAPABILITY_OF.items() if any(f" {name}" in words for name in names))
-    return next(named, AMPERE)
