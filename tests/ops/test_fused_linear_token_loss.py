@@ -291,12 +291,12 @@ def test_fast_takes_three_products_and_lean_four(mode, products, entropy, rng):
 def test_auto_is_fast_but_with_entropies_on_hopper(rng):
     """Its kernels keep no logits, so entropies cannot be computed from them."""
     hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 128), (512, 128)))
-    h100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu")
+    h100 = Place(jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, platform="gpu"))
 
     def mode_of(entropy, implementation=None, mode="auto"):
         linear = LinearOptions(LogitOptions(entropy=entropy), "vd", None, mode, 0)
         problem = problem_of(
-            "op", hidden, weight, options=linear, not_fast_because=None, place=Place(h100), implementation=implementation
+            "op", hidden, weight, options=linear, not_fast_because=None, place=h100, implementation=implementation
         )
         return problem.kernels, choose_mode(problem)
 
