@@ -15,7 +15,7 @@ from benchmarks._measure import heading, in_rounds, save, table
 from benchmarks._shapes import SHAPES
 from benchmarks.fused_linear_cross_entropy import make_inputs
 from liger_jax import fused_linear_cross_entropy
-from liger_jax.pallas_kernels._hopper_product import Tiles
+from liger_jax.pallas_kernels._hopper_tiles import Tiles
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 
 SHARED, IN_TURN = Tiles(), Tiles(columns=128, in_turn=True, stages=5)

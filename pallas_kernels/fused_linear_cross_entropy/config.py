@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._hopper import NUM_CORES
-from liger_jax.pallas_kernels._hopper_product import ROWS, Tiles
+from liger_jax.pallas_kernels._hopper_tiles import ROWS, Tiles
 from liger_jax.pallas_kernels._tiles import cdiv, next_power_of_2, round_up
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 

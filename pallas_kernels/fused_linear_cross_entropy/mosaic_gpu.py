@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._hopper_product import ROWS
+from liger_jax.pallas_kernels._hopper_tiles import ROWS
 from liger_jax.pallas_kernels._tiles import full_like, round_up
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu_gradients as kernels
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_buffers import MEMORY
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import (
     TILE_COLUMNS,
     Part,
-    copies_slices,
     cut,
     padded,
     part_of,
@@ -43,7 +43,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_statistics i
     statistics,
 )
 
-__all__ = ["copies_slices", "gradients", "gradients_in_forward", "statistics", "takes", "unsupported"]
+__all__ = ["MEMORY", "gradients", "gradients_in_forward", "statistics", "unsupported"]
 
 _WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number, whose logarithm gives z back
 

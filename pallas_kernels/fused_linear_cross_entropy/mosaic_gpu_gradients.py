@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper_product import PIECE_COLUMNS, Tile, pieces, product, staging, store_tile
+from liger_jax.pallas_kernels._hopper_product import Factors, product
+from liger_jax.pallas_kernels._hopper_tiles import PIECE_COLUMNS, Epilogue, Tile, pieces, staging, store_tile
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, round_up
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
@@ -53,9 +54,9 @@ def logit_gradients(
     n, d = inputs.hidden.shape
     has_bias, has_weights = inputs.bias is not None, inputs.class_weights is not None and options.logit.logit_sum
 
-    def epilogue(tile: Tile, refs, scratch):
+    def finish(tile: Tile, refs, scratch):
         labels, lse, *g = tile.row_vectors
-        tile = tile._replace(column=tile.column + tile.start)
+        tile = tile._replace(column=tile.column + tile.first_column)
         z = tile_logits(tile, has_bias, options.logit)
         exponent = z * _LOG2_E - tile.over_rows(lse * _LOG2_E)
         g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
@@ -63,21 +64,20 @@ def logit_gradients(
         du = _logit_gradient(tile, z, exponent, jnp.exp2(exponent), labels, g, weights, options.logit)
         if vocab_size % 64:  # the last piece reaches past it: the weights there are zeros, but probabilities are not
             du = jnp.where(tile.column_indices() < vocab_size - tile.column, du, 0.0)
-        store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.start)
+        store_tile(tile, du, scratch[0], refs[0], tile.row, tile.column - tile.first_column)
 
+    contract = 1, 1 - options.vocab_dim
     (du,) = product(
-        inputs.hidden,
-        inputs.weight,
-        (1, 1 - options.vocab_dim),
+        Factors(inputs.hidden, inputs.weight, contract, first_column=start, num_columns=size),
         config.mosaic_gpu_logit_tiles(d, n, size),
-        epilogue,
+        Epilogue(
+            finish,
+            out_types=[out_like(inputs.hidden, (n, round_up(size, 64)), inputs.hidden.dtype)],
+            scratch=[staging(inputs.hidden.dtype)],
+            row_vectors=[inputs.labels, lse, *[g for g in cotangents if g is not None]],
+            column_vectors=column_vectors(inputs, has_weights),
+        ),
         name="fused_linear_cross_entropy_logit_gradients",
-        out_types=[out_like(inputs.hidden, (n, round_up(size, 64)), inputs.hidden.dtype)],
-        scratch=[staging(inputs.hidden.dtype)],
-        row_vectors=[inputs.labels, lse, *[g for g in cotangents if g is not None]],
-        column_vectors=column_vectors(inputs, has_weights),
-        start=start,
-        num_columns=size,
     )
     return du
 
@@ -91,14 +91,10 @@ def hidden_gradient(du: jax.Array, weight: jax.Array, options: LinearOptions, dt
     """du · W (N, D)."""
     shape = du.shape[0], weight.shape[1 - options.vocab_dim]
     (dx,) = product(
-        du,
-        weight,
-        (1, options.vocab_dim),
+        Factors(du, weight, (1, options.vocab_dim)),
         config.mosaic_gpu_tiles(du.shape[1], *shape),
-        _store,
+        Epilogue(_store, out_types=[out_like(du, shape, dtype)], scratch=[staging(dtype)]),
         name="fused_linear_cross_entropy_hidden_gradient",
-        out_types=[out_like(du, shape, dtype)],
-        scratch=[staging(dtype)],
     )
     return dx
 
@@ -108,31 +104,21 @@ def weight_gradient(du: jax.Array, hidden: jax.Array, options: LinearOptions, dt
     operands = weight_operands(du, hidden, options)
     shape = operands[0].shape[1], operands[1].shape[1]
     (dw,) = product(
-        *operands,
-        (0, 0),
+        Factors(*operands, (0, 0)),
         config.mosaic_gpu_tiles(du.shape[0], *shape),
-        _store,
+        Epilogue(_store, out_types=[out_like(du, shape, dtype)], scratch=[staging(dtype)]),
         name="fused_linear_cross_entropy_weight_gradient",
-        out_types=[out_like(du, shape, dtype)],
-        scratch=[staging(dtype)],
     )
     return dw
 
 
 def add_product(total: jax.Array, du: jax.Array, inputs: Inputs, start: jax.Array, options: LinearOptions):
     """Adds du · (the weight from `start` on) to total (N, D), float32, in place."""
-
     (total,) = product(
-        du,
-        inputs.weight,
-        (1, options.vocab_dim),
+        Factors(du, inputs.weight, (1, options.vocab_dim), first_depth=start),
         config.mosaic_gpu_tiles(du.shape[1], *total.shape),
-        functools.partial(_store, add=True),
+        Epilogue(functools.partial(_store, add=True), in_place=[total], scratch=[staging(jnp.float32)]),
         name="fused_linear_cross_entropy_hidden_gradient",
-        in_place=[total],
-        scratch=[staging(jnp.float32)],
-        start=start,
-        start_of="depth",
     )
     return total
 
@@ -142,22 +128,17 @@ def put_product(
 ):
     """Writes duᵀ · X to its place in dW, from the vocabulary's `start` on, or adds it (float32), in place."""
 
-    def epilogue(tile: Tile, refs, scratch):
+    def finish(tile: Tile, refs, scratch):
         row, column = tile.row, tile.column
-        row, column = (row + tile.start, column) if options.vocab_dim == 0 else (row, column + tile.start)
+        row, column = (row + tile.place, column) if options.vocab_dim == 0 else (row, column + tile.place)
         store_tile(tile, tile.values, scratch[0], refs[0], row, column, add)
 
     operands = weight_operands(du, hidden, options)
     (whole,) = product(
-        *operands,
-        (0, 0),
+        Factors(*operands, (0, 0)),
         config.mosaic_gpu_tiles(du.shape[0], *(x.shape[1] for x in operands)),
-        epilogue,
+        Epilogue(finish, in_place=[whole], scratch=[staging(whole.dtype)], place=start),
         name="fused_linear_cross_entropy_weight_gradient",
-        in_place=[whole],
-        scratch=[staging(whole.dtype)],
-        start=start,
-        start_of="output",
     )
     return whole
 
@@ -194,17 +175,17 @@ def add_to_sum(
         for ref, stage in zip(refs, scratch, strict=False):
             plgpu.copy_gmem_to_smem(_hopper.at(ref, tile.row, tile.column, todo[i]), stage.at[slot], arrived)
 
-    def prologue(tile: Tile, refs, scratch):
+    def prepare(tile: Tile, refs, scratch):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(tile.start != FIRST_PART)
+        @pl.when(tile.flag != FIRST_PART)
         def _():
             for i in range(num_slots):  # they arrive during the product
                 fetch(tile, refs, scratch, i)
 
-    def epilogue(tile: Tile, refs, scratch):
+    def finish(tile: Tile, refs, scratch):
         (high_ref, low_ref), (high_stage, low_stage, arrived) = refs, scratch
-        is_first, is_last = tile.start == FIRST_PART, tile.start == LAST_PART
+        is_first, is_last = tile.flag == FIRST_PART, tile.flag == LAST_PART
         for i, piece in enumerate(todo):
             slot = (tile.warpgroup, i % num_slots)
             barrier = arrived.at[tile.warpgroup * num_slots + i % num_slots]
@@ -228,23 +209,15 @@ def add_to_sum(
                 pl.when(~is_first)(lambda i=i: fetch(tile, refs, scratch, i - 1 + num_slots))
 
     operands = weight_operands(du, hidden, options)
-    return tuple(
-        product(
-            *operands,
-            (0, 0),
-            tiles,
-            epilogue,
-            prologue=prologue,
-            name="fused_linear_cross_entropy_weight_gradient",
-            in_place=[high, low],
-            scratch=[
-                *[_hopper.shared_tile((2, num_slots, 64, PIECE_COLUMNS), dtype) for dtype in dtypes],
-                plgpu.Barrier(num_arrivals=2, num_barriers=2 * num_slots),
-            ],
-            start=part,
-            start_of="flag",
-        )
+    stages = [_hopper.shared_tile((2, num_slots, 64, PIECE_COLUMNS), dtype) for dtype in dtypes]
+    scratch = [*stages, plgpu.Barrier(num_arrivals=2, num_barriers=2 * num_slots)]
+    high, low = product(
+        Factors(*operands, (0, 0)),
+        tiles,
+        Epilogue(finish, prepare, in_place=[high, low], scratch=scratch, flag=part),
+        name="fused_linear_cross_entropy_weight_gradient",
     )
+    return high, low
 
 
 def make_logit_gradients(
@@ -303,7 +276,7 @@ def make_logit_gradients(
             labels, lse, *g = vectors[: len(row_vectors)]
             weights = vectors[-1] if has_weights else None
             g = jax.tree.unflatten(jax.tree.structure(cotangents), g)
-            tile = Tile(e, row, column_tile * columns, column_tile, own, [], [], 0)
+            tile = Tile(e, row, column_tile * columns, column_tile, own)
             du = _from_exponentials(tile, maximum, labels, lse, g, weights, options.logit, part.size)
             e_stage[own, slot] = du.astype(e_ref.dtype)
             plgpu.commit_smem()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._hopper import tanh
-from liger_jax.pallas_kernels._hopper_product import ROWS, Tile
+from liger_jax.pallas_kernels._hopper_tiles import ROWS, Tile
 from liger_jax.pallas_kernels._tiles import round_up
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._hopper_product import Tile, product, row_staging, staging, store_rows, store_tile
+from liger_jax.pallas_kernels._hopper_product import Factors, product
+from liger_jax.pallas_kernels._hopper_tiles import Epilogue, Tile, row_staging, staging, store_rows, store_tile
 from liger_jax.pallas_kernels._tiles import cdiv, out_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import OnlineState, Statistics
@@ -75,7 +76,7 @@ def partial_statistics(part: Part, options: LinearOptions, keep: bool) -> tuple[
     wanted = _Wanted(keep or logit.metrics, not tiles.in_turn, logit.logit_sum, logit.entropy, logit.metrics)
     dtypes = wanted.dtypes
 
-    def epilogue(tile: Tile, refs, scratch):
+    def finish(tile: Tile, refs, scratch):
         z = tile_logits(tile, has_bias, logit)
         weights = tile.column_vectors[-1] if has_weights else None
         fields, exponentials = _tile_statistics(tile, z, weights, vocab_size, vocab_size % tiles.columns > 0, wanted)
@@ -88,17 +89,12 @@ def partial_statistics(part: Part, options: LinearOptions, keep: bool) -> tuple[
     if keep:
         out_types.append(out_like(inputs.hidden, (n, v), inputs.hidden.dtype))
         scratch.append(staging(inputs.hidden.dtype))
+    labels, vectors = [inputs.labels] * wanted.target, column_vectors(inputs, has_weights)
     fields = product(
-        inputs.hidden,
-        inputs.weight,
-        (1, 1 - options.vocab_dim),
+        Factors(inputs.hidden, inputs.weight, (1, 1 - options.vocab_dim)),
         tiles,
-        epilogue,
+        Epilogue(finish, out_types=out_types, scratch=scratch, row_vectors=labels, column_vectors=vectors),
         name="fused_linear_cross_entropy_statistics",
-        out_types=out_types,
-        scratch=scratch,
-        row_vectors=[inputs.labels] * wanted.target,
-        column_vectors=column_vectors(inputs, has_weights),
     )
     exponentials = fields.pop() if keep else None
     target = None if wanted.target else _target_logits(inputs, options, vocab_size)[None, :]

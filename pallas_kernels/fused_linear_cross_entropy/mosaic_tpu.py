@@ -31,6 +31,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy import (
     mosaic_tpu_tiles,
 )
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_tpu_buffers import MEMORY as MEMORY
 
 _WIDEST_SOFTCAP = 40.0  # up to this |z|, exp(z − maximum) is a normal number, whose logarithm gives z back
 

@@ -28,6 +28,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     TritonConfig,
     Typed,
 )
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.triton_buffers import MEMORY as MEMORY
 
 
 def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:

@@ -21,6 +21,7 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statisti
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import product, put, take
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.xla_buffers import MEMORY as MEMORY
 
 
 def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels import _hopper
-from liger_jax.pallas_kernels._hopper_product import ROWS, Tile, product, row_staging, staging, store_rows, store_tile
+from liger_jax.pallas_kernels._hopper_product import Factors, product
+from liger_jax.pallas_kernels._hopper_tiles import ROWS, Epilogue, Tile, row_staging, staging, store_rows, store_tile
 from liger_jax.pallas_kernels._tiles import cdiv, full_like, out_like
 from liger_jax.pallas_kernels.cross_entropy.formulas import transform
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Buffers
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Needs,
     mosaic_gpu_logit_tiles,
@@ -27,6 +29,7 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_gradients im
     add_to_sum,
 )
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
+from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes, buffers_with_sum
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
@@ -49,6 +52,12 @@ def unsupported(*arrays: jax.Array | None, options: Options) -> str | None:
     return None
 
 
+def buffers(sizes: Sizes, mode: str, tokens: int) -> Buffers:
+    """The bytes of a mode with chunks of so many tokens: of the sum's three bytes for 16 bits, dW holds two."""
+    is_in_bytes = sizes.weight_itemsize == 2
+    return buffers_with_sum(sizes, mode, tokens, sizes.float32_sum_bytes // (4 if is_in_bytes else 1))
+
+
 def _heads(arrays, options):
     student, teacher = arrays[:3], arrays[3:]
     yield "the student", options.student, *student[:2]
@@ -61,7 +70,7 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
     (n, d), v = x.shape, weight.shape[head.vocab_dim]
     tiles = mosaic_gpu_logit_tiles(d, n, v)
 
-    def epilogue(tile: Tile, refs, scratch):
+    def finish(tile: Tile, refs, scratch):
         u = tile.values if bias is None else tile.values + tile.over_columns(tile.column_vectors[0])
         u = u.astype(x.dtype).astype(jnp.float32)
         z = transform(u, head.logit, _hopper.tanh)
@@ -75,15 +84,15 @@ def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadO
         store_tile(tile, u, scratch[1], refs[1], tile.row, tile.column)
 
     parts, raw = product(
-        x,
-        weight,
-        (1, 1 - head.vocab_dim),
+        Factors(x, weight, (1, 1 - head.vocab_dim)),
         tiles,
-        epilogue,
+        Epilogue(
+            finish,
+            out_types=[out_like(x, (cdiv(v, tiles.columns), n), jnp.float32), out_like(x, (n, v), x.dtype)],
+            scratch=[row_staging(tiles, jnp.float32), staging(x.dtype)],
+            column_vectors=[] if bias is None else [bias.astype(jnp.float32)],
+        ),
         name="fused_linear_distillation_logits",
-        out_types=[out_like(x, (cdiv(v, tiles.columns), n), jnp.float32), out_like(x, (n, v), x.dtype)],
-        scratch=[row_staging(tiles, jnp.float32), staging(x.dtype)],
-        column_vectors=[] if bias is None else [bias.astype(jnp.float32)],
     )
     return raw, jax.nn.logsumexp(parts, axis=0)
 
@@ -104,18 +113,15 @@ def _add_to_sum(total: Any, du: jax.Array, x: jax.Array, head: HeadOptions, is_f
     if not _hopper.can_add_in_place(x):
         return total + weight_gradient(du, x, head)
 
-    def epilogue(tile: Tile, refs, scratch):
+    def finish(tile: Tile, refs, scratch):
         store_tile(tile, tile.values, scratch[0], refs[0], tile.row, tile.column, True)
 
     operands = weight_operands(du, x, head)
     (total,) = product(
-        *operands,
-        (0, 0),
+        Factors(*operands, (0, 0)),
         mosaic_gpu_tiles(du.shape[0], *(operand.shape[1] for operand in operands)),
-        epilogue,
+        Epilogue(finish, in_place=[total], scratch=[staging(total.dtype)]),
         name="fused_linear_distillation_weight_gradient",
-        in_place=[total],
-        scratch=[staging(total.dtype)],
     )
     return total
 

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.pallas_kernels._tiles import full_like
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Buffers
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import weight_gradient
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
+from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes, buffers_with_sum
 from liger_jax.pallas_kernels.fused_linear_distillation.chunks import Gradients
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
@@ -20,6 +22,11 @@ from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import Top
 def unsupported(*arrays: jax.Array | None, options: Options) -> str | None:
     """XLA runs every case."""
     return None
+
+
+def buffers(sizes: Sizes, mode: str, tokens: int) -> Buffers:
+    """The bytes of a mode with chunks of so many tokens: the sum of dW is float32."""
+    return buffers_with_sum(sizes, mode, tokens, sizes.float32_sum_bytes)
 
 
 def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None, head: HeadOptions) -> tuple[jax.Array, None]:

@@ -1,6 +1,6 @@
 """Tile sizes of the gated feed-forward's products, and the sizes at which Hopper's kernels are faster than XLA."""
 
-from liger_jax.pallas_kernels._hopper_product import ROWS, Tiles
+from liger_jax.pallas_kernels._hopper_tiles import ROWS, Tiles
 from liger_jax.pallas_kernels._tiles import cdiv
 
 # On an H200 below its power limit, at (N, D, F) = (16384, 2048, 8192): the product that makes up took 754 µs,

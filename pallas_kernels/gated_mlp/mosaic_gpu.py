@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper_product import PIECE_COLUMNS, Tile, pieces, product
+from liger_jax.pallas_kernels._hopper_product import Factors, product
+from liger_jax.pallas_kernels._hopper_tiles import PIECE_COLUMNS, Epilogue, Tile, pieces
 from liger_jax.pallas_kernels._tiles import out_like
 from liger_jax.pallas_kernels.gated_mlp.config import NUM_NEW_SLOTS, NUM_SLOTS, TILES
 from liger_jax.pallas_kernels.glu import formulas as glu
@@ -39,15 +40,13 @@ def unsupported(x: jax.Array, up_kernel: jax.Array, *, activation: str) -> str |
 
 
 def _product_with(
-    a: jax.Array,
-    b: jax.Array,
-    contract: tuple[int, int],
+    factors: Factors,
     matrices: Sequence[jax.Array],
     formula: Callable[..., Sequence[jax.Array]],
     name: str,
     in_place: bool = False,
 ) -> Sequence[jax.Array]:
-    """formula(a · b, *matrices), element by element. It makes one result more than there are matrices.
+    """formula(the product, *matrices), element by element. It makes one result more than there are matrices.
 
     A tile is computed piece by piece. `NUM_SLOTS` pieces of each matrix are fetched ahead, and results are written to
     their slots. With `in_place` the results are written over the matrices, and the last one to an array of its own.
@@ -62,12 +61,12 @@ def _product_with(
             source = _hopper.at(ref, tile.row, tile.column, todo[i])
             plgpu.copy_gmem_to_smem(source, stage.at[tile.warpgroup, i % NUM_SLOTS], arrived)
 
-    def prologue(tile: Tile, refs, scratch):
+    def prepare(tile: Tile, refs, scratch):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i in range(NUM_SLOTS):  # these pieces arrive during the product
             fetch(tile, refs, scratch, i)
 
-    def epilogue(tile: Tile, refs, scratch):
+    def finish(tile: Tile, refs, scratch):
         *stages, arrived = scratch
         for i, piece in enumerate(todo):
             slots = [(tile.warpgroup, i % NUM_SLOTS)] * num_matrices + [(tile.warpgroup, i % NUM_NEW_SLOTS)]
@@ -89,20 +88,9 @@ def _product_with(
         arrays: dict[str, Any] = dict(in_place=[*matrices, _hopper.empty(like, like.shape, like.dtype)])
     else:
         arrays = dict(matrices=matrices, out_types=[out_like(like, like.shape, like.dtype)] * len(slots))
-    return product(
-        a,
-        b,
-        contract,
-        TILES,
-        epilogue,
-        prologue=prologue,
-        name=name,
-        scratch=[
-            *[_hopper.shared_tile((2, count, 64, PIECE_COLUMNS), like.dtype) for count in slots],
-            plgpu.Barrier(num_arrivals=num_matrices, num_barriers=2 * NUM_SLOTS),
-        ],
-        **arrays,
-    )
+    stages = [_hopper.shared_tile((2, count, 64, PIECE_COLUMNS), like.dtype) for count in slots]
+    scratch = [*stages, plgpu.Barrier(num_arrivals=num_matrices, num_barriers=2 * NUM_SLOTS)]
+    return product(factors, TILES, Epilogue(finish, prepare, scratch=scratch, **arrays), name=name)
 
 
 def _as_rows(*arrays: jax.Array) -> list[jax.Array]:
@@ -120,7 +108,7 @@ def up_and_product(
         return up, glu.product(gate, up, activation=activation)
 
     rows, gates = _as_rows(x, gate)
-    results = _product_with(rows, up_kernel, (1, 0), [gates], formula, "gated_mlp_up")
+    results = _product_with(Factors(rows, up_kernel, (1, 0)), [gates], formula, "gated_mlp_up")
     return tuple(y.reshape(gate.shape) for y in results)
 
 
@@ -145,5 +133,5 @@ def gradients_and_product(
 
     rows, *both = _as_rows(dy, gate, up)
     in_place = in_place and _hopper.can_write_in_place(gate)
-    results = _product_with(rows, down_kernel, (1, 1), both, formula, "gated_mlp_gradients", in_place)
+    results = _product_with(Factors(rows, down_kernel, (1, 1)), both, formula, "gated_mlp_gradients", in_place)
     return tuple(y.reshape(gate.shape) for y in results)

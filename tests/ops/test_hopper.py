@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from liger_jax import fused_linear_cross_entropy, fused_linear_log_probs
-from liger_jax.pallas_kernels._hopper_product import Tiles
+from liger_jax.pallas_kernels._hopper_tiles import Tiles
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from tests.ops._losses import FUSED, arrays, make_case, relative_error, rms_error
 from tests.ops._oracle import first, half

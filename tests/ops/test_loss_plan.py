@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import fused_linear_cross_entropy, plan_fused_linear_cross_entropy
-from liger_jax.ops.linear.loss_bytes import logits_bytes
-from liger_jax.ops.linear.plan import Problem, choose_mode, make_plan
+from liger_jax.ops.linear.plan import Problem, choose_mode, logits_bytes, make_plan
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from tests.ops._oracle import first
 

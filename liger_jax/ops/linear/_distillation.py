@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops import _checks, _explicit, _loss, _mesh
-from liger_jax.ops._kernels import Kernels
 from liger_jax.ops._place import Place, place_of
 from liger_jax.ops.layout import gathered, is_explicit
 from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
-from liger_jax.ops.linear.plan import Plan, plan_distillation
-from liger_jax.ops.linear.problem import DistillationProblem, possible_mode, soft_budget_bytes, why_not_fast
+from liger_jax.ops.linear.distillation_plan import KERNELS, DistillationProblem, plan_distillation
+from liger_jax.ops.linear.plan import Plan
+from liger_jax.ops.linear.problem import possible_mode, soft_budget_bytes, why_not_fast
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
-from liger_jax.pallas_kernels.fused_linear_distillation import chunks, mosaic_gpu, xla
+from liger_jax.pallas_kernels.fused_linear_distillation import chunks
+from liger_jax.pallas_kernels.fused_linear_distillation.buffers import Sizes
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, HeadOptions, Options
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 
-_KERNELS = Kernels("distillation", {"xla": xla, "mosaic_gpu": mosaic_gpu}, {"gpu": ("mosaic_gpu",)})
 _NOTHING = Needs(False, False, False)
 _TWICE = "take the divergences of liger_jax.losses, on logits"
 
@@ -159,12 +159,12 @@ def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | Non
 def plan(
     student: Head, teacher: Head | TopK, options: Options, static: Static, implementation: str, place: Place
 ) -> Plan:
-    """Mode and chunk of the loss on one device, by plan.py."""
+    """Mode and chunk of the loss on one device, by distillation_plan.py."""
     dtypes = [x.dtype for x in student if x is not None]
     reason = why_not_fast(static.reduction, options.vocab_axis, *dtypes)
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
     n, d = student.hidden.shape
-    problem = DistillationProblem(
+    sizes = Sizes(
         n,
         d,
         v=student.weight.shape[options.student.vocab_dim],
@@ -174,6 +174,9 @@ def plan(
         head_copies_bytes=sum(
             head.weight.size * head.hidden.dtype.itemsize for head in heads if head.weight.dtype != head.hidden.dtype
         ),
+    )
+    problem = DistillationProblem(
+        sizes,
         platform=place.platform,
         implementation=implementation.partition(":")[0],
         mode=possible_mode(static.op, static.mode, reason),
@@ -241,8 +244,9 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         teacher = teacher._replace(hidden=flat(teacher.hidden))
     is_free = static.mode == "auto" and static.memory_budget_bytes is None
     place = place_of(*student, *teacher, memory_is_needed=is_free)
-    kernels = dataclasses.replace(_KERNELS, op=op)
-    choice = kernels.choose(static.implementation, *student, *teacher, place=place, options=options)
+    choice = dataclasses.replace(KERNELS, op=op).choose(
+        static.implementation, *student, *teacher, place=place, options=options
+    )
     if place.mesh_refusal is not None:
         raise ValueError(f"{op}: {place.mesh_refusal}")
     n, shard_size = student.hidden.shape[0], student.weight.shape[options.student.vocab_dim]

@@ -8,8 +8,9 @@ time. It has two modes:
     "lean"  goes over slices of the vocabulary, once for the loss and once for the gradients. That takes 4 products,
             but what grows with a slice takes a quarter of the logits in 16 bits at most, or has `least_entries`.
 
-problem.py writes down all that the decision depends on, as a `Problem`, and loss_bytes.py counts the bytes of a
-mode and a chunk. The decision itself is here, and nothing of it stands outside this file:
+problem.py writes down all that the decision depends on, as a `Problem`. The engine that was chosen states the bytes of
+each mode and chunk, and the sizes that it prefers: its `MEMORY` (pallas_kernels/fused_linear_cross_entropy/buffers.py).
+The decision is made here, from these numbers alone:
 
     choose_mode   takes "fast" if its chunks fit into the budget with 1,024 tokens or more, and need no more than the
                   unfused step's logits do, and else "lean". Where both need more, it takes what needs least.
@@ -20,7 +21,7 @@ There are two budgets, both for what is needed beside inputs and gradients. The 
 into it, the loss takes the lean mode, and more memory than the budget. It is read for mode "auto" alone, and only where
 there is no hard one.
 
-A distillation loss has both modes too, and goes over chunks of tokens in both. `plan_distillation` decides for it.
+distillation_plan.py decides for the distillation losses.
 """
 
 import bisect
@@ -32,28 +33,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops.linear.loss_bytes import (
-    chunk_bytes,
-    distillation_bytes,
-    distillation_chunk_bytes,
-    fast_bytes,
-    float32_sum_bytes,
-    lean_bytes,
-    logits_bytes,
-    slice_bytes,
-)
-from liger_jax.ops.linear.problem import KERNELS, DistillationProblem, Problem, problem_of_sizes
+from liger_jax.ops.linear.problem import Problem, problem_of_sizes
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Sizes
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
 
 LEAST_TOKENS = 128  # in a chunk of the fast mode
 LEAST_TOKENS_OF_AUTO = 1024  # with shorter chunks the fast mode is no faster than the lean one
-LEAST_ENTRIES = 512  # in a slice of the lean mode, but on a TPU, where a tile has 1,024
+TOKENS_OF_A_CPU = 256  # in a chunk where memory is no matter: a CPU is slow enough for so few
 _TILE = 128  # sizes of chunks and slices are multiples of it
-_MOST_SIZES = 4096  # of Hopper's chunks that are compared; for more than half a million tokens, in coarser steps
-_LEAST_TOKENS_OF_DISTILLATION = 64  # in a chunk that is cut to fit a budget
-_LEAN_BYTES_OF_DISTILLATION = 384 * 2**20  # of a chunk, at most: 512 tokens of 128,256 entries in bfloat16
+_MOST_SIZES = 4096  # of chunks whose costs are compared; for more than half a million tokens, in coarser steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,35 +92,15 @@ def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
         whole = _plan_of_all_gradients(problem)
         if hard is None or whole.extra_bytes <= hard:
             return _plan_of_size(asked, mode, whole.chunk_size)
-    raise _too_small(problem, (_plan_of_size(asked, mode, size) for size in _sizes(asked, mode, LEAST_TOKENS)))
+    plans = (_plan_of_size(asked, mode, size) for size in _sizes(asked, mode, LEAST_TOKENS))
+    raise too_small(problem.op, hard, plans)
 
 
-def plan_distillation(problem: DistillationProblem) -> Plan:
-    """The plan of a distillation loss, for all gradients. Its chunks are of tokens in both modes.
-
-    The soft budget says whether the mode can be "fast", and does not shorten its chunks.
-
-    Raises:
-        ValueError: the hard budget is too small.
-    """
-    mode, hard = problem.mode, problem.hard_budget_bytes
-    if mode == "auto":
-        budget, least = problem.budget_bytes, min(problem.n, problem.chunk_size or LEAST_TOKENS)
-        mode = "fast" if budget is None or distillation_bytes(problem, "fast", least) <= budget else "lean"
-    plans = []
-    for tokens in _distillation_sizes(problem, mode):
-        needed, of_chunk = distillation_bytes(problem, mode, tokens), distillation_chunk_bytes(problem, mode, tokens)
-        plans.append(Plan(problem.implementation, mode, max(1, tokens), needed, of_chunk))
-        if hard is None or needed <= hard:
-            return plans[-1]
-    raise _too_small(problem, plans)
-
-
-def _too_small(problem: Problem | DistillationProblem, plans: Iterable[Plan]) -> ValueError:
+def too_small(op: str, hard_budget_bytes: int | None, plans: Iterable[Plan]) -> ValueError:
     """The error that none of the plans fits into the hard budget."""
     least = min(plans, key=lambda plan: (plan.extra_bytes, plan.chunk_size))
     return ValueError(
-        f"{problem.op}: memory_budget_bytes={problem.hard_budget_bytes} is too small: mode={least.mode!r} needs "
+        f"{op}: memory_budget_bytes={hard_budget_bytes} is too small: mode={least.mode!r} needs "
         f"{least.extra_bytes} bytes beside inputs and gradients with chunk_size={least.chunk_size}. "
         "Raise the budget, or split the tokens over several calls."
     )
@@ -150,7 +119,7 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
     Where that needs more than logits would, as with a few entries and wide hidden states: the plan that needs least.
     """
     least_tokens = LEAST_TOKENS if problem.platform == "cpu" else LEAST_TOKENS_OF_AUTO
-    has_fast = hasattr(KERNELS.modules[problem.kernels], "gradients_in_forward")
+    has_fast = problem.memory.fast is not None
     modes = ["fast", "lean"] if has_fast else ["lean"]
     for mode in modes:
         if plan := _first_that_fits(problem, mode, least_tokens):
@@ -175,9 +144,16 @@ def _first_that_fits(problem: Problem, mode: str, least_tokens: int) -> Plan | N
 
 
 def _plan_of_size(problem: Problem, mode: str, size: int) -> Plan:
-    if mode == "fast":
-        return Plan(problem.kernels, mode, size, fast_bytes(problem, size), chunk_bytes(problem, size))
-    return Plan(problem.kernels, mode, size, lean_bytes(problem, size), slice_bytes(problem, size))
+    count = problem.memory.fast if mode == "fast" else problem.memory.lean
+    if count is None:
+        raise ValueError(f"{problem.op}: {problem.kernels!r} has no mode {mode!r}; use mode='lean', or 'xla'.")
+    extra, growing = count(problem.sizes, size)
+    return Plan(problem.kernels, mode, size, extra, growing)
+
+
+def logits_bytes(problem: Problem) -> int:
+    """What the unfused step needs: logits in float32, their gradient in hidden's dtype, and its products' workspace."""
+    return (4 + problem.itemsize) * problem.n * problem.v + problem.memory.workspace_bytes
 
 
 def _fits(problem: Problem, plan: Plan) -> bool:
@@ -192,13 +168,13 @@ def _fits(problem: Problem, plan: Plan) -> bool:
 
 def _sizes(problem: Problem, mode: str, least_tokens: int) -> list[int]:
     """The sizes of chunks or slices to try, the best one first."""
-    total = max(1, problem.n if mode == "fast" else problem.v)
-    least = min(least_tokens if mode == "fast" else least_entries(problem), total)
+    total, memory = max(1, problem.n if mode == "fast" else problem.v), problem.memory
+    least = min(least_tokens if mode == "fast" else memory.least_entries, total)
     if problem.chunk_size:
         return [min(problem.chunk_size, total)]
-    preferred = min(preferred_tokens(problem) if mode == "fast" else preferred_entries(problem), total)
-    if mode == "fast" and problem.kernels == "mosaic_gpu":  # its last chunk may be shorter than the others
-        return list(_by_cost(problem.n, problem.d, preferred, least))
+    preferred = min(_preferred_tokens(problem) if mode == "fast" else memory.preferred_entries(problem.sizes), total)
+    if mode == "fast" and memory.chunk_cost is not None:  # the last chunk may be shorter than the others
+        return list(_by_cost(memory.chunk_cost, problem.sizes, preferred, least))
     part = largest_part(total, preferred, least, lambda size: _fits(problem, _plan_of_size(problem, mode, size)))
     if mode == "lean":
         return [preferred, part]  # the last slice may be shorter
@@ -206,50 +182,17 @@ def _sizes(problem: Problem, mode: str, least_tokens: int) -> list[int]:
     return [part, *(size for i in range(5) if (size := preferred >> i) > part)]
 
 
-def preferred_tokens(problem: Problem) -> int:
-    """Tokens in a chunk of the fast mode where memory is no matter.
-
-    dW's accumulator is read and written once a chunk. On an H200 chunks of 2,048 tokens come within 3 % of the whole
-    batch at a width of 4,096 in XLA, where chunks of 512 cost 30 % more (benchmarks/results/token_chunks.md). Hopper's
-    and the TPU's kernels need no accumulator where one chunk holds all tokens, which may take half as much more memory.
-    A CPU is slow enough for 256.
-    """
-    if problem.platform == "cpu":
-        return 256
-    if problem.kernels not in ("mosaic_gpu", "mosaic_tpu") or not problem.gradients.weight:
-        return 2048
-    return max(problem.n, 1) if fast_bytes(problem, problem.n) <= 1.5 * fast_bytes(problem, 8192) else 8192
-
-
-def preferred_entries(problem: Problem) -> int:
-    """Vocabulary entries in a slice of the lean mode where memory is no matter.
-
-    What grows with the slice takes up to a quarter of the logits in 16 bits, unless that is less than `least_entries`
-    need. Of long vocabularies XLA and Triton take up to 128 MiB of logits and du, and a TPU up to 64 MiB of du and
-    7,168 entries. Hopper's kernels take up to 72 MiB of du, and of such slices those that leave few cores idle.
-    """
-    n, itemsize, least = max(problem.n, 1), problem.itemsize, least_entries(problem)
-    quarter = n * problem.v // 2 // slice_bytes(problem, 1)
-    if problem.kernels == "mosaic_gpu":
-        most = max(least, min(max(4096, 72 * 2**20 // (itemsize * n)), 16384, quarter) // 256 * 256)
-        sizes = range(min(4096, most), most + 1, 256)
-        return min(sizes, key=lambda size: (config.mosaic_gpu_entry_cost(problem.n, problem.d, size), size))
-    if problem.kernels == "mosaic_tpu":
-        return max(least, min(max(2048, 2**26 // (itemsize * n)), 7168, quarter) // 1024 * 1024)
-    return max(least, min(2**27 // ((4 + itemsize) * n), quarter) // 256 * 256)
-
-
-def least_entries(problem: Problem) -> int:
-    """The fewest entries of a slice: a few tiles, below which products take longer without needing much less."""
-    return 1024 if problem.kernels == "mosaic_tpu" else LEAST_ENTRIES
+def _preferred_tokens(problem: Problem) -> int:
+    """Tokens in a chunk of the fast mode where memory is no matter."""
+    return TOKENS_OF_A_CPU if problem.platform == "cpu" else problem.memory.preferred_tokens(problem.sizes)
 
 
 @functools.lru_cache(maxsize=256)
-def _by_cost(n: int, d: int, most: int, least: int) -> tuple[int, ...]:
-    """Hopper's chunks in whole tiles, and the chunk of `most` tokens, the cheapest first."""
+def _by_cost(cost: Callable[[Sizes, int], float], sizes: Sizes, most: int, least: int) -> tuple[int, ...]:
+    """Chunks in whole tiles, and the chunk of `most` tokens, the cheapest first."""
     step = _TILE * cdiv(most - least + 1, _TILE * _MOST_SIZES)
-    sizes = {most, *range(round_up(least, _TILE), most, step)}
-    return tuple(sorted(sizes, key=lambda tokens: (config.mosaic_gpu_chunk_cost(n, d, tokens), tokens)))
+    chunks = {most, *range(round_up(least, _TILE), most, step)}
+    return tuple(sorted(chunks, key=lambda tokens: (cost(sizes, tokens), tokens)))
 
 
 def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], bool]) -> int:
@@ -264,27 +207,6 @@ def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], b
     numbers = range(cdiv(total, preferred), total + 1)
     found = bisect.bisect_left(numbers, True, key=lambda parts: fits(size_of(parts)))
     return size_of(numbers[min(found, len(numbers) - 1)])
-
-
-def _distillation_sizes(problem: DistillationProblem, mode: str) -> list[int]:
-    """Tokens in a chunk of a distillation loss to try, the best ones first.
-
-    In mode "fast", dW's sum is read and written once a chunk, for which 2,048 tokens are enough work. A GPU takes one
-    chunk of all tokens where their gradient by the logits needs at most twice the bytes of a float32 sum.
-    """
-    if problem.chunk_size:
-        return [min(problem.n, problem.chunk_size)]
-    preferred = 128 if problem.platform == "cpu" else 2048
-    if mode == "lean":
-        of_token = distillation_chunk_bytes(problem, "lean", 1)
-        preferred = max(_LEAST_TOKENS_OF_DISTILLATION, _LEAN_BYTES_OF_DISTILLATION // of_token // _TILE * _TILE)
-    sizes = [min(problem.n, preferred)]
-    du = problem.n * problem.v * problem.itemsize
-    if mode == "fast" and problem.platform == "gpu" and du <= 2 * float32_sum_bytes(problem):
-        sizes.insert(0, problem.n)
-    while sizes[-1] > _LEAST_TOKENS_OF_DISTILLATION:
-        sizes.append(max(_LEAST_TOKENS_OF_DISTILLATION, sizes[-1] // 2))
-    return sizes
 
 
 # --- beside a model's layers ------------------------------------------------------------------------------------------

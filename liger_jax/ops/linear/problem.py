@@ -11,6 +11,7 @@ A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from liger_jax.ops._place import Place, described, device_of
 from liger_jax.ops.layout import HeadSplit
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Memory, Sizes
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
 
 OP = "fused_linear_cross_entropy"
@@ -65,45 +67,31 @@ class Problem:
     @property
     def budget_bytes(self) -> int | None:
         """The budget that counts."""
-        return _budget_that_counts(self.mode, self.hard_budget_bytes, self.soft_budget_bytes)
+        return budget_that_counts(self.mode, self.hard_budget_bytes, self.soft_budget_bytes)
 
     @property
-    def weight_copy_bytes(self) -> int:
-        """Products take hidden's dtype: a weight of another one is copied."""
-        return 0 if self.weight_itemsize == self.itemsize else self.v * self.d * self.itemsize
+    def memory(self) -> Memory:
+        """What the kernels say of their memory."""
+        return KERNELS.modules[self.kernels].MEMORY
 
-    @property
-    def gathered_bytes(self) -> int:
-        """What mode "fast" holds where the devices have parts of the weight: the whole of it, and of its gradient."""
-        return 0 if self.split is None else (1 + self.gradients.weight) * self.v * self.d * self.weight_itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class DistillationProblem:
-    """All that the plan of a distillation loss on one device depends on."""
-
-    n: int  # tokens
-    d: int  # width of the student's hidden states
-    v: int  # entries of the vocabulary
-    itemsize: int  # bytes of an element of the student's hidden states
-    weight_itemsize: int
-    num_heads: int  # 2 where the teacher's logits are made here, 1 where its log-probabilities are stored
-    head_copies_bytes: int  # products take hidden's dtype: heads of another one are copied
-    platform: str  # "cpu", "gpu" or "tpu"
-    implementation: str
-    mode: str  # "auto", "fast" or "lean"
-    chunk_size: int | None  # tokens; None to choose
-    hard_budget_bytes: int | None
-    soft_budget_bytes: int | None
-    op: str  # for messages
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The budget that counts."""
-        return _budget_that_counts(self.mode, self.hard_budget_bytes, self.soft_budget_bytes)
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """What the kernels' bytes depend on."""
+        return Sizes(
+            self.n,
+            self.d,
+            self.v,
+            self.itemsize,
+            self.weight_itemsize,
+            self.vocab_dim,
+            self.platform,
+            self.gradients,
+            weight_is_split=self.split is not None,
+        )
 
 
-def _budget_that_counts(mode: str, hard: int | None, soft: int | None) -> int | None:
+def budget_that_counts(mode: str, hard: int | None, soft: int | None) -> int | None:
+    """The hard budget, or in mode "auto" without one the soft budget."""
     return hard if hard is not None or mode != "auto" else soft
 
 
