@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
             op=op,
             shape=f"{ROWS} × {width}",
             make=functools.partial(make_scores, ROWS, width),
-            ours={name: functools.partial(OPS[op], implementation=name) for name in ("xla", "triton")},
+            ours={"xla": OPS[op]},
             peers={"Liger": functools.partial(liger, op)}
             | ({"torch.compile": torch_compiled} if op == "softmax" else {}),
             num_differentiated=1,

@@ -9,24 +9,23 @@ from jaxtyping import Array, Float
 from liger_jax.ops import _checks, _explicit
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
-from liger_jax.pallas_kernels.softmax import triton, xla
+from liger_jax.pallas_kernels.softmax import xla
 
-_MODULES = {"xla": xla, "triton": triton}  # Triton is not measured, and so it is nowhere the default
-_KERNELS = {op: Kernels(op, _MODULES) for op in ("softmax", "sparsemax")}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _probabilities(x, forward, backward):
-    return forward.run(*forward.guarded(x))
+_KERNELS = {op: Kernels(op, {"xla": xla}) for op in ("softmax", "sparsemax")}
 
 
-def _forward_rule(x, forward, backward):
-    y = forward.run(*forward.guarded(x))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _probabilities(x, kind):
+    return xla.forward(x, kind=kind)
+
+
+def _forward_rule(x, kind):
+    y = xla.forward(x, kind=kind)
     return y, y
 
 
-def _backward_rule(forward, backward, y, dy):
-    return (backward.run(*backward.guarded(dy, y)),)
+def _backward_rule(kind, y, dy):
+    return (xla.backward(dy, y, kind=kind),)
 
 
 _probabilities.defvjp(_forward_rule, _backward_rule)
@@ -38,20 +37,19 @@ def softmax(
     """Makes probabilities of scores: y_i = exp(x_i) / Σ_j exp(x_j) along an axis.
 
     The largest score is subtracted from all scores first. Value and gradient are computed in float32 and rounded once.
-    Only the output is kept for the backward pass. The default is XLA, because the Triton kernels are not measured.
+    Only the output is kept for the backward pass.
 
     Args:
         x: at least one axis, any float dtype. A score of −inf gets probability 0, unless all are −inf.
         axis: the axis of the sum, a Python int.
-        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
-            these to try in order.
+        implementation: None or "xla".
 
     Returns:
         An array like `x`.
 
     Raises:
         TypeError: `x` is not floating point.
-        ValueError: `axis` is not among x's, `implementation` is unknown, or the named one cannot run here.
+        ValueError: `axis` is not among x's, or `implementation` is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,22 +68,20 @@ def sparsemax(
     """Makes probabilities of scores, most of them 0: y_i = max(x_i − τ, 0), with τ such that Σ_j y_j = 1 along an axis.
 
     y is the distribution nearest to x. With S = {i: y_i > 0}, dx_i = dy_i − mean of dy over S for i in S, and 0
-    elsewhere. τ is exact: XLA sorts, and the Triton kernel takes Newton's steps until a step changes nothing. Computed
-    in float32 and rounded once. Only the output is kept for the backward pass. The default is XLA, because the Triton
-    kernels are not measured.
+    elsewhere. τ is exact: it comes from a sort of the scores. Computed in float32 and rounded once. Only the output is
+    kept for the backward pass.
 
     Args:
         x: at least one axis, any float dtype.
         axis: the axis of the sum, a Python int.
-        implementation: None for the platform's default, or "xla", "triton", "triton:interpret", or a tuple of
-            these to try in order.
+        implementation: None or "xla".
 
     Returns:
         An array like `x`.
 
     Raises:
         TypeError: `x` is not floating point.
-        ValueError: `axis` is not among x's, `implementation` is unknown, or the named one cannot run here.
+        ValueError: `axis` is not among x's, or `implementation` is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -108,6 +104,5 @@ def _along_axis(op: str, x: ArrayLike, axis: int, implementation: Implementation
     if (spec := _explicit.row_spec(rows)) is not None:
         local = functools.partial(_along_axis, op, axis=-1, implementation=implementation)
         return jnp.moveaxis(_explicit.on_rows(op, local, spec, (rows,)), -1, axis)
-    choice = _KERNELS[op].choose(implementation, rows, kind=op)
-    kernels = choice.kernel("forward", kind=op), choice.kernel("backward", kind=op)
-    return jnp.moveaxis(_probabilities(rows, *kernels), -1, axis)
+    _KERNELS[op].choose(implementation, rows, kind=op)
+    return jnp.moveaxis(_probabilities(rows, op), -1, axis)

@@ -24,8 +24,6 @@ from liger_jax import (
     geglu,
     layer_norm,
     rms_norm,
-    softmax,
-    sparsemax,
     swiglu,
 )
 
@@ -159,7 +157,7 @@ RAGGED_HEADS = (((3, 4095, 14, 80), BF16), ((3, 4095, 2, 80), BF16), ((3, 4095, 
 GATES = (((16384, 14336), BF16), ((16384, 14336), BF16))
 MLP = (((4, 2048, 2048), BF16), ((2048, 8192), BF16), ((2048, 8192), BF16), ((8192, 2048), BF16))
 
-GLU, SPARSEMAX = ("glu_forward", "glu_backward"), ("sparsemax_forward", "sparsemax_backward")
+GLU = ("glu_forward", "glu_backward")
 
 ROPE = ("rope_forward", "rope_backward")
 mrope = functools.partial(apply_mrope, sections=(16, 24, 24))
@@ -170,9 +168,6 @@ GPU_ONLY = [
     Case("swiglu_side_by_side", with_gradient(swiglu, (0,)), (((16384, 2 * 14336), BF16),), GLU),
     Case("geglu_side_by_side_odd", with_gradient(geglu, (0,)), (((4095, 2 * 333), F32),), GLU, full=True),
     Case("gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("glu_forward", "glu_gradients_and_product")),
-    Case("softmax", with_gradient(softmax, (0,)), (((16384, 4096), BF16),), ("softmax_forward", "softmax_backward")),
-    Case("sparsemax", with_gradient(sparsemax, (0,)), (((4095, 1000), BF16),), SPARSEMAX),
-    Case("sparsemax_wide", with_gradient(sparsemax, (0,)), (((512, 32768), F32),), SPARSEMAX, full=True),
     Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ROPE),
     Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ROPE),
     Case("apply_mrope", with_gradient(mrope, (0, 1)), THREE_TABLES, ROPE),

@@ -154,6 +154,8 @@ NO_KERNEL = (  # that an interpreter on a CPU runs, or none at all
     "group_norm",
     "poly_norm",
     "relu_squared",
+    "softmax",
+    "sparsemax",
     "softmax_cross_entropy_with_integer_labels",
 )
 

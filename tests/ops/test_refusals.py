@@ -61,11 +61,6 @@ def rope(rng):
     return functools.partial(ops.apply_rope, cos=table, sin=table), [q, k]
 
 
-def rows(op, rng):
-    n, d = some(rng, 1, 37, 4096), some(rng, 1, 70, 1000, 4096, 32768, 65537)
-    return op, typed(rng, (n, d))
-
-
 def gated(op, rng):
     gate, *_ = typed(rng, (some(rng, 1, 37, 4096), some(rng, 1, 70, 1000, 14336)))
     return op, [gate, gate]
@@ -97,8 +92,6 @@ CASES = {
     "dyt": (dyt, ("triton", "mosaic_tpu")),
     "causal_attention": (attention, ("triton", "mosaic_gpu", "splash")),
     "apply_rope": (rope, ("triton",)),
-    "softmax": (functools.partial(rows, ops.softmax), ("triton",)),
-    "sparsemax": (functools.partial(rows, ops.sparsemax), ("triton",)),
     "swiglu": (functools.partial(gated, ops.swiglu), ("triton",)),
     "gated_mlp": (mlp, ("triton", "mosaic_gpu")),
     "fused_linear_cross_entropy": (linear_loss, ("triton", "mosaic_gpu", "mosaic_tpu")),

@@ -12,7 +12,7 @@ from liger_jax.pallas_kernels.softmax import reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 
-KERNELS = ("xla", "triton")
+KERNELS = ("xla",)
 # Ragged in every tile, one row, width 1, one axis, three axes.
 SHAPES = [(37, 1030), (1, 3000), (1300, 1), (70,), (3, 5, 129)]
 OPS = {"softmax": softmax, "sparsemax": sparsemax}
@@ -120,7 +120,7 @@ def test_sparsemax_of_many_equal_scores_is_flat(implementation):
 
 @pytest.mark.parametrize("width", _oracle.first(1, [32768, 2000]))
 def test_sparsemax_of_wide_rows_is_exact(width, implementation, rng):
-    """Random rows, and rows of slowly changing scores, which are the hardest for Newton's method."""
+    """Random rows, and rows of slowly changing scores, among which the threshold is hard to find."""
     (x,) = normal(rng, (2, width))
     rows = [
         x[0],
@@ -172,12 +172,6 @@ def test_shard_map(check_vma, kind, implementation, rng):
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
 def test_xla_is_partitioned_without_communication(axis_type, kind, rng):
     _oracle.check_partitioned(OPS[kind], normal(rng, (8, 5, 70)), rng, axis_type)
-
-
-@kinds
-def test_rows_too_wide_for_one_program_are_refused_by_triton(kind):
-    with pytest.raises(ValueError, match=r"a row of 32769 elements exceeds 32768.*use 'xla'\."):
-        OPS[kind](jnp.ones((1, 32769)), implementation="triton:interpret")
 
 
 @kinds
