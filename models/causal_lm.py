@@ -38,7 +38,7 @@ class CausalLM(Pretrained):
         kernels: which ops run as kernels.
         dtype: dtype of the computation; norms, rotary embedding, logits and loss round from float32.
         param_dtype: dtype of the parameters.
-        remat: what each layer keeps for the backward: `"none"` (all that costs), `"dots"` (its matrix products),
+        remat: what each layer keeps for the backward: `"none"` (all that takes long to make), `"dots"` (its products),
             `"full"` (only its input) or `"offload"` (only its input, in the host's memory).
         scan_layers: stack the layers' parameters and scan over them, so that a layer is compiled once.
         rngs: `nnx.Rngs` with a stream `params`, or a default one.
@@ -143,7 +143,7 @@ class CausalLM(Pretrained):
             attention_mask: 0 where a token is padding; no other token sees it, and its id may be any. Labels decide
                 what is scored, not this mask.
             cache: an `init_cache`, or an earlier call's cache. These tokens follow the tokens in it and see them.
-                Windows and default positions then count tokens only, whichever side a sequence is padded on.
+                Windows and default positions then count tokens only. Padding may be on the left or on the right.
 
         Returns:
             A `CausalLMOutput`; logits are float32.

@@ -43,17 +43,17 @@ class Factors:
 
     @property
     def rows(self) -> int:
-        """Of the product."""
+        """The product's rows."""
         return self.a.shape[1 - self.contract[0]]
 
     @property
     def columns(self) -> int:
-        """Of the product."""
+        """The product's columns."""
         return self.num_columns or self.b.shape[1 - self.contract[1]]
 
     @property
     def depth(self) -> int:
-        """Of the contracted axis."""
+        """The length of the contracted axis."""
         return self.a.shape[self.contract[0]]
 
 

@@ -46,15 +46,15 @@ class Tile(NamedTuple):
     """One warpgroup's part of the product, as the epilogue gets it."""
 
     values: Any  # (rows, columns) float32
-    row: Any  # of its first element
-    column: Any  # of its first element, counted from `first_column`
+    row: Any  # the row of its first element
+    column: Any  # the column of its first element, counted from `first_column`
     column_tile: Any
     warpgroup: Any
     row_vectors: Sequence[Any] = ()
     column_vectors: Sequence[Any] = ()
     first_column: Any = 0  # where b's columns begin (`Factors`)
     place: Any = 0  # where the results go (`Epilogue`)
-    flag: Any = 0  # of `Epilogue`
+    flag: Any = 0  # the epilogue's own number
 
     def over_rows(self, vector):
         """A vector of rows, repeated along the columns."""

@@ -47,9 +47,9 @@ def opaque(inputs: Any, op: str, second_derivatives: str) -> Any:
     """Returns `inputs`, for a computation that the compiler must not partition, and that has no derivative.
 
     XLA cannot partition a Triton call or a scan over chunks of tokens: it would silently gather the tokens on every
-    device. For how many devices a program is compiled is known only when it is lowered, so the check is a primitive
-    that lowers to nothing. The primitive has no derivative either. An op's differentiation rules call it, so it meets
-    only those who differentiate the op a second time.
+    device. The number of devices that a program is compiled for is known only when the program is lowered. So the check
+    is a primitive that lowers to nothing. The primitive has no derivative either. An op's differentiation rules call
+    it, so only a second differentiation of the op reaches it.
 
     Args:
         inputs: a tree of arrays.

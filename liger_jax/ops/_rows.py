@@ -7,8 +7,9 @@ import jax
 from liger_jax.ops._kernels import Choice, Implementation, Kernels
 from liger_jax.ops._place import Place, place_of
 
-_FEW_ROWS = 2048  # up to so many, each of Hopper's teams has five rows at most,
-_LEAST_WIDTH_OF_FEW = 5120  # and Triton is faster below this width
+# With 2,048 rows or fewer, each of Hopper's teams has five rows at most. Triton is faster then, below 5,120 columns.
+_FEW_ROWS = 2048
+_LEAST_WIDTH_OF_FEW = 5120
 
 
 def choose(

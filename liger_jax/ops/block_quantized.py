@@ -2,9 +2,10 @@
 
     w = code_book[c]·s,   s = max |w| over the block
 
-"nf4" has the 16 quantiles of a normal distribution as its code book, and two codes to a byte. "int8" has c/127 for c
-from −127 to 127. A value lies within half the code book's widest gap, times s, of the weight that it stands for. A
-scale is rounded to bfloat16, which changes it by 2⁻⁸ of itself at most, and not at all where weights are bfloat16.
+The code book of "nf4" is the 16 quantiles of a normal distribution, and a byte holds two codes. The code book of
+"int8" is c/127 for c from −127 to 127. A value differs from its weight by s times half the code book's widest gap, at
+most. A scale is rounded to bfloat16, which changes it by 2⁻⁸ of itself at most. It is not changed where weights are
+bfloat16.
 """
 
 import dataclasses

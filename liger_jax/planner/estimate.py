@@ -172,8 +172,8 @@ def estimate(run: Run) -> Estimate:
         loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8)
         loss += size * sizes.head if is_cast else 0
         head_gradient, in_loss = head_gradient if tpu else 0, param * sizes.head if gathered else 0
-    # A tied head's gradient is the embedding's, too. With 16-bit parameters it also holds the rounding errors of the
-    # rows of this batch's tokens, in float32.
+    # A tied head's gradient is the embedding's gradient, too. With 16-bit parameters it comes with a float32 buffer:
+    # the rounding errors in the table's rows of this batch's tokens.
     is_widened = run.head_dtype != run.param_dtype
     remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if is_widened else 0
     sums = 4 * sizes.trained if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32

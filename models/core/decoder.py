@@ -77,10 +77,11 @@ class Decoder(nnx.Module):
     def embed(self, input_ids: Integer[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
         """Looks up the tokens' embeddings, and returns the table too, as the weight of a tied head.
 
-        On one device the table's two gradients are summed in float32 and rounded once. If the batch is split over
-        several devices, each device sums its own two. The table is sent to the devices in the computation's dtype, and
-        their sums are added in that dtype, as for every matrix. Beside adapters the table is not trained, and the head
-        is the table as it is: a float32 copy of a bfloat16 one would be held for nothing.
+        On one device the table's two gradients, as an embedding and as a head, are summed in float32 and rounded once.
+        If the batch is split over several devices, each device sums the two gradients of its part. The table is sent
+        to the devices in the computation's dtype. Their sums come back and are added in that dtype, as for every
+        matrix. If adapters are trained, the table is not, and the head is the table in its own dtype: a float32 copy of
+        a bfloat16 table would serve nothing.
         """
         table = self.embed_tokens[...]
         is_frozen = bool(nnx.to_flat_state(nnx.state(self, nnx.LoRAParam)))

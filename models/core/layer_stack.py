@@ -20,11 +20,12 @@ from liger_jax.models.core.sharding import gathered
 class LayerStack:
     """Makes and runs layers with parameters of equal shapes: by a scan over stacked parameters, or by a Python loop.
 
-    Layers may be of several kinds, in a pattern that repeats. The scan runs over the pattern's repetitions, and the
-    layers that are left over follow in a loop. Both ways start from the same random numbers. A scan compiles its body
+    Layers may be of several kinds, in a pattern that repeats. The scan runs over the pattern's repetitions. The layers
+    that are left over follow in a loop. Both ways start from the same random numbers. A scan compiles its body
     once; it holds the gradients of all layers until the optimizer runs.
 
-    The stack itself holds no parameters. The decoder holds the layers, so that a name says "layers" once.
+    The stack itself holds no parameters. The decoder holds the layers, so that the word "layers" stands only once in a
+    parameter's name.
 
     Args:
         kinds: the kind of each of the L layers.

@@ -8,8 +8,8 @@ The backward makes dq by tiles of queries, and dk and dv by tiles of keys. Each 
 are seven products. Nothing is added up in memory, so every run gives the same bits.
 Rounding: scores, softmax, sums and accumulators are float32; weights and scores' gradients are rounded to q's dtype for
 their products.
-On an H100, packed rows take 0.22 to 0.64 of the time that cuDNN takes without segments. The more is visible, the longer
-they take (benchmarks/results/attention.md).
+On an H100, packed rows take 0.22 to 0.64 of the time that cuDNN takes for the same rows without segments. The time
+grows with the number of visible scores (benchmarks/results/attention.md).
 """
 
 import jax

@@ -12,6 +12,8 @@ from liger_jax.pallas_kernels._hopper import NUM_CORES
 from liger_jax.pallas_kernels._tiles import cdiv
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 
+LEAST_ENTRIES = 512  # in a slice, for an engine that asks for no more
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -84,7 +86,7 @@ class Memory:
     preferred_entries: Callable[[Sizes], int]
     fast: Callable[[Sizes, int], Buffers] | None = None
     preferred_tokens: Callable[[Sizes], int] = long_chunk
-    least_entries: int = 512
+    least_entries: int = LEAST_ENTRIES
     chunk_cost: Callable[[Sizes, int], float] | None = None
     workspace_bytes: int = 0
 
@@ -141,3 +143,9 @@ def one_chunk_or_8192(sizes: Sizes, fast: Callable[[Sizes, int], Buffers]) -> in
 def entries_of_a_quarter(sizes: Sizes, bytes_of_entry: int) -> int:
     """The entries in a slice whose buffers take a quarter of the logits in 16 bits."""
     return max(sizes.n, 1) * sizes.v // 2 // bytes_of_entry
+
+
+def entries_of_128_mib(sizes: Sizes, bytes_of_entry: int) -> int:
+    """The entries in a slice with up to 128 MiB of logits and du, and up to a quarter of all logits in 16 bits."""
+    most = 2**27 // ((4 + sizes.itemsize) * max(sizes.n, 1))
+    return max(LEAST_ENTRIES, min(most, entries_of_a_quarter(sizes, bytes_of_entry)) // 256 * 256)

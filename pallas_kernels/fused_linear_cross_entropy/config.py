@@ -217,18 +217,18 @@ def tpu_config(
 ) -> TpuConfig:
     """Square tiles of 1,024, or of the size that fits.
 
-    Up to 4,096, a tile has all of d. Up to 8,192 it has all of d and half of the columns. Beyond, it has the widest
-    part of d up to 2,048. A tile has half of the columns too where the last tile would be mostly empty.
+    If d is 4,096 or less, a tile has all of d. Up to 8,192 it has all of d and half of the columns. If d is larger, it
+    has the widest part of d up to 2,048. A tile also has half of the columns if the last tile would be mostly empty.
 
-    With all of d, there are as many FLOP for each byte that is read as a row tile has rows (bf16). Otherwise there are
-    half as many, because hidden is read again for each weight tile. v6e's HBM asks for 561, which 1,024 rows with all
-    of d give. 512 rows are what fits in 16 MiB.
+    A tile of r rows with all of d makes r FLOP for each byte that it reads (bf16). A tile with a part of d makes half
+    as many, because hidden is read again for each weight tile. v6e's HBM asks for 561 FLOP a byte, which 1,024 rows
+    with all of d give. In 16 MiB there is room for 512 rows.
 
-    What is left free has room for five statistics of a tile's rows; more of them are counted. `keeps_maxima` says
-    whether the rows' maxima are written too, in mode "fast". `num_vectors` says how many of a bias and class weights
-    there are: each spills as much as a product. Both are counted where a tile has a part of d: without, v4's 16 MiB
-    are exceeded by 0.06 (maxima at (8192, 4096, 128256)) and 1.34 (all options at (8192, 8192, 128256)). With all of d
-    they fit into memory that is counted for spills and stays free.
+    The memory that is left free has room for five statistics of a tile's rows. More statistics are counted.
+    `keeps_maxima` says whether the rows' maxima are written too, in mode "fast". `num_vectors` is the number of vectors
+    among bias and class weights: each spills as much as a product. Maxima and vectors are counted if a tile has a part
+    of d. If they were not, v4's 16 MiB would be exceeded by 0.06 MiB (maxima at (8192, 4096, 128256)) and 1.34 MiB (all
+    options at (8192, 8192, 128256)). A tile with all of d has room for them: it spills less than is counted.
     """
     room = vmem_bytes - max(4 * 2**20, vmem_bytes // 8)
     # The compiler writes out the product of one tile, and float32 at 'highest' six times. Beyond `most` multiplications

@@ -4,6 +4,7 @@ from liger_jax.pallas_kernels._hopper_tiles import ROWS
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import config
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
+    LEAST_ENTRIES,
     Buffers,
     Memory,
     Sizes,
@@ -14,7 +15,6 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
 )
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.mosaic_gpu_operands import copies_slices, takes
 
-_LEAST_ENTRIES = 512
 _CUBLAS_BYTES = 32 * 2**20  # cuBLAS's workspace, for XLA's products
 
 
@@ -31,12 +31,13 @@ def fast(sizes: Sizes, tokens: int) -> Buffers:
     of_parts = 0
     if not takes(v, "fast", sizes.vocab_dim):
         is_copied = copies_slices(sizes.vocab_dim)
-        # The weight's whole tiles, and their part of dW until it is put in its place.
+        # A copy of the weight's whole tiles. Their part of dW has a buffer of its own until it is put in its place.
         weight_slice = v * d * sizes.itemsize if is_copied and not sizes.weight_copy_bytes else 0
-        # (Beside a cast weight XLA makes one chunk's dW, at some sizes in its place at once.)
+        # (One chunk's dW needs no such buffer at some sizes of a weight that is cast: XLA writes it to its place.)
         part_of_dw = v * d * sizes.weight_itemsize if needs_weight and (is_copied or not is_whole) else 0
-        of_parts = max(weight_slice, part_of_dw)  # one after the other
-        if part_of_dw and not is_whole:  # at a time, and the largest buffer beside it lies where dW will be
+        of_parts = max(weight_slice, part_of_dw)  # the second is made when the first is free
+        if part_of_dw and not is_whole:
+            # Both live at the same time here. The largest of the other buffers lies where dW will be.
             in_its_place = max(weight_slice, dw_low_byte, 0 if is_copied else weight_copy)
             of_parts = weight_slice + part_of_dw - in_its_place
     of_weight = dw_low_byte + weight_copy + of_parts
@@ -98,7 +99,7 @@ def _entries(sizes: Sizes) -> int:
     n = max(sizes.n, 1)
     quarter = entries_of_a_quarter(sizes, _slice_bytes(sizes, 1))
     most = min(max(4096, 72 * 2**20 // (sizes.itemsize * n)), 16384, quarter)
-    most = max(_LEAST_ENTRIES, most // 256 * 256)
+    most = max(LEAST_ENTRIES, most // 256 * 256)
     candidates = range(min(4096, most), most + 1, 256)
     return min(candidates, key=lambda size: (config.mosaic_gpu_entry_cost(sizes.n, sizes.d, size), size))
 
@@ -108,7 +109,6 @@ MEMORY = Memory(
     lean=lean,
     preferred_tokens=lambda sizes: one_chunk_or_8192(sizes, fast),
     preferred_entries=_entries,
-    least_entries=_LEAST_ENTRIES,
     chunk_cost=lambda sizes, tokens: config.mosaic_gpu_chunk_cost(sizes.n, sizes.d, tokens),
     workspace_bytes=_CUBLAS_BYTES,
 )

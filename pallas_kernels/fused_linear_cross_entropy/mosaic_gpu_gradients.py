@@ -314,7 +314,8 @@ def _from_exponentials(
     probability = e * tile.over_rows(jnp.exp2((maximum - lse) * _LOG2_E))
     z = None if options.softcap is None else tile.over_rows(maximum) + jnp.log(jnp.maximum(e, _SMALLEST))
     du = _logit_gradient(tile, z, None, probability, labels, g, class_weights, options)
-    # Without the sum of logits, or with class weights, which are 0 there, E = 0 makes du 0 by itself.
+    # E is 0 for entries from `vocab_size` on, so most terms of du are 0 there. The term of the sum of logits is not,
+    # unless class weights, which are 0 there, are its factor.
     if options.logit_sum and class_weights is None and vocab_size % 64:
         du = jnp.where(tile.column_indices() < vocab_size - tile.column, du, 0.0)
     return du

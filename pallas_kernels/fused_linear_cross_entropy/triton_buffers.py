@@ -1,10 +1,10 @@
 """The memory of Triton's fused linear loss, which has mode "lean" only."""
 
-from liger_jax.pallas_kernels.fused_linear_cross_entropy import xla_buffers
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
     Buffers,
     Memory,
     Sizes,
+    entries_of_128_mib,
     gathered_slice_bytes,
     logit_gradient_bytes,
     row_number_bytes,
@@ -26,4 +26,4 @@ def _slice_bytes(sizes: Sizes, entries: int) -> int:
     return logit_gradient_bytes(sizes, max(sizes.n, 1), entries) + entries * sizes.d * (4 + sizes.itemsize)
 
 
-MEMORY = Memory(lean=lean, preferred_entries=lambda sizes: xla_buffers.preferred_entries(sizes, _slice_bytes(sizes, 1)))
+MEMORY = Memory(lean=lean, preferred_entries=lambda sizes: entries_of_128_mib(sizes, _slice_bytes(sizes, 1)))

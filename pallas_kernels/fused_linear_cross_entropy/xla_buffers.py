@@ -4,12 +4,10 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import (
     Buffers,
     Memory,
     Sizes,
-    entries_of_a_quarter,
+    entries_of_128_mib,
     logit_gradient_bytes,
     summed_bytes,
 )
-
-LEAST_ENTRIES = 512
 
 
 def fast(sizes: Sizes, tokens: int) -> Buffers:
@@ -51,15 +49,8 @@ def _writes_in_place(sizes: Sizes) -> bool:
     return sizes.platform == "cpu" and is_float32 and not sizes.weight_is_split
 
 
-def preferred_entries(sizes: Sizes, bytes_of_entry: int) -> int:
-    """Up to 128 MiB of logits and du, which take up to a quarter of all logits in 16 bits."""
-    most = 2**27 // ((4 + sizes.itemsize) * max(sizes.n, 1))
-    return max(LEAST_ENTRIES, min(most, entries_of_a_quarter(sizes, bytes_of_entry)) // 256 * 256)
-
-
 MEMORY = Memory(
     fast=fast,
     lean=lean,
-    preferred_entries=lambda sizes: preferred_entries(sizes, _slice_bytes(sizes, 1)),
-    least_entries=LEAST_ENTRIES,
+    preferred_entries=lambda sizes: entries_of_128_mib(sizes, _slice_bytes(sizes, 1)),
 )

@@ -9,10 +9,10 @@ goes through these steps:
     └──────────┬──────────┘             └──────┬──────┘
                ├───────────────────────────────┘
                ▼
-     1. statistics ──── Σ along the row ────► sums (N, 1)         Σ x², say. The forward pass may save these sums,
+     1. statistics ──── Σ along the row ────► sums (N, 1)         as Σ x². The forward pass may save these sums,
         rescues    ──── Σ along the row ────► sums (N, 1)         and the backward pass then begins with them.
                ▼
-     2. stages     ──── Σ along the row ────► sums (N, 1)         Σ dx̂·x̂, say, which needs Σ x².
+     2. stages     ──── Σ along the row ────► sums (N, 1)         as Σ dx̂·x̂, which needs Σ x².
                ▼
      3. outputs    ─┬── element by element ─► outputs (N, D)      y or dx.
                     └── Σ over all rows ────► totals (D,)         dscale and dbias.
@@ -22,8 +22,8 @@ row whose last statistic overflowed to infinity, or vanished: their terms are sq
 of the row.
 
 The mathematics of a pass is written once, for any part of a row's elements. A runner calls it for whole arrays (XLA),
-for pieces of a row in registers (Triton, Mosaic GPU) or for chunks of many rows (TPU). Why sums are saved: a backward
-pass that is given the statistics has one stage left. Whether they are saved is the runner's choice.
+for pieces of a row in registers (Triton, Mosaic GPU) or for chunks of many rows (TPU). A runner may save the sums of
+the statistics for the backward pass, which then has one stage left.
 """
 
 import dataclasses

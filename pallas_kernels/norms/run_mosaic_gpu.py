@@ -182,8 +182,8 @@ def _kernel(*refs, row_pass: RowPass, signature: Signature, n: int, num_blocks: 
     def step(i, carry):
         known_sums, totals = carry
         next_known_sums = load_known_sums(i + 1)
-        # Here, and not after the previous row, although that was read by then: there the compiler moves the additions
-        # to `totals` past the branch, and spills.
+        # The next row is fetched here. It could be fetched at the end of the previous step, when that step's row has
+        # been read. But then the compiler moves the additions to `totals` past the branch, and spills registers.
         plgpu.commit_smem()
         for queue, stages in zip(queues, tiles.stages, strict=True):
             fetch(queue, i + stages - 1)

@@ -33,7 +33,7 @@ def problem_on_device(
     vocab_axis: str | None,
     **limits: Any,
 ) -> Problem:
-    """The problem of one device's arrays; a ValueError where they lie on a mesh that the compiler would partition."""
+    """The problem of one device's arrays. If they lie on a mesh that the compiler would partition: a ValueError."""
     dtypes = [x.dtype for x in (hidden, weight, *others) if x is not None]
     is_free = options.mode == "auto" and limits.get("memory_budget_bytes") is None
     place = place_of(hidden, weight, beside=(labels, *others), memory_is_needed=is_free)
@@ -55,14 +55,14 @@ def problem_on_device(
 def kernel_of(
     problem: Problem, options: LinearOptions, function: str, needs: Needs | None = None, **static: Any
 ) -> Kernel:
-    """A function of the chosen implementation. Those that make gradients take `needs`, the others do not."""
+    """A function of the chosen implementation. `needs` is for functions that make gradients, and None for others."""
     static = static if needs is None else {"needs": needs, **static}
     choice = KERNELS.named(problem.implementation)
     return choice.kernel(function, options=kernel_options(problem, options, needs), **static)
 
 
 def guarded_inputs(problem: Problem, hidden: Any, weight: Any, labels: Any, bias: Any, class_weights: Any) -> Inputs:
-    """What every kernel reads, guarded for XLA too: it cannot partition its scan over chunks any more than Pallas."""
+    """What every kernel reads, guarded. XLA's loss is guarded too, because its scan over chunks is not partitioned."""
     return _mesh.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES)
 
 

@@ -57,8 +57,8 @@ def fused_linear_cross_entropy(
     operations; it needs a scalar loss, and no float16. Mode "lean" makes statistics first and recomputes slices of the
     vocabulary for the gradients: 4 products, and the weight's gradient is written once. "auto" is fast where the
     device's memory or `memory_budget_bytes` allows it; `plan_fused_linear_cross_entropy` says what it comes to. The
-    weight's gradient is never summed in less than float32, or two 16-bit halves of it. Products take hidden's dtype. On
-    one device, the same program gives the same bits every time.
+    weight's gradient is summed over chunks in float32, or on Hopper, for a weight of 16 bits, in the three upper bytes
+    of it. Products take hidden's dtype. On one device, the same program gives the same bits every time.
 
     On a mesh with Explicit axes tokens stay where they are, and "mean" is the mean over all devices. A weight that is
     split over the tokens' axes is gathered: in mode "lean" by slices, and each slice's gradient is scattered at once. A

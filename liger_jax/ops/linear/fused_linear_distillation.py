@@ -63,7 +63,8 @@ def fused_linear_distillation(
     Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens: three products of the student and
     one of the teacher. It needs a scalar loss. Mode "lean" makes the logits once more in the backward, in slices of the
     vocabulary, and writes the weight's gradient once: four products and two. "auto" is fast where the device's memory
-    or `memory_budget_bytes` allows it. The weight's gradient is summed in float32.
+    or `memory_budget_bytes` allows it. The weight's gradient is summed over chunks in float32,
+    or on Hopper, for a weight of 16 bits, in the three upper bytes of it.
 
     Args:
         student_hidden: (..., D), any float dtype.
@@ -94,7 +95,8 @@ def fused_linear_distillation(
         chunk_size: tokens in a chunk; None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
         precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: None or "xla".
+        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "mosaic_gpu:interpret", or a
+            tuple of these to try in order.
 
     Returns:
         The loss, float32: () for "mean" and "sum", (...) for "none". The mean of no token is 0.

@@ -79,7 +79,8 @@ def fused_linear_topk_distillation(
         chunk_size: tokens in a chunk; None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
         precision: of the products; None for `jax.default_matmul_precision`.
-        implementation: None or "xla".
+        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper), "mosaic_gpu:interpret", or a
+            tuple of these to try in order.
 
     Returns:
         The loss, float32: () for "mean" and "sum", (...) for "none". The mean of no token is 0.

@@ -17,9 +17,9 @@ The decision is made here, from these numbers alone:
     make_plan     chooses the chunk for the gradients that are asked for, and counts its bytes: a `Plan`.
 
 There are two budgets, both for what is needed beside inputs and gradients. The hard one is the caller's
-`memory_budget_bytes`: what does not fit into it is an error. The soft one is a share of the memory: where nothing fits
-into it, the loss takes the lean mode, and more memory than the budget. It is read for mode "auto" alone, and only where
-there is no hard one.
+`memory_budget_bytes`: if nothing fits into it, there is an error. The soft one is a share of the memory: if nothing
+fits into it, the loss takes the lean mode and more memory than the budget. It is read for mode "auto" alone, and only
+where there is no hard one.
 
 distillation_plan.py decides for the distillation losses.
 """
@@ -87,8 +87,8 @@ def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
         return plan
     hard = problem.hard_budget_bytes
     if problem.mode == "auto":
-        # Fewer gradients may need more, because the weight's gradient has room for the weight's copy. The chunk that
-        # was found for all of them serves then, unless all of them are too much for the hard budget, too.
+        # Fewer gradients may need more memory, because the weight's copy can lie where its gradient will be. Then the
+        # chunk that was found for all gradients serves, unless all of them exceed the hard budget, too.
         whole = _plan_of_all_gradients(problem)
         if hard is None or whole.extra_bytes <= hard:
             return _plan_of_size(asked, mode, whole.chunk_size)
@@ -128,8 +128,8 @@ def _plan_of_all_gradients(problem: Problem) -> Plan:
         _plan_of_size(problem, mode, size) for mode in reversed(modes) for size in _sizes(problem, mode, least_tokens)
     )
     if has_fast:
-        # Who names mode "fast" gets a longer chunk, which may need less: the gradients of one chunk are not summed, and
-        # products with many tiles pad no weight.
+        # Mode "fast" by name allows longer chunks. A longer chunk may need less memory: the gradients of one chunk are
+        # not summed, and products with many tiles pad no weight.
         named = dataclasses.replace(problem, mode="fast")
         others.extend(_plan_of_size(problem, "fast", size) for size in _sizes(named, "fast", least_tokens))
     if lean.extra_bytes <= logits_bytes(problem):
@@ -225,19 +225,21 @@ def budget_beside_layers(
     head_is_widened: bool,
     **options: Any,
 ) -> int | None:
-    """The memory that the loss may use without being the peak of a model's training step, or without raising it far.
+    """The memory that the loss of a model's training step may use. A step's peak grows little by it, or not at all.
 
-    Where layers are computed again in the backward, that is the memory of one layer: its norms, gate, up, product and
-    sums. It is a soft budget. On one device a copy of the head in another dtype comes on top: it lies where the layers'
-    gradients will be. On 8 H200, where these are small, the copy would cost LLaMA-3-8B, 16 × 4,096, 1.7 GiB.
+    If the backward computes layers again, the loss may use what one layer takes: its norms, gate, up, product and sums.
+    It is a soft budget. If the head is copied to another dtype, one device may use the copy's bytes as well, because
+    the copy lies where the layers' gradients will be. On several devices these gradients are small: on 8 H200 the copy
+    would cost LLaMA-3-8B, 16 × 4,096, 1.7 GiB.
 
-    Where layers keep all, the loss has no bound, with one exception: a tied bfloat16 head, whose gradient is float32,
-    beside one chunk of all tokens. Chunks of 2,048 tokens or more are taken instead. On an H200 that saves Qwen2-0.5B,
-    8 × 512, 0.55 GiB for 2 % of its time, and 8 × 1,024 1.65 GiB for 1.3 %.
+    If layers keep all that they need, the loss has no bound, with one exception. The gradient of a tied bfloat16 head
+    is float32. Beside one chunk of all tokens it takes much, so chunks of 2,048 tokens or more are taken instead. On an
+    H200 that saves Qwen2-0.5B 0.55 GiB for 2 % of its time (8 × 512), or 1.65 GiB for 1.3 % (8 × 1,024).
 
-    `weight_dtype` is that of the head that the loss gets. `head_is_copied` says whether a copy of it, in the
-    computation's `dtype`, may come on top, and `head_is_widened` whether it is a 16-bit table in float32. `options` are
-    those of `plan_fused_linear_cross_entropy`. The result is a `memory_budget_bytes`, or None for no bound.
+    `weight_dtype` is the dtype of the head that the loss gets. `head_is_copied` says whether the loss may also use the
+    bytes of a copy of the head in the computation's `dtype`. `head_is_widened` says whether the head is a 16-bit table
+    in float32. `options` are those of `plan_fused_linear_cross_entropy`. The result is a `memory_budget_bytes`, or None
+    for no bound.
     """
     if not layers_are_recomputed and not head_is_widened:
         return None

@@ -1,4 +1,4 @@
-"""What the plan of a linear loss depends on, written down: from arrays, or from sizes alone, to a problem.
+"""The problem of a linear loss: all that its plan depends on. It is made from arrays, or from sizes alone.
 
 A linear loss takes the softmax over logits = hidden (N, D) · weightᵀ (D, V). The names around it:
 
@@ -52,7 +52,7 @@ class Problem:
     implementation: str = "xla"  # the kernels' name, with ":interpret" behind it where they are interpreted
     mode: str = "auto"  # or "fast" or "lean"
     chunk_size: int | None = None  # tokens ("fast") or vocabulary entries ("lean"); None to choose
-    gradients: Needs = ALL_GRADIENTS  # that may be asked for; the mode must be known before JAX says which ones are
+    gradients: Needs = ALL_GRADIENTS  # that may be asked for: the mode is chosen before JAX says which ones are
     hard_budget_bytes: int | None = None
     soft_budget_bytes: int | None = None
     vocab_dim: int = 0  # which axis of the weight is the vocabulary
