@@ -43,14 +43,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array) -> "Segments":
-        """The segments of ids (B, T), by one stable sort.
-
-        Args:
-            ids: (B, T) integers.
-
-        Returns:
-            The segments.
-        """
+        """The segments of ids (B, T), by one stable sort."""
         place = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
         by_id, position = jax.lax.sort((ids, place), dimension=1, num_keys=1, is_stable=True)
         # XLA makes one kernel of the few gathers of a search. Running maxima would be a dozen kernels.
@@ -103,14 +96,9 @@ def intervals(
     q_length: int | None = None,
     q_offset: jax.Array | int = 0,
 ) -> Intervals:
-    """The intervals of a row. Without segments they are NumPy arrays (1, T), which are constants of the program.
+    """The intervals of rows of `length` keys. Without segments they are NumPy arrays (1, T), constants of the program.
 
-    Args:
-        length: Tk, the number of keys in a row.
-        segments: the segments of the rows of keys; None for one segment in each row.
-        window: the most keys that a query sees, itself among them.
-        q_length: Tq, the number of queries; None for Tk.
-        q_offset: the position of the first query in the row of keys.
+    A row has `q_length` queries, or one for each key. The first of them has the position `q_offset` among the keys.
     """
     q_length = length if q_length is None else q_length
     key, query = (np.arange(n, dtype=np.int32)[None] for n in (length, q_length))

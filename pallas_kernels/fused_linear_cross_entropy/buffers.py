@@ -77,8 +77,8 @@ class Memory:
         preferred_entries: the entries in a slice where memory is no matter.
         least_entries: the fewest entries of a slice: a few tiles, below which products take longer without needing much
             less.
-        chunk_cost: what mode "fast" costs in chunks of so many tokens, of which the last one may be shorter. None for
-            an engine whose chunks have all the same size.
+        chunk_cost: the cost of mode "fast" for N, D and the tokens in a chunk, of which the last may have fewer. None
+            for an engine whose chunks all have the same size.
         workspace_bytes: what a library's products take, which the unfused step's products take too.
     """
 
@@ -87,7 +87,7 @@ class Memory:
     fast: Callable[[Sizes, int], Buffers] | None = None
     preferred_tokens: Callable[[Sizes], int] = long_chunk
     least_entries: int = LEAST_ENTRIES
-    chunk_cost: Callable[[Sizes, int], float] | None = None
+    chunk_cost: Callable[[int, int, int], float] | None = None
     workspace_bytes: int = 0
 
 

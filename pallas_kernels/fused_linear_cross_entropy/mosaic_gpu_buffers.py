@@ -109,6 +109,6 @@ MEMORY = Memory(
     lean=lean,
     preferred_tokens=lambda sizes: one_chunk_or_8192(sizes, fast),
     preferred_entries=_entries,
-    chunk_cost=lambda sizes, tokens: config.mosaic_gpu_chunk_cost(sizes.n, sizes.d, tokens),
+    chunk_cost=config.mosaic_gpu_chunk_cost,
     workspace_bytes=_CUBLAS_BYTES,
 )

@@ -41,20 +41,8 @@ def quantized_log_probs(
 ) -> TokenLogProbs:
     """What `fused_linear_log_probs` gives with the dense head, which is frozen here.
 
-    Args:
-        hidden: (..., D).
-        head: (V, D), with blocks along D.
-        labels: (...).
-        ignore_index: the label of tokens that do not count, or None.
-        temperature: the divisor of the logits.
-        logit_scale: the factor of the logits.
-        logit_softcap: the bound of the logits; None for none.
-        entropy: whether entropies are made.
-        metrics: whether largest logits and their tokens are made.
-        **limits: `memory_budget_bytes` and `implementation` of a slice's products.
-
-    Returns:
-        `TokenLogProbs` of the labels' shape.
+    The head's blocks lie along D. `metrics` says whether largest logits and their tokens are made. `limits` are the
+    `memory_budget_bytes` and the `implementation` of a slice's products; all else is as in `fused_linear_log_probs`.
     """
     options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, logit_scale / temperature, logit_softcap, "none")
     logit_options = dataclasses.replace(options.logit_options(metrics), entropy=entropy)

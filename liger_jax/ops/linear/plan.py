@@ -35,7 +35,6 @@ import jax.numpy as jnp
 
 from liger_jax.ops.linear.problem import Problem, problem_of_sizes
 from liger_jax.pallas_kernels._tiles import cdiv, round_up
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Sizes
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions, Needs
 
 LEAST_TOKENS = 128  # in a chunk of the fast mode
@@ -70,12 +69,12 @@ class Plan:
 
 
 def choose_mode(problem: Problem) -> str:
-    """ "fast" or "lean"; the same whichever gradients are asked for."""
+    """The mode, "fast" or "lean". It does not depend on which gradients are asked for."""
     return problem.mode if problem.mode != "auto" else _plan_of_all_gradients(problem).mode
 
 
 def make_plan(problem: Problem, needs: Needs | None = None) -> Plan:
-    """The plan for the gradients that are asked for; None for all that the problem names.
+    """The plan for the gradients in `needs`, or without it for all gradients that the problem names.
 
     Raises:
         ValueError: the hard budget is too small.
@@ -114,9 +113,10 @@ def kernel_options(problem: Problem, options: LinearOptions, needs: Needs | None
 
 @functools.lru_cache(maxsize=256)
 def _plan_of_all_gradients(problem: Problem) -> Plan:
-    """The first plan of mode "auto" that fits; where none does, the lean mode with the slices that it prefers.
+    """The first plan of mode "auto" that fits. If none does, it is the lean mode with the slices that it prefers.
 
-    Where that needs more than logits would, as with a few entries and wide hidden states: the plan that needs least.
+    With a few entries and wide hidden states, the lean mode may need more than logits do. Then it is the plan that
+    needs least.
     """
     least_tokens = LEAST_TOKENS if problem.platform == "cpu" else LEAST_TOKENS_OF_AUTO
     has_fast = problem.memory.fast is not None
@@ -157,7 +157,7 @@ def logits_bytes(problem: Problem) -> int:
 
 
 def _fits(problem: Problem, plan: Plan) -> bool:
-    """Whether a plan keeps to the budget, and if the mode was not named, does not need more than logits would."""
+    """Whether a plan keeps to the budget. Where the mode was not named, it may also need no more than logits do."""
     if problem.mode == "auto" and plan.extra_bytes > logits_bytes(problem):
         return False
     return problem.budget_bytes is None or plan.extra_bytes <= problem.budget_bytes
@@ -174,11 +174,11 @@ def _sizes(problem: Problem, mode: str, least_tokens: int) -> list[int]:
         return [min(problem.chunk_size, total)]
     preferred = min(_preferred_tokens(problem) if mode == "fast" else memory.preferred_entries(problem.sizes), total)
     if mode == "fast" and memory.chunk_cost is not None:  # the last chunk may be shorter than the others
-        return list(_by_cost(memory.chunk_cost, problem.sizes, preferred, least))
+        return list(_by_cost(memory.chunk_cost, problem.n, problem.d, preferred, least))
     part = largest_part(total, preferred, least, lambda size: _fits(problem, _plan_of_size(problem, mode, size)))
     if mode == "lean":
         return [preferred, part]  # the last slice may be shorter
-    # On a GPU a longer chunk may need less (`padded_weight_bytes`), which bisection can miss.
+    # A longer chunk may need less memory, as where an engine pads no weight for it. Bisection can miss that.
     return [part, *(size for i in range(5) if (size := preferred >> i) > part)]
 
 
@@ -188,11 +188,11 @@ def _preferred_tokens(problem: Problem) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _by_cost(cost: Callable[[Sizes, int], float], sizes: Sizes, most: int, least: int) -> tuple[int, ...]:
+def _by_cost(cost: Callable[[int, int, int], float], n: int, d: int, most: int, least: int) -> tuple[int, ...]:
     """Chunks in whole tiles, and the chunk of `most` tokens, the cheapest first."""
     step = _TILE * cdiv(most - least + 1, _TILE * _MOST_SIZES)
     chunks = {most, *range(round_up(least, _TILE), most, step)}
-    return tuple(sorted(chunks, key=lambda tokens: (cost(sizes, tokens), tokens)))
+    return tuple(sorted(chunks, key=lambda tokens: (cost(n, d, tokens), tokens)))
 
 
 def largest_part(total: int, preferred: int, least: int, fits: Callable[[int], bool]) -> int:
