@@ -118,10 +118,10 @@ def live_rows(hidden: jax.Array, cotangents: Cotangents) -> jax.Array:
 def live_normalizer(log_normalizer: jax.Array, cotangents: Cotangents) -> jax.Array:
     """lse (N,), infinite for tokens on whose loss nothing depends.
 
-    Their probabilities exp(z − lse) are 0 then. Of the zeros in their rows a bias alone makes logits, and with a finite
-    lse exp of a logit above 88.7 would be infinite, and 0 · ∞ is NaN. No other row has this lse: an infinite logit
-    makes it NaN. With one exception: where a shard's logits are all −inf, its lse is −inf and has no cotangent, though
-    the target's logit of every shard has one.
+    Their probabilities exp(z − lse) are 0 then. With a finite lse they could be infinite: these tokens' hidden states
+    are zeros, so that a bias alone makes their logits, and exp of a logit above 88.7 is infinite. Then 0 · ∞ would be
+    NaN. No other row has an infinite lse, because an infinite logit makes it NaN. There is one exception. If a shard's
+    logits are all −inf, its lse is −inf and has no cotangent, though the target's logit of every shard has one.
     """
     no_target = cotangents._replace(target_logit=jnp.zeros_like(cotangents.target_logit), logit_sum=None)
     is_empty = (log_normalizer == -jnp.inf) & ~is_live(no_target)

@@ -85,7 +85,7 @@ class _Queue(NamedTuple):
     warpgroup: Any
 
     def slot(self, i: Any) -> tuple[Any, Any]:
-        """Where the team's i-th row comes to, and its barrier."""
+        """The place in shared memory of the team's i-th row, and its barrier."""
         num_stages, num_warpgroups, *_ = self.slots.shape
         slot = jax.lax.rem(i, num_stages)
         return self.slots.at[slot, self.warpgroup], self.filled.at[slot * num_warpgroups + self.warpgroup]

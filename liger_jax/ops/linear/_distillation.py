@@ -108,7 +108,7 @@ _summed_loss = jax.jit(_summed_loss_vjp, static_argnums=(6, 7), inline=True)
 
 def _run(hidden, weight, bias, teacher, labels, scale, options, choice, needs):
     """(losses times scale (N,), statistics, gradients of their sum)."""
-    # XLA cannot partition its scan over chunks any more than a kernel.
+    # XLA's loss is guarded, too: its scan over chunks cannot be partitioned.
     student, teacher = _mesh.opaque((Head(hidden, weight, bias), teacher), choice.op, _TWICE)
     kernel = choice.kernel("by_tokens", options=options, needs=needs)
     losses, statistics, grads = kernel.run(student, teacher, labels, scale)

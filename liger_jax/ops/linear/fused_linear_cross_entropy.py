@@ -56,7 +56,7 @@ def fused_linear_cross_entropy(
     Mode "fast" makes the gradients together with the loss, chunk by chunk of tokens, with 3 products of 2·N·D·V
     operations; it needs a scalar loss, and no float16. Mode "lean" makes statistics first and recomputes slices of the
     vocabulary for the gradients: 4 products, and the weight's gradient is written once. "auto" is fast where the
-    device's memory or `memory_budget_bytes` allows it; `plan_fused_linear_cross_entropy` says what it comes to. The
+    device's memory or `memory_budget_bytes` allows it; `plan_fused_linear_cross_entropy` says which it is. The
     weight's gradient is summed over chunks in float32, or on Hopper, for a weight of 16 bits, in the three upper bytes
     of it. Products take hidden's dtype. On one device, the same program gives the same bits every time.
 
