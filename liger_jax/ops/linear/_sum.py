@@ -1,7 +1,7 @@
 """The sum of the losses of a linear layer's rows, whose gradients are made in the forward: the fast way, 3 products.
 
-A row's loss is any function of the row's statistics. The fused cross-entropy is one such sum. The fused token loss takes
-any other function.
+A row's loss is any function of the row's statistics. The fused cross-entropy is one such sum. The fused token loss
+takes any other function.
 """
 
 import functools
