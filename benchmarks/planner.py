@@ -20,8 +20,8 @@ from benchmarks._measure import heading, in_own_process, save, table
 from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner.compiled import compile_run
 from liger_jax.planner.estimate import estimate
+from liger_jax.planner.mesh import make_mesh
 from liger_jax.planner.planning import make_run
-from liger_jax.planner.sharding import make_mesh
 from liger_jax.planner.step import LOSSES, Run, training_step
 
 # Model, batch, sequence, remat.

@@ -30,8 +30,8 @@ from benchmarks.planner import measured_peak
 from liger_jax.planner.compiled import compile_run
 from liger_jax.planner.devices import GIB, target
 from liger_jax.planner.estimate import estimate
+from liger_jax.planner.mesh import LAYOUT, make_mesh
 from liger_jax.planner.planning import make_run
-from liger_jax.planner.sharding import make_mesh, shardings
 from liger_jax.planner.step import LOSSES, Run
 from liger_jax.training import make_step
 
@@ -51,14 +51,14 @@ def loss_and_gradients(run: Run, axis_type: AxisType | None):
     sharded = axis_type is not None
     kernels = run.kernels()
     if not sharded:  # all tokens are on one device, and its budget was for a share of them
-        kernels = dataclasses.replace(kernels, batch_axes=None, memory_budget_bytes=None)
+        kernels = dataclasses.replace(kernels, layout=None, memory_budget_bytes=None)
     graph, params = run.model.abstract(
         kernels=kernels, dtype=jnp.dtype(run.dtype), param_dtype=jnp.dtype(run.param_dtype), remat=run.remat
     )
     count = run.target.count if sharded else 1
     sizes = run.mesh if sharded else dict.fromkeys(run.mesh, 1)
     mesh = make_mesh(jax.devices()[:count], sizes, axis_type or AxisType.Auto)
-    of_params, of_tokens = shardings(params, mesh), NamedSharding(mesh, P(tuple(sizes)))
+    of_params, of_tokens = LAYOUT.shardings(params, mesh), NamedSharding(mesh, P(tuple(sizes)))
     types, structure = jax.tree.flatten(params)
 
     def draw():

@@ -12,13 +12,13 @@ from liger_jax.losses import shifted_labels
 from liger_jax.models.core import arguments
 from liger_jax.models.core.cache import KVCache, empty_cache
 from liger_jax.models.core.decoder import Decoder
+from liger_jax.models.core.explicit_axes import with_auto_axes
 from liger_jax.models.core.generation import generate
 from liger_jax.models.core.head import head_logits
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.sharding import on_batch_shards, with_auto_axes
 from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.models.quantized import is_quantized
@@ -366,7 +366,8 @@ class CausalLM(Pretrained):
 
     def _logits(self, hidden, head):
         head = head.astype(hidden.dtype) if is_quantized(head) else head
-        logits = on_batch_shards(head_logits, self.kernels.batch_axes, (hidden,), (head,))
+        layout = self.kernels.mesh_layout
+        logits = layout.run(head_logits, (hidden,), (head,), spec=layout.in_loss)
         softcap, scale = self.config.final_logit_softcapping, self.config.logit_scale
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
         return logits if scale == 1.0 else scale * logits

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.ops.block_quantized import KINDS, BlockQuantized, block_quantized
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -55,16 +56,19 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
     check_kind("quantize", kind)
     if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         raise ValueError("quantize: the model has adapters. Quantise it before add_lora, or merge_lora(model) first.")
-    dense = [projection for projection in _projections(model) if not is_quantized(projection.kernel[...])]
+    dense = [(path, layer) for path, layer in projections(model) if not is_quantized(layer.kernel[...])]
     causal_model: Any = model
     with_head = head and not _is_tied("quantize", model) and not is_quantized(causal_model.head)
     if not dense and not with_head:
         raise ValueError("quantize: no projection of this model is left to quantise.")
-    for projection in dense:
-        projection.kernel = QuantizedParam(quantized(projection.kernel[...], kind, block_size=block_size))
+    for path, layer in dense:
+        options: dict[str, Any] = dict(block_size=block_size, stacked=kernel_of(path, layer).stacked)
+        layer.kernel = QuantizedParam(quantized(layer.kernel[...], kind, **options))
     if with_head:
         dense_head = causal_model.lm_head[...]
-        causal_model.lm_head = QuantizedParam(quantized(dense_head, kind, block_size=block_size, axis=-1))
+        causal_model.lm_head = QuantizedParam(
+            quantized(dense_head, kind, block_size=block_size, axis=-1, stacked=False)
+        )
     return model
 
 
@@ -87,12 +91,13 @@ def dequantize(model: Model) -> Model:
         >>> model.model.layers.self_attn.q_proj.kernel.shape
         (32, 64, 64)
     """
-    holders = [(projection, "kernel") for projection in _projections(model)] + [(model, "lm_head")]
-    found = [(holder, name) for holder, name in holders if isinstance(getattr(holder, name, None), QuantizedParam)]
+    holders = [(layer, "kernel", kernel_of(path, layer).stacked) for path, layer in projections(model)]
+    holders += [(model, "lm_head", False)]
+    found = [holder for holder in holders if isinstance(getattr(*holder[:2], None), QuantizedParam)]
     if not found:
         raise ValueError("dequantize: no weight of this model is quantised.")
-    for holder, name in found:
-        setattr(holder, name, nnx.Param(dense(getattr(holder, name)[...])))
+    for holder, name, stacked in found:
+        setattr(holder, name, nnx.Param(_dense(getattr(holder, name)[...], stacked)))
     return model
 
 
@@ -104,7 +109,7 @@ def check_kind(caller: str, kind: Any) -> None:
 
 def frozen(model: Model) -> Model:
     """The model with each quantised weight as a `QuantizedParam`, whatever variable a checkpoint was read into."""
-    for projection in _projections(model):
+    for _, projection in projections(model):
         if is_quantized(projection.kernel[...]):
             projection.kernel = QuantizedParam(projection.kernel[...])
     return model
@@ -115,34 +120,30 @@ def is_quantized(weight: Any) -> bool:
     return isinstance(weight, BlockQuantized)
 
 
-def quantized(weight: jax.Array, kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
-    """A parameter quantised, one stacked layer after another, on its own devices."""
+def quantized(weight: jax.Array, kind: str, *, block_size: int = 64, axis: int = -2, stacked: bool) -> BlockQuantized:
+    """A parameter quantised on its own devices; one that is stacked, one layer after another."""
     sharding = None if isinstance(weight, Tracer) else weight.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return _quantized(weight, kind, block_size, axis)
+        return _quantized(weight, kind, block_size, axis, stacked)
     spec = [*sharding.spec, *(None for _ in range(weight.ndim - len(sharding.spec)))]
     other = -1 if axis == -2 else -2
     if spec[axis] is not None and spec[other] is None:
         spec[axis], spec[other] = None, spec[axis]
-    local = functools.partial(_quantized, kind=kind, block_size=block_size, axis=axis)
+    local = functools.partial(_quantized, kind=kind, block_size=block_size, axis=axis, stacked=stacked)
     on_devices = jax.shard_map(local, mesh=sharding.mesh, in_specs=P(*spec), out_specs=P(*spec), check_vma=False)
     return jax.jit(on_devices)(jax.device_put(weight, NamedSharding(sharding.mesh, P(*spec))))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _quantized(weight, kind, block_size, axis):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _quantized(weight, kind, block_size, axis, stacked):
     of_layer = functools.partial(block_quantized, kind=kind, block_size=block_size, axis=axis)
-    return jax.lax.map(of_layer, weight) if weight.ndim == 3 else of_layer(weight)
+    return jax.lax.map(of_layer, weight) if stacked else of_layer(weight)
 
 
-@jax.jit
-def dense(weight: BlockQuantized) -> jax.Array:
-    """The weight as an array, in the dtype that it had, one stacked layer after another."""
-    return jax.lax.map(jnp.asarray, weight) if weight.ndim == 3 else jnp.asarray(weight)
-
-
-def _projections(model: nnx.Module) -> list[Any]:
-    return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Linear)]
+@functools.partial(jax.jit, static_argnums=1)
+def _dense(weight: BlockQuantized, stacked: bool) -> jax.Array:
+    """The weight as an array, in the dtype that it had; one that is stacked, one layer after another."""
+    return jax.lax.map(jnp.asarray, weight) if stacked else jnp.asarray(weight)
 
 
 def _is_tied(caller: str, model: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from liger_jax.planner.devices import GIB, Target
 from liger_jax.planner.estimate import Estimate, estimate
-from liger_jax.planner.sharding import parse_mesh
+from liger_jax.planner.mesh import parse_mesh
 from liger_jax.planner.step import Run
 
 PRECISIONS = ("state_dtype", "param_dtype")

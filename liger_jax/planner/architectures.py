@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from liger_jax.models import auto
+from liger_jax.models.core.parameters import ParameterInfo, describe
 from liger_jax.models.hugging_face import checkpoint, config_json
 
 # What config.json says, as far as the planner's numbers follow from it.
@@ -130,8 +131,8 @@ class Architecture:
         return nnx.split(nnx.eval_shape(make))
 
     @functools.cached_property
-    def parameters(self) -> list[tuple[Any, Any]]:
-        """Path and type of every parameter.
+    def parameters(self) -> list[tuple[ParameterInfo, Any]]:
+        """What every parameter is, and its type.
 
         The layers are taken as of one type, since other types have equal parameters: one stack then holds all layers,
         and is made at once.
@@ -139,12 +140,13 @@ class Architecture:
         config = self.config
         if "layer_types" in {field.name for field in dataclasses.fields(config)}:
             config = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
-        return jax.tree_util.tree_leaves_with_path(dataclasses.replace(self, config=config).abstract()[1])
+        state = dataclasses.replace(self, config=config).abstract()[1]
+        return list(zip(describe(state).values(), jax.tree.leaves(state), strict=True))
 
     @functools.cached_property
     def norms_results(self) -> bool:
         """Whether layers normalise the results of attention and feed-forward, as Gemma 2 and 3 do."""
-        return any("post_feedforward_layernorm" in jax.tree_util.keystr(path) for path, _ in self.parameters)
+        return any("post_feedforward_layernorm" in info.name.split(".") for info, _ in self.parameters)
 
     @property
     def num_parameters(self) -> int:

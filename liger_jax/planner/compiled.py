@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from liger_jax.planner import compilers
-from liger_jax.planner.sharding import make_mesh
+from liger_jax.planner.mesh import make_mesh
 from liger_jax.planner.step import Run, training_step
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from liger_jax.ops import attention
 from liger_jax.ops._place import Place
 from liger_jax.pallas_kernels.attention import xla
-from liger_jax.planner.sharding import split
+from liger_jax.planner.mesh import LAYOUT
 from liger_jax.planner.step import Run
 
 STATIC = ("parameters", "gradients", "optimizer state")
@@ -250,14 +250,15 @@ class _Parameters:
     def of(cls, run: Run) -> "_Parameters":
         own = own_layers = layers = adapters = 0
         param, held_bytes = jnp.dtype(run.param_dtype).itemsize, 0
-        for path, x in run.model.parameters:
-            is_split = any(split(path, x.shape, run.mesh["fsdp"]))
+        for info, x in run.model.parameters:
+            is_split = any(LAYOUT.spec(info, x.shape, run.mesh))
             share = math.prod(x.shape) // (run.mesh["fsdp"] if is_split else 1)
             own += share
-            is_kernel = "kernel" in jax.tree_util.keystr(path)
+            is_kernel = info.kind == "kernel"
             held_bytes += int(share * (QUANTIZED_BYTES[run.quantize] if is_kernel and run.quantize else param))
-            adapters += (run.lora or 0) * x.shape[0] * sum(x.shape[1:]) if is_kernel else 0
-            if "layers" in jax.tree_util.keystr(path):
+            if is_kernel and run.lora is not None:
+                adapters += run.lora * x.shape[info.layer_axis] * (x.shape[info.in_axis] + x.shape[info.out_axis])
+            if info.stacked:
                 own_layers += share
                 layers += math.prod(x.shape)
         config: Any = run.model.config

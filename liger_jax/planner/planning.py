@@ -11,7 +11,7 @@ from liger_jax.planner.architectures import architecture
 from liger_jax.planner.compiled import Compiled, compile_run
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
-from liger_jax.planner.sharding import parse_mesh
+from liger_jax.planner.mesh import parse_mesh
 from liger_jax.planner.step import LOSSES, Run
 
 LEVELS = ("estimate", "compiled")

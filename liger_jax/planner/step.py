@@ -20,7 +20,7 @@ from liger_jax.ops.layout import sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
-from liger_jax.planner.sharding import AXES, shardings
+from liger_jax.planner.mesh import LAYOUT
 from liger_jax.training import make_step, stochastic_rounding
 
 LOSSES = ("fused", "logits")
@@ -161,10 +161,10 @@ class Run:
         Returns:
             Options with the loss's memory as the device's has it.
         """
-        axes = AXES if self.target.count > 1 else None
+        layout = LAYOUT if self.target.count > 1 else None
         if self.loss == "logits":
-            return KernelOptions(fused_linear_cross_entropy=False, batch_axes=axes)
-        return KernelOptions(memory_budget_bytes=self.loss_plan().extra_bytes, batch_axes=axes)
+            return KernelOptions(fused_linear_cross_entropy=False, layout=layout)
+        return KernelOptions(memory_budget_bytes=self.loss_plan().extra_bytes, layout=layout)
 
 
 def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
@@ -203,7 +203,7 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     graph, params, *frozen = _split(run)
     optimizer = make_optimizer(run.optimizer, run.state_dtype)
     state = (params, jax.eval_shape(optimizer.init, params))
-    of_params, of_moments = shardings(state, mesh)
+    of_params, of_moments = LAYOUT.shardings(state, mesh, optimizer)
     if run.state_memory == "host":
         on_host = lambda x, sharding: sharding.with_memory_kind("pinned_host") if x.ndim else sharding
         of_moments = jax.tree.map(on_host, state[1], of_moments)
@@ -214,7 +214,7 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
     tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=NamedSharding(mesh, P(tuple(run.mesh))))
     packed = dict.fromkeys(("input_ids", "labels", "segment_ids", "positions"), tokens)
-    frozen = jax.tree.map(typed, frozen, shardings(frozen, mesh))
+    frozen = [jax.tree.map(typed, part, LAYOUT.shardings(part, mesh)) for part in frozen]
     return jitted, (jax.tree.map(typed, state, of_state), packed if run.packed else tokens, *frozen)
 
 

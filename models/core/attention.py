@@ -16,7 +16,6 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_OUTPUT
-from liger_jax.models.core.sharding import on_batch_shards
 
 
 def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
@@ -94,14 +93,15 @@ class Attention(nnx.Module):
         if self.kernels.rope:
             rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
         of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
-        q, k = on_batch_shards(rope, self.kernels.batch_axes, of_batch, shared)
+        layout = self.kernels.mesh_layout
+        q, k = layout.run(rope, of_batch, shared, spec=layout.in_attention)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
 
         def attend_to_own(q, k, v):
             attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
-            return on_batch_shards(attend, self.kernels.batch_axes, (q, k, v, segments))
+            return layout.run(attend, (q, k, v, segments), spec=layout.in_attention)
 
         if cache is None:
             out = attend_to_own(q, k, v)

@@ -14,7 +14,6 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.attention import Attention
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.sharding import on_batch_shards
 
 
 class RMSNorm(nnx.Module):
@@ -70,7 +69,7 @@ class RMSNorm(nnx.Module):
         if self.kernels.rms_norm:
             options["implementation"] = self.kernels.implementation
         norm = functools.partial(norm, **options)
-        return on_batch_shards(norm, self.kernels.batch_axes, activations, (self.scale[...],))
+        return self.kernels.mesh_layout.run(norm, activations, (self.scale[...],))
 
 
 def _may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
@@ -80,7 +79,7 @@ def _may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
     H200. On a mesh the op would run in a shard_map, and a step on 8 H200 would take 6 % more memory.
     """
     kept_unstacked = remat == "none" and not scan
-    return kernels.glu and not kernels.batch_axes and (kept_unstacked or remat in ("full", "offload"))
+    return kernels.glu and not kernels.mesh_layout.batch and (kept_unstacked or remat in ("full", "offload"))
 
 
 class _SwiGLU(SwiGLUMLP):
@@ -88,7 +87,7 @@ class _SwiGLU(SwiGLUMLP):
 
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.swiglu
-        return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
+        return self.kernels.mesh_layout.run(gated, (gate, up))
 
 
 class _GeGLU(GeGLUMLP):
@@ -96,7 +95,7 @@ class _GeGLU(GeGLUMLP):
 
     def gated(self, gate, up):
         gated = super().gated if self.kernels.glu else plain.geglu
-        return on_batch_shards(gated, self.kernels.batch_axes, (gate, up))
+        return self.kernels.mesh_layout.run(gated, (gate, up))
 
 
 _MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate

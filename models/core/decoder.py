@@ -14,7 +14,6 @@ from liger_jax.models.core.embedding import embed, embed_tied
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import LayerStack
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.sharding import on_batch_shards
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
 
@@ -66,7 +65,7 @@ class Decoder(nnx.Module):
         scan_layers: bool,
         rngs: nnx.Rngs,
     ):
-        self.config, self.dtype, self.batch_axes = config, dtype, kernels.batch_axes
+        self.config, self.dtype, self.layout = config, dtype, kernels.mesh_layout
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
         make_layer = lambda rngs: layer(Blocks(config, kernels, dtype, param_dtype, rngs, remat, scan_layers))
@@ -85,13 +84,13 @@ class Decoder(nnx.Module):
         """
         table = self.embed_tokens[...]
         is_frozen = bool(nnx.to_flat_state(nnx.state(self, nnx.LoRAParam)))
-        if is_frozen and not self.batch_axes:
+        if is_frozen and not self.layout.batch:
             return embed(table, input_ids, self.dtype), table
-        if not self.batch_axes:
+        if not self.layout.batch:
             return embed_tied(table, input_ids, self.dtype)
         look_up = lambda ids, table: embed(table, ids, self.dtype)
         sent = table.astype(sent_dtype(table.dtype, self.dtype))
-        return on_batch_shards(look_up, self.batch_axes, (input_ids,), (sent,)), table
+        return self.layout.run(look_up, (input_ids,), (sent,)), table
 
     def run_layers(
         self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]], cache: KVCache | None = None

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from liger_jax.models.core.layout import ONE_DEVICE, Layout
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
@@ -24,13 +26,14 @@ class KernelOptions:
         implementation: the `implementation` of all other ops. `None` takes the platform's default. A name such as "xla"
             or "triton" is one that every op in use must have. From a tuple such as `("mosaic_tpu", "xla")`, an op takes
             the first name that it has, and warns of each that it lacks.
-        batch_axes: on several devices, the axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones)
-            over which the batch is sharded. Ops then run on each device's part of the batch, and a layer's parameters,
-            however they are sharded, are gathered where they are used. `None` on one device.
+        layout: on several devices, which axes of the mesh in context (`jax.set_mesh`; Auto axes or Explicit ones) split
+            what. Ops then run on each device's part of the batch, and a layer's parameters, however they are sharded,
+            are gathered where they are used. `None` on one device.
+        batch_axes: the short form of a layout: the axes that split the batch, the last of which splits parameters.
 
     Raises:
-        ValueError: both losses are asked for, or `mode` is unknown.
-        TypeError: `batch_axes` is not a tuple of names.
+        ValueError: both losses are asked for, `mode` is unknown, or `layout` and `batch_axes` are both given.
+        TypeError: `layout` is no `Layout`, or `batch_axes` is not a tuple of names.
 
     Example:
         >>> KernelOptions(fused_linear_cross_entropy=False, cross_entropy=True).cross_entropy
@@ -46,6 +49,7 @@ class KernelOptions:
     memory_budget_bytes: int | None = None
     attention: str | tuple[str, ...] | None = None
     implementation: str | tuple[str, ...] | None = None
+    layout: Layout | None = None
     batch_axes: tuple[str, ...] | None = None
 
     def __post_init__(self):
@@ -59,6 +63,19 @@ class KernelOptions:
         axes = self.batch_axes
         if axes is not None and not (isinstance(axes, tuple) and axes and all(isinstance(a, str) for a in axes)):
             raise TypeError(f"KernelOptions: batch_axes={axes!r} must be a tuple of mesh axis names, or None.")
+        if self.layout is not None and not isinstance(self.layout, Layout):
+            raise TypeError(f"KernelOptions: layout={self.layout!r} must be a Layout, or None.")
+        if self.layout is not None and axes is not None:
+            raise ValueError(
+                f"KernelOptions: layout={self.layout} and batch_axes={axes} say the same thing twice. Pass one of them."
+            )
+
+    @property
+    def mesh_layout(self) -> Layout:
+        """The layout, however it was given; on one device one that splits nothing."""
+        if self.batch_axes is not None:
+            return Layout(batch=self.batch_axes, fsdp=self.batch_axes[-1])
+        return ONE_DEVICE if self.layout is None else self.layout
 
     @classmethod
     def off(cls) -> "KernelOptions":

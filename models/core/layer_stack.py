@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 from liger_jax.models.core.cache import KVCache, LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import INPUT, POLICIES, Remat
-from liger_jax.models.core.sharding import gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class LayerStack:
         remat: what a layer keeps for the backward. `"none"` keeps all but norms, gates and sums, which take one pass
             over memory to compute again; `"full"` only its input; `"dots"` its matrix products too; `"offload"` its
             input, in the host's memory.
-        kernels: the model's options, for their `batch_axes`.
+        kernels: the model's options, for their layout.
 
     Raises:
         ValueError: `remat` is unknown.
@@ -111,7 +110,8 @@ class LayerStack:
             x, memory = carry
             if place is not None:  # inside the checkpoint, so that the slice is not kept for the backward
                 state = jax.tree.map(lambda leaf: leaf[place], state)
-            layer, x = nnx.merge(graphdef, gathered(state, self.kernels.batch_axes, x.dtype)), checkpoint_name(x, INPUT)
+            whole = self.kernels.mesh_layout.gathered(state, x.dtype)
+            layer, x = nnx.merge(graphdef, whole), checkpoint_name(x, INPUT)
             if memory is None:
                 return layer(x, *inputs), None
             cache, number = memory

@@ -13,7 +13,6 @@ from liger_jax import ops
 from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.sharding import on_batch_shards, sum_over_batch_shards
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._place import device_of
 from liger_jax.ops.block_quantized import BlockQuantized
@@ -78,7 +77,7 @@ class LanguageModelLoss:
         Returns:
             The float32 loss, and the metrics or `None`.
         """
-        if self.kernels.batch_axes:
+        if self.kernels.mesh_layout.batch:
             return self._sharded(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
         return self._local(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
 
@@ -113,7 +112,8 @@ class LanguageModelLoss:
             **logit_options_of(self.config),
         )
         in_order = lambda hidden, targets, head: local(hidden, head, targets)
-        return on_batch_shards(in_order, self.kernels.batch_axes, (hidden, targets), head=head)
+        layout = self.kernels.mesh_layout
+        return layout.run(in_order, (hidden, targets), head=head, spec=layout.in_loss)
 
     def token_loss(
         self,
@@ -170,8 +170,8 @@ class LanguageModelLoss:
 
         budget = self._budget_bytes(hidden, targets, head)
         batch, shared = (hidden, targets, *per_token), (denominator, *constants)
-        if self.kernels.batch_axes:
-            return sum_over_batch_shards(local, self.kernels.batch_axes, batch, shared, head)
+        if self.kernels.mesh_layout.batch:
+            return self.kernels.mesh_layout.run_sum(local, batch, shared, head)
         return local(*batch, *shared, head)
 
     def _sharded(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
@@ -184,9 +184,7 @@ class LanguageModelLoss:
         # Where there are logits, the head would be gathered once more for nothing.
         per_token = (hidden, None) if logits is None else (None, logits)
         head = head if logits is None else None
-        loss, per_token = sum_over_batch_shards(
-            local, self.kernels.batch_axes, (*per_token, targets, loss_weights), head=head
-        )
+        loss, per_token = self.kernels.mesh_layout.run_sum(local, (*per_token, targets, loss_weights), head=head)
         weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
         counts = (targets != IGNORE_INDEX) & (weights != 0)
         num_tokens = jnp.sum(weights, where=counts)
@@ -276,7 +274,7 @@ class LanguageModelLoss:
             weight_dtype=sent_dtype(head.dtype, hidden.dtype) if is_split else head.dtype,
             weight_is_split=is_split,
             layers_are_recomputed=self.remat != "none",
-            head_is_copied=not kernels.batch_axes and self.table_dtype != hidden.dtype,
+            head_is_copied=not kernels.mesh_layout.batch and self.table_dtype != hidden.dtype,
             head_is_widened=self.table_dtype != head.dtype,
             implementation=kernels.implementation,
             device=device_of(hidden),

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from liger_jax.models.core.parameters import ADAPTER_TENSORS
 from liger_jax.models.hugging_face.weights import language_part, open_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TO_WHOLE = (f"{_PREFIX}model.", f"{_PREFIX}model.language_model.")  # names in a language model and in a multimodal one
-_PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 # What PEFT's fields must say, if they are there: other values change which weights are adapted, or how.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -155,7 +155,9 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
             stacklevel=3,
         )
     if not adapted_names(tensors):
-        raise ValueError(f"load_adapters: {folder / WEIGHTS} has no tensor whose name ends in .{_PARTS['lora_a']}.")
+        raise ValueError(
+            f"load_adapters: {folder / WEIGHTS} has no tensor whose name ends in .{ADAPTER_TENSORS['lora_a']}."
+        )
     options = dict(
         dropout=values.get("lora_dropout", 0.0),
         rslora=values.get("use_rslora", False),
@@ -166,7 +168,7 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
 
 def adapted_names(tensors: Iterable[str]) -> set[str]:
     """The names in a checkpoint of the projections that have an A among these tensors."""
-    suffix = f".{_PARTS['lora_a']}"
+    suffix = f".{ADAPTER_TENSORS['lora_a']}"
     return {name.removeprefix(_PREFIX).removesuffix(suffix) for name in tensors if name.endswith(suffix)}
 
 
@@ -184,7 +186,7 @@ def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig)
     parts = {"lora_a": (config.rank, in_width), "lora_b": (out_width, config.rank), "magnitude": (out_width,)}
     if not config.dora:
         del parts["magnitude"]
-    return {f"{_PREFIX}{name}.{_PARTS[part]}": shape for name in names for part, shape in parts.items()}
+    return {f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": shape for name in names for part, shape in parts.items()}
 
 
 def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -209,7 +211,7 @@ def tensors(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str,
     A layer where A and B are 0 has no adapter: `stacked` makes them so.
     """
     return {
-        f"{_PREFIX}{name}.{_PARTS[part]}": np.ascontiguousarray(array[i].T)
+        f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": np.ascontiguousarray(array[i].T)
         for i, name in enumerate(names)
         if arrays["lora_a"][i].any() or arrays["lora_b"][i].any()
         for part, array in arrays.items()
@@ -218,6 +220,6 @@ def tensors(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str,
 
 def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str) -> np.ndarray:
     """One array of a projection in float32, with a first axis of one entry for each name; 0 where it has no tensor."""
-    own = [tensors.get(f"{_PREFIX}{name}.{_PARTS[part]}") for name in names]
+    own = [tensors.get(f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}") for name in names]
     shape = next(x.shape for x in own if x is not None)
     return np.stack([np.zeros(shape, np.float32).T if x is None else x.T.astype(np.float32) for x in own])

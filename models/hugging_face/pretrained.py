@@ -98,8 +98,10 @@ class Pretrained(nnx.Module):
         graph, state = nnx.split(nnx.eval_shape(make))
         shardings = weights.shardings_of(mesh, partition_specs, state)
 
-        def kept_as(path, array):
-            return array if quantize is None or path[-1] != "kernel" else quantized.quantized(array, quantize)
+        def kept_as(info, array):
+            if quantize is None or info.kind != "kernel":
+                return array
+            return quantized.quantized(array, quantize, stacked=info.stacked)
 
         model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, kept_as=kept_as)
         model.kept = kept

@@ -1,11 +1,6 @@
-"""The weights of a Hugging Face checkpoint: which tensors a parameter has there, how they are read and how written.
-
-A parameter's name in a checkpoint follows from its path in the model, since modules have Hugging Face's names. A linear
-layer's kernel is the transposed weight. A parameter that is stacked for a scan has one tensor for each layer.
-"""
+"""The weights of a Hugging Face checkpoint: how a parameter's tensors are read, and how they are written."""
 
 import contextlib
-import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,54 +11,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
+from liger_jax.models.core.parameters import ParameterInfo, describe, parameter, path_of
 from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, weight_files
 from liger_jax.ops.block_quantized import BlockQuantized
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LANGUAGE_PART = "language_model."  # of a multimodal checkpoint
-_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}  # other leaves have a name of their own
-_LAYERS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers; a checkpoint calls all of them layers
 _FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
 _STRIP = 64  # rows that are transposed at a time
 _COMPARED = 4096  # rows that are compared at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensors:
-    """The tensors of one parameter in a checkpoint.
-
-    Attributes:
-        names: the tensors' names: one, or one for each stacked layer.
-        transposed: whether the tensors are (out, in) and the parameter is (in, out).
-        stacked: whether the parameter's first axis counts the layers.
-    """
-
-    names: tuple[str, ...]
-    transposed: bool
-    stacked: bool
-
-    def shape(self, parameter: Any) -> tuple[int, ...]:
-        """The shape of each tensor."""
-        shape = parameter.shape[1:] if self.stacked else parameter.shape
-        return shape[::-1] if self.transposed else shape
-
-
-def tensors_of(path: tuple[Any, ...], parameter: Any) -> Tensors:
-    """The tensors of the parameter at this path of a model's state."""
-    *modules, leaf = map(str, path)
-    transposed = leaf == "kernel"
-    if leaf not in _LEAVES:
-        modules.append(leaf)
-    leaf = _LEAVES.get(leaf, "weight")
-    holder = next((name for name in _LAYERS if name in modules), None)
-    if holder is None:
-        return Tensors((".".join([*modules, leaf]),), transposed, stacked=False)
-    at = modules.index(holder)
-    stack, layer = [*modules[:at], "layers"], modules[at + 1 :]
-    stacked = not (layer and layer[0].isdigit())
-    numbers = range(parameter.shape[0]) if stacked else [layer.pop(0)]
-    names = tuple(".".join([*stack, str(number), *layer, leaf]) for number in numbers)
-    return Tensors(names, transposed, stacked)
 
 
 def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
@@ -108,7 +64,7 @@ def read(
     *,
     shardings: Any = None,
     ignored: tuple[str, ...] = (),
-    kept_as: Callable[[tuple[Any, ...], jax.Array], Any] = lambda path, array: array,
+    kept_as: Callable[[ParameterInfo, jax.Array], Any] = lambda info, array: array,
 ) -> Any:
     """Reads a model's parameters, one after another.
 
@@ -118,7 +74,7 @@ def read(
         state: the model's state, made of `jax.ShapeDtypeStruct` with the dtypes that the parameters get.
         shardings: a list with one for each parameter; `None` for the default device.
         ignored: endings of names that a checkpoint may hold beside the model's.
-        kept_as: a function that gets a parameter's path and the parameter that was read. What it returns takes the
+        kept_as: a function that gets what a parameter is, and the parameter that was read. What it returns takes the
             parameter's place before the next one is read.
 
     Raises:
@@ -126,8 +82,8 @@ def read(
             a file or the index is damaged.
         FileNotFoundError: there are no safetensors.
     """
-    flat, tree = jax.tree_util.tree_flatten_with_path(state)
-    wanted = [(tensors_of(_keys(path), parameter), parameter) for path, parameter in flat]
+    leaves, tree = jax.tree.flatten(state)
+    wanted = list(zip(describe(state).values(), leaves, strict=True))
     with contextlib.ExitStack() as stack:
         places = _places(folder, stack)
         if _HEAD in ignored and EMBEDDING not in places and _HEAD in places:  # tied, and kept under the other name
@@ -139,10 +95,8 @@ def read(
 
         _check(folder, places, wanted, ignored, slice_of)
         parameters = [
-            kept_as(_keys(path), _parameter(tensors, parameter, sharding, slice_of))
-            for (path, _), (tensors, parameter), sharding in zip(
-                flat, wanted, shardings or [None] * len(wanted), strict=True
-            )
+            kept_as(info, _read(info, leaf, sharding, slice_of))
+            for (info, leaf), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)
         ]
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
 
@@ -157,16 +111,17 @@ def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[Na
         if partition_specs is not None:
             raise ValueError("from_pretrained: partition_specs need a mesh: pass mesh=jax.make_mesh(…).")
         return None
-    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    leaves = jax.tree.leaves(state)
     if partition_specs is None:
-        specs = [PartitionSpec()] * len(flat)
+        specs = [PartitionSpec()] * len(leaves)
     elif callable(partition_specs):
-        specs = [partition_specs(".".join(map(str, _keys(path))), parameter.shape) for path, parameter in flat]
+        infos = describe(state).values()
+        specs = [partition_specs(info.name, leaf.shape) for info, leaf in zip(infos, leaves, strict=True)]
     else:
         specs = jax.tree.leaves(partition_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    if len(specs) != len(flat) or not all(isinstance(spec, PartitionSpec) for spec in specs):
+    if len(specs) != len(leaves) or not all(isinstance(spec, PartitionSpec) for spec in specs):
         raise ValueError(
-            f"from_pretrained: partition_specs must give a PartitionSpec for each of the model's {len(flat)} "
+            f"from_pretrained: partition_specs must give a PartitionSpec for each of the model's {len(leaves)} "
             f"parameters, and gave {specs}."
         )
     return [NamedSharding(mesh, spec) for spec in specs]
@@ -182,12 +137,6 @@ def open_weights(path: pathlib.Path) -> Any:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged, or no safetensors file: {error}.") from error
-
-
-def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The names and numbers on the path to a leaf, without the last key, which is the variable's value."""
-    parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
-    return tuple(part for part in parts if part not in (None, "value"))
 
 
 def _places(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, tuple[Any, str]]:
@@ -214,13 +163,13 @@ def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, 
 
 def _check(folder, places, wanted, ignored, slice_of) -> None:
     """Raises a ValueError that lists all names, shapes and dtypes that do not fit."""
-    names = {name for tensors, _ in wanted for name in tensors.names}
+    names = {name for info, _ in wanted for name in info.tensor_names}
     missing, left = sorted(names - set(places)), sorted(set(places) - names)
     left = [name for name in left if not name.endswith(ignored)] if ignored else left
     wrong, no_floats = [], []
-    for tensors, parameter in wanted:
-        expected = tensors.shape(parameter)
-        for name in tensors.names:
+    for info, leaf in wanted:
+        expected = info.tensor_shape(leaf.shape)
+        for name in info.tensor_names:
             if name not in places:
                 continue
             there = slice_of(name)
@@ -235,21 +184,21 @@ def _check(folder, places, wanted, ignored, slice_of) -> None:
         )
 
 
-def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -> jax.Array:
+def _read(info: ParameterInfo, leaf: Any, sharding: Any, slice_of: Any) -> jax.Array:
     """Reads one parameter to its devices. The host holds the parts for its own devices, and one tensor at a time."""
 
     def part(index):
-        ranges = [range(*axis.indices(size)) for axis, size in zip(index, parameter.shape, strict=True)]
-        whole = np.empty([len(axis) for axis in ranges], parameter.dtype)
-        of_tensor = [slice(axis.start, axis.stop) for axis in (ranges[1:] if tensors.stacked else ranges)]
-        stored = tuple(of_tensor[::-1] if tensors.transposed else of_tensor)
-        for i, layer in enumerate(ranges[0] if tensors.stacked else [0]):
-            tensor = slice_of(tensors.names[layer])[stored]
-            _copy(tensor, whole[i] if tensors.stacked else whole, transposed=tensors.transposed)
+        ranges = [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
+        whole = np.empty([len(axis) for axis in ranges], leaf.dtype)
+        of_tensor = [slice(axis.start, axis.stop) for axis in (ranges[1:] if info.stacked else ranges)]
+        stored = tuple(of_tensor[::-1] if info.transposed else of_tensor)
+        for i, layer in enumerate(ranges[0] if info.stacked else [0]):
+            tensor = slice_of(info.tensor_names[layer])[stored]
+            _copy(tensor, whole[i] if info.stacked else whole, transposed=info.transposed)
         return whole
 
     if sharding is None:
-        return jax.device_put(part([slice(None)] * len(parameter.shape)))
+        return jax.device_put(part([slice(None)] * len(leaf.shape)))
     parts: dict[str, np.ndarray] = {}
 
     def part_once(index):
@@ -258,7 +207,7 @@ def _parameter(tensors: Tensors, parameter: Any, sharding: Any, slice_of: Any) -
             parts[str(index)] = part(index)
         return parts[str(index)]
 
-    return jax.make_array_from_callback(parameter.shape, sharding, part_once)
+    return jax.make_array_from_callback(leaf.shape, sharding, part_once)
 
 
 def _copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
@@ -280,14 +229,14 @@ def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
     """
     shard, size = {}, 0
     is_quantized = lambda x: isinstance(x, BlockQuantized)
-    for path, parameter in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]:
-        tensors = tensors_of(_keys(path), parameter)
-        whole = parameter if is_quantized(parameter) else np.asarray(parameter)
-        for i, name in enumerate(tensors.names):
-            part = whole[i if tensors.stacked else ...]
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
+        info = parameter(path_of(keys), leaf.shape)
+        whole = leaf if is_quantized(leaf) else np.asarray(leaf)
+        for i, name in enumerate(info.tensor_names):
+            part = whole[i if info.stacked else ...]
             part = np.asarray(part.astype(part.dtype)) if is_quantized(part) else part
-            tensor = np.empty(part.shape[::-1] if tensors.transposed else part.shape, part.dtype)
-            _copy(part, tensor, transposed=tensors.transposed)
+            tensor = np.empty(part.shape[::-1] if info.transposed else part.shape, part.dtype)
+            _copy(part, tensor, transposed=info.transposed)
             if shard and size + tensor.nbytes > max_shard_bytes:
                 yield shard
                 shard, size = {}, 0

@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key, UInt32
 
 from liger_jax.models.core.arguments import as_key
+from liger_jax.models.core.parameters import projections
 from liger_jax.models.lora.linear import (
     DropoutKey,
     LoRALinear,
     become,
     matching,
     names,
-    projections,
     with_adapters_on,
     without_adapters,
 )

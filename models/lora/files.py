@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.hugging_face import adapter_files, checkpoint
 from liger_jax.models.lora.adapters import add_to, check_options
-from liger_jax.models.lora.linear import names, projections, trained, with_adapters_on, without_adapters
+from liger_jax.models.lora.linear import names, trained, with_adapters_on, without_adapters
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -44,9 +45,12 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
     adapted = with_adapters_on("save_adapters", model)
     tensors = {}
     for path_in_model, projection in adapted:
-        is_stacked = projection.kernel.ndim == 3
         arrays = {name: np.asarray(variable[...]) for name, variable in trained(projection).items()}
-        arrays = arrays if is_stacked else {name: array[None] for name, array in arrays.items()}
+        arrays = (
+            arrays
+            if kernel_of(path_in_model, projection).stacked
+            else {name: array[None] for name, array in arrays.items()}
+        )
         tensors |= adapter_files.tensors(names(path_in_model, projection), arrays)
     first = adapted[0][1]
     config = adapter_files.AdapterConfig(

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.core.remat import ADAPTED
-from liger_jax.models.hugging_face.weights import tensors_of
 
 
 class DropoutKey(nnx.Variable):
@@ -92,11 +92,6 @@ class LoRALinear(nnx.Linear):
         return y
 
 
-def projections(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
-    """Each projection and its path, whether or not it has an adapter."""
-    return [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Linear)]
-
-
 def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
     """The projections of a model that has no adapters yet."""
     found = projections(model)
@@ -146,5 +141,4 @@ def trained(projection: LoRALinear) -> dict[str, nnx.LoRAParam]:
 
 def names(path: tuple[Any, ...], projection: nnx.Linear) -> tuple[str, ...]:
     """The projection's names in a checkpoint, one for each stacked layer."""
-    tensors = tensors_of((*path, "kernel"), projection.kernel)
-    return tuple(name.removesuffix(".weight") for name in tensors.names)
+    return tuple(name.removesuffix(".weight") for name in kernel_of(path, projection).tensor_names)

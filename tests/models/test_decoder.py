@@ -14,7 +14,7 @@ from benchmarks.model_step import SIZES, kept_by_a_layer
 from liger_jax import models
 from liger_jax.models.core.attention import in_one_product
 from liger_jax.models.core.layer_stack import LayerStack, pattern_length
-from liger_jax.models.hugging_face.weights import tensors_of
+from liger_jax.models.core.parameters import describe
 from tests.ops._oracle import first
 
 # One layer left over; leftover layers with numbers that sort differently as text; one pattern alone; two patterns.
@@ -54,10 +54,10 @@ def run(kinds, *, scan, remat="none"):
     loss = lambda params, x: jnp.sum(nnx.merge(graph, params)(x, inputs) ** 2)
     loss, (gradients, dx) = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, jnp.ones((1, 2, 3)))
     by_layer = {}
+    infos = describe(gradients)
     for path, gradient in nnx.to_flat_state(gradients):
-        tensors = tensors_of(path, gradient)
-        parts = gradient[...] if tensors.stacked else [gradient[...]]
-        by_layer |= dict(zip(tensors.names, parts, strict=True))
+        parts = gradient[...] if infos[path].stacked else [gradient[...]]
+        by_layer |= dict(zip(infos[path].tensor_names, parts, strict=True))
     return loss, dx, by_layer
 
 

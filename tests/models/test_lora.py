@@ -16,8 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from liger_jax.models import AutoModelForCausalLM, KernelOptions
-from liger_jax.models.core.sharding import gathered
+from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.lora import (
     TARGETS,
     add_lora,
@@ -29,7 +28,6 @@ from liger_jax.models.lora import (
     with_dropout,
 )
 from liger_jax.models.quantized import quantize
-from liger_jax.planner.sharding import shardings
 from liger_jax.training import make_step
 from tests.models import _hugging_face as hugging_face
 from tests.models._llama import CONFIG, loss_and_gradients, make_model, random_tokens
@@ -302,7 +300,7 @@ def mesh(axis_type, devices):
 
 def sharded_model(mesh):
     graph, params = nnx.split(make_model(SHARDED, kernels=KernelOptions(batch_axes=AXES)))
-    return nnx.merge(graph, jax.device_put(params, shardings(params, mesh)))
+    return nnx.merge(graph, jax.device_put(params, Layout().shardings(params, mesh)))
 
 
 @AXIS_TYPES
@@ -347,8 +345,8 @@ def test_dora_s_norm_is_that_of_the_weights_that_the_products_take(param_dtype, 
 
     graph, state = nnx.split(q_proj)
     with jax.set_mesh(mesh):
-        state = jax.device_put(state, shardings(state, mesh))
-        whole = jax.jit(lambda state: nnx.merge(graph, gathered(state, AXES, jnp.bfloat16)).factor())(state)
+        state = jax.device_put(state, Layout().shardings(state, mesh))
+        whole = jax.jit(lambda state: nnx.merge(graph, Layout().gathered(state, jnp.bfloat16)).factor())(state)
     np.testing.assert_allclose(whole, alone, rtol=1e-6)
     kernel = q_proj.kernel[...].astype(jnp.float32)
     np.testing.assert_allclose(merge_lora(model).model.layers[0].self_attn.q_proj.kernel[...], 2 * kernel, rtol=1e-6)

@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from liger_jax.models import AutoModelForCausalLM, Gemma3ForCausalLM
-from liger_jax.models.hugging_face.weights import tensors_of
+from liger_jax.models.core.parameters import describe
 from tests.models import _hugging_face as hugging_face
 from tests.ops._oracle import first
 
@@ -40,12 +40,12 @@ def numbers(folder, expected: hugging_face.Expected, **options):
     """Logits, loss and gradients by the checkpoint's names."""
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
     logits, loss, gradients = run(model, *(jnp.asarray(x, jnp.int32) for x in (expected.tokens, expected.labels)))
-    found = {}
+    found, infos = {}, describe(gradients)
     for path, gradient in nnx.to_flat_state(gradients):
-        tensors, gradient = tensors_of(path, gradient), np.asarray(gradient[...])
-        for i, name in enumerate(tensors.names):
-            part = gradient[i] if tensors.stacked else gradient
-            found[name] = part.T if tensors.transposed else part
+        info, gradient = infos[path], np.asarray(gradient[...])
+        for i, name in enumerate(info.tensor_names):
+            part = gradient[i] if info.stacked else gradient
+            found[name] = part.T if info.transposed else part
     assert found.keys() == expected.gradients.keys()
     return logits, loss, found
 

@@ -14,13 +14,12 @@ from jax.scipy.special import ndtri
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models import AutoModelForCausalLM, KernelOptions
+from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.lora import add_lora, merge_lora, trainable
 from liger_jax.models.quantized import QuantizedParam, dequantize, quantize
 from liger_jax.ops.block_quantized import KINDS, NF4, block_quantized
 from liger_jax.ops.linear import _quantized_head
 from liger_jax.planner import planning
-from liger_jax.planner.sharding import shardings
 from tests.models._llama import CONFIG, make_model, random_tokens
 
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=16)
@@ -193,7 +192,7 @@ AXES = ("data", "fsdp")
 def sharded(mesh):
     """A dense model whose parameters lie on a mesh as FSDP splits them."""
     graph, params = nnx.split(make_model(SHARDED, kernels=KernelOptions(batch_axes=AXES)))
-    return nnx.merge(graph, jax.device_put(params, shardings(params, mesh)))
+    return nnx.merge(graph, jax.device_put(params, Layout().shardings(params, mesh)))
 
 
 def value_and_adapters_gradients(model, tokens):
@@ -235,8 +234,9 @@ def test_quantised_weights_on_a_mesh_give_one_device_s_loss_and_gradients(
         assert np.abs(np.asarray(x) - np.asarray(y)).max() < 4e-5 * np.abs(np.asarray(y)).max(), path
 
 
-def test_the_planner_splits_quantised_weights_as_quantize_does(devices):
+def test_a_layout_splits_quantised_weights_as_quantize_does(devices):
     mesh = jax.make_mesh((1, len(devices)), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
     state = nnx.state(quantize(sharded(mesh), "nf4", head=True), QuantizedParam)
-    found = jax.tree.map(lambda x, planned: x.sharding.is_equivalent_to(planned, x.ndim), state, shardings(state, mesh))
+    planned = Layout().shardings(state, mesh)
+    found = jax.tree.map(lambda x, planned: x.sharding.is_equivalent_to(planned, x.ndim), state, planned)
     assert all(jax.tree.leaves(found))

@@ -17,13 +17,13 @@ from liger_jax.models import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     KernelOptions,
+    Layout,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from liger_jax.planner import sharding
-from liger_jax.planner.sharding import shardings
+from liger_jax.planner import mesh as meshes
 from liger_jax.training import make_step
 from tests.ops._oracle import sent
 
@@ -67,14 +67,14 @@ def make_mesh(devices):
 
     def make(split, axis_type=AxisType.Auto):
         data = {"both": len(devices) // 2, "fsdp": 1, "data": len(devices)}[split]
-        return sharding.make_mesh(devices, dict(zip(AXES, (data, len(devices) // data), strict=True)), axis_type)
+        return meshes.make_mesh(devices, dict(zip(AXES, (data, len(devices) // data), strict=True)), axis_type)
 
     return make
 
 
 def on_mesh(function, params, mesh, *tokens):
     """The function compiled for parameters that are fully sharded and tokens that are split over both axes."""
-    of_params, of_tokens = shardings(params, mesh), NamedSharding(mesh, P(AXES))
+    of_params, of_tokens = Layout().shardings(params, mesh), NamedSharding(mesh, P(AXES))
     with jax.set_mesh(mesh):
         jitted = jax.jit(function, out_shardings=(NamedSharding(mesh, P()), of_params))
         placed = jax.device_put(params, of_params), *jax.device_put(tokens, of_tokens)
@@ -129,7 +129,8 @@ def test_metrics_and_logits_of_a_sharded_batch_are_global(axis_type, make_mesh, 
     mesh = make_mesh("both", axis_type)
     with jax.set_mesh(mesh):
         found = jax.jit(call(AXES)[0])(
-            jax.device_put(params, shardings(params, mesh)), jax.device_put(tokens, NamedSharding(mesh, P(AXES)))
+            jax.device_put(params, Layout().shardings(params, mesh)),
+            jax.device_put(tokens, NamedSharding(mesh, P(AXES))),
         )
     np.testing.assert_allclose(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
     assert found.logits.sharding.spec[0] == AXES
@@ -156,7 +157,7 @@ def test_sharded_steps_in_micro_batches_learn_what_one_device_does_in_one(axis_t
         step = jax.jit(make_step(graph, optimizer, **options), donate_argnums=0)
         if mesh is None:
             return step(step(state, batch)[0], batch)
-        on_mesh = shardings(state, mesh)
+        on_mesh = Layout().shardings(state, mesh, optimizer)
         on_host = [x.with_memory_kind("pinned_host") for x in jax.tree.leaves(on_mesh[1])]
         if options["state_on_host"]:
             on_mesh = on_mesh[0], jax.tree.unflatten(jax.tree.structure(on_mesh[1]), on_host)
@@ -182,10 +183,10 @@ def test_on_an_explicit_mesh_the_batch_must_lie_as_the_options_say(make_mesh):
     tokens = jnp.zeros((8, 5), jnp.int32)
     with jax.set_mesh(mesh):
         place = lambda *axes: jax.device_put(tokens, NamedSharding(mesh, P(*axes)))
-        with pytest.raises(ValueError, match=r"P\('data', None\), and kernels.batch_axes=None"):
+        with pytest.raises(ValueError, match=r"P\('data', None\), and the axes that split the model's batch are \(\)"):
             FAMILIES["llama"]()(place("data"))
         model = FAMILIES["llama"](kernels=KernelOptions(batch_axes=("data",)))
-        with pytest.raises(ValueError, match=r"P\('fsdp', None\), and kernels.batch_axes=\('data',\)"):
+        with pytest.raises(ValueError, match=r"P\('fsdp', None\), and the axes .* are \('data',\)"):
             model(place("fsdp"))
         with pytest.raises(ValueError, match="cache is given on a mesh with Explicit axes"):
             model(place("data"), cache=model.init_cache(8, 8))

@@ -64,7 +64,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from liger_jax import ops
 from liger_jax.planner import compilers
 from liger_jax.planner.devices import target
-from liger_jax.planner.sharding import make_mesh
+from liger_jax.planner.mesh import make_mesh
 from tests.ops._oracle import sent
 mesh = make_mesh(compilers.devices(target("h200:2")), dict(data=1, fsdp=2), AxisType.Explicit)
 batch = P(("data", "fsdp"))

@@ -1,0 +1,74 @@
+"""Models on meshes with Explicit axes: inside a call the axes are Auto, outside the results' types say how they lie."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models.core.layout import Layout
+
+
+def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a model's call run with Auto axes on a mesh whose axes are Explicit.
+
+    Inside the call, the model's layout gives the specs and the compiler propagates them. Outside, the type of every
+    result and gradient says how it is sharded: like its parameter, or along the batch.
+
+    Args:
+        call: a method that takes arrays by name and returns a tree of scalars and of arrays with a leading batch axis.
+
+    Returns:
+        The method for every mesh.
+    """
+
+    @functools.wraps(call)
+    def on_mesh(model: Any, input_ids: jax.Array, **arguments: Any) -> Any:
+        layout = model.kernels.mesh_layout
+        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            if AxisType.Explicit in jax.typeof(input_ids).sharding.mesh.axis_types:
+                raise ValueError(
+                    "input_ids lie on a mesh with Explicit axes, but another mesh is in context. Call the model under "
+                    "jax.set_mesh(mesh), with KernelOptions(layout=…) for the axes that split the batch."
+                )
+            return call(model, input_ids, **arguments)
+        _check_batch(jax.typeof(input_ids).sharding.spec, layout, arguments)
+        graph, state = nnx.split(model)
+        leaves_of = jax.tree.leaves
+        is_array = lambda x: leaves_of(x) and all(isinstance(leaf, jax.Array) for leaf in leaves_of(x))
+        arrays = {name: x for name, x in arguments.items() if is_array(x)}
+        others = {name: x for name, x in arguments.items() if name not in arrays}
+        structure: Any = None
+
+        def run(state, input_ids, arrays):
+            nonlocal structure
+            leaves, tree = jax.tree.flatten(call(nnx.merge(graph, state), input_ids, **arrays, **others))
+            is_number = [x.ndim == 0 for x in leaves]
+            structure = tree, is_number
+            return [
+                [x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)
+            ]
+
+        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=[P(), P(layout.batch)])
+        numbers, of_batch = on_auto_axes(state, input_ids, arrays)
+        tree, is_number = structure
+        rest = {True: iter(numbers), False: iter(of_batch)}
+        return jax.tree.unflatten(tree, [next(rest[number]) for number in is_number])
+
+    return on_mesh
+
+
+def _check_batch(spec: P, layout: Layout, arguments: dict[str, Any]) -> None:
+    """Raises a ValueError unless input_ids lie on an Explicit mesh as the model's layout says."""
+    split = spec[0] if len(spec) else None
+    if not layout.batch or ((split,) if isinstance(split, str) else split) != layout.batch or any(spec[1:]):
+        raise ValueError(
+            f"input_ids lie on a mesh with Explicit axes as {spec}, and the axes that split the model's batch are "
+            f"{layout.batch}. Pass KernelOptions(layout=Layout(batch=…)) with those that split input_ids, and split "
+            "nothing else of them."
+        )
+    if arguments.get("cache") is not None:
+        raise ValueError("cache is given on a mesh with Explicit axes, which it cannot lie on. Make the axes Auto.")

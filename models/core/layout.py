@@ -1,0 +1,347 @@
+"""Which axis of a mesh splits what: parameters, optimizer state, activations, and what a kernel gets of them."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models.core.on_parts import on_parts
+from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
+
+Names = tuple[str, ...]
+
+# Adapters are small: every device has them whole.
+_WHOLE = ("lora_a", "lora_b", "magnitude", "dropout_key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which axes of a mesh split a model's batch, and which of these split its parameters, as FSDP and ZeRO-3 do.
+
+    Each device computes its own sequences. A layer's parameters are gathered where they are used, and their gradients
+    are scattered. The mesh's axes may be Auto or Explicit. Axes that are Manual already, inside a `jax.shard_map`, are
+    left alone.
+
+    Args:
+        batch: the axes that split the batch.
+        fsdp: the axis, or the axes, that split parameters and optimizer state. They are among those of the batch. `()`
+            leaves every parameter whole.
+        tensor: not built yet: a mesh may have one device along it.
+        sequence: not built yet: a mesh may have one device along it.
+        expert: not built yet: a mesh may have one device along it.
+
+    Raises:
+        TypeError: an argument is no name, or no tuple of names.
+        ValueError: an axis is named twice, or `fsdp` names one along which all devices would compute the same.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
+        >>> mesh = AbstractMesh((2, 4), ("data", "fsdp"))
+        >>> Layout().shardings(model, mesh)["lm_head"][...].spec
+        P('fsdp',)
+    """
+
+    batch: Names = ("data", "fsdp")
+    fsdp: str | Names = "fsdp"
+    tensor: str | None = None
+    sequence: str | None = None
+    expert: str | None = None
+
+    def __post_init__(self):
+        is_names = lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x)
+        if not is_names(self.batch):
+            raise TypeError(f"Layout: batch={self.batch!r} must be a tuple of mesh axis names.")
+        if not isinstance(self.fsdp, str) and not is_names(self.fsdp):
+            raise TypeError(f"Layout: fsdp={self.fsdp!r} must be a mesh axis name, or a tuple of them.")
+        for role in ("tensor", "sequence", "expert"):
+            if not isinstance(getattr(self, role), str | None):
+                raise TypeError(f"Layout: {role}={getattr(self, role)!r} must be a mesh axis name, or None.")
+        for names in (self.axes, self.fsdp_axes):
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{self}: {twice} is named twice. An axis splits one thing.")
+        if idle := [name for name in self.fsdp_axes if name not in (*self.batch, self.sequence)]:
+            raise ValueError(
+                f"{self}: fsdp names {idle}, which split neither the batch nor its sequences, so that all devices "
+                f"along them would compute the same. Add them to batch: Layout(batch={(*self.batch, *idle)}, …)."
+            )
+
+    @property
+    def fsdp_axes(self) -> Names:
+        """The axes that split parameters."""
+        return (self.fsdp,) if isinstance(self.fsdp, str) else self.fsdp
+
+    @property
+    def axes(self) -> Names:
+        """All axes that the layout names, except that `fsdp` names some of them again."""
+        others = (self.tensor, self.sequence, self.expert)
+        return (*self.batch, *(axis for axis in others if axis is not None))
+
+    @property
+    def between_blocks(self) -> P:
+        """How activations (B, T, …) lie between blocks."""
+        return _spec(self.batch, self.sequence)
+
+    @property
+    def in_attention(self) -> P:
+        """How queries, keys, values and results (B, T, heads, H) lie in attention."""
+        return _spec(self.batch, None, self.tensor)
+
+    @property
+    def in_loss(self) -> P:
+        """How hidden states, labels and results (B, T, …) lie in the loss."""
+        return _spec(self.batch, self.sequence)
+
+    def spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
+        """How a parameter lies on a mesh, and what an optimizer holds of its shape.
+
+        A matrix is split along its input, or along a head's vocabulary. Codes and scales of quantised kernels are split
+        along the output, so that blocks stay whole. Vectors are small: where the mesh does not divide them, every
+        device has them whole.
+
+        Args:
+            info: what the parameter is.
+            shape: its shape.
+            sizes: the devices along each axis of the mesh.
+
+        Returns:
+            The partition.
+
+        Raises:
+            ValueError: the mesh does not divide a matrix.
+        """
+        parts = math.prod(sizes[name] for name in self.fsdp_axes)
+        if parts == 1 or info.kind in _WHOLE:
+            return P()
+        axis = info.in_axis if info.kind in ("embedding", "kernel") else info.out_axis
+        if shape[axis] % parts == 0:
+            return _spec(*[None] * axis, self.fsdp)
+        if info.in_axis is None:
+            return P()
+        split = "·".join(self.fsdp_axes)
+        raise ValueError(
+            f"{split}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
+            f"that divides {shape[axis]}, and give the other devices to an axis that splits the batch alone."
+        )
+
+    def shardings(
+        self, tree: Any, mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation | None = None
+    ) -> Any:
+        """The shardings of a model's parameters, or of parameters and optimizer state.
+
+        Args:
+            tree: a model or its state; with an optimizer, `(params, optimizer.init(params))`. Leaves may be types.
+            mesh: has the axes that the layout names, and no others with several devices.
+            optimizer: the one whose state is in `tree`. What it holds for a parameter, with its shape, lies like the
+                parameter. Scalars are whole. An array of another shape needs an object around it, a pytree with a
+                method `split_like(sharding)` that takes its parameter's `NamedSharding` and returns its own.
+
+        Returns:
+            A tree of `NamedSharding` with the structure of the state, for `jax.device_put` or `out_shardings`.
+
+        Raises:
+            ValueError: the mesh and the layout do not fit, or do not divide a matrix; or a leaf has no rule.
+
+        Example:
+            >>> params = dict(kernel=jnp.ones((8, 4)))
+            >>> mesh, optimizer = AbstractMesh((1, 4), ("data", "fsdp")), optax.sgd(0.1, momentum=0.9)
+            >>> of_params, of_state = Layout().shardings((params, optimizer.init(params)), mesh, optimizer)
+            >>> of_params["kernel"].spec, of_state[0].trace["kernel"].spec
+            (P('fsdp',), P('fsdp',))
+        """
+        sizes = self._sizes(mesh)
+
+        def of_leaf(keys, x):
+            return NamedSharding(mesh, self.spec(parameter(path_of(keys), x.shape), x.shape, sizes))
+
+        params, state = tree if optimizer is not None else (tree, None)
+        params = nnx.state(params) if isinstance(params, nnx.Module) else params
+        of_params = jax.tree_util.tree_map_with_path(of_leaf, params)
+        if optimizer is None:
+            return of_params
+        return of_params, _state_shardings(optimizer, state, params, of_params, NamedSharding(mesh, P()))
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        split: tuple[Any, ...],
+        whole: tuple[Any, ...] = (),
+        head: Any = None,
+        *,
+        spec: P | None = None,
+    ) -> Any:
+        """Runs `function(*split, *whole)` on every device's part; on one device, a plain call.
+
+        The shard_map keeps kernels from the compiler's partitioner, which would gather their inputs. In it all axes of
+        the mesh are Manual.
+
+        Args:
+            function: returns arrays that lie like the first operands.
+            split: trees of arrays that are split as `spec` says; `None` entries pass.
+            whole: arrays that are whole inside the function; `None` entries pass. A matrix enters split along its first
+                axis over `fsdp`, if that divides it, and its gradient leaves the same way.
+            head: the function's last argument, if there is one, an array or quantised. A linear loss gathers an array
+                as it needs it; a quantised head is whole.
+            spec: how `split` and the results lie: `between_blocks`, which is the default, `in_attention` or `in_loss`.
+
+        Returns:
+            The function's results.
+
+        Raises:
+            ValueError: the mesh in context and the layout do not fit.
+        """
+        spec = self.between_blocks if spec is None else spec
+        return self._on_parts(function, split, whole, head, spec, spec)
+
+    def run_sum(
+        self,
+        function: Callable[..., tuple[jax.Array, Any]],
+        split: tuple[Any, ...],
+        whole: tuple[Any, ...] = (),
+        head: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Does what `run` does, `in_loss`, for a function that returns a sum over its tokens and arrays per token.
+
+        Args:
+            function: returns (sum, arrays that lie like `split`).
+            split: as in `run`.
+            whole: as in `run`.
+            head: as in `run`.
+
+        Returns:
+            (the sum over all tokens, the arrays).
+        """
+
+        axes = tuple(name for name in self.batch if name in self._open_axes())
+
+        def local(*arrays):
+            total, others = function(*arrays)
+            return jax.lax.psum(total, axes) if axes else total, others
+
+        return self._on_parts(local, split, whole, head, self.in_loss, (P(), self.in_loss))
+
+    def gathered(self, parameters: Any, dtype: Any) -> Any:
+        """Gathers a layer's parameters on every device just before their use, as FSDP does.
+
+        Matrices are converted to the computation's dtype first: in bfloat16 half as many bytes are sent.
+
+        Args:
+            parameters: a tree of arrays.
+            dtype: dtype of the computation.
+
+        Returns:
+            The tree of whole arrays; on one device, the tree as it is.
+        """
+        if not self._open_axes():
+            return parameters
+
+        def gather(x):
+            # Codes of quantised weights are gathered as they are, in 4 or 8 bits.
+            x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+            return jax.lax.with_sharding_constraint(x, P())
+
+        return jax.tree.map(gather, parameters)
+
+    def _open_axes(self) -> dict[str, int]:
+        """The axes of the mesh in context that are not Manual, and the devices along them; none on one device."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if self.batch and mesh.empty:
+            raise ValueError(f"{self}: no mesh is in context. Call the model under jax.set_mesh(mesh).")
+        return self._sizes(mesh) if self.batch else {}
+
+    def _sizes(self, mesh: Mesh | AbstractMesh) -> dict[str, int]:
+        """The devices along each axis of a mesh, but for axes that are Manual.
+
+        Raises:
+            ValueError: the mesh lacks an axis of the layout, or devices would compute the same unasked.
+        """
+        if missing := [name for name in self.axes if name not in mesh.axis_names]:
+            raise ValueError(
+                f"{self}: the mesh has the axes {mesh.axis_names}, and lacks {missing}. Name the axes that it has: "
+                "KernelOptions(layout=Layout(batch=…, fsdp=…))."
+            )
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        sizes = {name: size for name, size in mesh.shape.items() if kinds[name] != AxisType.Manual}
+        for name, size in sizes.items():
+            if size > 1 and name not in self.axes:
+                raise ValueError(
+                    f"{self}: the mesh has {size} devices along {name!r}, which the layout does not name, so that all "
+                    f"of them would compute the same. Let it split the batch, Layout(batch={(*self.batch, name)}, …), "
+                    "or make a mesh without it."
+                )
+        for role in ("tensor", "sequence", "expert"):
+            name = getattr(self, role)
+            if sizes.get(name, 1) > 1:
+                raise ValueError(
+                    f"{self}: the mesh has {sizes[name]} devices along {role}={name!r}, which is not built yet. Give "
+                    "the devices to an axis of the batch."
+                )
+        return sizes
+
+    def _on_parts(self, function, split, whole, head, spec, out):
+        """`run`, with results that lie as `out` says."""
+        sizes = self._open_axes()
+        if not sizes:
+            return function(*split, *whole, *(() if head is None else (head,)))
+        out = jax.tree.map(lambda spec: _along(spec, sizes), out, is_leaf=lambda x: isinstance(x, P))
+        fsdp = {name: sizes[name] for name in self.fsdp_axes if name in sizes}
+        return on_parts(function, split, whole, head, _along(spec, sizes), out, fsdp, tuple(sizes))
+
+
+ONE_DEVICE = Layout(batch=(), fsdp=())
+
+
+def _spec(*entries: str | Names | None) -> P:
+    """A partition without its last empty entries."""
+    filled = [i for i, entry in enumerate(entries) if entry]
+    return P(*(entry or None for entry in entries[: filled[-1] + 1])) if filled else P()
+
+
+def _along(spec: P, sizes: Mapping[str, int]) -> P:
+    """The partition, without the axes that are not in `sizes`."""
+    names = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
+    return _spec(*(tuple(name for name in names(entry) if name in sizes) for entry in spec))
+
+
+def _state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, whole: NamedSharding) -> Any:
+    """The shardings of an optimizer's state, whose leaves follow parameters or are scalars.
+
+    Raises:
+        ValueError: a leaf is neither.
+    """
+    has_rule = lambda x: hasattr(x, "split_like")
+    unruled = object()
+    of_other = lambda x: whole if jnp.ndim(x) == 0 else unruled
+
+    def like(x, param, sharding):
+        if isinstance(x, optax.MaskedNode):
+            return x
+        if has_rule(x):
+            return x.split_like(sharding)
+        return sharding if jnp.shape(x) == param.shape else of_other(x)
+
+    found = optax.tree_map_params(
+        lambda params: jax.eval_shape(optimizer.init, params),
+        like,
+        state,
+        params,
+        of_params,
+        transform_non_params=of_other,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode) or has_rule(x),
+    )
+    for keys, sharding in jax.tree_util.tree_leaves_with_path(found):
+        if sharding is unruled:
+            raise ValueError(
+                f"shardings: the optimizer's state has an array at {jax.tree_util.keystr(keys)} that is neither a "
+                "scalar nor of its parameter's shape, so that nothing says how it is split. Put it into an object with "
+                "a method split_like(sharding), or hold another state."
+            )
+    return found

@@ -1,0 +1,169 @@
+"""What each parameter of a model is: its kind, what its axes are, and which tensors of a checkpoint it is.
+
+Checkpoints, layouts on meshes, quantisation, adapters and the planner ask here, and read no path by themselves. Modules
+have Hugging Face's names, so a parameter's names in a checkpoint follow from its path. A linear layer's kernel is the
+transposed weight. A parameter that is stacked for a scan has one tensor for each layer.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+Kind = Literal[
+    "embedding", "head", "kernel", "bias", "norm", "kernel_codes", "kernel_scales", "head_codes", "head_scales",
+    "lora_a", "lora_b", "magnitude", "dropout_key",
+]  # fmt: skip
+Path = tuple[Any, ...]  # names and numbers, as in `nnx.to_flat_state`
+
+_STACKS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers; a checkpoint calls all of them layers
+_QUANTIZED_PARTS = ("codes", "scales")  # of a `BlockQuantized`
+# A tensor's last name, by the parameter's: PEFT's names, and Hugging Face's where it is not "weight".
+ADAPTER_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_TENSORS = {"bias": "bias"} | ADAPTER_TENSORS
+# By a parameter's last name: its kind, and what the axes of a single layer's array are.
+_KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
+    "embed_tokens": ("embedding", ("in", "out")),
+    "lm_head": ("head", ("out", "in")),
+    "kernel": ("kernel", ("in", "out")),
+    "bias": ("bias", ("out",)),
+    "scale": ("norm", ("out",)),
+    "lora_a": ("lora_a", ("in", "rank")),
+    "lora_b": ("lora_b", ("rank", "out")),
+    "magnitude": ("magnitude", ("out",)),
+    "dropout_key": ("dropout_key", ()),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterInfo:
+    """What a parameter is.
+
+    Attributes:
+        name: its path in the model, such as "model.layers.mlp.up_proj.kernel".
+        kind: "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
+            "kernel_codes", "kernel_scales", "head_codes" and "head_scales" of quantised weights, with the weight's
+            axes; "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), and "dropout_key".
+        layer_axis: the axis that counts stacked layers; `None` if there is none.
+        expert_axis: the axis that counts experts; `None` if there is none.
+        in_axis: the axis of the layer's input, an embedding's vocabulary included; `None` if there is none.
+        out_axis: the axis of the layer's output, a head's vocabulary included; `None` if there is none.
+        tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer. Adapters have PEFT's
+            names, without the prefix that all of them share. A dropout's key has no tensor.
+    """
+
+    name: str
+    kind: Kind
+    layer_axis: int | None
+    expert_axis: int | None
+    in_axis: int | None
+    out_axis: int | None
+    tensor_names: tuple[str, ...]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the parameter holds one array for each layer."""
+        return self.layer_axis is not None
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the tensors are (out, in), and the parameter (in, out)."""
+        return self.kind in ("kernel", "lora_a", "lora_b")
+
+    def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each tensor, of a parameter of this shape."""
+        shape = shape[1:] if self.stacked else shape
+        return shape[::-1] if self.transposed else shape
+
+
+def describe(model: Any) -> dict[Path, ParameterInfo]:
+    """What each parameter of a model is.
+
+    Args:
+        model: a model, its state, or any tree with the state's paths, such as gradients. Leaves need a shape alone.
+
+    Returns:
+        The parameters by their paths, as `nnx.to_flat_state` has them, in the order of the tree's leaves. A quantised
+        weight has two entries, whose paths end in "codes" and "scales".
+
+    Raises:
+        ValueError: a leaf is no parameter of a model, or has another number of axes than its kind.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
+        >>> info = describe(model)["model", "layers", "mlp", "up_proj", "kernel"]
+        >>> info.kind, info.layer_axis, info.in_axis, info.out_axis, info.tensor_names[1]
+        ('kernel', 0, 1, 2, 'model.layers.1.mlp.up_proj.weight')
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model) if isinstance(model, nnx.Module) else model)
+    return {path_of(keys): parameter(path_of(keys), x.shape) for keys, x in leaves}
+
+
+def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
+    """What the parameter at this path is. A quantised weight may be asked for as a whole.
+
+    Raises:
+        ValueError: there is no such parameter, or its kind has another number of axes.
+    """
+    name = ".".join(map(str, path))
+    *modules, last = map(str, path)
+    part = last if last in _QUANTIZED_PARTS and modules else None
+    last = modules.pop() if part else last
+    if last not in _KINDS or (part and last not in ("kernel", "lm_head")):
+        raise ValueError(
+            f"describe: {name} {tuple(shape)} is no parameter of a model: its last name must be one of {list(_KINDS)}. "
+            "An optimizer's state is described by its parameters: layout.shardings((params, state), mesh, optimizer)."
+        )
+    kind, axes = _KINDS[last]
+    layer, is_stacked = _layer_of(modules)
+    if len(shape) != len(axes) + is_stacked:
+        counted = f"{axes} behind an axis of layers" if is_stacked else f"{axes}"
+        raise ValueError(f"describe: {name} has shape {tuple(shape)}, and the axes of a {kind} are {counted}.")
+    place = {axis: is_stacked + i for i, axis in enumerate(axes)}
+    return ParameterInfo(
+        name=name,
+        kind=kind if part is None else f"{kind}_{part}",
+        layer_axis=0 if is_stacked else None,
+        expert_axis=None,
+        in_axis=place.get("in"),
+        out_axis=place.get("out"),
+        tensor_names=_tensor_names(modules, layer, last, shape[0] if is_stacked else None),
+    )
+
+
+def path_of(keys: tuple[Any, ...]) -> Path:
+    """The names and numbers of a leaf's keys in a tree, without the one that stands for a variable's value."""
+    parts = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in keys)
+    return tuple(part for part in parts if part not in (None, "value"))
+
+
+def projections(model: nnx.Module) -> list[tuple[Path, Any]]:
+    """Each projection and its path, whether or not it has an adapter."""
+    return [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Linear)]
+
+
+def kernel_of(path: Path, projection: Any) -> ParameterInfo:
+    """What the kernel of the projection at this path is, dense or quantised."""
+    return parameter((*path, "kernel"), projection.kernel.shape)
+
+
+def _layer_of(modules: list[str]) -> tuple[int | None, bool]:
+    """Where the layers stand in a path, and whether the path means a stack of them and no numbered one."""
+    at = next((modules.index(name) for name in _STACKS if name in modules), None)
+    return at, at is not None and not any(module.isdigit() for module in modules[at + 1 : at + 2])
+
+
+def _tensor_names(modules: list[str], at: int | None, last: str, count: int | None) -> tuple[str, ...]:
+    """The tensors' names of a parameter, which stands for `count` layers if there is a count."""
+    if last == "dropout_key":
+        return ()
+    modules = [*modules, last] if last in ("embed_tokens", "lm_head") else modules
+    ends = [_TENSORS.get(last, "weight")]
+    if at is None:
+        return (".".join([*modules, *ends]),)
+    stack, rest = [*modules[:at], "layers"], modules[at + 1 :]
+    numbers = [rest.pop(0)] if count is None else range(count)
+    return tuple(".".join([*stack, str(number), *rest, *ends]) for number in numbers)

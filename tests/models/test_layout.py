@@ -1,0 +1,224 @@
+"""A layout says how parameters, state and activations lie on a mesh, and refuses what would be copied silently."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models import KernelOptions, Layout
+from liger_jax.models.core.layout import ONE_DEVICE
+from liger_jax.training import stochastic_rounding
+from tests.models._llama import CONFIG, make_model, random_tokens
+
+WIDE = dataclasses.replace(CONFIG, vocab_size=64)
+AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+MESH = AbstractMesh((2, 2), ("data", "fsdp"))
+
+
+def mesh_of(devices, names, axis_type=AxisType.Auto, shape=None):
+    shape = shape or (len(devices) // 2, 2)
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names), devices=devices)
+
+
+def specs(shardings):
+    """The specs by the ends of their paths, of the first layer's kernel, the head and a vector."""
+    flat = {jax.tree_util.keystr(path): sharding.spec for path, sharding in jax.tree.leaves_with_path(shardings)}
+    ends = ("['up_proj']['kernel'].value", "['lm_head'].value", "['norm']['scale'].value")
+    return [{spec for path, spec in flat.items() if path.endswith(end)} for end in ends]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@AXIS_TYPES
+def test_an_axis_that_the_layout_does_not_name_is_refused_by_its_name(axis_type, devices):
+    """Every device along it would compute the same."""
+    mesh = mesh_of(devices, ("fsdp", "tensor"), axis_type)
+    model = make_model(WIDE, kernels=KernelOptions(batch_axes=("fsdp",)))
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(jnp.zeros((8, 5), jnp.int32), NamedSharding(mesh, P("fsdp")))
+        with pytest.raises(ValueError, match="2 devices along 'tensor', which the layout does not name"):
+            jax.eval_shape(lambda tokens: model(tokens, labels=tokens).loss, tokens)
+    with pytest.raises(ValueError, match="2 devices along 'tensor', which the layout does not name"):
+        Layout(batch=("fsdp",)).shardings(model, mesh)
+
+
+def test_an_unnamed_axis_of_one_device_is_no_harm(devices):
+    mesh = mesh_of(devices, ("fsdp", "tensor"), shape=(len(devices), 1))
+    layout = Layout(batch=("fsdp",))
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(layout.run(lambda x: x + 1, (jnp.arange(8.0),)), jnp.arange(8.0) + 1)
+
+
+@pytest.mark.parametrize("role", ["tensor", "sequence", "expert"])
+def test_what_is_not_built_yet_says_so(role):
+    layout = Layout(batch=("fsdp",), **{role: "x"})
+    with pytest.raises(ValueError, match=f"2 devices along {role}='x', which is not built yet"):
+        layout.shardings({"kernel": jnp.zeros((4, 4))}, AbstractMesh((2, 2), ("fsdp", "x")))
+    layout.shardings({"kernel": jnp.zeros((4, 4))}, AbstractMesh((2, 1), ("fsdp", "x")))
+    with pytest.raises(ValueError, match=r"has the axes \('fsdp',\), and lacks \['x'\]"):
+        layout.shardings({"kernel": jnp.zeros((4, 4))}, AbstractMesh((2,), ("fsdp",)))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_layout_s_arguments_are_checked():
+    with pytest.raises(TypeError, match="batch='data' must be a tuple of mesh axis names"):
+        Layout(batch="data")
+    with pytest.raises(TypeError, match="fsdp=2 must be a mesh axis name"):
+        Layout(fsdp=2)
+    with pytest.raises(TypeError, match=r"tensor=\('x',\) must be a mesh axis name"):
+        Layout(tensor=("x",))
+    with pytest.raises(ValueError, match=r"\['data'\] is named twice"):
+        Layout(tensor="data")
+    with pytest.raises(ValueError, match=r"fsdp names \['fsdp'\], which split neither.*batch=\('data', 'fsdp'\)"):
+        Layout(batch=("data",))
+    with pytest.raises(ValueError, match="say the same thing twice"):
+        KernelOptions(layout=Layout(), batch_axes=("data", "fsdp"))
+    with pytest.raises(TypeError, match="layout='fsdp' must be a Layout"):
+        KernelOptions(layout="fsdp")
+
+
+def test_batch_axes_are_the_layout_whose_last_axis_splits_parameters():
+    assert KernelOptions(batch_axes=("a", "b")).mesh_layout == Layout(batch=("a", "b"), fsdp="b")
+    assert KernelOptions(layout=Layout()).mesh_layout == Layout()
+    assert KernelOptions().mesh_layout == ONE_DEVICE
+    options = KernelOptions(batch_axes=("a",))
+    assert dataclasses.replace(options, batch_axes=None).mesh_layout == ONE_DEVICE
+
+
+# --- parameters and state ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fsdp", ["fsdp", ("data", "fsdp"), ()], ids=str)
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_parameters_and_their_moments_lie_alike(fsdp, scan):
+    model = nnx.eval_shape(lambda: make_model(WIDE, scan_layers=scan))
+    params, layout = nnx.state(model), Layout(fsdp=fsdp)
+    kernel = P(*[None] * scan, fsdp) if fsdp else P()
+    expected = [{kernel}, {P(fsdp) if fsdp else P()}, {P(fsdp) if fsdp else P()}]
+    assert specs(layout.shardings(model, MESH)) == expected
+    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    for optimizer in (
+        adamw,
+        stochastic_rounding(adamw),
+        optax.masked(adamw, jax.tree.map(lambda x: x.ndim > 1, params)),
+    ):
+        state = jax.eval_shape(optimizer.init, params)
+        of_params, of_state = layout.shardings((params, state), MESH, optimizer)
+        assert specs(of_params) == expected
+        found = specs(of_state)
+        assert found[:2] == expected[:2] and found[2] <= expected[2]
+        assert jax.tree.structure(of_state) == jax.tree.structure(state)
+        assert all(s.spec == P() for s, x in zip(*map(jax.tree.leaves, (of_state, state)), strict=True) if x.ndim == 0)
+
+
+def test_a_vector_that_the_mesh_does_not_divide_is_whole_and_a_matrix_is_refused():
+    assert Layout().shardings({"bias": jnp.zeros(3)}, MESH)["bias"].spec == P()
+    with pytest.raises(ValueError, match=r"fsdp=2 does not divide axis 0 of q_proj.kernel, whose shape is \(3, 4\)"):
+        Layout().shardings({"q_proj": {"kernel": jnp.zeros((3, 4))}}, MESH)
+
+
+def test_state_of_another_shape_states_its_rule_or_is_refused():
+    params = {"kernel": jnp.zeros((8, 4))}
+    rows = lambda make: optax.GradientTransformation(
+        lambda params: jax.tree.map(make, params), lambda updates, state, params=None: (updates, state)
+    )
+    with pytest.raises(ValueError, match=r"has an array at \['kernel'\] that is neither a scalar nor"):
+        refused = rows(lambda x: jnp.zeros(x.shape[:1]))
+        Layout().shardings((params, refused.init(params)), MESH, refused)
+    with pytest.raises(ValueError, match="has an array at  that is neither a scalar nor"):
+        table = optax.GradientTransformation(lambda params: jnp.zeros(3), lambda *_: None)
+        Layout().shardings((params, table.init(params)), MESH, table)
+
+    ruled = rows(lambda x: RowScales(jnp.zeros(x.shape[:1])))
+    _, of_state = Layout().shardings((params, ruled.init(params)), MESH, ruled)
+    assert of_state["kernel"].scales.spec == P("fsdp")
+    with pytest.raises(ValueError, match="is no parameter of a model.*layout.shardings"):
+        Layout().shardings((params, optax.adam(1.0).init(params)), MESH)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class RowScales:
+    """One number for each row of a matrix."""
+
+    scales: jax.Array
+
+    def split_like(self, sharding):
+        return RowScales(NamedSharding(sharding.mesh, P(sharding.spec[0])))
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@AXIS_TYPES
+def test_parameters_that_two_axes_split_give_one_device_s_loss_and_gradients(axis_type, devices, rng):
+    config = dataclasses.replace(WIDE, num_hidden_layers=1)
+    tokens = random_tokens(rng, batch=8)
+
+    def value_and_grad(layout):
+        graph, params = nnx.split(make_model(config, kernels=KernelOptions(layout=layout)))
+        return jax.jit(jax.value_and_grad(lambda p, t: nnx.merge(graph, p)(t, labels=t).loss)), params
+
+    single, params = value_and_grad(None)
+    truth, expected = single(params, tokens)
+    mesh, layout = mesh_of(devices, ("data", "fsdp"), axis_type), Layout(fsdp=("data", "fsdp"))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, layout.shardings(params, mesh))
+        head = params["lm_head"][...]
+        assert head.addressable_shards[0].data.size * len(devices) == head.size
+        placed = jax.device_put(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
+        value, found = value_and_grad(layout)[0](params, placed)
+    np.testing.assert_allclose(value, truth, rtol=1e-5)
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(np.asarray(x) - y).max() < 2e-5 * np.abs(y).max(), path
+
+
+def test_a_kernel_runs_with_all_axes_manual(devices):
+    mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
+
+    def kernel(x, w):
+        assert set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
+        assert (x.shape, w.shape) == ((8 // len(devices), 4), (4, 4))
+        return x @ w
+
+    x, w = jnp.arange(32.0).reshape(8, 4), jnp.arange(16.0).reshape(4, 4)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(functools.partial(layout.run, kernel))((x,), (w,)), x @ w)
+
+
+@pytest.mark.parametrize("manual", [("data",), ("data", "fsdp")], ids=str)
+def test_axes_that_are_manual_already_are_left_alone(manual, devices):
+    """Each device along them has its own part, and its own sum."""
+    mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
+    x, w = jnp.arange(32.0).reshape(8, 4), jnp.arange(16.0).reshape(4, 4)
+
+    def local(x, w):
+        total, y = layout.run_sum(lambda x, w: (jnp.sum(x @ w), x @ w), (x,), (layout.gathered(w, x.dtype),))
+        return total[None], y
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            local, in_specs=(P(manual), P()), out_specs=P(manual), axis_names={*manual}, check_vma=False
+        )
+        totals, y = jax.jit(mapped)(x, w)
+    np.testing.assert_allclose(y, x @ w)
+    parts = len(devices) // 2 * (2 if "fsdp" in manual else 1)
+    np.testing.assert_allclose(totals, (x @ w).reshape(parts, -1).sum(axis=1))
+
+
+def test_a_model_runs_where_all_axes_are_manual(devices, rng):
+    mesh = mesh_of(devices, ("data", "fsdp"))
+    graph, params = nnx.split(make_model(WIDE, kernels=KernelOptions(layout=Layout())))
+    call = lambda params, tokens: nnx.merge(graph, params)(tokens, labels=tokens).loss[None]
+    with jax.set_mesh(mesh):
+        axes = P(("data", "fsdp"))
+        mapped = jax.shard_map(call, in_specs=(P(), axes), out_specs=axes, check_vma=False)
+        assert jax.eval_shape(mapped, params, random_tokens(rng, batch=8)).shape == (len(devices),)
