@@ -319,14 +319,15 @@ def _state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, wh
     """
     has_rule = lambda x: hasattr(x, "split_like")
     unruled = object()
-    of_other = lambda x: whole if jnp.ndim(x) == 0 else unruled
+    shape_of = lambda x: getattr(x, "shape", ())  # a state may hold Python numbers
+    of_other = lambda x: unruled if shape_of(x) else whole
 
     def like(x, param, sharding):
         if isinstance(x, optax.MaskedNode):
             return x
         if has_rule(x):
             return x.split_like(sharding)
-        return sharding if jnp.shape(x) == param.shape else of_other(x)
+        return sharding if shape_of(x) == param.shape else of_other(x)
 
     found = optax.tree_map_params(
         lambda params: jax.eval_shape(optimizer.init, params),

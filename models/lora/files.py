@@ -46,11 +46,8 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
     tensors = {}
     for path_in_model, projection in adapted:
         arrays = {name: np.asarray(variable[...]) for name, variable in trained(projection).items()}
-        arrays = (
-            arrays
-            if kernel_of(path_in_model, projection).stacked
-            else {name: array[None] for name, array in arrays.items()}
-        )
+        if not kernel_of(path_in_model, projection).stacked:
+            arrays = {name: array[None] for name, array in arrays.items()}
         tensors |= adapter_files.tensors(names(path_in_model, projection), arrays)
     first = adapted[0][1]
     config = adapter_files.AdapterConfig(
