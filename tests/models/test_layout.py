@@ -158,7 +158,7 @@ class RowScales:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@AXIS_TYPES
+@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.full), AxisType.Explicit], ids=str)
 def test_parameters_that_two_axes_split_give_one_device_s_loss_and_gradients(axis_type, devices, rng):
     config = dataclasses.replace(WIDE, num_hidden_layers=1)
     tokens = random_tokens(rng, batch=8)

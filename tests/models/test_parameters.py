@@ -68,7 +68,8 @@ def test_kinds_and_axes_of_quantised_weights_and_adapters(scan):
 
 @SCANS
 def test_adapters_have_peft_s_names_and_shapes(scan, tmp_path):
-    model = add_lora(make_model(scan_layers=scan), 3, alpha=6, dora=True, rngs=nnx.Rngs(1))
+    options = dict(alpha=6, targets=("q_proj",), dora=True)
+    model = add_lora(make_model(scan_layers=scan), 3, **options, rngs=nnx.Rngs(1))
     for _, layer in nnx.iter_graph(model):
         if hasattr(layer, "lora_b"):
             layer.lora_b[...] += 1  # files leave out adapters that do nothing
