@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops.layout import HeadSplit, SplitHead
+from liger_jax.ops.layout import HeadSplit, SplitHead, gathered, head_split
 
 
 def on_parts(
@@ -38,16 +38,15 @@ def on_parts(
     names, parts = tuple(fsdp), math.prod(fsdp.values())
     is_cut = [bool(names) and x is not None and x.ndim == 2 and x.shape[0] % parts == 0 for x in whole]
     # A quantised head is small, and enters whole.
-    head_split = _split_of(head, names, parts) if isinstance(head, jax.Array) else None
+    split_of_head = _split_of(head, fsdp) if isinstance(head, jax.Array) else None
 
     def local(own, others, head):
-        gather = lambda x: jax.lax.all_gather(x, names, tiled=True)
-        others = [gather(x) if cut else x for x, cut in zip(others, is_cut, strict=True)]
-        head = head if head_split is None else SplitHead(head, head_split)
+        others = [gathered(x, P(names)) if cut else x for x, cut in zip(others, is_cut, strict=True)]
+        head = head if split_of_head is None else SplitHead(head, split_of_head)
         return function(*own, *others, *(() if head is None else (head,)))
 
     of_whole = tuple(P(names) if cut else P() for cut in is_cut)
-    specs = tuple(spec for _ in split), of_whole, P() if head_split is None else head_split.spec
+    specs = tuple(spec for _ in split), of_whole, P() if split_of_head is None else split_of_head.spec
     has_manual_axes = len(axes) < len(jax.sharding.get_abstract_mesh().axis_names)
     left: dict[str, Any] = dict(axis_names=set(axes)) if has_manual_axes else {}
     # Without check_vma: JAX's own attention kernels do not declare the axes that they vary over, and Hopper's loss
@@ -56,10 +55,9 @@ def on_parts(
     return mapped(tuple(split), tuple(whole), head)
 
 
-def _split_of(head: jax.Array, names: tuple[str, ...], parts: int) -> HeadSplit | None:
+def _split_of(head: jax.Array, fsdp: Mapping[str, int]) -> HeadSplit | None:
     """How mesh axes split a head (V, D): its vocabulary, or else its width. None where they divide neither."""
-    if parts > 1 and head.shape[0] % parts == 0:
-        return HeadSplit((names, ()), (parts, 1))
-    if parts > 1 and head.shape[1] % parts == 0:
-        return HeadSplit(((), names), (1, parts))
-    return None
+    names, parts = tuple(fsdp), math.prod(fsdp.values())
+    if head.shape[0] % parts == 0:
+        return head_split(P(names), fsdp)
+    return head_split(P(None, names), fsdp) if head.shape[1] % parts == 0 else None
