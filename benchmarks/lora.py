@@ -115,7 +115,7 @@ def layer(run: Run, kinds: list[str]) -> str:
         graph, adapters, base = trainable(model) if adapted else nnx.split(model, nnx.LoRAParam, ...)
 
         def gradients(adapters, base, x, dy):
-            call = lambda adapters, x: nnx.merge(graph, adapters, base).model.run_layers(x, inputs)
+            call = lambda adapters, x: nnx.merge(graph, adapters, base).model.run_layers(x, inputs).hidden
             y, pullback = jax.vjp(call, adapters, x)
             return y, pullback(dy)
 

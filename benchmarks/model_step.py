@@ -106,7 +106,7 @@ def kept_by_a_layer(config: LlamaConfig, kernels: KernelOptions, batch: int, seq
 
     def pullback(x, params, cos, sin):
         inputs = {kind: (cos, sin, None, config.window_of(kind)) for kind in config.layer_types or ()}
-        return jax.vjp(lambda x, params: nnx.merge(graphdef, params).run_layers(x, inputs), x, params)[1]
+        return jax.vjp(lambda x, params: nnx.merge(graphdef, params).run_layers(x, inputs).hidden, x, params)[1]
 
     # jax.vjp returns a tree with the residuals as leaves; the scan stacks the residuals of its layers.
     backward = jax.tree.leaves(jax.eval_shape(pullback, x, params, table, table))

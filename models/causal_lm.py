@@ -16,6 +16,7 @@ from liger_jax.models.core.explicit_axes import with_auto_axes
 from liger_jax.models.core.generation import generate
 from liger_jax.models.core.head import head_logits
 from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.layer_stack import Decoded
 from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
@@ -156,13 +157,13 @@ class CausalLM(Pretrained):
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
         targets = _targets(labels, shift_labels, segment_ids)
-        hidden, head, cache = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask, cache)
-        hidden, targets, loss_weights = arguments.keep(logits_to_keep, hidden, targets, loss_weights)
+        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, cache)
+        hidden, targets, loss_weights = arguments.keep(logits_to_keep, decoded.hidden, targets, loss_weights)
         if targets is None:
             out = self._predict(hidden, head, return_logits is not False, return_metrics)
         else:
             out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
-        return out if cache is None else dataclasses.replace(out, cache=cache)
+        return dataclasses.replace(out, cache=decoded.cache, aux=decoded.aux or None)
 
     @with_auto_axes
     def hidden_states(
@@ -189,7 +190,7 @@ class CausalLM(Pretrained):
             TypeError: `input_ids` are not integers.
         """
         arguments.check_call(input_ids, None, None, None, None)
-        return self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)[0]
+        return self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)[0].hidden
 
     @with_auto_axes
     def log_probs(
@@ -233,8 +234,8 @@ class CausalLM(Pretrained):
         targets = _targets(labels, shift_labels, segment_ids)
         if targets is None:
             raise ValueError("log_probs needs the labels whose probabilities are wanted. Pass labels=input_ids.")
-        hidden, head, _ = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)
-        hidden, targets = arguments.keep(logits_to_keep, hidden, targets)
+        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)
+        hidden, targets = arguments.keep(logits_to_keep, decoded.hidden, targets)
         return self._loss.log_probs(hidden, head, targets, temperature=temperature, entropy=entropy)
 
     def token_loss(
@@ -307,14 +308,14 @@ class CausalLM(Pretrained):
         arguments.check_call(input_ids, labels, shift_labels, None, None)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
         targets = _targets(labels, shift_labels, segment_ids)
-        hidden, head, _ = self._hidden_and_head(input_ids, positions, segment_ids, attention_mask)
-        hidden, targets = arguments.keep(logits_to_keep, hidden, targets)
+        decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)
+        hidden, targets = arguments.keep(logits_to_keep, decoded.hidden, targets)
         per_token = tuple(broadcast_to_tokens("token_loss", per_token, targets.shape))
         options = dict(denominator=denominator, temperature=temperature, entropy=entropy)
         return self._loss.token_loss(function, hidden, head, targets, per_token, constants, **options)
 
-    def _hidden_and_head(self, input_ids, positions, segment_ids, attention_mask, cache=None):
-        """Hidden states (B, T, D), the head (V, D), and the cache with these tokens, or None."""
+    def _decoded_and_head(self, input_ids, positions, segment_ids, attention_mask, cache=None) -> tuple[Decoded, Any]:
+        """What the decoder makes of the tokens, and the head (V, D)."""
         input_ids, shape = as_labels(input_ids), input_ids.shape
         arguments.check_shapes(shape, segment_ids=segment_ids, attention_mask=attention_mask)
         if cache is not None and segment_ids is not None:
@@ -330,13 +331,13 @@ class CausalLM(Pretrained):
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
         head = self.head
         if cache is not None:
-            hidden, cache = self.model(input_ids, **per_token, cache=cache)
+            decoded = self.model(input_ids, **per_token, cache=cache)
         elif self.config.tie_word_embeddings:
             inputs_embeds, head = self.model.embed(input_ids)
-            hidden = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token)
+            decoded = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token)
         else:
-            hidden = self.model(input_ids, **per_token)
-        return hidden, head, cache
+            decoded = self.model(input_ids, **per_token)
+        return decoded, head
 
     def _predict(self, hidden, head, return_logits, return_metrics):
         """The result without labels."""

@@ -98,4 +98,4 @@ def table(rows: list[Memory]) -> str:
 
 
 def _sum_of_hidden_states(model: Any, tokens: jax.Array, normalizer: None) -> jax.Array:
-    return jnp.sum(model.model(tokens), dtype=jnp.float32)
+    return jnp.sum(model.hidden_states(tokens), dtype=jnp.float32)

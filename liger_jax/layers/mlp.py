@@ -44,10 +44,8 @@ class _GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         if not (self.fused and are_plain_products(self.gate_proj, self.up_proj, self.down_proj)):
             return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
-        kernels = (projection.kernel[...] for projection in (self.gate_proj, self.up_proj, self.down_proj))
-        x, *kernels = promote_dtype((x, *kernels), dtype=self.gate_proj.dtype)
-        options = dict(precision=self.gate_proj.precision, implementation=self.implementation)
-        return ops.gated_mlp(x, *kernels, activation=self.activation, recomputed=self.recomputed, **options)
+        options = dict(recomputed=self.recomputed, implementation=self.implementation)
+        return in_one_op(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation, **options)
 
 
 def are_plain_products(*projections: Any) -> bool:
@@ -59,18 +57,55 @@ def are_plain_products(*projections: Any) -> bool:
     Returns:
         False where one of them has a bias, an adapter such as LoRA's, or another dtype or precision than the others.
     """
-    kinds = {(p.kernel.dtype, p.dtype, p.precision) if _is_plain(p) else None for p in projections}
-    return len(kinds) == 1 and None not in kinds
+    is_plain = all(is_plain_product(p) and p.bias is None for p in projections)
+    return is_plain and len({(p.kernel.dtype, p.dtype, p.precision) for p in projections}) == 1
 
 
-def _is_plain(projection: Any) -> bool:
+def is_plain_product(projection: Any) -> bool:
+    """Whether a projection is x·kernel, plus a bias if it has one, as `nnx.Linear` computes it by default.
+
+    Args:
+        projection: a layer.
+
+    Returns:
+        False for a layer that replaces `nnx.Linear`, such as one with an adapter, and for one with its own product.
+    """
     return (
         type(projection) is nnx.Linear
-        and projection.bias is None
         and projection.preferred_element_type is None
         and projection.dot_general is jax.lax.dot_general
         and projection.promote_dtype is promote_dtype
     )
+
+
+def in_one_op(
+    x: Float[Array, "*batch D"],
+    gate_proj: Any,
+    up_proj: Any,
+    down_proj: Any,
+    *,
+    activation: str,
+    recomputed: bool,
+    implementation: str | tuple[str, ...] | None,
+) -> Float[Array, "*batch D"]:
+    """down(activation(gate(x))·up(x)) by `ops.gated_mlp`.
+
+    Args:
+        x: (..., D), any float dtype.
+        gate_proj: the gate's projection; of all three `are_plain_products` is true.
+        up_proj: the projection that the gate multiplies.
+        down_proj: the projection of their product.
+        activation: as in `ops.gated_mlp`.
+        recomputed: as in `ops.gated_mlp`.
+        implementation: as in `ops.gated_mlp`.
+
+    Returns:
+        (..., D) in the projections' dtype.
+    """
+    kernels = (projection.kernel[...] for projection in (gate_proj, up_proj, down_proj))
+    x, *kernels = promote_dtype((x, *kernels), dtype=gate_proj.dtype)
+    options = dict(precision=gate_proj.precision, implementation=implementation)
+    return ops.gated_mlp(x, *kernels, activation=activation, recomputed=recomputed, **options)
 
 
 class SwiGLUMLP(_GatedMLP):

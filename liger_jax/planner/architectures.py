@@ -143,11 +143,6 @@ class Architecture:
         state = dataclasses.replace(self, config=config).abstract()[1]
         return list(zip(describe(state).values(), jax.tree.leaves(state), strict=True))
 
-    @functools.cached_property
-    def norms_results(self) -> bool:
-        """Whether layers normalise the results of attention and feed-forward, as Gemma 2 and 3 do."""
-        return any("post_feedforward_layernorm" in info.name.split(".") for info, _ in self.parameters)
-
     @property
     def num_parameters(self) -> int:
         """How many numbers are trained; a tied head counts once."""

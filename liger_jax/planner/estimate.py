@@ -9,12 +9,8 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import attention
-from liger_jax.ops._place import Place
-from liger_jax.pallas_kernels.attention import xla
 from liger_jax.planner.mesh import LAYOUT
 from liger_jax.planner.step import Run
 
@@ -91,47 +87,6 @@ def logits_bytes(tokens: int, vocab_size: int, bytes_per_logit: int = 8) -> int:
     return bytes_per_logit * tokens * vocab_size
 
 
-def kept_by_a_layer(run: Run) -> dict[str, int]:
-    """What a layer keeps for its backward, by kind.
-
-    Args:
-        run: what is trained.
-
-    Returns:
-        Bytes of "layer inputs", "attention" and "feed-forward".
-    """
-    c, kept = run.model.config, _values_kept(run)
-    if run.remat == "none" and run.target.platform == "tpu":
-        # A TPU's arrays have rows of 128 lanes. Narrower heads of queries, keys and results are padded to 128, and each
-        # of attention's sums takes a row.
-        padding = max(0, 128 - c.head_dim) * (2 * c.num_attention_heads + c.num_key_value_heads)
-        kept["attention"] += padding + 127 * _sums(run)
-    return {name: run.tokens * jnp.dtype(run.dtype).itemsize * values for name, values in kept.items()}
-
-
-def _values_kept(run: Run) -> dict[str, int]:
-    """What a layer keeps for its backward, by kind: values of the computation's dtype for each token."""
-    c = run.model.config
-    d, f = c.hidden_size, c.intermediate_size
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    # The backward of a norm over the feed-forward's result needs that result.
-    result = d if run.model.norms_results else 0
-    inputs, attention, feed_forward = {
-        "full": (d, 0, 0),
-        "offload": (0, 0, 0),
-        # the matrix products' results
-        "dots": (d, q + 2 * kv + d, 2 * f + result),
-        # with attention's queries and keys (rotated, or before their norms), values, result and sums
-        "none": (d, d + 2 * q + 2 * kv + _sums(run), 2 * f + result),
-    }[run.remat]
-    return {"layer inputs": inputs, "attention": attention, "feed-forward": feed_forward}
-
-
-def _sums(run: Run) -> int:
-    """Attention keeps a float32 sum for each head and token: their size in values of the computation's dtype."""
-    return 4 * run.model.config.num_attention_heads // jnp.dtype(run.dtype).itemsize
-
-
 def estimate(run: Run) -> Estimate:
     """The memory of a run on each device, and what takes it.
 
@@ -150,7 +105,7 @@ def estimate(run: Run) -> Estimate:
     }
     if run.state_memory == "host":
         static["optimizer state"] = 0
-    kept = {name: layers * value for name, value in kept_by_a_layer(run).items()}
+    kept = {name: layers * value for name, value in run.layer.kept.items()}
     # Sharded parameters are gathered for two layers at a time. Parameters on one device may be cast, for one layer.
     gathered, is_cast = run.mesh["fsdp"] > 1, param != size
     # Quantised parameters are made dense, one layer at a time.
@@ -172,10 +127,9 @@ def estimate(run: Run) -> Estimate:
         loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8)
         loss += size * sizes.head if is_cast else 0
         head_gradient, in_loss = head_gradient if tpu else 0, param * sizes.head if gathered else 0
-    # A tied head's gradient is the embedding's gradient, too. With 16-bit parameters it comes with a float32 buffer:
-    # the rounding errors in the table's rows of this batch's tokens.
-    is_widened = run.head_dtype != run.param_dtype
-    remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if is_widened else 0
+    # A tied head's gradient is the embedding's, too. With 16-bit parameters it also holds the rounding errors of the
+    # rows of this batch's tokens, in float32.
+    remainder = 4 * min(run.tokens, config.vocab_size) * config.hidden_size if run.head.is_widened else 0
     sums = 4 * sizes.trained if run.micro_batches > 1 else 0  # the micro-batches' gradients are summed in float32
     # On several GPUs, from Hopper on, XLA reorders the program to hide communication. The buffer of zeros that sums
     # the layers' gradients then exists early, and so do the buffers of the embedding's gradient.
@@ -186,52 +140,11 @@ def estimate(run: Run) -> Estimate:
     in_backward = {
         "gradients": sizes.gradient_bytes + sums + remainder,
         "copies of parameters": of_layers + in_layers,
-        "one layer's work": _work_of_a_layer(run),
+        "one layer's work": run.layer.worked_on,
     }
     peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
     parts = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
     return Estimate(parts, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums)
-
-
-def _work_of_a_layer(run: Run) -> int:
-    """The backward of one layer: the activations that it computes again, and their gradients."""
-    c, kept = run.model.config, _values_kept(run)
-    heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    values = (7 if run.model.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
-    values += 2 * c.hidden_size  # gradients
-    # Gate, up, their product and two gradients. A single GPU computes one half of them after the other, in place. On
-    # several GPUs, and where adapters read them, XLA holds both halves at once.
-    one_gpu = run.target.platform == "gpu" and run.target.count == 1
-    in_halves = one_gpu and run.remat in ("full", "offload") and run.lora is None
-    feed_forward = (3 * c.intermediate_size + 1) // 2 if in_halves else 5 * c.intermediate_size
-    values -= kept["layer inputs"] + kept["attention"]
-    size = run.tokens * jnp.dtype(run.dtype).itemsize
-    return size * values + max(size * (feed_forward - kept["feed-forward"]), _scores_in_chunks(run))
-
-
-def _scores_in_chunks(run: Run) -> int:
-    """Bytes of the scores that XLA's attention holds for a chunk of queries in the backward; 0 where a kernel runs."""
-    c = run.model.config
-    windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if _attention_of(run, w) == "xla"]
-    keys = max([min(run.seq, xla.CHUNK + w - 1) if w else run.seq for w in windows], default=0)
-    scores = run.tokens // run.seq * c.num_attention_heads * min(xla.CHUNK, run.seq) * keys
-    # Scores, weights and the gradients of both in float32, and the weights in the computation's dtype.
-    return (4 * 4 + jnp.dtype(run.dtype).itemsize) * scores
-
-
-def _attention_of(run: Run, window: int | None) -> str:
-    """The name of the attention implementation that layers with this window use on packed rows.
-
-    On others cuDNN may run, and what it takes, the other kernels for the same GPU take too. So it is not asked: it
-    would trace its own gradients for each estimate, and might not be installed here.
-    """
-    c, rows = run.model.config, (run.tokens // run.seq, run.seq)
-    options = dict(window=window, softcap=c.attn_logit_softcapping, scale=c.attention_scale, implementation=None)
-    q, k = (
-        jax.ShapeDtypeStruct((*rows, n, c.head_dim), run.dtype) for n in (c.num_attention_heads, c.num_key_value_heads)
-    )
-    ids = jax.ShapeDtypeStruct(rows, jnp.int32)
-    return attention.choose(q, k, k, ids, Place(run.target.description), **options).name
 
 
 @dataclasses.dataclass(frozen=True)

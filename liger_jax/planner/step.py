@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions
 from liger_jax.models import lora as adapters
+from liger_jax.models.core.head import logit_options_of
+from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.ops.block_quantized import KINDS
-from liger_jax.ops.layout import sent_dtype
-from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.mesh import LAYOUT
@@ -112,14 +112,22 @@ class Run:
         return self.target.count * self.micro_batches
 
     @property
-    def head_dtype(self) -> str:
-        """The dtype of the head's gradient. On one device a tied head's is float32 until it is rounded once.
+    def head(self) -> Head:
+        """The head as the loss gets it."""
+        is_split, is_frozen = self.mesh["fsdp"] > 1, self.lora is not None
+        return Head.of(self.model.config, self.param_dtype, self._kernels, is_frozen=is_frozen, is_split=is_split)
 
-        Beside adapters the head has no gradient, and this is the dtype of the head itself.
-        """
-        is_summed = self.target.count == 1 and self.model.config.tie_word_embeddings and self.lora is None
-        is_widened = is_summed and self.param_dtype == "bfloat16"
-        return "float32" if is_widened else self.param_dtype
+    @property
+    def layer(self) -> LayerMemory:
+        """What one layer holds on each device."""
+        rows, has_adapters = self.tokens // self.seq, self.lora is not None
+        of_model: Any = self.model.config, self._kernels, self.remat, self.dtype
+        return LayerMemory(*of_model, rows, self.seq, self.target.description, has_adapters)
+
+    @property
+    def _kernels(self) -> KernelOptions:
+        """The ops of the model, but for its loss."""
+        return KernelOptions(layout=LAYOUT if self.target.count > 1 else None)
 
     def loss_plan(self) -> Any:
         """How the fused loss is computed on each device.
@@ -127,32 +135,22 @@ class Run:
         Returns:
             What `plan_fused_linear_cross_entropy` returns.
         """
-        config: Any = self.model.config
-        is_split = self.mesh["fsdp"] > 1
-        sizes = (self.tokens, config.hidden_size, config.vocab_size)
-        options: dict[str, Any] = dict(
-            dtype=self.dtype,
-            weight_dtype=sent_dtype(self.head_dtype, self.dtype) if is_split else self.head_dtype,
-            weight_is_split=is_split,
-            logit_scale=config.logit_scale,
-            logit_softcap=config.final_logit_softcapping,
-            device=self.target.description,
-        )
-        budget = budget_beside_layers(
-            *sizes,
-            f=config.intermediate_size,
-            layers_are_recomputed=self.remat != "none",
-            head_is_copied=self.target.count == 1 and self.param_dtype != self.dtype,
-            head_is_widened=self.head_dtype != self.param_dtype,
-            **options,
-        )
+        config, head, device = self.model.config, self.head, self.target.description
+        remat: Any = self.remat
+        budget = loss_budget_bytes(config, self._kernels, remat, self.dtype, head, self.tokens, device)
         return plan_fused_linear_cross_entropy(
-            *sizes,
+            self.tokens,
+            config.hidden_size,
+            config.vocab_size,
+            dtype=self.dtype,
+            weight_dtype=head.dtype_in_products(self.dtype),
+            weight_is_split=head.is_split,
             reduction="sum",
             differentiated=("hidden", "weight") if self.lora is None else ("hidden",),
             memory_budget_bytes=budget,
             device_memory_bytes=self.target.memory_bytes,
-            **options,
+            device=device,
+            **logit_options_of(config),
         )
 
     def kernels(self) -> KernelOptions:
@@ -161,10 +159,9 @@ class Run:
         Returns:
             Options with the loss's memory as the device's has it.
         """
-        layout = LAYOUT if self.target.count > 1 else None
         if self.loss == "logits":
-            return KernelOptions(fused_linear_cross_entropy=False, layout=layout)
-        return KernelOptions(memory_budget_bytes=self.loss_plan().extra_bytes, layout=layout)
+            return dataclasses.replace(self._kernels, fused_linear_cross_entropy=False)
+        return dataclasses.replace(self._kernels, memory_budget_bytes=self.loss_plan().extra_bytes)
 
 
 def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax import ops
+from liger_jax.layers.mlp import is_plain_product
 from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
@@ -23,14 +24,15 @@ def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]
 
     Args:
         x: (..., D).
-        *projections: layers of `Blocks.linear`. If one has been replaced, for example by a `nnx.LoRALinear` or by a
-            layer of another dtype, each projection is called separately.
+        *projections: layers of `Blocks.linear`. If one has been replaced, for example by a `nnx.LoRALinear`, by a layer
+            of another dtype or by one with its own product, each projection is called separately.
 
     Returns:
         One array for each projection.
     """
     first = projections[0]
-    if not all(type(projection) is nnx.Linear and projection.dtype == first.dtype for projection in projections):
+    alike = lambda projection: projection.dtype == first.dtype and projection.precision is None
+    if not all(is_plain_product(projection) and alike(projection) for projection in projections):
         return [projection(x) for projection in projections]
     kernel = jnp.concatenate([projection.kernel[...] for projection in projections], axis=1)
     ends = list(itertools.accumulate(projection.out_features for projection in projections))

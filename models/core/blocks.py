@@ -1,4 +1,4 @@
-"""The blocks that a family's layer is made of: norm, gated feed-forward, attention."""
+"""The blocks that a family's layer is made of: norm, feed-forward, attention."""
 
 import functools
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from liger_jax import ops
-from liger_jax.layers import GeGLUMLP, SwiGLUMLP
 from liger_jax.models.core import plain
 from liger_jax.models.core.attention import Attention
+from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 
@@ -72,35 +72,6 @@ class RMSNorm(nnx.Module):
         return self.kernels.mesh_layout.run(norm, activations, (self.scale[...],))
 
 
-def _may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
-    """Whether the feed-forward is one op, `gated_mlp`: on one device, if gate and up are recomputed or kept unstacked.
-
-    A scan stacks the gate and up that it keeps, and the kernel would read a copy of them: 3 % of a LLaMA's step on an
-    H200. On a mesh the op would run in a shard_map, and a step on 8 H200 would take 6 % more memory.
-    """
-    kept_unstacked = remat == "none" and not scan
-    return kernels.glu and not kernels.mesh_layout.batch and (kept_unstacked or remat in ("full", "offload"))
-
-
-class _SwiGLU(SwiGLUMLP):
-    kernels: KernelOptions
-
-    def gated(self, gate, up):
-        gated = super().gated if self.kernels.glu else plain.swiglu
-        return self.kernels.mesh_layout.run(gated, (gate, up))
-
-
-class _GeGLU(GeGLUMLP):
-    kernels: KernelOptions
-
-    def gated(self, gate, up):
-        gated = super().gated if self.kernels.glu else plain.geglu
-        return self.kernels.mesh_layout.run(gated, (gate, up))
-
-
-_MLPS = {"silu": _SwiGLU, "gelu_tanh": _GeGLU}  # by the config's gate
-
-
 class Blocks:
     """Makes the blocks of one layer from a config.
 
@@ -112,6 +83,7 @@ class Blocks:
         rngs: source of the projections' keys; `None` if only norms are made.
         remat: what the layer keeps for the backward.
         scan: whether layers are scanned.
+        feed_forward: the kind of the layer's feed-forward, a key of `FEED_FORWARDS`.
     """
 
     def __init__(
@@ -123,9 +95,10 @@ class Blocks:
         rngs: nnx.Rngs | None = None,
         remat: Remat = "none",
         scan: bool = True,
+        feed_forward: str = DENSE,
     ):
         self.config, self.kernels, self.dtype, self.param_dtype = config, kernels, dtype, param_dtype
-        self.rngs, self.remat, self.scan = rngs, remat, scan
+        self.rngs, self.remat, self.scan, self.feed_forward = rngs, remat, scan, feed_forward
 
     def linear(self, in_width: int, out_width: int, *, use_bias: bool = False) -> nnx.Linear:
         """Makes a projection.
@@ -174,19 +147,11 @@ class Blocks:
         """
         return Attention(self.config, self.kernels, linear=self.linear, norm=self.norm)
 
-    def mlp(self) -> SwiGLUMLP | GeGLUMLP:
-        """Makes the gated feed-forward.
+    def mlp(self) -> Any:
+        """Makes the feed-forward of the layer's kind.
 
         Returns:
-            A layer from (B, T, D) to (B, T, D).
+            A layer from (B, T, D) to (B, T, D) and its sums over tokens.
         """
-        layer = _MLPS[self.config.gate](
-            self.config.hidden_size,
-            self.config.intermediate_size,
-            linear=self.linear,
-            fused=_may_fuse(self.kernels, self.remat, self.scan),
-            recomputed=self.remat != "none",
-            implementation=self.kernels.implementation,
-        )
-        layer.kernels = self.kernels
-        return layer
+        make = FEED_FORWARDS[self.feed_forward]
+        return make(self.config, self.kernels, linear=self.linear, remat=self.remat, scan=self.scan)

@@ -70,6 +70,7 @@ class LlamaConfig:
     norm_offset: ClassVar[float] = 0.0
     norm_casting_mode: ClassVar[str] = "llama"
     gate: ClassVar[str] = "silu"
+    norms_results: ClassVar[bool] = False  # whether the results of attention and feed-forward are normalised
     embedding_scale: ClassVar[float | None] = None
     attention_scale: ClassVar[float | None] = None  # 1/√H
     attn_logit_softcapping: ClassVar[float | None] = None
@@ -100,6 +101,17 @@ class LlamaConfig:
             The type, "full_attention" or "sliding_attention".
         """
         return "full_attention"
+
+    def feed_forward_of(self, i: int) -> str:
+        """The kind of a layer's feed-forward.
+
+        Args:
+            i: the layer's number.
+
+        Returns:
+            A key of `feed_forward.FEED_FORWARDS`.
+        """
+        return "dense"
 
     def window_of(self, layer_type: str) -> int | None:
         """How many positions a position sees in layers of a type, itself included.

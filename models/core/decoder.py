@@ -1,6 +1,7 @@
 """The decoder of every family, from token ids to hidden states: the embedding, the layers, the last norm."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.cache import KVCache, with_tokens
-from liger_jax.models.core.embedding import embed, embed_tied
+from liger_jax.models.core.embedding import embed, embed_tied, sums_gradients
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.layer_stack import LayerStack
+from liger_jax.models.core.layer_stack import Decoded, LayerKind, LayerStack
 from liger_jax.models.core.remat import Remat
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
@@ -68,8 +69,10 @@ class Decoder(nnx.Module):
         self.config, self.dtype, self.layout = config, dtype, kernels.mesh_layout
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
-        make_layer = lambda rngs: layer(Blocks(config, kernels, dtype, param_dtype, rngs, remat, scan_layers))
-        self.stack = LayerStack(tuple(config.layer_types), scan_layers, remat, kernels)
+        of_layer = functools.partial(Blocks, config, kernels, dtype, param_dtype, remat=remat, scan=scan_layers)
+        make_layer = lambda feed_forward, rngs: layer(of_layer(rngs=rngs, feed_forward=feed_forward))
+        kinds = tuple(LayerKind(kind, config.feed_forward_of(i)) for i, kind in enumerate(config.layer_types))
+        self.stack = LayerStack(kinds, scan_layers, remat, kernels)
         self.layers, self.last_layers = self.stack.make(make_layer, rngs)
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
 
@@ -84,26 +87,26 @@ class Decoder(nnx.Module):
         """
         table = self.embed_tokens[...]
         is_frozen = bool(nnx.to_flat_state(nnx.state(self, nnx.LoRAParam)))
-        if is_frozen and not self.layout.batch:
-            return embed(table, input_ids, self.dtype), table
-        if not self.layout.batch:
+        if sums_gradients(self.layout.batch, is_frozen=is_frozen):
             return embed_tied(table, input_ids, self.dtype)
+        if not self.layout.batch:
+            return embed(table, input_ids, self.dtype), table
         look_up = lambda ids, table: embed(table, ids, self.dtype)
         sent = table.astype(sent_dtype(table.dtype, self.dtype))
         return self.layout.run(look_up, (input_ids,), (sent,)), table
 
     def run_layers(
         self, x: Float[Array, "B T D"], inputs: Mapping[str, Sequence[Any]], cache: KVCache | None = None
-    ) -> Any:
+    ) -> Decoded:
         """Runs all layers.
 
         Args:
             x: hidden states.
-            inputs: for each kind of layer, its arguments after the hidden states.
+            inputs: for each kind of attention, a layer's arguments after the hidden states.
             cache: the key-value cache; `None` for no cache.
 
         Returns:
-            Hidden states; with a cache these and the cache.
+            Hidden states before the last norm, the layers' sums over tokens, and the cache.
         """
         return self.stack(self.layers, self.last_layers, x, inputs, cache)
 
@@ -116,8 +119,8 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
-    ) -> Any:
-        """Returns hidden states (B, T, D); with a cache, also the cache with the T tokens added.
+    ) -> Decoded:
+        """Returns hidden states (B, T, D), the layers' sums over tokens, and the cache with the T tokens added.
 
         `inputs_embeds` are the embeddings that `embed` returns, if the caller has them already.
         """
@@ -142,9 +145,9 @@ class Decoder(nnx.Module):
         x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training
+        x, aux, cache = self.run_layers(x, inputs, cache)
         if cache is None:
-            return self.norm(self.run_layers(x, inputs))
-        x, cache = self.run_layers(x, inputs, cache)
+            return Decoded(self.norm(x), aux, None)
         # Under jit no error can be raised for a cache that is too short, so the result is NaN.
         x = jnp.where(cache.length + length <= cache.positions.shape[1], x, jnp.nan)
-        return self.norm(x), dataclasses.replace(cache, length=cache.length + length)
+        return Decoded(self.norm(x), aux, dataclasses.replace(cache, length=cache.length + length))

@@ -24,6 +24,32 @@ def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) ->
     return _embedded(table, ids, dtype)
 
 
+def sums_gradients(batch_axes: tuple[str, ...], *, is_frozen: bool) -> bool:
+    """Whether a tied table's two gradients are summed in float32, by `embed_tied`: on one device, if it is trained.
+
+    Args:
+        batch_axes: the axes of the mesh that split the batch; none on one device.
+        is_frozen: whether only adapters are trained.
+
+    Returns:
+        False where the head is the table as it is.
+    """
+    return not batch_axes and not is_frozen
+
+
+def tied_head_dtype(table_dtype: Any) -> Any:
+    """The dtype of the head that `embed_tied` returns.
+
+    Args:
+        table_dtype: dtype of the table.
+
+    Returns:
+        float32 for a bfloat16 table, else the table's dtype.
+    """
+    table_dtype = jnp.dtype(table_dtype)
+    return jnp.dtype(jnp.float32) if table_dtype == jnp.bfloat16 else table_dtype
+
+
 def embed_tied(
     table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any
 ) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
@@ -46,7 +72,7 @@ def embed_tied(
         errors.
     """
     embeddings, head, rounding_errors = _looked_up(table, ids, dtype)
-    if table.dtype == jnp.bfloat16:
+    if tied_head_dtype(table.dtype) != table.dtype:
         head = _widened(head, rounding_errors, _sorted_tokens(ids, len(table)).distinct_ids)
     return embeddings, head
 

@@ -1,8 +1,22 @@
 """Logits: the product of hidden states with the head, for calls that ask for them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+
+def logit_options_of(config: Any) -> dict[str, Any]:
+    """How logits come from the head's product, as the losses take it.
+
+    Args:
+        config: the architecture.
+
+    Returns:
+        `logit_scale` and `logit_softcap`.
+    """
+    return dict(logit_scale=config.logit_scale, logit_softcap=config.final_logit_softcapping)
 
 
 @jax.custom_vjp

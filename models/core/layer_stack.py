@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,46 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from liger_jax.models.core.cache import KVCache, LayerCache
+from liger_jax.models.core.feed_forward import DENSE, Aux
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import INPUT, POLICIES, Remat
 
 
+class LayerKind(NamedTuple):
+    """What a layer is made of.
+
+    Attributes:
+        attention: the attention's kind, such as "sliding_attention". It says what the layer's inputs are.
+        feed_forward: the feed-forward's kind. Layers with equal ones have parameters of equal shapes.
+    """
+
+    attention: str
+    feed_forward: str = DENSE
+
+
+class Decoded(NamedTuple):
+    """What layers return.
+
+    Attributes:
+        hidden: hidden states (B, T, D).
+        aux: for each kind of feed-forward that returns sums over tokens, the sums of its layers, stacked along a
+            leading axis in the layers' order. It is empty where all are dense.
+        cache: the cache with the tokens added; `None` without one.
+    """
+
+    hidden: Any
+    aux: Aux
+    cache: KVCache | None
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """Makes and runs layers with parameters of equal shapes: by a scan over stacked parameters, or by a Python loop.
+    """Makes and runs layers: by a scan over stacked parameters, or by a Python loop.
 
-    Layers may be of several kinds, in a pattern that repeats. The scan runs over the pattern's repetitions. The layers
-    that are left over follow in a loop. Both ways start from the same random numbers. A scan compiles its body
-    once; it holds the gradients of all layers until the optimizer runs.
+    Layers may be of several kinds, in a pattern that repeats. The scan runs over the pattern's repetitions, and the
+    layers that are left over follow in a loop. The layers of each feed-forward have a stack of their own. Both ways
+    start from the same random numbers. A scan compiles its body once; it holds the gradients of all layers until the
+    optimizer runs.
 
     The stack itself holds no parameters. The decoder holds the layers, so that the word "layers" stands only once in a
     parameter's name.
@@ -38,7 +67,7 @@ class LayerStack:
         ValueError: `remat` is unknown.
     """
 
-    kinds: tuple[str, ...]
+    kinds: tuple[LayerKind, ...]
     scan: bool
     remat: Remat
     kernels: KernelOptions = KernelOptions()
@@ -47,23 +76,37 @@ class LayerStack:
         if self.remat not in POLICIES:
             raise ValueError(f"remat={self.remat!r} must be one of {list(POLICIES)}.")
 
-    def make(self, make_layer: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> tuple[Any, Any]:
+    @property
+    def stacked(self) -> dict[str, list[int]]:
+        """For each kind of feed-forward, the numbers of the layers that are stacked, in order; empty without a scan."""
+        stacks: dict[str, list[int]] = {}
+        for i in range(len(self.kinds) - len(self.kinds) % pattern_length(self.kinds) if self.scan else 0):
+            stacks.setdefault(self.kinds[i].feed_forward, []).append(i)
+        return stacks
+
+    def make(self, make_layer: Callable[[str, nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> tuple[Any, Any]:
         """Makes the layers.
 
         Args:
-            make_layer: makes one layer from its `rngs`.
+            make_layer: makes one layer from the kind of its feed-forward and its `rngs`.
             rngs: source of the layers' keys.
 
         Returns:
-            With a scan: one layer with stacked parameters, and the layers after the scan by their numbers. Without:
-            the list of all layers, and an empty dict.
+            With a scan: one layer with stacked parameters, and the layers after the scan by their numbers. If layers
+            have several feed-forwards, the first is a dict of one such layer for each. Without a scan: the list of all
+            layers, and an empty dict.
         """
         keys = jax.random.split(rngs.params(), len(self.kinds))
+        layer = lambda i: make_layer(self.kinds[i].feed_forward, nnx.Rngs(keys[i]))
         if not self.scan:
-            return nnx.List([make_layer(nnx.Rngs(key)) for key in keys]), nnx.Dict({})
-        num_stacked = len(keys) - len(keys) % max(pattern_length(self.kinds), 1)
-        stacked = nnx.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys[:num_stacked])
-        return stacked, nnx.Dict({str(i): make_layer(nnx.Rngs(keys[i])) for i in range(num_stacked, len(keys))})
+            return nnx.List([layer(i) for i in range(len(keys))]), nnx.Dict({})
+        stacks = {}
+        for kind, numbers in self.stacked.items():
+            of_stack = keys[: len(numbers)] if len(self.stacked) == 1 else keys[jnp.array(numbers)]
+            stacks[kind] = _made(make_layer, kind, of_stack)
+        num_stacked = sum(map(len, self.stacked.values()))
+        stacked = nnx.Dict(stacks) if len(stacks) > 1 else next(iter(stacks.values()))
+        return stacked, nnx.Dict({str(i): layer(i) for i in range(num_stacked, len(keys))})
 
     def __call__(
         self,
@@ -72,23 +115,24 @@ class LayerStack:
         x: Float[Array, "B T D"],
         inputs: Mapping[str, Sequence[Any]],
         cache: KVCache | None = None,
-    ) -> Any:
-        """Runs the layers.
+    ) -> Decoded:
+        """Runs the layers. Each takes hidden states and its inputs, and returns hidden states and aux.
 
         Args:
             layers: as `make` returns them.
             last_layers: as `make` returns them.
             x: hidden states.
-            inputs: for each kind of layer, its arguments after the hidden states.
+            inputs: for each kind of attention, a layer's arguments after the hidden states.
             cache: the key-value cache; each layer reads and writes its own part of it. `None` for no cache.
 
         Returns:
-            Hidden states; with a cache these and the cache.
+            Hidden states, aux and the cache.
         """
         # Without a cache the scan carries hidden states alone.
         carry = (x, None if cache is None else (cache, jnp.zeros((), jnp.int32)))
+        sums: dict[str, list[Any]] = {}  # for each feed-forward, trees of its layers' sums, stacked
         if self.scan:
-            carry = self._scanned(layers, carry, inputs)
+            carry, sums = self._scanned(layers, carry, inputs)
             unrolled = [(i, last_layers[str(i)]) for i in sorted(map(int, last_layers))]  # nnx.Dict sorts by name
         else:
             unrolled = enumerate(layers)
@@ -96,15 +140,18 @@ class LayerStack:
         for i, layer in unrolled:
             kind, (graphdef, state) = self.kinds[i], nnx.split(layer)
             if (kind, graphdef) not in calls:
-                calls[kind, graphdef] = self._layer_call(graphdef, inputs[kind], prevent_cse=True)
-            carry = calls[kind, graphdef](carry, state)
+                calls[kind, graphdef] = self._layer_call(graphdef, inputs[kind.attention], prevent_cse=True)
+            carry, aux = calls[kind, graphdef](carry, state)
+            sums.setdefault(kind.feed_forward, []).append(jax.tree.map(lambda leaf: leaf[None], aux))
         x, memory = carry
-        return x if memory is None else (x, memory[0])
+        joined = {kind: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees) for kind, trees in sums.items()}
+        aux = {kind: tree for kind, tree in joined.items() if jax.tree.leaves(tree)}
+        return Decoded(x, aux, None if memory is None else memory[0])
 
     def _layer_call(
         self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool, place: int | None = None
     ) -> Callable[[Any, Any], Any]:
-        """One layer's call on (carry, state). With a `place`, the state holds its whole group of layers."""
+        """One layer's call: (carry, state) → (carry, aux). With a `place`, the state holds a whole group of layers."""
 
         def call(carry, state):
             x, memory = carry
@@ -113,33 +160,61 @@ class LayerStack:
             whole = self.kernels.mesh_layout.gathered(state, x.dtype)
             layer, x = nnx.merge(graphdef, whole), checkpoint_name(x, INPUT)
             if memory is None:
-                return layer(x, *inputs), None
+                x, aux = layer(x, *inputs)
+                return (x, None), aux
             cache, number = memory
             own = LayerCache(cache, number)
-            x = layer(x, *inputs, own)
-            return x, (own.cache, number + 1)
+            x, aux = layer(x, *inputs, own)
+            return (x, (own.cache, number + 1)), aux
 
         if self.remat == "none" and "mosaic_tpu:interpret" in (self.kernels.implementation or ()):
             return call  # JAX's TPU interpreter has effects, which jax.checkpoint refuses
         return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[self.remat])
 
-    def _scanned(self, layers: Any, carry: Any, inputs: Mapping[str, Sequence[Any]]) -> Any:
-        """The carry after the stacked layers."""
+    def _scanned(
+        self, layers: Any, carry: Any, inputs: Mapping[str, Sequence[Any]]
+    ) -> tuple[Any, dict[str, list[Any]]]:
+        """The carry after the stacked layers, and for each feed-forward a list of one tree of its layers' sums."""
         pattern = self.kinds[: pattern_length(self.kinds)]
-        graphdef, stacked = nnx.split(layers)
+        feed_forwards = [kind.feed_forward for kind in pattern]
+        graphdefs, groups = {}, {}
+        for kind in self.stacked:
+            graphdefs[kind], state = nnx.split(layers if len(self.stacked) == 1 else layers[kind])
+            groups[kind] = _in_groups(state, feed_forwards.count(kind))
         # The scan's loop already separates the recomputation from the forward, so no barriers are needed.
-        calls = [self._layer_call(graphdef, inputs[kind], prevent_cse=False, place=i) for i, kind in enumerate(pattern)]
-        groups = jax.tree.map(lambda leaf: leaf.reshape(-1, len(pattern), *leaf.shape[1:]), stacked)
+        calls = [
+            self._layer_call(
+                graphdefs[of_layer],
+                inputs[attention],
+                prevent_cse=False,
+                place=feed_forwards[:i].count(of_layer),
+            )
+            for i, (attention, of_layer) in enumerate(pattern)
+        ]
 
         def group(carry, states):
-            for call in calls:
-                carry = call(carry, states)
-            return carry, None
+            sums: dict[str, list[Any]] = {kind: [] for kind in states}
+            for kind, call in zip(feed_forwards, calls, strict=True):
+                carry, aux = call(carry, states[kind])
+                sums[kind].append(aux)
+            return carry, {kind: jax.tree.map(lambda *leaves: jnp.stack(leaves), *of) for kind, of in sums.items()}
 
-        return jax.lax.scan(group, carry, groups)[0]
+        carry, sums = jax.lax.scan(group, carry, groups)
+        in_a_row = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # groups and their layers
+        return carry, {kind: [jax.tree.map(in_a_row, tree)] for kind, tree in sums.items()}
 
 
-def pattern_length(kinds: Sequence[str]) -> int:
+def _made(make_layer: Callable[[str, nnx.Rngs], nnx.Module], feed_forward: str, keys: Any) -> nnx.Module:
+    """One layer, with parameters stacked for each of the keys."""
+    return nnx.vmap(lambda key: make_layer(feed_forward, nnx.Rngs(key)))(keys)
+
+
+def _in_groups(state: Any, size: int) -> Any:
+    """Arrays (layers, ...) as (groups, size, ...)."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), state)
+
+
+def pattern_length(kinds: Sequence[Any]) -> int:
     """The length of the shortest pattern that gives these kinds when repeated; the last repetition may be incomplete.
 
     Args:

@@ -11,29 +11,18 @@ from jaxtyping import Array, Float, Int
 
 from liger_jax import ops
 from liger_jax.models.core import plain
+from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.memory import Head, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._place import device_of
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.ops.layout import SplitHead, sent_dtype
+from liger_jax.ops.layout import SplitHead
 from liger_jax.ops.linear._quantized_head import quantized_log_probs
-from liger_jax.ops.linear.plan import budget_beside_layers
 
 Result = tuple[Float[Array, ""], LossMetrics | None]
-
-
-def logit_options_of(config: Any) -> dict[str, Any]:
-    """How logits come from the head's product, as the losses take it.
-
-    Args:
-        config: the architecture.
-
-    Returns:
-        `logit_scale` and `logit_softcap`.
-    """
-    return dict(logit_scale=config.logit_scale, logit_softcap=config.final_logit_softcapping)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,21 +251,6 @@ class LanguageModelLoss:
 
     def _budget_bytes(self, hidden, targets, head):
         """How much of this device's memory the fused loss may use."""
-        config, kernels, is_split = self.config, self.kernels, isinstance(head, SplitHead)
-        if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
-            return kernels.memory_budget_bytes
-        return budget_beside_layers(
-            targets.size,
-            config.hidden_size,
-            config.vocab_size,
-            f=config.intermediate_size,
-            dtype=hidden.dtype,
-            weight_dtype=sent_dtype(head.dtype, hidden.dtype) if is_split else head.dtype,
-            weight_is_split=is_split,
-            layers_are_recomputed=self.remat != "none",
-            head_is_copied=not kernels.mesh_layout.batch and self.table_dtype != hidden.dtype,
-            head_is_widened=self.table_dtype != head.dtype,
-            implementation=kernels.implementation,
-            device=device_of(hidden),
-            **logit_options_of(config),
-        )
+        head = Head(self.table_dtype, head.dtype, isinstance(head, SplitHead))
+        sizes = self.config, self.kernels, self.remat, hidden.dtype, head, targets.size
+        return loss_budget_bytes(*sizes, device_of(hidden))

@@ -4,6 +4,7 @@ import jax
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.cache import KVCache
+from liger_jax.models.core.feed_forward import Aux
 from liger_jax.ops import LossMetrics
 
 
@@ -16,9 +17,12 @@ class CausalLMOutput:
         logits: (B, kept positions, V) float32.
         metrics: metrics of the kept positions. Without labels no token is scored: `num_tokens` and `accuracy` are 0.
         cache: the call's cache, with the call's tokens added.
+        aux: sums over tokens that the feed-forwards of a kind return, such as those of experts: for each such kind a
+            tree of arrays with a leading axis of layers. Dense models have none.
     """
 
     loss: jax.Array | None = None
     logits: jax.Array | None = None
     metrics: LossMetrics | None = None
     cache: KVCache | None = None
+    aux: Aux | None = None

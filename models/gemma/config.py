@@ -66,6 +66,7 @@ class Gemma2Config(GemmaConfig):
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
 
+    norms_results: ClassVar[bool] = True
     sliding_window_pattern: ClassVar[int] = 2
 
     @property

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
+from liger_jax.models.core.feed_forward import Aux
 from liger_jax.models.gemma.config import Gemma2Config, Gemma3TextConfig, GemmaConfig
 from liger_jax.models.gemma.params import GEMMA, GEMMA2, GEMMA3
 from liger_jax.models.llama.modeling import LlamaLayer
@@ -41,11 +42,12 @@ class Gemma2Layer(nnx.Module):
         self.mlp = blocks.mlp()
         self.post_feedforward_layernorm = blocks.norm()
 
-    def __call__(self, x: Float[Array, "B T D"], *attention_inputs) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], *attention_inputs) -> tuple[Float[Array, "B T D"], Aux]:
         normed, x = self.input_layernorm.fork(x)
         attended = self.post_attention_layernorm(self.self_attn(normed, *attention_inputs))
         normed, x = self.pre_feedforward_layernorm.add(attended, x)
-        return x + self.post_feedforward_layernorm(self.mlp(normed))
+        fed, aux = self.mlp(normed)
+        return x + self.post_feedforward_layernorm(fed), aux
 
 
 class Gemma2ForCausalLM(CausalLM):

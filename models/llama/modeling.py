@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.config import LlamaConfig
+from liger_jax.models.core.feed_forward import Aux
 from liger_jax.models.llama.params import FIXED
 
 
@@ -18,11 +19,12 @@ class LlamaLayer(nnx.Module):
         self.post_attention_layernorm = blocks.norm()
         self.mlp = blocks.mlp()
 
-    def __call__(self, x: Float[Array, "B T D"], *attention_inputs) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], *attention_inputs) -> tuple[Float[Array, "B T D"], Aux]:
         normed, x = self.input_layernorm.fork(x)
         attended = self.self_attn(normed, *attention_inputs)
         normed, x = self.post_attention_layernorm.add(attended, x)
-        return x + self.mlp(normed)
+        fed, aux = self.mlp(normed)
+        return x + fed, aux
 
 
 class LlamaForCausalLM(CausalLM):

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from benchmarks.model_step import SIZES, kept_by_a_layer
 from liger_jax import models
 from liger_jax.models.core.attention import in_one_product
-from liger_jax.models.core.layer_stack import LayerStack, pattern_length
+from liger_jax.models.core.layer_stack import LayerKind, LayerStack, pattern_length
 from liger_jax.models.core.parameters import describe
 from tests.ops._oracle import first
 
@@ -28,7 +28,19 @@ class Affine(nnx.Module):
         self.kernel = nnx.Param(1 + 0.3 * jax.random.normal(rngs.params(), (3, 3)))
 
     def __call__(self, x, shift):
-        return jnp.tanh(x @ self.kernel[...] + shift)
+        return jnp.tanh(x @ self.kernel[...] + shift), {}
+
+
+class Experts(nnx.Module):
+    """x + Σ over 4 experts, which keeps each one's share of the tokens, summed."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (3, 4)))
+
+    def __call__(self, x, shift):
+        shares = jax.nn.softmax(x @ self.kernel[...] + shift)
+        sums = {"shares": jnp.sum(shares, (0, 1)), "tokens": jnp.asarray(x.shape[0] * x.shape[1], jnp.int32)}
+        return x + shares @ self.kernel[...].T, sums
 
 
 def described(kind, platform):
@@ -41,11 +53,14 @@ class Stacked(nnx.Module):
     """Affine layers that are held as a decoder holds its own."""
 
     def __init__(self, kinds, *, scan, remat="none"):
-        self.stack = LayerStack(tuple(kinds), scan, remat)
-        self.layers, self.last_layers = self.stack.make(Affine, nnx.Rngs(0))
+        # A capital is a layer of experts, whose attention is of the letter's kind.
+        kinds = tuple(LayerKind(kind.lower(), "experts" if kind.isupper() else "dense") for kind in kinds)
+        self.stack = LayerStack(kinds, scan, remat)
+        make_layer = lambda feed_forward, rngs: dict(dense=Affine, experts=Experts)[feed_forward](rngs)
+        self.layers, self.last_layers = self.stack.make(make_layer, nnx.Rngs(0))
 
     def __call__(self, x, inputs):
-        return self.stack(self.layers, self.last_layers, x, inputs)
+        return self.stack(self.layers, self.last_layers, x, inputs).hidden
 
 
 def run(kinds, *, scan, remat="none"):
@@ -82,6 +97,49 @@ def test_scanned_patterns_are_the_unrolled_layers(kinds):
 def test_rematerialised_patterns_are_the_same(remat):
     plain, again = run("aabaaba", scan=True), run("aabaaba", scan=True, remat=remat)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), plain, again)
+
+
+def run_with_sums(kinds, *, scan, remat="none"):
+    """Hidden states, the layers' sums, and gradients by layer of a loss that reads both."""
+    inputs = {"a": (0.1,), "b": (-0.7,)}
+    model = Stacked(kinds, scan=scan, remat=remat)
+    graph, params = nnx.split(model)
+
+    def loss(params, x):
+        model = nnx.merge(graph, params)
+        found = model.stack(model.layers, model.last_layers, x, inputs)
+        return jnp.sum(found.hidden**2) + jnp.sum(found.aux["experts"]["shares"][:, 0] ** 2), found
+
+    x = jnp.linspace(-1, 1, 6).reshape(1, 2, 3)
+    gradients, found = jax.jit(jax.grad(loss, has_aux=True))(params, x)
+    kernels = lambda layers: layers["kernel"][...]
+    if not scan:
+        return found.hidden, found.aux, [kernels(layer) for _, layer in sorted(gradients["layers"].items())]
+    by_number = {int(i): kernels(layer) for i, layer in gradients["last_layers"].items()}
+    for kind, numbers in model.stack.stacked.items():
+        stack = kernels(gradients["layers"] if len(model.stack.stacked) == 1 else gradients["layers"][kind])
+        by_number |= dict(zip(numbers, stack, strict=True))
+    return found.hidden, found.aux, [by_number[i] for i in range(len(kinds))]
+
+
+# Experts in all layers; in every other one, of two kinds of attention; two in a group and some left over.
+@pytest.mark.parametrize("kinds", first(2, ["aBBaaBBa", "aBAaBAaB", "AAA", "aAaA", "AbAbA"]))
+def test_layers_of_experts_alternate_with_dense_ones_and_return_their_sums_in_order(kinds):
+    scanned, unrolled = run_with_sums(kinds, scan=True, remat="full"), run_with_sums(kinds, scan=False)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), scanned, unrolled)
+    model, x, shares = Stacked(kinds, scan=False), jnp.linspace(-1, 1, 6).reshape(1, 2, 3), []
+    for kind, layer in zip(kinds, model.layers, strict=True):
+        x, sums = layer(x, {"a": 0.1, "b": -0.7}[kind.lower()])
+        shares += [sums["shares"]] if sums else []
+    np.testing.assert_allclose(unrolled[1]["experts"]["shares"], shares, rtol=1e-5)
+    assert unrolled[1]["experts"]["tokens"].tolist() == [2] * sum(map(str.isupper, kinds))
+
+
+def test_dense_layers_return_no_sums():
+    for scan in (True, False):
+        stack = Stacked("aab", scan=scan)
+        run = lambda x, stack=stack: stack.stack(stack.layers, stack.last_layers, x, {"a": (0.1,), "b": (-0.7,)})
+        assert jax.eval_shape(run, jnp.ones((1, 2, 3))).aux == {}
 
 
 def test_a_pattern_is_compiled_once():
@@ -148,7 +206,7 @@ def test_gates_that_are_made_again_are_written_over(family, remat, in_place):
     )  # fmt: skip
     model = getattr(models, f"{family}ForCausalLM")(config, remat=remat, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).model
     graph, params = nnx.split(model)
-    loss = lambda params: nnx.merge(graph, params)(jnp.zeros((1, 16), jnp.int32)).sum().astype(jnp.float32)
+    loss = lambda params: nnx.merge(graph, params)(jnp.zeros((1, 16), jnp.int32)).hidden.sum().astype(jnp.float32)
     with described("NVIDIA H200", "gpu"):
         program = str(jax.make_jaxpr(jax.grad(loss))(params))
     assert ("glu_gradients_and_product" in program) == in_place
@@ -163,7 +221,7 @@ def test_hopper_s_feed_forward_keeps_gate_and_up_or_makes_them_again(family, rem
     options = dict(remat=remat, scan_layers=scan, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     model = nnx.eval_shape(lambda: getattr(models, f"{family}ForCausalLM")(config, **options, rngs=nnx.Rngs(0))).model
     graph, params = nnx.split(model)
-    run = lambda params: nnx.merge(graph, params)(jnp.zeros((8, 1024), jnp.int32))
+    run = lambda params: nnx.merge(graph, params)(jnp.zeros((8, 1024), jnp.int32)).hidden
     with described("NVIDIA H200", "gpu"):
         forward = str(jax.make_jaxpr(run)(params))
         backward, dy = jax.eval_shape(lambda params: jax.vjp(run, params)[::-1], params)

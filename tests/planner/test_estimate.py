@@ -17,7 +17,7 @@ from liger_jax.planner import plan, planning, search, target
 from liger_jax.planner.advice import largest
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.compiled import Compiled, memory_of
-from liger_jax.planner.estimate import estimate, kept_by_a_layer, logits_bytes, static_bytes
+from liger_jax.planner.estimate import estimate, logits_bytes, static_bytes
 from liger_jax.planner.planning import make_run
 
 GIB = 2**30
@@ -114,7 +114,7 @@ def test_what_a_norm_takes_is_kept_for_its_backward(remat, tmp_path):
     def kept(values):
         (tmp_path / "config.json").write_text(json.dumps(values))
         run = make_run(str(tmp_path), batch=1, seq=16, device="h200", remat=remat)
-        return sum(kept_by_a_layer(run).values()) // (2 * 16)  # bfloat16 values a token
+        return sum(run.layer.kept.values()) // (2 * 16)  # bfloat16 values a token
 
     queries_and_keys = kept(sizes | dict(model_type="qwen3")) - kept(sizes | dict(model_type="llama"))
     assert queries_and_keys == 0

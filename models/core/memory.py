@@ -1,0 +1,202 @@
+"""The memory of a training step, as far as the model decides it: what a layer keeps, and what the loss may use.
+
+All sizes are for one device. The rules stand in `remat.py` (what a layer keeps), `feed_forward.py` (which op runs) and
+`embedding.py` (how a tied head's gradient is summed). `liger_jax.planner` asks here and adds up.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.models.core.embedding import sums_gradients, tied_head_dtype
+from liger_jax.models.core.feed_forward import DenseFeedForward, may_fuse
+from liger_jax.models.core.head import logit_options_of
+from liger_jax.models.core.kernel_options import KernelOptions
+from liger_jax.models.core.remat import Remat
+from liger_jax.ops import attention
+from liger_jax.ops._place import Place
+from liger_jax.ops.layout import sent_dtype
+from liger_jax.ops.linear.plan import budget_beside_layers
+from liger_jax.pallas_kernels.attention import xla
+
+LANES = 128  # of a row of a TPU's arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMemory:
+    """What a layer holds in a training step.
+
+    Attributes:
+        config: the architecture.
+        kernels: the model's options.
+        remat: what the layer keeps for the backward.
+        dtype: dtype of the computation.
+        rows: sequences of one device and micro-batch.
+        seq: tokens in a sequence.
+        device: the device that the step runs on.
+        has_adapters: whether projections have adapters.
+    """
+
+    config: Any
+    kernels: KernelOptions
+    remat: Remat
+    dtype: Any
+    rows: int
+    seq: int
+    device: jax.sharding.AbstractDevice
+    has_adapters: bool = False
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Bytes that the layer keeps for its backward: "layer inputs", "attention" and "feed-forward"."""
+        c, kept = self.config, self._values_kept()
+        if self.remat == "none" and self.device.platform == "tpu":
+            # Narrower heads of queries, keys and results are padded to a row, and each of attention's sums takes a row.
+            padding = max(0, LANES - c.head_dim) * (2 * c.num_attention_heads + c.num_key_value_heads)
+            kept["attention"] += padding + (LANES - 1) * self._sums()
+        return {name: self._bytes(values) for name, values in kept.items()}
+
+    @property
+    def worked_on(self) -> int:
+        """Bytes of the backward of one layer beside what is kept: the activations made again, and their gradients."""
+        c, kept = self.config, self._values_kept()
+        heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+        values = (7 if c.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
+        values += 2 * c.hidden_size  # gradients
+        values -= kept["layer inputs"] + kept["attention"]
+        # A single GPU computes one half of the feed-forward's gradients after the other, in place. On several GPUs, and
+        # where adapters read them, XLA holds both halves at once.
+        in_place = self.device.platform == "gpu" and may_fuse(self.kernels, self.remat, scan=True)
+        of_feed_forward = DenseFeedForward.values_in_backward(c, in_place and not self.has_adapters)
+        feed_forward = self._bytes(of_feed_forward - kept["feed-forward"])
+        return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
+
+    def _values_kept(self) -> dict[str, int]:
+        """What the layer keeps for its backward, by kind: values of the computation's dtype for each token."""
+        c = self.config
+        d, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        inputs, of_attention = {
+            "full": (d, 0),
+            "offload": (0, 0),
+            # the matrix products' results
+            "dots": (d, q + 2 * kv + d),
+            # with attention's queries and keys (rotated, or before their norms), values, result and sums
+            "none": (d, d + 2 * q + 2 * kv + self._sums()),
+        }[self.remat]
+        of_feed_forward = DenseFeedForward.values_kept(c, self.remat)
+        return {"layer inputs": inputs, "attention": of_attention, "feed-forward": of_feed_forward}
+
+    def _sums(self) -> int:
+        """Attention keeps a float32 sum for each head and token: their size in values of the computation's dtype."""
+        return 4 * self.config.num_attention_heads // jnp.dtype(self.dtype).itemsize
+
+    def _bytes(self, values: int) -> int:
+        return self.rows * self.seq * jnp.dtype(self.dtype).itemsize * values
+
+    def _scores_in_chunks(self) -> int:
+        """Bytes of the scores that XLA's attention holds for a chunk of queries in the backward; 0 for a kernel."""
+        c, seq = self.config, self.seq
+        windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if self._attention_of(w) == "xla"]
+        keys = max([min(seq, xla.CHUNK + w - 1) if w else seq for w in windows], default=0)
+        scores = self.rows * c.num_attention_heads * min(xla.CHUNK, seq) * keys
+        # Scores, weights and the gradients of both in float32, and the weights in the computation's dtype.
+        return (4 * 4 + jnp.dtype(self.dtype).itemsize) * scores
+
+    def _attention_of(self, window: int | None) -> str:
+        """The name of the attention implementation that layers with this window use on packed rows.
+
+        On others cuDNN may run, and what it takes, the other kernels for the same GPU take too. So it is not asked: it
+        would trace its own gradients for each estimate, and might not be installed here.
+        """
+        c, rows = self.config, (self.rows, self.seq)
+        options = dict(window=window, softcap=c.attn_logit_softcapping, scale=c.attention_scale)
+        heads = c.num_attention_heads, c.num_key_value_heads
+        q, k = (jax.ShapeDtypeStruct((*rows, n, c.head_dim), self.dtype) for n in heads)
+        ids = jax.ShapeDtypeStruct(rows, jnp.int32)
+        return attention.choose(q, k, k, ids, Place(self.device), **options, implementation=self.kernels.attention).name
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The head as the loss gets it.
+
+    Attributes:
+        table_dtype: dtype of the parameter that it is.
+        dtype: dtype in which it reaches the loss, and of its gradient there.
+        is_split: whether each device has a part of it, which the loss gathers as it needs it.
+    """
+
+    table_dtype: Any
+    dtype: Any
+    is_split: bool = False
+
+    @classmethod
+    def of(cls, config: Any, table_dtype: Any, kernels: KernelOptions, *, is_frozen: bool, is_split: bool) -> "Head":
+        """The head of a model that is trained.
+
+        Args:
+            config: the architecture.
+            table_dtype: dtype of the parameter.
+            kernels: the model's options.
+            is_frozen: whether only adapters are trained.
+            is_split: whether each device has a part of it.
+
+        Returns:
+            The head; a tied one is widened where its two gradients are summed in float32.
+        """
+        is_summed = config.tie_word_embeddings and sums_gradients(kernels.mesh_layout.batch, is_frozen=is_frozen)
+        return cls(table_dtype, tied_head_dtype(table_dtype) if is_summed else jnp.dtype(table_dtype), is_split)
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether it is a 16-bit table in float32."""
+        return jnp.dtype(self.dtype) != jnp.dtype(self.table_dtype)
+
+    def dtype_in_products(self, dtype: Any) -> Any:
+        """The dtype in which the loss gets its numbers.
+
+        Args:
+            dtype: dtype of the computation.
+
+        Returns:
+            The head's own; for a split one that in which devices send it.
+        """
+        return sent_dtype(self.dtype, dtype) if self.is_split else self.dtype
+
+
+def loss_budget_bytes(
+    config: Any, kernels: KernelOptions, remat: Remat, dtype: Any, head: Head, tokens: int, device: Any
+) -> int | None:
+    """How much of a device's memory the fused loss may use.
+
+    Args:
+        config: the architecture.
+        kernels: the model's options.
+        remat: what layers keep for the backward.
+        dtype: dtype of the hidden states.
+        head: the head as the loss gets it.
+        tokens: tokens of one device and micro-batch.
+        device: the device that the step runs on.
+
+    Returns:
+        A `memory_budget_bytes`, or `None` for no bound.
+    """
+    if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
+        return kernels.memory_budget_bytes
+    return budget_beside_layers(
+        tokens,
+        config.hidden_size,
+        config.vocab_size,
+        f=config.intermediate_size,
+        dtype=dtype,
+        weight_dtype=head.dtype_in_products(dtype),
+        weight_is_split=head.is_split,
+        layers_are_recomputed=remat != "none",
+        head_is_copied=not kernels.mesh_layout.batch and jnp.dtype(head.table_dtype) != jnp.dtype(dtype),
+        head_is_widened=head.is_widened,
+        implementation=kernels.implementation,
+        device=device,
+        **logit_options_of(config),
+    )
