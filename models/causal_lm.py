@@ -31,8 +31,8 @@ from liger_jax.ops.linear.fused_linear_token_loss import as_tuple, broadcast_to_
 class CausalLM(Pretrained):
     """A decoder with a language-model head and its loss: base of the families' `…ForCausalLM`.
 
-    A family sets three class attributes: `layer`, its layer's class, `config_type`, its config's class, and
-    `config_fixed`, the fields of config.json that have one value only (`config_json.read`).
+    A family sets three class attributes: `layer`, its layer's class (`LlamaLayer` shows its call), `config_type`, its
+    config's class, and `config_fixed`, the fields of config.json that have one value only (`config_json.read`).
 
     Args:
         config: the architecture.

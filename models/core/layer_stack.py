@@ -102,8 +102,7 @@ class LayerStack:
             return nnx.List([layer(i) for i in range(len(keys))]), nnx.Dict({})
         stacks = {}
         for kind, numbers in self.stacked.items():
-            of_stack = keys[: len(numbers)] if len(self.stacked) == 1 else keys[jnp.array(numbers)]
-            stacks[kind] = _made(make_layer, kind, of_stack)
+            stacks[kind] = _made(make_layer, kind, keys[jnp.array(numbers)])
         num_stacked = sum(map(len, self.stacked.values()))
         stacked = nnx.Dict(stacks) if len(stacks) > 1 else next(iter(stacks.values()))
         return stacked, nnx.Dict({str(i): layer(i) for i in range(num_stacked, len(keys))})
@@ -151,7 +150,7 @@ class LayerStack:
     def _layer_call(
         self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool, place: int | None = None
     ) -> Callable[[Any, Any], Any]:
-        """One layer's call: (carry, state) → (carry, aux). With a `place`, the state holds a whole group of layers."""
+        """One layer's (carry, state) → (carry, aux). With a `place`, the state holds its whole group of layers."""
 
         def call(carry, state):
             x, memory = carry

@@ -1,5 +1,6 @@
 """Layers of several kinds, scanned and unrolled."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,9 +13,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.model_step import SIZES, kept_by_a_layer
 from liger_jax import models
+from liger_jax.models.core import feed_forward
 from liger_jax.models.core.attention import in_one_product
+from liger_jax.models.core.feed_forward import DenseFeedForward
 from liger_jax.models.core.layer_stack import LayerKind, LayerStack, pattern_length
-from liger_jax.models.core.parameters import describe
+from liger_jax.models.core.parameters import describe, projections
 from tests.ops._oracle import first
 
 # One layer left over; leftover layers with numbers that sort differently as text; one pattern alone; two patterns.
@@ -140,6 +143,37 @@ def test_dense_layers_return_no_sums():
         stack = Stacked("aab", scan=scan)
         run = lambda x, stack=stack: stack.stack(stack.layers, stack.last_layers, x, {"a": (0.1,), "b": (-0.7,)})
         assert jax.eval_shape(run, jnp.ones((1, 2, 3))).aux == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryOtherOfExperts(models.LlamaConfig):
+    def feed_forward_of(self, i):
+        return "experts" if i % 2 else "dense"
+
+
+class Router(DenseFeedForward):
+    """A dense feed-forward that has a sum to return."""
+
+    def __call__(self, x):
+        return super().__call__(x)[0], {"load": jnp.sum(x, (0, 1))}
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_models_result_has_the_sums_of_its_layers_by_feed_forward(scan, monkeypatch):
+    monkeypatch.setitem(feed_forward.FEED_FORWARDS, "experts", Router)
+    sizes = dict(vocab_size=8, hidden_size=16, intermediate_size=8, num_attention_heads=2, num_hidden_layers=5)
+    ids = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+
+    make = lambda config: nnx.eval_shape(lambda: models.LlamaForCausalLM(config, scan_layers=scan, rngs=nnx.Rngs(0)))
+    model = make(EveryOtherOfExperts(**sizes))
+    found = {".".join(map(str, path[:-1])) for path, _ in projections(model)}
+    (graph, params), (dense, dense_params) = nnx.split(model), nnx.split(make(models.LlamaConfig(**sizes)))
+    run = lambda graph: lambda params, ids: nnx.merge(graph, params)(ids, labels=ids)
+    aux = jax.eval_shape(run(graph), params, ids).aux
+    assert jax.tree.map(lambda x: x.shape, aux) == {"experts": {"load": (2, 16)}}
+    assert jax.eval_shape(run(dense), dense_params, ids).aux is None
+    if scan:
+        assert {"model.layers.dense.mlp", "model.layers.experts.mlp", "model.last_layers.4.mlp"} <= found
 
 
 def test_a_pattern_is_compiled_once():
