@@ -15,6 +15,7 @@ from benchmarks.model_step import SIZES, kept_by_a_layer
 from liger_jax import models
 from liger_jax.models.core import feed_forward
 from liger_jax.models.core.attention import in_one_product
+from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.feed_forward import DenseFeedForward
 from liger_jax.models.core.layer_stack import LayerKind, LayerStack, pattern_length
 from liger_jax.models.core.parameters import describe, projections
@@ -118,7 +119,7 @@ def run_with_sums(kinds, *, scan, remat="none"):
     kernels = lambda layers: layers["kernel"][...]
     if not scan:
         return found.hidden, found.aux, [kernels(layer) for _, layer in sorted(gradients["layers"].items())]
-    by_number = {int(i): kernels(layer) for i, layer in gradients["last_layers"].items()}
+    by_number = {int(i): kernels(layer) for i, layer in gradients.get("last_layers", {}).items()}
     for kind, numbers in model.stack.stacked.items():
         stack = kernels(gradients["layers"] if len(model.stack.stacked) == 1 else gradients["layers"][kind])
         by_number |= dict(zip(numbers, stack, strict=True))
@@ -208,7 +209,7 @@ def test_a_layer_keeps_queries_and_what_they_attend_to_once(family, count, platf
     assert len(kept) == count, kept
 
 
-@pytest.mark.parametrize("last", ["linear", "lora"])
+@pytest.mark.parametrize("last", ["linear", "lora", "own product"])
 def test_projections_in_one_product_are_each_its_own(last, rng):
     rngs, options = nnx.Rngs(0), dict(dtype=jnp.float32, bias_init=nnx.initializers.normal())
     layers = [nnx.Linear(6, width, rngs=rngs, **options) for width in (8, 3)]
@@ -216,6 +217,9 @@ def test_projections_in_one_product_are_each_its_own(last, rng):
         lora = nnx.LoRALinear(6, 2, lora_rank=2, rngs=rngs, **options)
         lora.lora.lora_b[...] = jnp.ones((2, 2))  # it starts at zero, where it adds nothing
         layers.append(lora)
+    if last == "own product":
+        twice = lambda *args, **kwargs: 2 * jax.lax.dot_general(*args, **kwargs)
+        layers.append(nnx.Linear(6, 2, dot_general=twice, rngs=rngs, **options))
     x = jnp.asarray(rng.normal(size=(2, 5, 6)), jnp.float32)
     found, back = jax.vjp(lambda x: in_one_product(x, *layers), x)
     expected, expected_back = jax.vjp(lambda x: [layer(x) for layer in layers], x)
@@ -265,6 +269,18 @@ def test_hopper_s_feed_forward_keeps_gate_and_up_or_makes_them_again(family, rem
     assert "gated_mlp_up" not in program  # nothing needs the gated product a second time
     if kept is not None:
         assert sum(x.shape == (8, 1024, 4096) for x in jax.tree.leaves(backward)) == kept
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma", "Gemma2"])
+def test_a_config_says_which_norms_its_layers_have(family):
+    config = getattr(models, f"{family}Config")(
+        vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+    )
+    layer = nnx.eval_shape(lambda: getattr(models, f"{family}ForCausalLM").layer(Blocks(
+        config, models.KernelOptions(), jnp.float32, jnp.float32, nnx.Rngs(0)
+    )))  # fmt: skip
+    assert hasattr(layer, "post_feedforward_layernorm") == config.norms_results
+    assert (layer.self_attn.q_norm is not None) == config.qk_norm
 
 
 @pytest.mark.parametrize("kinds, length", [("a", 1), ("aaa", 1), ("abab", 2), ("ababa", 2), ("aabaa", 3), ("aabb", 4)])
