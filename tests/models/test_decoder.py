@@ -274,11 +274,11 @@ def test_hopper_s_feed_forward_keeps_gate_and_up_or_makes_them_again(family, rem
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma", "Gemma2"])
 def test_a_config_says_which_norms_its_layers_have(family):
     config = getattr(models, f"{family}Config")(
-        vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=8
-    )
-    layer = nnx.eval_shape(lambda: getattr(models, f"{family}ForCausalLM").layer(Blocks(
-        config, models.KernelOptions(), jnp.float32, jnp.float32, nnx.Rngs(0)
-    )))  # fmt: skip
+        hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8,
+    )  # fmt: skip
+    kind, options = getattr(models, f"{family}ForCausalLM").layer, models.KernelOptions()
+    layer = nnx.eval_shape(lambda: kind(Blocks(config, options, jnp.float32, jnp.float32, nnx.Rngs(0))))
     assert hasattr(layer, "post_feedforward_layernorm") == config.norms_results
     assert (layer.self_attn.q_norm is not None) == config.qk_norm
 
