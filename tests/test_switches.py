@@ -31,9 +31,8 @@ from liger_jax.models.lora import (
     with_adapters,
     with_dropout,
 )
-from liger_jax.packing import pack
 from liger_jax.planner import plan
-from liger_jax.training import make_step, stochastic_rounding
+from liger_jax.training import make_step, pack, stochastic_rounding
 from tests.fuzz import run
 from tests.fuzz.case import Draw
 from tests.fuzz.models import FAMILIES

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._files import read
-from liger_jax.packing import pack, share_of_padding
+from liger_jax.training import pack, share_of_padding
 
 PIECE = 8192  # characters; the text is cut into pieces of these, and one in twenty is never trained on
 HELD_OUT_EVERY = 20

@@ -9,7 +9,7 @@ import numpy as np
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._tokenizer import Piece
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.packing import pack
+from liger_jax.training import pack
 
 Rows = Mapping[str, np.ndarray]  # the model's arguments, each (rows, length)
 

@@ -11,8 +11,8 @@ from liger_jax.commands._rows import Rows
 from liger_jax.commands._tokenizer import Piece, Tokenizer
 from liger_jax.commands.finetune import Settings
 from liger_jax.models.hugging_face import checkpoint
-from liger_jax.packing import share_of_padding
 from liger_jax.planner.architectures import Architecture
+from liger_jax.training import share_of_padding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Run:
         loss: "fused" or "logits".
         micro_batches: into how many equal parts a step cuts the batch.
         state_memory: where the optimizer's moments lie, "device" or "host".
-        packed: rows hold several documents, as `liger_jax.packing.pack` makes them.
+        packed: rows hold several documents, as `liger_jax.training.pack` makes them.
         lora: the rank of adapters on all projections, which alone are trained; `None` to train all parameters.
         quantize: how the projections' weights are quantised beside adapters, "nf4" or "int8"; `None` if they are not.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).parents[2]
-MODULES = ("liger_jax.ops", "liger_jax.losses", "liger_jax.layers", "liger_jax.models", "liger_jax.planner")
+MODULES = tuple(f"liger_jax.{name}" for name in ("ops", "losses", "layers", "models", "planner", "training"))
 ANCHOR = re.compile(r'id="(liger_jax\.[a-z]+\.\w+)"')
 SECTIONS = {"Args:": "Parameters:", "Returns:": "Returns:", "Raises:": "Raises:", "Example:": "Examples:"}
 
@@ -24,13 +24,7 @@ def reexports(module: str) -> list[str]:
 
 def public_names() -> list[str]:
     """Every public name by the path that users import it from."""
-    functions = [
-        f"{module}.{name}"
-        for module in ("liger_jax.training", "liger_jax.packing")
-        for name, x in inspect.getmembers(importlib.import_module(module), inspect.isfunction)
-        if x.__module__ == module and not name.startswith("_")
-    ]
-    return [f"{module}.{name}" for module in MODULES for name in reexports(module)] + functions
+    return [f"{module}.{name}" for module in MODULES for name in reexports(module)]
 
 
 @pytest.fixture(scope="module")

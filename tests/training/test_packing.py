@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from liger_jax.losses import shifted_labels
-from liger_jax.packing import pack, share_of_padding
+from liger_jax.training import pack, share_of_padding
 from tests.models._convergence import FAMILIES
 from tests.ops._oracle import first
 
