@@ -40,7 +40,7 @@ with needed_packages(__name__):
     from liger_jax.commands._waiting import Compiling, telling
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
     from liger_jax.planner.compiled import memory_of
-    from liger_jax.training import language_model_loss, make_step, stochastic_rounding
+    from liger_jax.training import adamw, language_model_loss, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +184,7 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
     steps, peak = training.steps, training.learning_rate
     warm_up = max(1, steps // 10)
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, warm_up, max(steps, warm_up + 1), peak / 10)
-    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01))
-    return stochastic_rounding(adamw)
+    return adamw(rate, b2=0.95)
 
 
 def _train(train_step, state, log, batch_of, steps, checkpoints, score):

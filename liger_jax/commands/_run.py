@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from tqdm import tqdm
 
@@ -29,9 +28,7 @@ from liger_jax.models.lora import add_lora
 from liger_jax.models.quantized import quantize
 from liger_jax.planner.architectures import Architecture, architecture
 from liger_jax.planner.devices import GIB
-from liger_jax.training import make_step, stochastic_rounding
-
-WARM_UP, LEAST = 0.03, 0.1  # shares of the steps and of the peak rate
+from liger_jax.training import adamw, cosine_schedule, make_step
 
 
 def finetune(settings: Settings) -> int:
@@ -64,9 +61,8 @@ def finetune(settings: Settings) -> int:
     print(data.summary)
     epochs = settings.epochs_to_train
     steps = settings.steps if epochs is None else _rows.steps(_rows.count(train), settings.batch, epochs)
-    rate = schedule(settings.peak_rate, steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
-    optimizer = stochastic_rounding(optimizer, settings.seed)  # of weights in bfloat16; others are added as ever
+    rate = cosine_schedule(settings.peak_rate, steps)
+    optimizer = adamw(rate, seed=settings.seed)
     rows_of = _rows.batches(train, settings.batch, settings.seed, epochs)
     batch_of = lambda step: next(_rows.parts(rows_of(step), settings.batch))
     kept = settings.of_the_run() | {"steps": steps, "documents": _data.fingerprint(documents)}
@@ -110,29 +106,6 @@ def finetune(settings: Settings) -> int:
     what = "model" if target.name == "model" else "adapters"
     print(f"{done} steps; loss {first:.3f} → {last:.3f}; {what} in {target}")
     return 0
-
-
-def schedule(peak: float, steps: int) -> Callable[[Any], Any]:
-    """The learning rate: a straight line up in the first steps, and a cosine down to a tenth of the peak.
-
-    Args:
-        peak: the highest rate.
-        steps: how many steps the whole run has.
-
-    Returns:
-        A function of the step, from 0, for optax.
-
-    Example:
-        >>> [round(float(schedule(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
-        [0.33, 1.0, 0.55, 0.1]
-    """
-    warm_up = math.ceil(WARM_UP * steps)
-
-    def rate(step):
-        cosine = 0.5 + 0.5 * jnp.cos(jnp.pi * step / steps)
-        return peak * jnp.minimum((step + 1) / warm_up, LEAST + (1 - LEAST) * cosine)
-
-    return rate
 
 
 def loss_and_accuracy(

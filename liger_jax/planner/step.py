@@ -21,7 +21,7 @@ from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.mesh import LAYOUT
-from liger_jax.training import make_step, stochastic_rounding
+from liger_jax.training import adamw, make_step, sgd
 
 LOSSES = ("fused", "logits")
 OPTIMIZERS = ("adamw", "sgd")
@@ -165,7 +165,7 @@ class Run:
 
 
 def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
-    """An optimizer whose moments are held in a dtype and computed with in float32, as updates of parameters are.
+    """An optimizer of `liger_jax.training`, whose gradients are not clipped.
 
     Args:
         name: "adamw" or "sgd".
@@ -174,16 +174,9 @@ def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
     Returns:
         The transformation.
     """
-    optimizer = stochastic_rounding(optax.adamw(1e-4) if name == "adamw" else optax.sgd(1e-4))
-
-    def cast(tree, dtype):
-        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-    def update(grads, state, params):
-        updates, state = optimizer.update(grads, cast(state, jnp.float32), params)
-        return updates, cast(state, state_dtype)
-
-    return optax.GradientTransformation(lambda params: cast(optimizer.init(params), state_dtype), update)
+    if name == "sgd":
+        return sgd(1e-4, max_norm=None)
+    return adamw(1e-4, weight_decay=1e-4, max_norm=None, state_dtype=state_dtype)
 
 
 def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:

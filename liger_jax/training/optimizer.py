@@ -1,123 +1,221 @@
-"""Optimizers: `stochastic_rounding` makes one of them train bfloat16 parameters."""
+"""Optimizers for `make_step`, and the learning rates that they follow.
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+`adamw` and `sgd` clip gradients, decay weights, hold their state in a dtype of one's choice, and train parameters in
+bfloat16. A schedule is a function of the step, from 0, as optax has them.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+
+from liger_jax.training.rounding import stochastic_rounding
+
+Schedule = Callable[[Any], Any]
+_NOT_DECAYED = ("scale", "bias")  # names of a norm's and a projection's parameters
 
 
-@contextlib.contextmanager
-def promotions() -> Iterator[None]:
-    """Lets an optimizer promote dtypes and ranks, as optax's do, whatever the rest of a program has to keep to."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-class StochasticRoundingState(NamedTuple):
-    """The state of `stochastic_rounding`.
-
-    Attributes:
-        step: how many updates there were. It and the seed make the next update's random bits.
-        inner_state: the optimizer's own state, as for float32 parameters.
-    """
-
-    step: jax.Array
-    inner_state: Any
-
-
-def stochastic_rounding(
-    optimizer: optax.GradientTransformation, seed: int = 0
-) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that trains bfloat16 parameters: it computes in float32, and rounds parameter + update at random.
-
-    A bfloat16 number has 8 bits, so rounding to nearest drops every update below 1/512 of its parameter, which AdamW's
-    are at usual rates. Here the sum becomes one of its two neighbours, the nearer one more often, so that its mean is
-    the exact sum. Gradients come to the optimizer in float32, and its moments are those of float32 parameters: AdamW
-    then holds 2 + 8 bytes a parameter. The updates are such that plain `optax.apply_updates` ends on the rounded sum.
-
-    Random bits follow from the seed, the number of updates in the state, and a parameter's place in the tree. So a run
-    that goes on from a saved state has the same bits, and so has every sharding. Parameters in float32 are updated as
-    without it.
+def cosine_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.1) -> Schedule:
+    """A straight line up to the peak, and a cosine down from it.
 
     Args:
-        optimizer: any optax transformation.
-        seed: of the random bits.
+        peak: the highest rate.
+        steps: how many steps the whole run has, at least 1.
+        warm_up: the share of the steps in which the rate rises. The first step's rate is not 0.
+        end: the last rate, as a share of the peak.
+
+    Returns:
+        A function of the step, from 0.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> [round(float(cosine_schedule(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
+        [0.33, 1.0, 0.55, 0.1]
+    """
+    _check("cosine_schedule", steps, warm_up=warm_up, end=end)
+    rising = _rising(steps, warm_up)
+
+    def rate(step):
+        cosine = 0.5 + 0.5 * jnp.cos(jnp.pi * step / steps)
+        return peak * jnp.minimum(rising(step), end + (1 - end) * cosine)
+
+    return rate
+
+
+def linear_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.0) -> Schedule:
+    """A straight line up to the peak, and a straight line down from it.
+
+    Args:
+        peak: the highest rate.
+        steps: how many steps the whole run has, at least 1.
+        warm_up: the share of the steps in which the rate rises. The first step's rate is not 0.
+        end: the rate behind the last step, as a share of the peak.
+
+    Returns:
+        A function of the step, from 0.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> [round(float(linear_schedule(1.0, 100)(step)), 2) for step in (0, 50, 99)]
+        [0.33, 0.5, 0.01]
+    """
+    _check("linear_schedule", steps, warm_up=warm_up, end=end)
+    rising = _rising(steps, warm_up)
+    return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * jnp.maximum(0.0, 1 - step / steps))
+
+
+def constant_schedule(peak: float, steps: int, *, warm_up: float = 0.03) -> Schedule:
+    """A straight line up to the peak, which then stays.
+
+    Args:
+        peak: the highest rate.
+        steps: how many steps the whole run has, at least 1.
+        warm_up: the share of the steps in which the rate rises. The first step's rate is not 0.
+
+    Returns:
+        A function of the step, from 0.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> [round(float(constant_schedule(1.0, 100)(step)), 2) for step in (0, 2, 99)]
+        [0.33, 1.0, 1.0]
+    """
+    _check("constant_schedule", steps, warm_up=warm_up)
+    rising = _rising(steps, warm_up)
+    return lambda step: peak * jnp.minimum(rising(step), 1.0)
+
+
+def adamw(
+    rate: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    decays_all: bool = True,
+    max_norm: float | None = 1.0,
+    state_dtype: Any = None,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW with clipped gradients, for parameters in float32 and in bfloat16.
+
+    It computes in float32. Parameters in bfloat16 are rounded as `stochastic_rounding` does.
+
+    Args:
+        rate: the learning rate, or a schedule.
+        b1: the share of the first moment that a step keeps.
+        b2: the share of the second moment that a step keeps.
+        eps: is added to the second moment's root.
+        weight_decay: the share of each weight that a step of rate 1 takes away.
+        decays_all: whether norms and biases are decayed as well. Most recipes leave them out.
+        max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
+        state_dtype: dtype in which the moments are held; `None` for float32.
+        seed: of the random bits that round parameters in bfloat16.
 
     Returns:
         The transformation. Its updates are float32, and it needs `params`.
 
-    Raises:
-        ValueError: from `update`, that `params` are missing.
-        TypeError: from `init` and `update`, that a parameter has another dtype of 16 bits or less.
-
     Example:
-        >>> params = jnp.ones(10_000, jnp.bfloat16)  # its neighbour above is 1 + 1/128
-        >>> optimizer = stochastic_rounding(optax.sgd(1.0))
-        >>> updates, state = optimizer.update(jnp.full_like(params, -1 / 1024), optimizer.init(params), params)
-        >>> moved = optax.apply_updates(params, updates)
-        >>> moved.dtype, round(float(jnp.mean(moved > 1)), 1)  # an eighth of them
-        (dtype(bfloat16), 0.1)
+        >>> params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
+        >>> optimizer = adamw(cosine_schedule(1e-3, steps=100), weight_decay=0.1, decays_all=False)
+        >>> updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+        >>> {name: bool(jnp.any(update != 0)) for name, update in updates.items()}
+        {'kernel': True, 'scale': False}
 
     References:
-        Gupta et al., "Deep Learning with Limited Numerical Precision", 2015 (arXiv:1502.02551); Zamirai et al.,
-        "Revisiting BFloat16 Training", 2020 (arXiv:2010.06192).
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019 (arXiv:1711.05101).
+    """
+    mask = None if decays_all else _is_decayed
+    return _finished(
+        optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask), max_norm, state_dtype, seed
+    )
+
+
+def sgd(
+    rate: float | Schedule, *, max_norm: float | None = 1.0, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Plain gradient descent with clipped gradients, for parameters in float32 and in bfloat16. It has no moments.
+
+    Args:
+        rate: the learning rate, or a schedule.
+        max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
+        seed: of the random bits that round parameters in bfloat16.
+
+    Returns:
+        The transformation. Its updates are float32, and it needs `params`.
+
+    Example:
+        >>> params = {"kernel": jnp.ones((2, 2))}
+        >>> optimizer = sgd(0.5, max_norm=None)
+        >>> optimizer.update(params, optimizer.init(params), params)[0]["kernel"].tolist()
+        [[-0.5, -0.5], [-0.5, -0.5]]
+    """
+    return _finished(optax.sgd(rate), max_norm, None, seed)
+
+
+def held_in(optimizer: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose state is held in a dtype, and computed with in float32.
+
+    Args:
+        optimizer: any optax transformation, around which `stochastic_rounding` may be.
+        dtype: of the state's floats between steps. Counters stay integers.
+
+    Returns:
+        The transformation.
+
+    Example:
+        >>> optimizer = held_in(optax.adam(1e-3), jnp.bfloat16)
+        >>> optimizer.init(jnp.ones(3))[0].mu.dtype
+        dtype(bfloat16)
     """
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params):
-        as_float32 = lambda x: jax.ShapeDtypeStruct(x.shape, _at_least_float32(x.dtype))
-        _check_dtypes(params)
-        wanted = jax.tree.leaves(jax.eval_shape(inner.init, jax.tree.map(as_float32, params)))
-        leaves, structure = jax.tree.flatten(inner.init(params))
-        for i, like in enumerate(wanted):  # one by one: the moments of 16 bits are freed as those of 32 are made
-            leaves[i] = leaves[i] if leaves[i].dtype == like.dtype else leaves[i].astype(like.dtype)
-        return StochasticRoundingState(jnp.zeros((), jnp.int32), jax.tree.unflatten(structure, leaves))
+    def cast(tree, dtype):
+        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
     def update(grads, state, params=None, **extra):
-        if params is None:
-            raise ValueError("stochastic_rounding: params=None. Pass them: optimizer.update(grads, state, params).")
-        _check_dtypes(params)
-        wide = lambda tree: jax.tree.map(lambda x: x.astype(_at_least_float32(x.dtype)), tree)
-        with promotions():
-            updates, inner_state = inner.update(wide(grads), state.inner_state, wide(params), **extra)
-            count = optax.safe_increment(state.step)
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
-        structure = jax.tree.structure(params)
-        keys = jax.tree.unflatten(structure, [jax.random.fold_in(key, i) for i in range(structure.num_leaves)])
-        updates = jax.tree.map(_to_a_neighbour, params, updates, keys)
-        return updates, StochasticRoundingState(count, inner_state)
+        updates, state = inner.update(grads, cast(state, jnp.float32), params, **extra)
+        return updates, cast(state, dtype)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(lambda params: cast(inner.init(params), dtype), update)
 
 
-def _at_least_float32(dtype):
-    is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
-    return jnp.dtype(jnp.float32) if is_small else dtype
+def _finished(optimizer, max_norm, state_dtype, seed):
+    """What every optimizer here gets around it, in this order: clipping, rounding, and the dtype of its state."""
+    if max_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
+    optimizer = stochastic_rounding(optimizer, seed)
+    return optimizer if state_dtype is None else held_in(optimizer, state_dtype)
 
 
-def _check_dtypes(params):
-    for path, x in jax.tree.leaves_with_path(params):
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 2 and x.dtype != jnp.bfloat16:
-            raise TypeError(
-                f"stochastic_rounding: {jax.tree_util.keystr(path)} is {x.dtype}, and must be bfloat16 or wider. Train "
-                "float32 parameters, and let the model compute in another dtype: LlamaForCausalLM(…, dtype=…)."
-            )
+def _is_decayed(params: Any) -> Any:
+    """For each parameter, whether its weights are decayed: all but the scales of norms, biases and single numbers."""
+
+    def of(path, x):
+        names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
+        return jnp.ndim(x) > 1 and not names.intersection(_NOT_DECAYED)
+
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
-def _to_a_neighbour(param, update, key):
-    """The update after which a bfloat16 parameter is one of the two neighbours of param + update."""
-    if param.dtype != jnp.bfloat16:
-        return update
-    start = param.astype(jnp.float32)
-    total = start + update
-    # bfloat16 is float32's upper half. Random lower bits carry into it as often as its own lower bits say.
-    place = jax.typeof(total).sharding  # on Explicit axes each device makes the bits of its own part if told to
-    place = place if AxisType.Explicit in place.mesh.axis_types else None
-    noise = jax.random.bits(key, total.shape, jnp.uint16, out_sharding=place)
-    bits = (jax.lax.bitcast_convert_type(total, jnp.uint32) + noise.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
-    # The difference is rounded to float32, which is too little to lead param + difference elsewhere in bfloat16.
-    return jnp.where(jnp.isfinite(total), jax.lax.bitcast_convert_type(bits, jnp.float32) - start, update)
+def _rising(steps: int, warm_up: float) -> Schedule:
+    """The line up, which is 1 at the end of the warm-up and goes on."""
+    count = math.ceil(warm_up * steps) or 1
+    return lambda step: (step + 1) / count
+
+
+def _check(name: str, steps: int, **shares: float) -> None:
+    if steps < 1:
+        raise ValueError(f"{name}: steps={steps} must be at least 1.")
+    for argument, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name}: {argument}={share} is a share, and must be in [0, 1].")

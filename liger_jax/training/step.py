@@ -10,7 +10,7 @@ from flax import nnx
 
 from liger_jax.losses import shifted_labels
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
-from liger_jax.training.optimizer import promotions
+from liger_jax.training.rounding import promotions
 
 Batch = jax.Array | Mapping[str, jax.Array]
 _POSITIONS = (jax.tree_util.DictKey("positions"),)
