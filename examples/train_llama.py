@@ -14,11 +14,8 @@ folder. Compiled programs are kept for the next start in the user's folder for c
 
 import argparse
 import dataclasses
-import math
-import signal
 import statistics
 import sys
-import time
 from pathlib import Path
 
 if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
@@ -30,17 +27,16 @@ with needed_packages(__name__):
     import jax
     import numpy as np
     import optax
+    import tqdm  # noqa: F401  (the loop's progress bar)
     from flax import nnx
-    from tqdm import tqdm
 
     from examples._lib import memory, report, text
     from examples._lib.configuration import Training, add_flags, from_flags, with_loss
-    from liger_jax.commands._checkpoints import Checkpoints
-    from liger_jax.commands._errors import UserError, user_errors, writable_folder
-    from liger_jax.commands._waiting import Compiling, telling
+    from liger_jax.commands import training_errors, user_errors, writable_folder
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
     from liger_jax.planner.compiled import memory_of
-    from liger_jax.training import adamw, language_model_loss, make_step
+    from liger_jax.training import Checkpoints, Loop, adamw, language_model_loss, make_step
+    from liger_jax.training.waiting import Compiling, telling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +77,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@training_errors()
 def main(argv: list[str] | None = None) -> None:
     """Runs the program.
 
@@ -120,16 +117,26 @@ def main(argv: list[str] | None = None) -> None:
     mean_loss = lambda params: float(np.mean([evaluate(params, tokens) for tokens in held_out]))
     settings = dataclasses.asdict(training) | {"model": size.model, "vocab": size.vocab, "data": corpus.source}
     checkpoints = Checkpoints(out / "checkpoints", settings, fresh=args.fresh)
-    restored = checkpoints.restore(start)
+    if (restored := checkpoints.restore(start)) is not None:
+        print(f"resumed at step {checkpoints.latest_step}")
     with telling("compiling"):
         train_step, evaluate = (program.result() for program in programs)
-    state, log = restored or (start, {"losses": [], "held_out_start": mean_loss(params)})
+    state, log = restored or (start, {"steps": [], "held_out_start": mean_loss(params)})
 
-    score = lambda params: float(evaluate(params, held_out[0]))
-    state, rates = _train(train_step, state, log, batch_of, training.steps, checkpoints, score)
-    if len(log["losses"]) < training.steps:
-        print(f"stopped after step {len(log['losses'])} of {training.steps}; the same command goes on from there")
+    loop = Loop(
+        step=train_step,
+        batch_of=batch_of,
+        steps=training.steps,
+        checkpoints=checkpoints,
+        seconds=SECONDS_BETWEEN_CHECKPOINTS,
+        check=lambda params, step: float(evaluate(params, held_out[0])),
+    )
+    done = len(log["steps"])
+    state, stopped_by = loop.run(state, log)
+    if stopped_by:
+        print(f"stopped after step {len(log['steps'])} of {training.steps}; the same command goes on from there")
         return
+    rates = [step["tokens_per_second"] for step in log["steps"][done:]]
     _print_speed(train_step, rates, device)
     scores = {
         "start": log["held_out_start"],
@@ -137,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         "end": mean_loss(state[0]),
     }
     print("held-out loss: " + ", ".join(f"{name} {score:.3f}" for name, score in scores.items()))
-    report.loss_curve(log["losses"], scores, out / "loss.png")
+    report.loss_curve([step["loss"] for step in log["steps"]], scores, out / "loss.png")
     print(f"picture of the loss: {out / 'loss.png'}")
     if not args.no_memory:
         losses = lambda loss: model(dataclasses.replace(training, kernels=with_loss(training.kernels, loss)))
@@ -185,51 +192,6 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
     warm_up = max(1, steps // 10)
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, warm_up, max(steps, warm_up + 1), peak / 10)
     return adamw(rate, b2=0.95)
-
-
-def _train(train_step, state, log, batch_of, steps, checkpoints, score):
-    """Runs the steps that are missing, or until a signal; appends to the log; returns state and each step's tokens/s.
-
-    What is saved has a finite loss: each step's is the loss before its update, so that `score` has to tell it.
-    """
-    losses, signals, rates, since_save = log["losses"], [], [], time.monotonic()
-    stop = lambda number, frame: signals.append(number)  # a step's donated state must not be torn: stop between steps
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def save(state):
-        _check_finite(score(state[0]), len(losses), checkpoints)
-        checkpoints.save(len(losses), state, log)
-
-    try:
-        with tqdm(total=steps, initial=len(losses), unit="step", dynamic_ncols=True) as bar:
-            while len(losses) < steps and not signals:
-                start, batch = time.perf_counter(), batch_of(len(losses))
-                state, loss = train_step(state, batch)
-                _check_finite(float(loss), len(losses) + 1, checkpoints)
-                losses.append(float(loss))
-                rates.append(text.num_tokens(batch) / (time.perf_counter() - start))
-                rate = statistics.median(rates[-20:])
-                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
-                bar.update()
-                if time.monotonic() - since_save > SECONDS_BETWEEN_CHECKPOINTS:
-                    save(state)
-                    since_save = time.monotonic()
-        save(state)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return state, rates
-
-
-def _check_finite(loss, step, checkpoints):
-    if math.isfinite(loss):
-        return
-    kept = checkpoints.latest_step
-    raise UserError(
-        f"The loss is {loss} at step {step}, so training stops. "
-        f"{'There is no checkpoint yet' if kept is None else f'The checkpoint of step {kept} stays'}. "
-        "Try a smaller --learning-rate with --fresh, or with another --out."
-    )
 
 
 def _print_speed(train_step, rates, device):

@@ -5,7 +5,7 @@ from typing import Any
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
-from liger_jax.models.hugging_face import checkpoint
+from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
@@ -26,11 +26,11 @@ class AutoModelForCausalLM:
     """Loads a checkpoint of any family."""
 
     @staticmethod
-    def from_pretrained(path_or_id: str | os.PathLike[str], **options: Any) -> CausalLM:
+    def from_pretrained(path_or_id: str | os.PathLike[str] | Source, **options: Any) -> CausalLM:
         """Reads a model with the class that `model_type` in config.json names.
 
         Args:
-            path_or_id: a folder, or an id such as "org/name".
+            path_or_id: as `CausalLM.from_pretrained` takes it.
             **options: options of `CausalLM.from_pretrained`.
 
         Returns:
@@ -39,10 +39,10 @@ class AutoModelForCausalLM:
         Raises:
             ValueError: no family here has this `model_type`, or `CausalLM.from_pretrained` refuses the checkpoint.
         """
-        folder = checkpoint.find(path_or_id)
-        model_type = checkpoint.read_config(folder).get("model_type")
+        source = find(path_or_id)
+        model_type = source.config.get("model_type")
         if model_type not in FAMILIES:
             raise ValueError(
-                f"AutoModelForCausalLM: model_type={model_type!r} in {folder} must be one of {sorted(FAMILIES)}."
+                f"AutoModelForCausalLM: model_type={model_type!r} in {source.folder} must be one of {sorted(FAMILIES)}."
             )
-        return FAMILIES[model_type].from_pretrained(folder, **options)
+        return FAMILIES[model_type].from_pretrained(source, **options)

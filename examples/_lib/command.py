@@ -35,10 +35,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after a `UserError`. The error's sentence is printed.
     """
-    from liger_jax.commands._cache import (
-        compiled_programs_kept,
-    )  # not before `needed_packages` has told what is missing
-    from liger_jax.commands._errors import UserError
+    from liger_jax.commands import UserError, compiled_programs_kept  # `needed_packages` comes before
 
     arguments = sys.argv[1:] if argv is None else argv
     try:
@@ -83,7 +80,7 @@ def all_flags(parser: argparse.ArgumentParser, argv: list[str] | None, steps: in
     Raises:
         UserError: there is no step to take, or nothing can be written to the folder.
     """
-    from liger_jax.commands._errors import UserError, writable_folder
+    from liger_jax.commands import UserError, writable_folder
 
     parser.add_argument("--steps", type=int, default=steps, help="training steps (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder for the picture (default: %(default)s)")

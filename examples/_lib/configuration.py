@@ -8,7 +8,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands import UserError
 from liger_jax.models import KernelOptions
 from liger_jax.models.core.remat import Remat
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from liger_jax.commands._errors import UserError
-from liger_jax.commands._files import read
+from liger_jax.commands import UserError, read_texts
 from liger_jax.training import pack, share_of_padding
 
 PIECE = 8192  # characters; the text is cut into pieces of these, and one in twenty is never trained on
@@ -109,18 +108,6 @@ def batches(text: Text, batch: int, length: int, *, packed: bool) -> Callable[[i
     return batch_of
 
 
-def num_tokens(batch: Batch) -> int:
-    """The tokens of a batch, without its padding.
-
-    Args:
-        batch: a step's batch, as `batches` makes it.
-
-    Returns:
-        Their number.
-    """
-    return int(np.count_nonzero(batch["segment_ids"])) if isinstance(batch, dict) else batch.size
-
-
 def load(pattern: str | None, vocab_size: int, cache: Path, characters: int | None = None) -> Text:
     """Reads the text, trains the vocabulary on the training pieces and encodes; or takes it from the cache.
 
@@ -139,7 +126,7 @@ def load(pattern: str | None, vocab_size: int, cache: Path, characters: int | No
     if pattern is None:
         documents = list(_python_text(characters))
     else:
-        documents = [*read(pattern).values()]
+        documents = [*read_texts(pattern).values()]
     files = [[text[i : i + PIECE] for i in range(0, len(text), PIECE)] for text in documents]
     if sum(map(len, files)) < HELD_OUT_EVERY:
         raise UserError(f"The text has {sum(map(len, documents))} characters; {HELD_OUT_EVERY * PIECE} are the least.")

@@ -3,7 +3,12 @@
 import argparse
 
 from liger_jax.commands import data, finetune, plan
-from liger_jax.commands._cache import compiled_programs_kept
+from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
+from liger_jax.commands._errors import UserError as UserError
+from liger_jax.commands._errors import training_errors as training_errors
+from liger_jax.commands._errors import user_errors as user_errors
+from liger_jax.commands._errors import writable_folder as writable_folder
+from liger_jax.commands._files import read_texts as read_texts
 
 
 def main(argv: list[str] | None = None) -> int:

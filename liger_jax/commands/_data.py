@@ -55,7 +55,7 @@ def read(data: str, column: str, subset: str | None, refused: dict[str, UserErro
     if not glob.glob(data, recursive=True) and _may_be_id(data):
         documents = list(_of_dataset(data, column, subset, refused))
     else:
-        documents, texts = [], _files.read(data, refused)
+        documents, texts = [], _files.read_texts(data, refused)
         for path, text in texts.items():
             with refusals_kept(refused, str(path)):
                 documents += _of_file(path, text, column, refused)

@@ -1,11 +1,28 @@
 """A user's errors: one sentence that says how to mend them, and exit code 2. A bug stays a traceback."""
 
 import contextlib
-import tempfile
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from liger_jax._install import install_command
+from liger_jax.training.checkpoints import check_writable
+from liger_jax.training.errors import (
+    CheckpointError,
+    FolderError,
+    ForeignStepError,
+    NotFiniteError,
+    OutOfMemoryError,
+    TrainingError,
+)
+
+_CURES = {  # in the command line's words
+    CheckpointError: "Pass --fresh to start over, or another --out.",
+    FolderError: "Pass another --out.",
+    ForeignStepError: "Move it, or pass another --out.",
+    NotFiniteError: "Try a smaller --learning-rate with --fresh, or with another --out.",
+    OutOfMemoryError: "Try more --micro-batches, --remat full or a smaller --length.",
+}
 
 
 class UserError(ValueError):
@@ -25,6 +42,19 @@ def user_errors() -> Iterator[None]:
         raise
     except (ValueError, OSError, ImportError) as error:
         raise UserError(str(error)) from error
+
+
+@contextlib.contextmanager
+def training_errors() -> Iterator[None]:
+    """A context for a training run, whose errors get the cure in the words of the command line.
+
+    Raises:
+        UserError: for a TrainingError.
+    """
+    try:
+        yield
+    except TrainingError as error:
+        raise UserError(f"{error.problem} {_CURES.get(type(error), error.cure)}".rstrip()) from error
 
 
 @contextlib.contextmanager
@@ -62,6 +92,22 @@ def needed_packages() -> Iterator[None]:
         raise UserError(f"The package {package!r} is missing: {install_command('finetune')}.") from error
 
 
+def need(*packages: str) -> None:
+    """Looks at the start of a run for packages that are imported late.
+
+    Args:
+        packages: their names.
+
+    Raises:
+        UserError: one is not installed.
+    """
+    for package in packages:
+        with needed_packages():
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(name=package)
+
+
+@training_errors()
 def writable_folder(folder: Path) -> None:
     """Makes a folder, if there is none.
 
@@ -71,8 +117,4 @@ def writable_folder(folder: Path) -> None:
     Raises:
         UserError: it cannot be made, or nothing can be written there.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"Nothing can be written to {folder}: {error.strerror}. Pass another --out.") from error
+    check_writable(folder)

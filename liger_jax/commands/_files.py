@@ -9,7 +9,7 @@ from liger_jax.commands import _formats
 from liger_jax.commands._errors import UserError, refusals_kept
 
 
-def read(pattern: str, refused: dict[str, UserError] | None = None) -> dict[Path, str]:
+def read_texts(pattern: str, refused: dict[str, UserError] | None = None) -> dict[Path, str]:
     """Reads text files.
 
     Args:

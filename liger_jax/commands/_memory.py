@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from liger_jax.commands._errors import UserError
-from liger_jax.commands.finetune import Settings
+from liger_jax.commands._settings import Settings
 from liger_jax.planner import devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
@@ -47,22 +44,6 @@ def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str,
     if needed > capacity:
         raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored)}")
     print(f"memory: the run needs {text}")
-
-
-def in_use() -> int:
-    """The most memory that was in use so far.
-
-    Returns:
-        Bytes of the device's allocator, or of the process on a CPU; 0 where the system does not tell.
-    """
-    if stats := jax.devices()[0].memory_stats():
-        return stats["peak_bytes_in_use"]
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def gib(size: int) -> str:

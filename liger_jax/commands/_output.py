@@ -13,13 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax.commands import _log
-from liger_jax.commands._checkpoints import CHECKPOINTS, holds_a_run
 from liger_jax.commands._errors import UserError
-from liger_jax.commands.finetune import Settings
-from liger_jax.models.hugging_face import checkpoint
+from liger_jax.commands._settings import Settings
+from liger_jax.models.hugging_face.checkpoint import GENERATION, Kept
+from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.hugging_face.weights import open_weights
 from liger_jax.models.lora import merge_lora, save_adapters
+from liger_jax.training.checkpoints import holds_a_run
 
+CHECKPOINTS = "checkpoints"
 MODEL, ADAPTERS = "model", "adapters"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors calls them
 
@@ -93,13 +95,13 @@ def _folder(settings: Settings) -> Path:
     return Path(settings.out) / (ADAPTERS if only_adapters else MODEL)
 
 
-def write(model: Any, settings: Settings, source: Path, stops: Sequence[int]) -> Path:
+def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) -> Path:
     """Writes weights or adapters, the tokenizer's files with the chat template, and the generation config.
 
     Args:
         model: the trained model.
         settings: the run; they say whether weights or adapters are written, and where.
-        source: folder of the model that was tuned.
+        source: the model that was tuned.
         stops: the tokens that end a text.
 
     Returns:
@@ -112,10 +114,9 @@ def write(model: Any, settings: Settings, source: Path, stops: Sequence[int]) ->
     generation = _generation(model.kept, stops)
     try:
         if folder.name == ADAPTERS:
-            base = str(source.resolve()) if Path(settings.model).is_dir() else settings.model
+            base = str(source.folder.resolve()) if Path(settings.model).is_dir() else settings.model
             save_adapters(model, folder, base_model=base)
-            files = checkpoint.tokenizer_files(source)
-            files[checkpoint.GENERATION] = None if generation is None else generation.encode()
+            files = source.tokenizer | {GENERATION: None if generation is None else generation.encode()}
             for name, content in files.items():
                 if content is None:
                     (folder / name).unlink(missing_ok=True)  # an earlier result's
@@ -135,11 +136,11 @@ def write(model: Any, settings: Settings, source: Path, stops: Sequence[int]) ->
     return folder
 
 
-def _dtype_of(source: Path) -> str | None:
+def _dtype_of(source: Source) -> str | None:
     """The dtype of most of a checkpoint's bytes, whatever its config.json says; `None` if a model cannot have it."""
     sizes = collections.Counter()
-    for name in checkpoint.weight_files(source):
-        with open_weights(source / name) as file:
+    for name in source.weight_files:
+        with open_weights(source.folder / name) as file:
             for tensor in map(file.get_slice, file.keys()):
                 sizes[tensor.get_dtype()] += math.prod(tensor.get_shape())
     return _DTYPES.get(max(sizes, key=lambda name: sizes[name], default=""))
@@ -170,7 +171,7 @@ def _cast(model: Any, asked: str | None, stored: str | None) -> None:
         print(f"saved in {wanted}, as it was trained; the model came in {stored}")
 
 
-def _generation(kept: checkpoint.Kept, stops: Sequence[int]) -> str | None:
+def _generation(kept: Kept, stops: Sequence[int]) -> str | None:
     """The text of generation_config.json, whose `eos_token_id` are all tokens that end a text."""
     if not stops or kept.generation is not None and set(stops) <= set(kept.stops):
         return kept.generation

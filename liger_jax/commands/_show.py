@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from liger_jax.commands import _data, _rows, _training_rows
+from liger_jax.commands import _data, _training_rows
 from liger_jax.commands._errors import UserError, user_errors
-from liger_jax.commands._rows import Rows
+from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Piece, Tokenizer
-from liger_jax.commands.finetune import Settings
 from liger_jax.losses import shifted_labels
-from liger_jax.models.hugging_face import checkpoint
+from liger_jax.models.hugging_face import source
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.planner.architectures import architecture
+from liger_jax.planner.architectures import architecture_of
+from liger_jax.training.rows import Rows, num_rows
 
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 _NEW_LINE = "↵\n"  # a mark that can be scored, and the line's end
@@ -45,7 +45,7 @@ def show(settings: Settings, count: int, *, shorten: bool) -> None:
     for kind, pieces, rows in (("row", data.train, data.rows), ("held-out row", data.held_out, data.held_out_rows)):
         if rows is None or count <= 0:
             break
-        total, scored = _rows.count(rows), scored_places(rows)
+        total, scored = num_rows(rows), scored_places(rows)
         numbers = numbers_of_pieces(pieces, settings)
         for i in range(min(count, total)):
             row = rows["input_ids"][i], scored[i], numbers[i]
@@ -85,7 +85,7 @@ def scored_places(rows: Rows) -> np.ndarray:
     """Which tokens the loss counts: its own labels, which predict the next token, moved back to that token.
 
     Args:
-        rows: rows of `_rows.rows`.
+        rows: a run's.
 
     Returns:
         Booleans of (rows, length).
@@ -105,7 +105,7 @@ def numbers_of_pieces(pieces: Sequence[Piece], settings: Settings) -> np.ndarray
         int32 of (rows, length), with -100 at padding.
     """
     numbers = [np.full(len(piece.tokens), i, np.int32) for i, piece in enumerate(pieces)]
-    return _rows.rows([Piece(each, each) for each in numbers], settings.length, packed=settings.pack)["labels"]
+    return _training_rows.rows_of([Piece(each, each) for each in numbers], settings)["labels"]
 
 
 def row_lines(row: tuple[np.ndarray, ...], pieces: Sequence[Piece], tokenizer: Tokenizer, mark: Any) -> Iterator[str]:
@@ -198,14 +198,14 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a text may have what the terminal's encoding has not
     with user_errors():
-        folder = checkpoint.find(settings.model, weights=False)
-        model = architecture(folder)
+        found = source.find(settings.model, weights=False)
+        model = architecture_of(found)
     longest = model.config.longest_sequence
     if shorten and settings.length > longest:
         settings = dataclasses.replace(settings, length=longest)
         print(f"Rows have {longest:,} tokens, the most that the model takes. finetune needs --length {longest}.")
     settings.check_length(model.name, longest)
-    return settings, _training_rows.tokenizer(folder, model)
+    return settings, _training_rows.tokenizer(found, model)
 
 
 def _laid(settings: Settings, pieces: list[Piece], documents: list[_data.Document]) -> _training_rows.TrainingRows:

@@ -12,7 +12,8 @@ import tokenizers
 
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
-from liger_jax.models.hugging_face import checkpoint
+from liger_jax.models.hugging_face.checkpoint import TEMPLATES
+from liger_jax.models.hugging_face.source import Source
 from liger_jax.ops.labels import IGNORE_INDEX
 
 FILE = "tokenizer.json"
@@ -46,7 +47,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint, from tokenizer.json and the small files beside it.
 
     Args:
-        folder: the checkpoint's.
+        source: the checkpoint.
         vocab_size: entries of the model's vocabulary.
         stops: the tokens that end a text by the checkpoint's config.
 
@@ -54,20 +55,21 @@ class Tokenizer:
         UserError: there is no tokenizer.json, or one of the files is damaged.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, stops: Sequence[int]):
-        if not (folder / FILE).is_file():
+    def __init__(self, source: Source, vocab_size: int, stops: Sequence[int]):
+        folder, files = source.folder, source.tokenizer
+        if (content := files[FILE]) is None:
             raise UserError(
                 f"{folder} has no {FILE}. If it holds a tokenizer of another form, transformers writes one: "
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
             )
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / FILE))
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # tokenizers raises nothing narrower
             raise UserError(f"{folder / FILE} cannot be read: {error}.") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._folder, self._vocab_size = folder, vocab_size
-        self._config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
+        self._folder, self._files, self._vocab_size = folder, files, vocab_size
+        self._config = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
         self._special = _special_tokens(self._config)
         eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
@@ -166,10 +168,10 @@ class Tokenizer:
 
     def _chat_templates(self) -> dict[str, str]:
         """The chat templates by name, "default" among them or not, from the places where transformers looks."""
-        files = {"default": self._folder / "chat_template.jinja"}
-        files |= {Path(name).stem: self._folder / name for name in checkpoint.chat_templates(self._folder)}
-        found: Any = {name: _text(path) for name, path in files.items() if path.is_file()}
-        for each in (self._config, _json(self._folder / "chat_template.json")):
+        names = {"default": "chat_template.jinja"}
+        names |= {Path(name).stem: name for name in self._files if Path(name).parent == Path(TEMPLATES)}
+        found: Any = {name: self._text(file) for name, file in names.items() if self._files[file] is not None}
+        for each in (self._config, self._json("chat_template.json")):
             found = found or each.get("chat_template")
         if isinstance(found, str):
             found = {"default": found}
@@ -177,6 +179,27 @@ class Tokenizer:
             found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = found if isinstance(found, dict) else {}
         return {name: each for name, each in found.items() if isinstance(name, str) and isinstance(each, str)}
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self._files[name] or b"").decode()
+        except ValueError as error:
+            raise UserError(f"{self._folder / name} cannot be read: {error}.") from error
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """A JSON object; empty if there is no such file."""
+        if self._files[name] is None:
+            return {}
+        try:
+            values = json.loads(self._text(name))
+            if isinstance(values, dict):
+                return values
+            reason = f"it holds a {type(values).__name__}, and must hold an object"
+        except UserError:
+            raise
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+        raise UserError(f"{self._folder / name} cannot be read: {reason}.")
 
     def _chosen(self, sources: dict[str, str], tools: Any) -> str:
         """The template for a conversation: "tool_use" where there are tools and such a template, else "default"."""
@@ -249,27 +272,6 @@ def _places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray
     while before and text[before - 1].isspace():
         before -= 1
     return np.flatnonzero((begins >= before) & (begins < end) & ((begins >= begin) | (ends > begin)))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(values, dict):
-            return values
-        reason = f"it holds a {type(values).__name__}, and must hold an object"
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-    raise UserError(f"{path} cannot be read: {reason}.")
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

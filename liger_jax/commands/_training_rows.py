@@ -2,17 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
-from liger_jax.commands import _rows
 from liger_jax.commands._data import Document
-from liger_jax.commands._errors import user_errors
-from liger_jax.commands._rows import Rows
+from liger_jax.commands._errors import UserError, user_errors
+from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Piece, Tokenizer
-from liger_jax.commands.finetune import Settings
-from liger_jax.models.hugging_face import checkpoint
+from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner.architectures import Architecture
-from liger_jax.training import share_of_padding
+from liger_jax.training import pack, pad, share_of_padding
+from liger_jax.training.rows import Rows, hold_out, num_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +32,11 @@ class TrainingRows:
     summary: str
 
 
-def tokenizer(folder: Path, model: Architecture) -> Tokenizer:
+def tokenizer(source: Source, model: Architecture) -> Tokenizer:
     """Reads a checkpoint's tokenizer.
 
     Args:
-        folder: the checkpoint's.
+        source: the checkpoint.
         model: its architecture.
 
     Returns:
@@ -48,8 +46,8 @@ def tokenizer(folder: Path, model: Architecture) -> Tokenizer:
         UserError: one of its files is missing or damaged.
     """
     with user_errors():
-        stops = checkpoint.kept_of(folder, checkpoint.read_config(folder), ()).stops
-    return Tokenizer(folder, model.config.vocab_size, stops)
+        stops = source.stops
+    return Tokenizer(source, model.config.vocab_size, stops)
 
 
 def lay(settings: Settings, pieces: Sequence[Piece], documents: Sequence[Document]) -> TrainingRows:
@@ -66,20 +64,36 @@ def lay(settings: Settings, pieces: Sequence[Piece], documents: Sequence[Documen
     Raises:
         UserError: nothing is left to train on.
     """
-    train, held_out = _rows.split(pieces, settings.eval_share, settings.seed)
-    rows = lambda some: _rows.rows(some, settings.length, packed=settings.pack)
+    if settings.eval_share and len(pieces) < 2:
+        raise UserError("The data is one piece, so that nothing can be held out. Pass more of it, or --eval-share 0.")
+    train, held_out = hold_out(pieces, settings.eval_share, settings.seed)
+    rows = lambda some: rows_of(some, settings)
     found, tokens = rows(train), sum(len(piece.tokens) for piece in train)
     padding = share_of_padding(found) if settings.pack else 1 - tokens / found["input_ids"].size
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
     are_held_out = "piece is held out" if len(held_out) == 1 else "pieces are held out"
     read = "1 document" if len(documents) == 1 else f"{len(documents):,} documents"
     summary = (
-        f"data: {read}; {tokens:,} tokens in {_rows.count(found):,} rows to train on, "
+        f"data: {read}; {tokens:,} tokens in {num_rows(found):,} rows to train on, "
         f"{padding:.1%} of them padding{hint}; {len(held_out):,} {are_held_out}"
     )
     return TrainingRows(
         train, held_out, found, rows(held_out) if held_out else None, summary + _unused(pieces, documents)
     )
+
+
+def rows_of(pieces: Sequence[Piece], settings: Settings) -> Rows:
+    """The rows of pieces, none of which is longer than a row: packed, or one for each.
+
+    Args:
+        pieces: of the data.
+        settings: the run.
+
+    Returns:
+        The model's arguments.
+    """
+    lay = pack if settings.pack else pad
+    return lay([piece.tokens for piece in pieces], settings.length, labels=[piece.labels for piece in pieces])
 
 
 def _unused(pieces: Sequence[Piece], documents: Sequence[Document]) -> str:

@@ -13,8 +13,8 @@ import sys
 
 import jax
 
-from liger_jax.commands import finetune
 from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.commands._settings import add_data_arguments, settings_of
 
 SUMMARY = "show your text or conversations as they would be trained on"
 
@@ -27,7 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """
     command.add_argument("data", metavar="FILE", help="as finetune's --data: a file, a quoted glob, a dataset's id")
     command.add_argument("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
-    finetune.add_data_arguments(command)
+    add_data_arguments(command)
     command.add_argument("--rows", type=int, default=3, help="how many rows are shown (default: 3)")
     command.add_argument("--check", action="store_true", help="show no rows, but every line that would be refused")
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.rows < 1:
             raise UserError(f"--rows={args.rows} must be at least 1.")
-        settings = finetune.settings(args)
+        settings = settings_of(args)
         with needed_packages():
             from liger_jax.commands import _show
         if args.check:

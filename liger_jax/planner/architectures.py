@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from liger_jax.models import auto
 from liger_jax.models.core.parameters import ParameterInfo, describe
 from liger_jax.models.hugging_face import checkpoint, config_json
+from liger_jax.models.hugging_face.source import Source
 
 # What config.json says, as far as the planner's numbers follow from it.
 _LLAMA_2 = dict(model_type="llama", max_position_embeddings=4096)
@@ -177,6 +179,26 @@ def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
         values, source = MODELS[known], name
     else:
         raise ValueError(_unknown(name, known))
+    return _architecture(name, values, source)
+
+
+def architecture_of(source: Source) -> Architecture:
+    """The model of a checkpoint's folder, whose config.json is read once.
+
+    Args:
+        source: the folder.
+
+    Returns:
+        The architecture, by the folder's name.
+
+    Raises:
+        ValueError: a family that is not here, or a config that its model does not support.
+        OSError: config.json cannot be read.
+    """
+    return _architecture(str(source.folder), source.config, source.path)
+
+
+def _architecture(name: str, values: Mapping[str, Any], source: pathlib.Path | str) -> Architecture:
     family = auto.FAMILIES.get(values.get("model_type"))
     if family is None:
         raise ValueError(

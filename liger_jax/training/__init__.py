@@ -1,5 +1,19 @@
-"""Training: a step with optax, optimizers, and documents packed into rows."""
+"""Training: a step, optimizers, rows, and the loop around them.
 
+`rows` and `waiting` are modules of small functions: the order of rows, and what is done while programs are compiled.
+"""
+
+from liger_jax.training.checkpoints import Checkpoints as Checkpoints
+from liger_jax.training.errors import CheckpointError as CheckpointError
+from liger_jax.training.errors import FolderError as FolderError
+from liger_jax.training.errors import ForeignStepError as ForeignStepError
+from liger_jax.training.errors import NotFiniteError as NotFiniteError
+from liger_jax.training.errors import OutOfMemoryError as OutOfMemoryError
+from liger_jax.training.errors import TrainingError as TrainingError
+from liger_jax.training.evaluation import loss_and_accuracy as loss_and_accuracy
+from liger_jax.training.evaluation import score_sums as score_sums
+from liger_jax.training.evaluation import scoring as scoring
+from liger_jax.training.loop import Loop as Loop
 from liger_jax.training.optimizer import adamw as adamw
 from liger_jax.training.optimizer import constant_schedule as constant_schedule
 from liger_jax.training.optimizer import cosine_schedule as cosine_schedule
@@ -7,6 +21,7 @@ from liger_jax.training.optimizer import held_in as held_in
 from liger_jax.training.optimizer import linear_schedule as linear_schedule
 from liger_jax.training.optimizer import sgd as sgd
 from liger_jax.training.packing import pack as pack
+from liger_jax.training.packing import pad as pad
 from liger_jax.training.packing import share_of_padding as share_of_padding
 from liger_jax.training.rounding import StochasticRoundingState as StochasticRoundingState
 from liger_jax.training.rounding import stochastic_rounding as stochastic_rounding

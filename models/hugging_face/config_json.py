@@ -15,19 +15,29 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a JSON file of a checkpoint, which anyone may have written.
+    """Reads a JSON file of a checkpoint by `loads`.
+
+    Raises:
+        ValueError: `loads` refuses it.
+        OSError: the file cannot be read.
+    """
+    return loads(path.read_bytes(), path)
+
+
+def loads(content: bytes, path: pathlib.Path) -> dict[str, Any]:
+    """Reads the content of a JSON file of a checkpoint, which anyone may have written.
 
     If a name occurs twice the last one counts, as in transformers.
 
     Args:
-        path: the file.
+        content: the file's.
+        path: the file, for messages.
 
     Returns:
         Names and values; all numbers are finite.
 
     Raises:
         ValueError: the file is not JSON, does not hold an object, is nested too deep, or has a number beyond float64.
-        OSError: the file cannot be read.
     """
 
     def finite(kind):
@@ -39,7 +49,7 @@ def load(path: pathlib.Path) -> dict[str, Any]:
         return number
 
     try:
-        text = path.read_text(encoding="utf8")
+        text = content.decode("utf8")
         values = json.loads(text, parse_float=finite(float), parse_int=finite(int), parse_constant=finite(float))
     except RecursionError:
         raise ValueError(f"{path} is nested too deep.") from None

@@ -16,6 +16,7 @@ from liger_jax.models import quantized
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
+from liger_jax.models.hugging_face.source import Source, chat_templates, find
 
 Model = TypeVar("Model", bound="Pretrained")
 
@@ -32,7 +33,7 @@ class Pretrained(nnx.Module):
     @classmethod
     def from_pretrained(
         cls: type[Model],
-        path_or_id: str | os.PathLike[str],
+        path_or_id: str | os.PathLike[str] | Source,
         *,
         dtype: Any = None,
         param_dtype: Any = None,
@@ -49,7 +50,8 @@ class Pretrained(nnx.Module):
         a time; on a mesh of several hosts, it holds only the parts for its own devices.
 
         Args:
-            path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads.
+            path_or_id: a folder, or an id such as "org/name", which `huggingface_hub` downloads; or what
+                `hugging_face.source.find` returns, whose files are not read again.
             dtype: dtype of the computation; `None` for the parameters' dtype.
             param_dtype: dtype of the parameters; `None` for config.json's, or float32 if that names none.
             mesh: the devices that get the parameters; `None` for the default device.
@@ -78,8 +80,9 @@ class Pretrained(nnx.Module):
         """
         if quantize is not None:
             quantized.check_kind("from_pretrained", quantize)
-        folder = checkpoint.find(path_or_id)
-        config, stored_dtype, kept = _described(cls, folder)
+        source = find(path_or_id)
+        folder = source.folder
+        config, stored_dtype, kept = _described(cls, source)
         config_in_files.check(config, weights.shapes(folder), folder)
         if config.tie_word_embeddings and weights.has_a_head_of_its_own(folder):
             warnings.warn(
@@ -113,7 +116,7 @@ class Pretrained(nnx.Module):
         *,
         max_shard_bytes: int = 5 * 10**9,
         config_fields: Mapping[str, Any] | None = None,
-        tokenizer_from: str | os.PathLike[str] | None = None,
+        tokenizer_from: str | os.PathLike[str] | Source | None = None,
     ) -> None:
         """Writes config.json and safetensors that Hugging Face and `from_pretrained` read.
 
@@ -131,7 +134,8 @@ class Pretrained(nnx.Module):
             max_shard_bytes: the most bytes in one file, unless a single tensor has more.
             config_fields: more fields for config.json, such as `{"eos_token_id": 2}`.
             tokenizer_from: a folder with a tokenizer's files, such as tokenizer.json, tokenizer_config.json and
-                chat_template.jinja, which replace those in `path`. `None` leaves those in `path` as they are.
+                chat_template.jinja, which replace those in `path`; or what `hugging_face.source.find` returns. `None`
+                leaves those in `path` as they are.
 
         Raises:
             ValueError: `max_shard_bytes` is not positive, the model has adapters (`nnx.LoRAParam`; `lora.merge_lora`
@@ -160,21 +164,33 @@ class Pretrained(nnx.Module):
             checkpoint.GENERATION: None if generation is None else generation.encode(),
         }
         if tokenizer_from is not None:
-            earlier: dict[str, bytes | None] = dict.fromkeys(checkpoint.chat_templates(pathlib.Path(path)))
-            small_files |= earlier | checkpoint.tokenizer_files(pathlib.Path(tokenizer_from))
+            earlier: dict[str, bytes | None] = dict.fromkeys(chat_templates(pathlib.Path(path)))
+            small_files |= earlier | _tokenizer_files(tokenizer_from)
 
         def meaning(folder):
-            config, dtype, kept = _described(type(self), folder)
+            config, dtype, kept = _described(type(self), Source(folder))
             return config, dtype, dataclasses.replace(kept, generation=None).stops
 
         shards = weights.shards(nnx.state(self, (nnx.Param, quantized.QuantizedParam)), max_shard_bytes)
         saving.write(pathlib.Path(path), shards, small_files, meaning)
 
 
-def _described(model_class: Any, folder: pathlib.Path) -> tuple[Any, str, checkpoint.Kept]:
+def _described(model_class: Any, source: Source) -> tuple[Any, str, checkpoint.Kept]:
     """The config, the dtype of the weights, and the parts that a save writes again, from a folder's JSON files."""
-    values, path = checkpoint.read_config(folder), folder / checkpoint.CONFIG
-    config: Any = config_json.read(values, model_class.config_type, model_class.config_fixed, path)
-    dtype = config_json.dtype_of(values, path)
-    own = config_json.write(config, model_class.config_fixed, model_class.__name__, dtype)
-    return config, dtype, checkpoint.kept_of(folder, values, own)
+    config: Any = config_json.read(source.config, model_class.config_type, model_class.config_fixed, source.path)
+    own = config_json.write(config, model_class.config_fixed, model_class.__name__, source.dtype)
+    return config, source.dtype, source.kept(own)
+
+
+def _tokenizer_files(tokenizer_from: str | os.PathLike[str] | Source) -> dict[str, bytes | None]:
+    source = tokenizer_from if isinstance(tokenizer_from, Source) else Source(pathlib.Path(tokenizer_from))
+    if not source.folder.is_dir():
+        raise ValueError(
+            f"save_pretrained: tokenizer_from={str(source.folder)!r} is no folder. Pass a tokenizer's folder."
+        )
+    if not any(source.tokenizer.values()):
+        raise ValueError(
+            f"save_pretrained: tokenizer_from={str(source.folder)!r} holds no tokenizer: none of "
+            f"{', '.join(checkpoint.TOKENIZER)}."
+        )
+    return source.tokenizer

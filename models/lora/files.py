@@ -10,6 +10,7 @@ from flax import nnx
 
 from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.hugging_face import adapter_files, checkpoint
+from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.lora.adapters import add_to, check_options
 from liger_jax.models.lora.linear import names, trained, with_adapters_on, without_adapters
 
@@ -128,5 +129,5 @@ def _is_multimodal(model: nnx.Module, base_model: str | None) -> bool:
     """Whether transformers builds a multimodal model from the checkpoint that adapters of this model belong to."""
     folder = None if base_model is None else pathlib.Path(base_model)
     if folder is not None and (folder / checkpoint.CONFIG).is_file():
-        return checkpoint.is_multimodal(folder)
+        return Source(folder).multimodal
     return getattr(model, "kept", checkpoint.Kept()).multimodal

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import math
 import re
 import sys
 import types
@@ -13,11 +12,13 @@ import pytest
 from tokenizers import Tokenizer as Plain
 
 from liger_jax import commands
-from liger_jax.commands import _data, _rows, main
+from liger_jax.commands import _data, _training_rows, main
 from liger_jax.commands._chat import ChatTemplate
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner import devices
 from tests.commands import _tiny
 
@@ -128,7 +129,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path, capsys, file):
 
 @pytest.mark.parametrize("package", ["tokenizers", "orbax.checkpoint", "tqdm"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(package, source, monkeypatch, capsys):
-    for name in ("_run", "_training_rows", "_tokenizer", "_checkpoints"):
+    for name in ("_run", "_training_rows", "_tokenizer"):
         monkeypatch.delitem(sys.modules, f"liger_jax.commands.{name}", raising=False)
         monkeypatch.delattr(commands, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
@@ -240,55 +241,21 @@ def test_a_run_that_cannot_fit_is_refused_with_what_makes_it_fit(source, tmp_pat
 
 def test_a_text_ends_with_the_end_of_text_and_its_parts_fill_rows(source, plain):
     eos = plain.token_to_id("<|endoftext|>")
-    pieces = Tokenizer(source, 320, [eos]).pieces([Document("", _tiny.text(30)), Document("", "one")], length=8)
+    pieces = Tokenizer(Source(source), 320, [eos]).pieces([Document("", _tiny.text(30)), Document("", "one")], length=8)
     ids = plain.encode(_tiny.text(30)).ids + [eos]
     assert np.concatenate([piece.tokens for piece in pieces[:-1]]).tolist() == ids[: 8 * (len(pieces) - 1)]
     assert pieces[-1].tokens.tolist() == [*plain.encode("one").ids, eos]
     assert all(piece.labels is piece.tokens for piece in pieces)
 
 
-def test_rows_hold_documents_each_by_itself_and_no_step_depends_on_those_before(source):
+def test_rows_hold_documents_each_by_itself(source):
     documents = [Document("", _tiny.text(3 + i)) for i in range(9)]
-    pieces = Tokenizer(source, 320, []).pieces(documents, length=32)
-    train, held_out = _rows.split(pieces, 0.2, seed=0)
-    assert (len(train), len(held_out)) == (7, 2)
-    rows = _rows.rows(train, 32, packed=False)
-    scored = rows["labels"] >= 0
-    assert scored.sum(1).tolist() == [len(piece.tokens) for piece in train]
-    rows_of = _rows.batches(rows, 3, seed=1)
-    seen = np.concatenate([rows_of(step)["input_ids"] for step in range(9)])  # three epochs
-    assert all((seen == row).all(1).sum() == 3 for row in rows["input_ids"])
-    np.testing.assert_array_equal(rows_of(5)["labels"], _rows.batches(rows, 3, seed=1)(5)["labels"])
-
-
-@pytest.mark.parametrize("number", [1, 3, 8, 9, 16])
-@pytest.mark.parametrize("epochs", [0.01, 0.5, 1.0, 2.75])
-def test_each_row_is_trained_on_as_often_as_there_are_epochs(number, epochs):
-    rows = {"input_ids": np.arange(number)[:, None], "labels": np.arange(number)[:, None]}
-    steps, rows_of = _rows.steps(number, 8, epochs), _rows.batches(rows, 8, 0, epochs)
-    seen = np.concatenate([rows_of(step)["labels"][:, 0] for step in range(steps)])
-    assert all(1 <= _rows.count(rows_of(step)) <= 8 for step in range(steps)) and not _rows.count(rows_of(steps))
-    assert len(seen) == max(1, round(epochs * number))
-    # An epoch has each row once, in an order of its own, and a fraction of one is that order's beginning.
-    endless = _rows.batches(rows, 8, 0)
-    for epoch, begin in enumerate(range(0, len(seen), number)):
-        each = math.ceil(number / 8)
-        whole = np.concatenate([endless(epoch * each + i)["labels"][:, 0] for i in range(each)])
-        assert sorted(whole) == list(range(number))
-        np.testing.assert_array_equal(seen[begin : begin + number], whole[: len(seen) - begin])
-
-
-def test_rows_that_differ_in_a_token_or_a_label_have_other_fingerprints():
-    rows = {"input_ids": np.arange(6).reshape(2, 3), "labels": np.arange(6).reshape(2, 3)}
-    found = {
-        _rows.fingerprint(rows),
-        _rows.fingerprint(rows, rows),
-        _rows.fingerprint(rows | {"positions": rows["labels"]}),
-    }
-    for name in rows:
-        changed = rows | {name: rows[name] + (np.arange(6).reshape(2, 3) == 4)}
-        found |= {_rows.fingerprint(changed), _rows.fingerprint(rows, changed)}
-    assert len(found) == 7 and _rows.fingerprint(dict(rows)) in found
+    pieces = Tokenizer(Source(source), 320, []).pieces(documents, length=32)
+    settings = Settings(model="m", data="d", length=32, eval_share=0.2)
+    data = _training_rows.lay(settings, pieces, documents)
+    assert (len(data.train), len(data.held_out)) == (7, 2)
+    scored = data.rows["labels"] >= 0
+    assert scored.sum(1).tolist() == [len(piece.tokens) for piece in data.train]
 
 
 def test_a_dataset_of_the_hub_is_read_by_its_column(monkeypatch):
@@ -308,7 +275,7 @@ def test_a_dataset_of_the_hub_is_read_by_its_column(monkeypatch):
 
 
 def test_only_the_assistants_tokens_and_the_mark_that_ends_them_are_trained_on(source, plain):
-    tokenizer = Tokenizer(source, 320, [])
+    tokenizer = Tokenizer(Source(source), 320, [])
     (piece,) = tokenizer.pieces([Document("", messages=CHAT)], length=512)
     assert answers(plain, piece) == "three four<|im_end|>three four<|im_end|>"
     text = ChatTemplate(_tiny.CHAT_TEMPLATE, {}).render(CHAT)[0]
@@ -317,7 +284,7 @@ def test_only_the_assistants_tokens_and_the_mark_that_ends_them_are_trained_on(s
 
 
 def test_a_conversation_longer_than_a_row_is_cut_off_and_told_of(source, plain, capsys):
-    (piece,) = Tokenizer(source, 320, []).pieces([Document("", messages=CHAT)], length=60)
+    (piece,) = Tokenizer(Source(source), 320, []).pieces([Document("", messages=CHAT)], length=60)
     assert len(piece.tokens) == 60 and answers(plain, piece).startswith("three")
     assert "1 of 1 conversations are cut off, as longer than --length=60" in capsys.readouterr().out
 

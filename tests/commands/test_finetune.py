@@ -16,12 +16,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import _cache, _rows, _run, main
-from liger_jax.commands._tokenizer import Piece
+from liger_jax.commands import _cache, _run, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
-from liger_jax.training import make_step
+from liger_jax.training import loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
 from tests.commands import _tiny
 
 CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
@@ -60,7 +59,7 @@ def figures_of(out):
 @contextlib.contextmanager
 def ctrl_c_in_the_third_step():
     """Runs get the signal when they ask for the third step's batch."""
-    batches = _rows.batches
+    batches = rows.batches
 
     def stopping(*args):
         batch_of = batches(*args)
@@ -73,7 +72,7 @@ def ctrl_c_in_the_third_step():
         return at
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_rows, "batches", stopping)
+        patch.setattr(rows, "batches", stopping)
         yield
 
 
@@ -198,14 +197,14 @@ def test_rows_that_fill_a_batch_weigh_nothing(source, packed):
     model = AutoModelForCausalLM.from_pretrained(source)
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 300, size).astype(np.int32) for size in (16, 9, 14)]
-    rows = _rows.rows([Piece(tokens, tokens) for tokens in documents], 16, packed=packed)
-    (filled,) = _rows.parts(rows, 8)
-    assert _rows.count(rows) == 3 and _rows.count(filled) == 8 and _run._num_tokens(filled) == 39
+    laid = (pack if packed else pad)(documents, 16)
+    (filled,) = rows.parts(laid, 8)
+    assert rows.num_rows(laid) == 3 and rows.num_rows(filled) == 8 and rows.num_tokens(filled) == 39
     graph, params = nnx.split(model)
     optimizer = optax.sgd(1.0)
-    step = lambda **options: make_step(graph, optimizer, _run.loss_and_accuracy, has_aux=True, **options)
+    step = lambda **options: make_step(graph, optimizer, loss_and_accuracy, has_aux=True, **options)
     state = params, optimizer.init(params)
-    expected, found = jax.jit(step())(state, rows), jax.jit(step(micro_batches=4))(state, filled)
+    expected, found = jax.jit(step())(state, laid), jax.jit(step(micro_batches=4))(state, filled)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
 
 
@@ -255,9 +254,9 @@ def test_perplexity_counts_the_tokens_of_each_document_by_itself(source, packed)
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 300, size).astype(np.int32) for size in (3, 9, 14, 5, 2, 16)]
     scored = [np.where(rng.random(len(tokens)) < 0.7, tokens, -100) for tokens in documents]
-    held_out = _rows.rows([Piece(*piece) for piece in zip(documents, scored, strict=True)], 16, packed=packed)
+    held_out = (pack if packed else pad)(documents, 16, labels=scored)
     graph, params, frozen = nnx.split(model, nnx.Param, ...)
-    found = _run.scoring(_run.sums(graph), frozen)(params, list(_rows.parts(held_out, 4)))
+    found = scoring(score_sums(graph), frozen)(params, list(rows.parts(held_out, 4)))
 
     padded = np.stack([np.pad(tokens, (0, 16 - len(tokens))) for tokens in documents])
     logits = np.asarray(jax.jit(lambda tokens: model(tokens).logits)(padded), np.float64)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Plain
 from liger_jax.commands import _data
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.models.hugging_face.source import Source
 from tests.commands import _templates
 
 USER, ANSWER = {"role": "user", "content": "red?"}, {"role": "assistant", "content": "Yes."}
@@ -39,7 +40,7 @@ def trained(folder, template, found):
     """The tokenizer, the texts of pieces, and the tokens in them that are trained on."""
     config = {"chat_template": template, "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer, plain = Tokenizer(folder, 300, []), Plain.from_file(str(folder / "tokenizer.json"))
+    tokenizer, plain = Tokenizer(Source(folder), 300, []), Plain.from_file(str(folder / "tokenizer.json"))
     pieces = tokenizer.pieces(found, length=500)
     decode = lambda tokens: plain.decode(tokens.tolist(), skip_special_tokens=False)
     return tokenizer, [decode(p.tokens) for p in pieces], [decode(p.labels[p.labels >= 0]) for p in pieces]

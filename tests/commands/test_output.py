@@ -7,10 +7,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from liger_jax.commands import _output
-from liger_jax.commands._checkpoints import CHECKPOINTS, Checkpoints
-from liger_jax.commands._errors import UserError
-from liger_jax.commands.finetune import Settings
+from liger_jax.commands._errors import UserError, training_errors
+from liger_jax.commands._output import CHECKPOINTS
+from liger_jax.commands._settings import Settings
 from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.training import Checkpoints
 from tests.commands import _tiny
 
 STATE = [jnp.zeros(())]
@@ -30,6 +32,7 @@ def settings(out, **options):
     return Settings(model="m", data="d", out=str(out), **options)
 
 
+@training_errors()
 def run_in(out, *names, fresh=False, **options):
     """A run's checkpoint and what it leaves beside it; returns the checkpoints."""
     earlier = _output.of_earlier_runs(settings(out, **options), out.parent)
@@ -124,7 +127,7 @@ def test_nothing_of_an_earlier_result_is_left_in_the_adapters(sources, tmp_path)
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "chat_template.jinja").write_text("of another model")
     model = add_lora(AutoModelForCausalLM.from_pretrained(sources / "float32"), 2, alpha=2, rngs=nnx.Rngs(0))
-    _output.write(model, settings(tmp_path, lora=2), sources / "float32", [])
+    _output.write(model, settings(tmp_path, lora=2), Source(sources / "float32"), [])
     assert not (tmp_path / "adapters" / "chat_template.jinja").exists()
 
 
@@ -142,7 +145,7 @@ def test_nothing_of_an_earlier_result_is_left_in_the_adapters(sources, tmp_path)
 )
 def test_weights_are_saved_as_they_came_or_it_is_told(sources, tmp_path, capsys, stored, trained, asked, saved, told):
     model = AutoModelForCausalLM.from_pretrained(sources / stored, param_dtype=jnp.dtype(trained))
-    folder = _output.write(model, settings(tmp_path, save_dtype=asked), sources / stored, [])
+    folder = _output.write(model, settings(tmp_path, save_dtype=asked), Source(sources / stored), [])
     assert {str(x.dtype) for x in load_file(folder / "model.safetensors").values()} == {saved}
     assert str(AutoModelForCausalLM.from_pretrained(folder).head.dtype) == saved  # by its config.json
     printed = capsys.readouterr().out
@@ -154,7 +157,7 @@ def test_a_weight_that_float16_does_not_hold_is_told(sources, tmp_path):
     scale = model.model.norm.scale
     scale.set_value(scale.get_value().at[0].set(1e5))
     with pytest.raises(UserError, match="too large for float16. Pass --save-dtype float32"):
-        _output.write(model, settings(tmp_path, save_dtype="float16"), sources / "float32", [])
+        _output.write(model, settings(tmp_path, save_dtype="float16"), Source(sources / "float32"), [])
 
 
 def test_a_dtype_of_weights_is_refused_for_adapters(tmp_path):

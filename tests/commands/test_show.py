@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.commands import _rows, _show, main
+from liger_jax.commands import _show, main
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.training import rows as training_rows
 from liger_jax.training import scored_tokens
 from tests.commands import _tiny
 
@@ -75,13 +77,13 @@ def test_what_is_shown_is_what_is_trained_on(source, capsys, monkeypatch, tmp_pa
         trained.append(rows)
         raise UserError("That is enough.")
 
-    monkeypatch.setattr(_rows, "batches", batches)
+    monkeypatch.setattr(training_rows, "batches", batches)
     data = f"--data={source.parent / file}"
     assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 2
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("data:")][0] in printed
-    (rows,), tokenizer = trained, Tokenizer(source, 320, [])
+    (rows,), tokenizer = trained, Tokenizer(Source(source), 320, [])
     parts = printed.partition("held-out row")[0].split("\nrow ")[1:]
-    assert len(parts) == _rows.count(rows)
+    assert len(parts) == training_rows.num_rows(rows)
     assert f"\nscored: {scored_tokens_of(rows)} of the tokens to train on\n" in printed
     for i, part in enumerate(parts):
         number = scored_tokens_of({name: x[i : i + 1] for name, x in rows.items()})
@@ -148,7 +150,7 @@ def test_a_document_of_which_nothing_is_trained_on_is_named(source, capsys, tmp_
 
 
 def test_stretches_add_up_to_the_text_where_a_character_has_several_tokens(source):
-    tokenizer = Tokenizer(source, 320, [])
+    tokenizer = Tokenizer(Source(source), 320, [])
     (piece,) = tokenizer.pieces([Document("", "aé日b")], length=32)
     tokens = piece.tokens[:-1]  # without the end of the text
     assert len(tokens) == 7

@@ -8,7 +8,7 @@ from flax import nnx
 
 from examples import train_llama
 from examples._lib.configuration import Training, add_flags, from_flags
-from liger_jax.commands._errors import UserError
+from liger_jax.commands import UserError
 from liger_jax.models import KernelOptions
 
 DEFAULT = Training(batch=8, length=512, steps=10, learning_rate=1e-3)

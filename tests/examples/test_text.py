@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from examples._lib import text
-from liger_jax.commands._errors import UserError
+from liger_jax.commands import UserError
+from liger_jax.training.rows import num_tokens
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_packed_batches_hold_every_token_once_an_epoch_and_are_told_by_their_ste
     batches = [batch_of(step) for step in range(2 * int(rows))]  # six epochs
     seen = np.concatenate([batch["input_ids"][batch["segment_ids"] > 0] for batch in batches])
     np.testing.assert_array_equal(np.bincount(seen), np.full(len(tokens), 6))
-    assert len(seen) == sum(map(text.num_tokens, batches)) and documents == "300"
+    assert len(seen) == sum(map(num_tokens, batches)) and documents == "300"
     assert float(padding) == pytest.approx(100 * (1 - len(tokens) / (int(rows) * 16)), abs=0.06)
     jax.tree.map(np.testing.assert_array_equal, batch_of(7), batches[7])
 

@@ -19,7 +19,7 @@ from examples import train_llama
 from examples._lib import memory, report, text
 from examples._lib.command import run
 from examples._lib.configuration import with_loss
-from liger_jax.commands._errors import UserError
+from liger_jax.commands import UserError
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ SCORES = r"held-out loss: start ([\d.]+), unigram model ([\d.]+), end ([\d.]+)"
 
 def losses_of(folder):
     checkpoint = max((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
-    return json.loads((checkpoint / "log" / "metadata").read_text())["losses"]
+    log = json.loads((checkpoint / "log" / "metadata").read_text())
+    return [step["loss"] for step in log["steps"]]
 
 
 def test_a_run_learns_more_than_word_frequencies_and_leaves_a_picture(train, tmp_path):
@@ -106,7 +107,7 @@ def test_another_setting_is_refused_and_fresh_starts_over_once_it_has_a_checkpoi
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(train, tmp_path, monkeypatch):
     monkeypatch.setattr(train_llama, "SECONDS_BETWEEN_CHECKPOINTS", -1)
-    with pytest.raises(UserError, match=r"The loss is \w+ at step 2, .* The checkpoint of step 1 stays. Try a smaller"):
+    with pytest.raises(UserError, match=r"is \w+ after step 2, .* The checkpoint of step 1 stays. Try a smaller"):
         train("--learning-rate=1e30")  # the rate of the first step is 0, and the second step's loss is still good
     assert len(losses_of(tmp_path / "run" / "checkpoints")) == 1
 
@@ -140,7 +141,7 @@ def test_a_bug_is_a_traceback(train, monkeypatch):
     def bug(*arguments):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(train_llama, "_train", bug)
+    monkeypatch.setattr(train_llama.Loop, "run", bug)
     with pytest.raises(ValueError, match="a bug") as error:
         run(lambda _: train("--steps=1"))
     assert not isinstance(error.value, UserError)

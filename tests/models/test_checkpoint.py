@@ -28,7 +28,7 @@ from liger_jax.models import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from liger_jax.models.hugging_face import checkpoint, config_json, saving, weights
+from liger_jax.models.hugging_face import config_json, saving, source, weights
 from liger_jax.models.llama.params import FIXED
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 from tests.models._llama import CONFIG, make_model, random_tokens
@@ -333,7 +333,7 @@ def test_an_id_fetches_the_model_s_and_the_tokenizer_s_files_only(folder, monkey
     others = ("config.json", "generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja")
     assert all(map(takes, (*weights, *others, "additional_chat_templates/tool_use.jinja")))
     assert not any(map(takes, ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin")))
-    checkpoint.find("org/name", weights=False)
+    source.find("org/name", weights=False)
     assert all(map(takes, others)) and not any(map(takes, weights))
 
 

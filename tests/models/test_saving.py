@@ -20,7 +20,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax.models import LlamaForCausalLM, generate
-from liger_jax.models.hugging_face import checkpoint, saving
+from liger_jax.models.hugging_face import saving
+from liger_jax.models.hugging_face.source import Source
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first
 
@@ -117,7 +118,7 @@ def save(model: Model, folder, num_shards):
 
 
 def meaning(folder):
-    return checkpoint.read_config(folder)["theta"]
+    return Source(folder).config["theta"]
 
 
 def read(folder) -> Model:

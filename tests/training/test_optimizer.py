@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from liger_jax.models import Qwen2Config, Qwen2ForCausalLM
 from liger_jax.training import (
     adamw,
     constant_schedule,
@@ -68,8 +68,8 @@ def test_gradients_are_clipped_to_the_norm_that_is_given():
 
 
 def test_norms_and_biases_are_decayed_unless_they_are_left_out():
-    config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2, attention_bias=True)
-    model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))  # its layers are stacked
+    config = Qwen2Config(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+    model = nnx.eval_shape(lambda: Qwen2ForCausalLM(config, rngs=nnx.Rngs(0)))  # its layers are stacked
     params = jax.tree.map(lambda x: jnp.ones(x.shape), nnx.state(model))
     zeros = jax.tree.map(jnp.zeros_like, params)
 
@@ -78,9 +78,9 @@ def test_norms_and_biases_are_decayed_unless_they_are_left_out():
         flat = nnx.to_flat_state(updates)
         return {(path[-1], bool(jnp.any(x[...] != 0))) for path, x in flat}
 
-    assert kinds(adamw(1.0)) == {(name, True) for name in ("embedding", "kernel", "bias", "scale")}
+    assert kinds(adamw(1.0)) == {(name, True) for name in ("embed_tokens", "lm_head", "kernel", "bias", "scale")}
     assert kinds(adamw(1.0, decays_all=False)) == {
-        ("embedding", True), ("kernel", True), ("bias", False), ("scale", False)
+        ("embed_tokens", True), ("lm_head", True), ("kernel", True), ("bias", False), ("scale", False)
     }  # fmt: skip
 
 
@@ -113,5 +113,5 @@ def test_a_rate_ends_as_it_says_and_stays_there(make, end):
 def test_numbers_out_of_their_range_are_refused(make):
     with pytest.raises(ValueError, match=rf"^{make.__name__}: steps=0 must be at least 1\.$"):
         make(1.0, 0)
-    with pytest.raises(ValueError, match=rf"^{make.__name__}: warm_up=3 is a share, and must be in \[0, 1\]\.$"):
-        make(1.0, 10, warm_up=3)
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: warm_up=3\.0 is a share, and must be in \[0, 1\]\.$"):
+        make(1.0, 10, warm_up=3.0)

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.commands._checkpoints import Checkpoints
-from liger_jax.commands._errors import UserError
+from liger_jax.training import CheckpointError, Checkpoints, FolderError, TrainingError
 
 STATE, LOG = [jnp.arange(6.0), jnp.ones((), jnp.int32)], {"losses": [3.0]}
 
@@ -19,10 +18,11 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_checkpoint_is_read_back_and_its_step_is_printed(folder, capsys):
-    state, log = Checkpoints(folder, {"steps": 3}, fresh=False).restore(STATE) or ([], {})
+def test_a_checkpoint_is_read_back_with_its_step(folder):
+    checkpoints = Checkpoints(folder, {"steps": 3}, fresh=False)
+    state, log = checkpoints.restore(STATE) or ([], {})
     np.testing.assert_array_equal(state[0], STATE[0])
-    assert log == LOG and capsys.readouterr().out == "resumed at step 1\n"
+    assert log == LOG and checkpoints.latest_step == 1
 
 
 def test_fresh_keeps_the_old_checkpoint_until_there_is_a_new_one(folder):
@@ -43,7 +43,7 @@ def test_settings_are_written_with_the_first_checkpoint(tmp_path):
 
 
 def test_settings_that_came_and_went_are_named(folder):
-    with pytest.raises(UserError, match="holds another run: remat=None became 'full', steps=3 became None. Pass --fre"):
+    with pytest.raises(CheckpointError, match="remat=None became 'full', steps=3 became None. Pass fresh="):
         Checkpoints(folder, {"remat": "full"}, fresh=False).restore(STATE)
 
 
@@ -72,9 +72,9 @@ def _empty(path):
     ],
     ids=["settings cut", "settings no object", "no settings", "state cut", "no state", "log cut", "all files gone"],
 )
-def test_a_damaged_folder_is_one_sentence_that_names_fresh(folder, damage, message):
+def test_a_damaged_folder_is_a_sentence_that_names_fresh(folder, damage, message):
     damage(folder)
-    with pytest.raises(UserError, match=message + ".*Pass --fresh to start over, or another --out.$") as error:
+    with pytest.raises(CheckpointError, match=message + ".*Pass fresh=True to start over, or another folder") as error:
         Checkpoints(folder, {"steps": 3}, fresh=False).restore(STATE)
     assert "\n" not in str(error.value)
     Checkpoints(folder, {"steps": 3}, fresh=True).save(1, STATE, LOG)
@@ -84,5 +84,12 @@ def test_a_damaged_folder_is_one_sentence_that_names_fresh(folder, damage, messa
 def test_a_folder_that_cannot_be_made_is_named_as_it_was_typed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="^Nothing can be written to file/checkpoints: Not a directory. Pass another"):
+    with pytest.raises(FolderError, match="^Nothing can be written to file/checkpoints: Not a directory. Pass another"):
         Checkpoints(type(tmp_path)("file/checkpoints"), {}, fresh=False)
+
+
+def test_an_error_has_its_problem_and_its_cure_apart(folder):
+    with pytest.raises(TrainingError) as error:
+        Checkpoints(folder, {"steps": 4}, fresh=False).restore(STATE)
+    assert error.value.problem.endswith("holds another run: steps=3 became 4.")
+    assert str(error.value) == f"{error.value.problem} {error.value.cure}"

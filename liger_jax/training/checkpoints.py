@@ -1,25 +1,35 @@
 """Checkpoints of a training run with orbax: the state, and the log from which a curve is drawn."""
 
-import importlib.util
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from liger_jax.commands._errors import UserError, needed_packages, writable_folder
+from liger_jax._install import install_command
+from liger_jax.training.errors import CheckpointError, FolderError, ForeignStepError, TrainingError
 
-CHECKPOINTS = "checkpoints"
 _SETTINGS, _EARLIER = "settings.json", "earlier.json"
 _IN_A_CHECKPOINT = {"state", "log", "_CHECKPOINT_METADATA"}
-_CURE = "Pass --fresh to start over, or another --out."
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run has saved checkpoints into a folder."""
+    """Whether a run has saved checkpoints into a folder.
+
+    Args:
+        folder: a path.
+
+    Returns:
+        `False` also if there is no such folder.
+
+    Example:
+        >>> holds_a_run(Path("nowhere"))
+        False
+    """
     return (folder / _SETTINGS).is_file()
 
 
@@ -28,20 +38,29 @@ class Checkpoints:
 
     Args:
         folder: where checkpoints are kept.
-        settings: the run's settings; a folder holds one run only.
+        settings: what the run is made of, as JSON holds it. A folder holds one run only, so that another run's
+            checkpoint is refused.
         fresh: whether to start over even if there is a checkpoint.
         earlier: names of what the run that is started over has left elsewhere.
 
     Raises:
-        UserError: nothing can be written to the folder, it holds what looks like a step and is none, or orbax is not
-            installed.
+        FolderError: nothing can be written to the folder.
+        ForeignStepError: the folder holds what looks like a step and is none.
+        ImportError: orbax is not installed.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Checkpoints(Path(folder), {"rate": 0.1}).save(3, [jax.numpy.ones(2)], {"steps": []})
+        ...     state, log = Checkpoints(Path(folder), {"rate": 0.1}).restore([jax.numpy.zeros(2)])
+        >>> state[0].tolist(), log
+        ([1.0, 1.0], {'steps': []})
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, fresh: bool, earlier: Sequence[str] = ()):
-        writable_folder(folder)
+    def __init__(self, folder: Path, settings: dict[str, Any], *, fresh: bool = False, earlier: Sequence[str] = ()):
+        check_writable(folder)
         for path in folder.iterdir():
             if path.name.isdigit() and not _is_checkpoint(path):
-                raise UserError(f"{path} is no checkpoint of a run. Move it, or pass another --out.")
+                raise ForeignStepError(f"{path} is no checkpoint of a run.")
         self._orbax, self._earlier = _orbax(), list(earlier)
         self._folder, self._fresh, self._opened = folder, fresh, None
         self._settings = json.loads(json.dumps(settings))
@@ -52,7 +71,7 @@ class Checkpoints:
         return None if self._fresh else self._manager.latest_step()
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Reads the newest checkpoint, and prints which step it is of.
+        """Reads the newest checkpoint, whose step is `latest_step`.
 
         Args:
             like: a state of the same structure, shapes, dtypes and places.
@@ -61,7 +80,7 @@ class Checkpoints:
             State and log, or `None` where there is no checkpoint yet.
 
         Raises:
-            UserError: the folder holds a run with other settings, or a checkpoint that cannot be read.
+            CheckpointError: the folder holds a run with other settings, or a checkpoint that cannot be read.
         """
         step = self.latest_step
         if step is None:
@@ -75,8 +94,7 @@ class Checkpoints:
             state, log = jax.tree.unflatten(jax.tree.structure(like), read["state"]), read["log"]
         except Exception as error:  # whatever orbax makes of a damaged file
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise UserError(f"The checkpoint {self._folder / str(step)} cannot be read ({reason}). {_CURE}") from error
-        print(f"resumed at step {step}")
+            raise CheckpointError(f"The checkpoint {self._folder / str(step)} cannot be read ({reason}).") from error
         return state, log
 
     def save(self, step: int, state: Any, log: dict[str, Any]) -> None:
@@ -88,7 +106,7 @@ class Checkpoints:
             log: anything that JSON holds.
 
         Raises:
-            UserError: it cannot be written.
+            TrainingError: it cannot be written.
         """
         if step == self.latest_step:
             return
@@ -105,7 +123,9 @@ class Checkpoints:
                 (self._folder / _SETTINGS).write_text(json.dumps(self._settings))
             self._manager.save(step, args=args)
         except OSError as error:
-            raise UserError(f"The checkpoint of step {step} cannot be written to {self._folder}: {error}.") from error
+            raise TrainingError(
+                f"The checkpoint of step {step} cannot be written to {self._folder}: {error}."
+            ) from error
 
     @property
     def earlier(self) -> list[str]:
@@ -134,9 +154,9 @@ class Checkpoints:
             names = dict.fromkeys([*new, *old])
             changed = [f"{n}={old.get(n)!r} became {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}, which tells what the run there is made of, cannot be read. {_CURE}") from error
+            raise CheckpointError(f"{path}, which tells what the run there is made of, cannot be read.") from error
         if changed:
-            raise UserError(f"{self._folder} holds another run: {', '.join(changed)}. {_CURE}")
+            raise CheckpointError(f"{self._folder} holds another run: {', '.join(changed)}.")
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -147,20 +167,31 @@ def _is_checkpoint(path: Path) -> bool:
     return ".orbax-checkpoint-tmp" in path.name or path.name.isdigit() and (not names or bool(names & _IN_A_CHECKPOINT))
 
 
-def need_orbax() -> None:
-    """Looks for orbax at the start of a run, since it is imported late.
+def check_writable(folder: Path) -> None:
+    """Makes a folder, if there is none.
+
+    Args:
+        folder: a path, as it was typed.
 
     Raises:
-        UserError: it is not installed.
+        FolderError: it cannot be made, or nothing can be written there.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     check_writable(Path(folder) / "run")
     """
-    with needed_packages():
-        if importlib.util.find_spec("orbax.checkpoint") is None:
-            raise ModuleNotFoundError(name="orbax.checkpoint")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise FolderError(f"Nothing can be written to {folder}: {error.strerror}.") from error
 
 
 def _orbax() -> Any:
     """The package, which takes most of a second to import, so that a run does it while programs are compiled."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # it tells of each step it takes
-    with needed_packages():
+    try:
         import orbax.checkpoint
+    except ModuleNotFoundError as error:
+        raise ImportError(f"Checkpoints need orbax-checkpoint: {install_command('finetune')}.") from error
     return orbax.checkpoint

@@ -15,6 +15,11 @@ def telling(what: str) -> Iterator[None]:
 
     Args:
         what: such as "compiling".
+
+    Example:
+        >>> with telling("counting"):
+        ...     pass
+        counting … 0.0 s
     """
     start = time.perf_counter()
     print(what, "…", end="", flush=True)
@@ -35,6 +40,10 @@ def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[An
 
     Returns:
         The future of what it returns.
+
+    Example:
+        >>> beside(sum, [1, 2]).result()
+        3
     """
     return ThreadPoolExecutor(1, function.__name__).submit(function, *args, **kwargs)
 
@@ -42,8 +51,13 @@ def beside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[An
 class Compiling:
     """Threads that compile programs; on a GPU it is one.
 
-    XLA tries several kernels for each product there, alone on the GPU, and remembers the best one. The scoring has the
-    step's forward, so that two programs side by side would try the same.
+    XLA tries several kernels for each product there, alone on the GPU, and remembers the best one. An evaluation has
+    the step's forward, so that two programs side by side would try the same.
+
+    Example:
+        >>> program = Compiling().start(jax.jit(lambda x: x + 1), 1.0)
+        >>> program.result()(1.0).item()
+        2.0
     """
 
     def __init__(self):

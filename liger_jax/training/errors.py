@@ -1,0 +1,83 @@
+"""What ends a training run and can be mended by whoever started it.
+
+Each error has a type of its own, so that a program can say the cure in its own words.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+
+class TrainingError(Exception):
+    """A run cannot begin, go on or be saved.
+
+    Args:
+        problem: what is wrong, in whole sentences.
+        cure: how it is mended, in whole sentences; empty if the problem says it.
+
+    Attributes:
+        problem: as it was given.
+        cure: as it was given.
+    """
+
+    def __init__(self, problem: str, cure: str = ""):
+        super().__init__(f"{problem} {cure}".rstrip())
+        self.problem, self.cure = problem, cure
+
+
+class FolderError(TrainingError):
+    """Nothing can be written to a folder."""
+
+    def __init__(self, problem: str):
+        super().__init__(problem, "Pass another folder.")
+
+
+class ForeignStepError(TrainingError):
+    """A folder holds what looks like a step of a run, and no run has written it."""
+
+    def __init__(self, problem: str):
+        super().__init__(problem, "Move it, or pass another folder.")
+
+
+class CheckpointError(TrainingError):
+    """A folder holds a run that cannot be gone on with: it is damaged, or it is another run."""
+
+    def __init__(self, problem: str):
+        super().__init__(problem, "Pass fresh=True to start over, or another folder.")
+
+
+class NotFiniteError(TrainingError):
+    """The loss is infinite or no number."""
+
+    def __init__(self, problem: str):
+        super().__init__(problem, "Try a smaller learning rate.")
+
+
+class OutOfMemoryError(TrainingError):
+    """The device has too little memory."""
+
+    def __init__(self, problem: str):
+        super().__init__(problem, "Try more micro-batches, remat='full' or shorter rows.")
+
+
+@contextlib.contextmanager
+def memory_errors(where: str) -> Iterator[None]:
+    """A context for what the device may have too little memory for.
+
+    Args:
+        where: the end of the sentence "The device ran out of memory …", with its full stop.
+
+    Raises:
+        OutOfMemoryError: in the place of JAX's own error, if that says so.
+
+    Example:
+        >>> with memory_errors("while the step was compiled."):
+        ...     pass
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(f"The device ran out of memory {where}") from error

@@ -1,0 +1,92 @@
+"""Scores of rows that are held out: loss, perplexity and accuracy, as means over all scored tokens."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from liger_jax.training.rows import Rows
+
+
+def loss_and_accuracy(
+    model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A loss function for `make_step` with `has_aux=True`. The accuracy costs nothing beside the loss.
+
+    Args:
+        model: a causal language model.
+        batch: its arguments.
+        normalizer: the denominator of both means; `None` for the batch's own number of scored tokens.
+
+    Returns:
+        The mean loss, and `token_accuracy`, the share of tokens that the model predicts. Both are float32 scalars that
+        add up over micro-batches.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> rows = {name: jnp.ones((2, 8), jnp.int32) for name in ("input_ids", "labels")}
+        >>> list(loss_and_accuracy(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), rows)[1])
+        ['token_accuracy']
+    """
+    out: Any = model(**batch, loss_normalizer=normalizer, return_metrics=True)
+    share = 1.0 if normalizer is None else out.metrics.num_tokens / normalizer
+    return out.loss, {"token_accuracy": jnp.asarray(share * out.metrics.accuracy)}
+
+
+def score_sums(graph: nnx.GraphDef) -> Any:
+    """What some rows add to the scores, as a program.
+
+    Args:
+        graph: the model's structure.
+
+    Returns:
+        A jitted function of parameters, frozen variables and rows: the summed loss, the number of tokens that the model
+        predicts, and the number of scored tokens.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> graph, params, frozen = nnx.split(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
+        >>> rows = {name: jnp.ones((2, 8), jnp.int32) for name in ("input_ids", "labels")}
+        >>> score_sums(graph)(params, frozen, rows)[2].item()
+        14.0
+    """
+
+    @jax.jit
+    def sums(params, frozen, batch):
+        out = nnx.merge(graph, params, frozen)(**batch, loss_normalizer=1.0, return_metrics=True)
+        return jnp.stack([out.loss, out.metrics.num_tokens * out.metrics.accuracy, out.metrics.num_tokens])
+
+    return sums
+
+
+def scoring(sums: Any, frozen: Any) -> Callable[[Any, Sequence[Rows]], dict[str, float]]:
+    """The scores of parameters, as `Loop` takes them.
+
+    Args:
+        sums: what `score_sums` returns, perhaps compiled.
+        frozen: the variables that are not trained.
+
+    Returns:
+        A function of parameters and rows in parts of one shape. It returns `eval_loss`, `eval_perplexity` and
+        `eval_token_accuracy`, means over all scored tokens of all parts.
+
+    Example:
+        >>> sums = lambda params, frozen, part: np.array([part, 1.0, 2.0])
+        >>> scoring(sums, None)(None, [1.0, 3.0])["eval_loss"]
+        1.0
+    """
+
+    def score(params, parts):
+        totals: Any = np.sum([sums(params, frozen, part) for part in parts], axis=0, dtype=np.float64)
+        loss, right, tokens = totals.tolist()
+        mean = loss / tokens
+        perplexity = math.exp(min(mean, 700.0))  # beyond it, more than a float holds
+        return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_token_accuracy": right / tokens}
+
+    return score

@@ -1,0 +1,238 @@
+"""The steps of a run: what they measure and print, when they save, and what they stop for."""
+
+import contextlib
+import dataclasses
+import math
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from liger_jax._install import install_command
+from liger_jax.training.checkpoints import Checkpoints
+from liger_jax.training.errors import NotFiniteError, memory_errors
+from liger_jax.training.optimizer import Schedule
+from liger_jax.training.rows import num_tokens
+from liger_jax.training.waiting import telling
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_WORDS = {  # how a figure is told; others are told as "name 0.123"
+    "perplexity": "perplexity {:.2f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "memory_gib": "{:.1f} GiB",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A training run's loop over its steps.
+
+    Each step's figures are `step`, `loss`, what the step returns beside it, `learning_rate` if `rate` is given,
+    `tokens_per_second`, `memory_gib`, and what `evaluate` returns after some steps.
+
+    A signal, such as Ctrl-C, stops the loop between two steps, and the state is saved. What is saved has a finite loss.
+
+    Attributes:
+        step: `step(state, batch) -> (state, loss)`, or `(state, (loss, others))` with scalars by name. `make_step`
+            makes it.
+        batch_of: a step's batch by the step's number, from 0, whatever ran before.
+        steps: how many steps the whole run has.
+        checkpoints: where the state is saved; `None` for nowhere.
+        every: steps between two saves, each with an evaluation; `None` for no such number. The last step is always
+            followed by both.
+        seconds: seconds after which the next step is followed by a save, too; `None` for no such time.
+        evaluate: the scores of parameters, by names that begin with "eval_"; `None` for no scores. A run that begins is
+            scored before its first step.
+        check: the loss of parameters after so many steps, which must be finite for a save. A step's own loss is that
+            before its update.
+        rate: the learning rate of a step, from 0.
+        write: is called with each step's figures.
+        shown: names of the figures that the progress bar shows.
+        progress: whether there is a progress bar, which needs the package tqdm.
+
+    Example:
+        >>> import optax
+        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> from liger_jax.training import make_step
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        >>> from flax import nnx
+        >>> graph, params = nnx.split(LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
+        >>> optimizer, figures = optax.sgd(0.1), []
+        >>> step = jax.jit(make_step(graph, optimizer), donate_argnums=0)
+        >>> batch_of = lambda step: jax.numpy.ones((4, 8), int)
+        >>> loop = Loop(step=step, batch_of=batch_of, steps=3, write=figures.append, progress=False)
+        >>> state, stopped_by = loop.run((params, optimizer.init(params)))
+        >>> [each["step"] for each in figures], stopped_by
+        ([1, 2, 3], 0)
+    """
+
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    batch_of: Callable[[int], Any]
+    steps: int
+    checkpoints: Checkpoints | None = None
+    every: int | None = None
+    seconds: int | float | None = None
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None
+    check: Callable[[Any, int], float] | None = None
+    rate: Schedule | None = None
+    write: Callable[[dict[str, Any]], Any] | None = None
+    shown: Sequence[str] = ("loss", "tokens_per_second")
+    progress: bool = True
+
+    def run(self, state: Any, log: dict[str, Any] | None = None) -> tuple[Any, int]:
+        """Runs the steps that are missing.
+
+        Args:
+            state: (parameters, optimizer's state), donated to the step if the step says so.
+            log: what is saved beside the state. Its list `steps` has the figures of the steps that are done, and this
+                run's are appended. `None` for a run that begins.
+
+        Returns:
+            The state, and the number of the signal that stopped the run, or 0 if it came to its end.
+
+        Raises:
+            NotFiniteError: a loss is not finite.
+            OutOfMemoryError: the device has too little memory for a step.
+            TrainingError: a checkpoint cannot be written.
+        """
+        log = {"steps": []} if log is None else log
+        figures: list[dict[str, Any]] = log["steps"]
+        with _signals() as received:
+            if not figures and self.evaluate is not None:
+                with telling("scoring what is held out"):
+                    scores = self.evaluate(state[0])
+                _tell(print, 0, scores)
+            saved_at = time.monotonic()
+            with self._bar(len(figures)) as bar:
+                while len(figures) < self.steps and not received:
+                    state, found = self._one(state, len(figures) + 1)
+                    if is_due := self._is_due(found["step"], saved_at):
+                        found |= (scores := {} if self.evaluate is None else self.evaluate(state[0]))
+                        _tell(bar.write, found["step"], scores)
+                    figures.append(found)
+                    if self.write is not None:
+                        self.write(found)
+                    bar.set_postfix_str(self._shown(figures), refresh=False)
+                    bar.update()
+                    if is_due:
+                        self._save(state, log)
+                        saved_at = time.monotonic()
+            if received:
+                self._save(state, log)
+        return state, received[0] if len(figures) < self.steps else 0
+
+    def _one(self, state, number):
+        batch = self.batch_of(number - 1)
+        start = time.perf_counter()
+        with memory_errors(f"in step {number}. {self._kept()}"):
+            state, value = self.step(state, batch)
+            loss, others = value if isinstance(value, tuple) else (value, {})
+            loss = float(loss)
+        self._check_finite(loss, f"at step {number}")
+        seconds = time.perf_counter() - start
+        found = {"step": number, "loss": loss, **{name: float(other) for name, other in others.items()}}
+        if self.rate is not None:
+            found["learning_rate"] = float(self.rate(number - 1))
+        return state, found | {"tokens_per_second": num_tokens(batch) / seconds, "memory_gib": memory_in_use() / 2**30}
+
+    def _is_due(self, number, saved_at):
+        """Whether the state after a step is saved."""
+        by_steps = number == self.steps or self.every is not None and number % self.every == 0
+        return by_steps or self.seconds is not None and time.monotonic() - saved_at > self.seconds
+
+    def _save(self, state, log):
+        number = len(log["steps"])
+        if self.check is not None:
+            self._check_finite(self.check(state[0], number), f"after step {number}")
+        if self.checkpoints is not None:
+            self.checkpoints.save(number, state, log)
+
+    def _check_finite(self, loss, when):
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"The loss is {loss} {when}, so training stops. {self._kept()}")
+
+    def _kept(self):
+        step = None if self.checkpoints is None else self.checkpoints.latest_step
+        return "There is no checkpoint yet." if step is None else f"The checkpoint of step {step} stays."
+
+    def _shown(self, figures):
+        last = dict(figures[-1])
+        last["tokens_per_second"] = statistics.median(each["tokens_per_second"] for each in figures[-20:])
+        return ", ".join(_in_words(name, last[name]) for name in self.shown if name in last)
+
+    def _bar(self, done):
+        if not self.progress:
+            return _NoBar()
+        try:
+            from tqdm import tqdm
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"A progress bar needs tqdm: {install_command('finetune')}. Or pass progress=False."
+            ) from error
+        return tqdm(total=self.steps, initial=done, unit="step", dynamic_ncols=True)
+
+
+def memory_in_use() -> int:
+    """The most memory that was in use so far.
+
+    Returns:
+        Bytes of the device's allocator, or of the process on a CPU; 0 where the system does not tell.
+
+    Example:
+        >>> memory_in_use() >= 0
+        True
+    """
+    if stats := jax.devices()[0].memory_stats():
+        return stats["peak_bytes_in_use"]
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """A context in which signals end nothing, but are listed: a step's donated state must not be torn."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # whose handlers Python calls, and nobody else's
+        yield received
+        return
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _NoBar(contextlib.nullcontext):
+    """What a progress bar is called for, where there is none."""
+
+    def __enter__(self):
+        return self
+
+    def write(self, text):
+        print(text)
+
+    def set_postfix_str(self, text, refresh):
+        pass
+
+    def update(self):
+        pass
+
+
+def _in_words(name: str, value: float) -> str:
+    return _WORDS.get(name, name.replace("_", " ") + " {:.3f}").format(value)
+
+
+def _tell(write: Callable[[str], Any], step: int, scores: Mapping[str, float]) -> None:
+    if scores:
+        told = (_in_words(name.removeprefix("eval_"), value) for name, value in scores.items())
+        write(f"step {step}: held out: {', '.join(told)}")

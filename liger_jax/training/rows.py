@@ -1,0 +1,184 @@
+"""The rows of a run: which are held out, which are in each step, and how many steps there are.
+
+Rows are a model's arguments as `pack` and `pad` make them: arrays of (rows, length), by name.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from liger_jax.ops.labels import IGNORE_INDEX
+
+Rows = Mapping[str, np.ndarray]
+Item = TypeVar("Item")
+
+
+def hold_out(items: Sequence[Item], share: float, seed: int) -> tuple[list[Item], list[Item]]:
+    """Draws what is held out of the training, such as documents.
+
+    Args:
+        items: all of them.
+        share: the share that is held out, in [0, 1); at least one item if it is not 0.
+        seed: seed of the draw.
+
+    Returns:
+        The items to train on and the items that are held out, both in their order.
+
+    Raises:
+        ValueError: there is one item alone, which cannot be both.
+
+    Example:
+        >>> hold_out("abcd", 0.25, seed=0)
+        (['a', 'b', 'd'], ['c'])
+    """
+    if not share:
+        return list(items), []
+    if len(items) < 2:
+        raise ValueError(f"hold_out: share={share} of {len(items)} items leaves none to train on. Pass share=0.")
+    number = min(max(1, round(share * len(items))), len(items) - 1)
+    held_out = set(np.random.default_rng(seed).permutation(len(items))[:number].tolist())
+    train = [item for i, item in enumerate(items) if i not in held_out]
+    return train, [items[i] for i in sorted(held_out)]
+
+
+def num_rows(rows: Rows) -> int:
+    """Counts rows.
+
+    Args:
+        rows: a model's arguments.
+
+    Returns:
+        Their number.
+
+    Example:
+        >>> num_rows({"input_ids": np.ones((3, 8), np.int32)})
+        3
+    """
+    return len(rows["input_ids"])
+
+
+def num_tokens(batch: Any) -> int:
+    """Counts tokens without padding. An unpacked row's tokens are those up to its last label.
+
+    Args:
+        batch: (B, T) token ids, or a model's arguments.
+
+    Returns:
+        Their number.
+
+    Example:
+        >>> num_tokens({"input_ids": np.ones((1, 4)), "labels": np.array([[-100, 5, 6, -100]])})
+        3
+    """
+    if not isinstance(batch, Mapping):
+        return batch.size
+    if "segment_ids" in batch:
+        return int(np.count_nonzero(batch["segment_ids"]))
+    has_label = batch["labels"] >= 0
+    ends = has_label.shape[1] - np.argmax(has_label[:, ::-1], axis=1)
+    return int(np.sum(ends, where=np.any(has_label, axis=1)))
+
+
+def num_steps(number: int, batch: int, epochs: float) -> int:
+    """Counts the steps of a run.
+
+    Args:
+        number: rows to train on.
+        batch: rows in a step.
+        epochs: how often each row is trained on.
+
+    Returns:
+        The number of steps, at least 1. No step has rows of two epochs.
+
+    Example:
+        >>> num_steps(10, 8, 1.0), num_steps(10, 8, 2.5), num_steps(3, 8, 1.0)
+        (2, 5, 1)
+    """
+    whole, rest = divmod(_row_visits(number, epochs), number)
+    return whole * math.ceil(number / batch) + math.ceil(rest / batch)
+
+
+def batches(rows: Rows, batch: int, seed: int, epochs: float | None = None) -> Callable[[int], Rows]:
+    """The rows of each step by its number, whatever ran before.
+
+    An epoch has each row once. Its last step has the rows that are left, which may be fewer than `batch`.
+
+    Args:
+        rows: a model's arguments.
+        batch: the most rows in a step.
+        seed: seed of the rows' order, which is new in each epoch.
+        epochs: how often each row is trained on. A fraction of an epoch is the first share of the epoch's order.
+            `None` for epochs without an end.
+
+    Returns:
+        A function of the step, from 0. There are no rows in the steps after the last one, which `num_steps` counts.
+
+    Example:
+        >>> batch_of = batches({"input_ids": np.arange(3)[:, None]}, batch=2, seed=0, epochs=1.0)
+        >>> sorted(np.concatenate([batch_of(step)["input_ids"][:, 0] for step in (0, 1)]).tolist())
+        [0, 1, 2]
+    """
+    number = num_rows(rows)
+    steps_in_epoch = math.ceil(number / batch)
+
+    def rows_of(step: int) -> Rows:
+        epoch, step_in_epoch = divmod(step, steps_in_epoch)
+        order = np.random.default_rng([seed, epoch]).permutation(number)
+        if epochs is not None:
+            order = order[: max(0, _row_visits(number, epochs) - epoch * number)]
+        chosen = order[step_in_epoch * batch : (step_in_epoch + 1) * batch]
+        return {name: values[chosen] for name, values in rows.items()}
+
+    return rows_of
+
+
+def parts(rows: Rows, size: int) -> Iterator[Rows]:
+    """Cuts rows into equal parts. The last part is filled up with rows that are not scored, and so weigh nothing.
+
+    Args:
+        rows: a model's arguments.
+        size: rows in a part.
+
+    Yields:
+        The parts in their order.
+
+    Example:
+        >>> rows = {"input_ids": np.ones((3, 2), np.int32), "labels": np.ones((3, 2), np.int32)}
+        >>> [part["labels"].tolist() for part in parts(rows, 2)]
+        [[[1, 1], [1, 1]], [[1, 1], [-100, -100]]]
+    """
+    for begin in range(0, num_rows(rows), size):
+        part = {name: values[begin : begin + size] for name, values in rows.items()}
+        missing = size - num_rows(part)
+        empty = {name: IGNORE_INDEX if name == "labels" else 0 for name in part}
+        yield {name: np.pad(x, ((0, missing), (0, 0)), constant_values=empty[name]) for name, x in part.items()}
+
+
+def fingerprint(*some: Rows) -> str:
+    """A text by which these rows can be told from others.
+
+    Args:
+        some: rows to train on, and perhaps rows that are held out.
+
+    Returns:
+        The number of rows and a hash of all that they hold, in words.
+
+    Example:
+        >>> fingerprint({"input_ids": np.ones((3, 2), np.int32)})
+        '3 rows, as tokenizer and chat template make them: 52472924f15b'
+    """
+    digest = hashlib.sha256()
+    for rows in some:
+        for name, values in rows.items():
+            digest.update(f"{name} {values.shape} {values.dtype}".encode())
+            digest.update(np.ascontiguousarray(values))
+    number = sum(map(num_rows, some))
+    return f"{number} rows, as tokenizer and chat template make them: {digest.hexdigest()[:12]}"
+
+
+def _row_visits(number: int, epochs: float) -> int:
+    """How many rows the steps of a run have together."""
+    return max(1, round(epochs * number))

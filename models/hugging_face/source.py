@@ -1,0 +1,187 @@
+"""A checkpoint's folder, of which each file is read once: what a run knows of the model that it begins with."""
+
+import functools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from liger_jax.models.core.config_fields import short
+from liger_jax.models.hugging_face import checkpoint, config_json
+from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION, INDEX, SAVING, TEMPLATES, TOKENIZER, Kept
+
+# Fields of config.json that are not kept: `config_json.write` writes the first three under other names, and the last
+# names files that a save does not write.
+_NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights")
+
+
+class Source:
+    """What a folder says of its model. A file is read when it is first asked for, and never again.
+
+    So all parts of a run see the same files, whatever happens to the folder meanwhile. The weights are not read here.
+
+    Args:
+        folder: the folder.
+
+    Attributes:
+        folder: the folder.
+        path: its config.json, for messages.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder, self.path = folder, folder / CONFIG
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The fields of config.json; of a multimodal model, those of the language part.
+
+        Raises:
+            FileNotFoundError: there is no such file. If a save was interrupted, the message says how to repair the
+                folder.
+            ValueError: the file is damaged.
+        """
+        return checkpoint.language_values(self._whole_config, self.path)
+
+    @functools.cached_property
+    def multimodal(self) -> bool:
+        """Whether config.json describes a multimodal model, of which we have the language part."""
+        return bool(self._whole_config.get("text_config"))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights by config.json.
+
+        Raises:
+            ValueError: it is none that a model here can have.
+        """
+        return config_json.dtype_of(self.config, self.path)
+
+    @functools.cached_property
+    def generation(self) -> str | None:
+        """The text of generation_config.json, or `None` if there is none.
+
+        Raises:
+            ValueError: it does not hold a JSON object, or its `eos_token_id` is neither a token nor a list of tokens.
+        """
+        path = self.folder / GENERATION
+        if not path.is_file():
+            return None
+        content = path.read_bytes()
+        _check_stops(path, config_json.loads(content, path))
+        return content.decode("utf8")  # its line ends, too
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The tokens that end a text, by generation_config.json or else by config.json."""
+        return self.kept(()).stops
+
+    def kept(self, own: Iterable[str]) -> Kept:
+        """The parts of the JSON files that a save of the model will write again.
+
+        Args:
+            own: names of fields of config.json that a save writes from the model's own config.
+
+        Returns:
+            The parts.
+
+        Raises:
+            ValueError: generation_config.json is damaged, or an `eos_token_id` is neither a token nor a list of tokens.
+        """
+        left = {name: value for name, value in self.config.items() if name not in (*own, *_NOT_KEPT)}
+        _check_stops(self.path, left)
+        return Kept(json.dumps(left), self.generation, self.multimodal)
+
+    @functools.cached_property
+    def tokenizer(self) -> dict[str, bytes | None]:
+        """The tokenizer's files by name, chat templates among them; `None` for files that it does not have."""
+        files = {name: self.folder / name for name in (*TOKENIZER, *chat_templates(self.folder))}
+        return {name: path.read_bytes() if path.is_file() else None for name, path in files.items()}
+
+    @functools.cached_property
+    def weight_files(self) -> list[str]:
+        """The names of the files with the weights, as `checkpoint.weight_files` finds them."""
+        return checkpoint.weight_files(self.folder)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of the files with the weights; those that are missing count as empty."""
+        return sum(path.stat().st_size for name in self.weight_files if (path := self.folder / name).is_file())
+
+    @functools.cached_property
+    def _whole_config(self) -> dict[str, Any]:
+        if not self.path.is_file():
+            raise FileNotFoundError(_why_no_config(self.folder))
+        return config_json.load(self.path)
+
+
+def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -> Source:
+    """Finds a checkpoint; for an id such as "org/name", `huggingface_hub` downloads it.
+
+    A download takes the files of the model and of its tokenizer, or without `weights` all but those of the weights.
+
+    Raises:
+        FileNotFoundError: no folder has that name, and it is not an id of a model on the hub.
+        ImportError: the name may be an id, and huggingface_hub is not installed.
+    """
+    if isinstance(path_or_id, Source):
+        return path_or_id
+    name = os.fspath(path_or_id)
+    if os.path.isdir(name):  # for pathlib, "" would be the current folder
+        return Source(pathlib.Path(name))
+    if os.path.exists(name):
+        raise FileNotFoundError(f"from_pretrained: {name!r} is a file. Pass the folder that holds its {CONFIG}.")
+    if not _may_be_id(name):
+        raise FileNotFoundError(f"from_pretrained: no such folder: {name!r}. (An id has the form 'org/name'.)")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError as error:
+        raise ImportError(
+            f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
+            "pip install huggingface_hub."
+        ) from error
+    patterns = [CONFIG, GENERATION, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
+    if weights:  # some repositories hold them a second time, under another name or in a folder
+        patterns += ["model*.safetensors", INDEX]
+    try:
+        return Source(pathlib.Path(snapshot_download(name, allow_patterns=patterns)))
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"from_pretrained: no such folder: {name!r}, and huggingface_hub did not get a model of that id: {error}"
+        ) from error
+
+
+def _may_be_id(name: str) -> bool:
+    """Whether a name may be an id. If its first part is a folder here, it is rather a path with a typing error."""
+    organisation, slash, model = name.rpartition("/")
+    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None
+    return is_id and not (slash and os.path.isdir(organisation)) and not model.endswith((".json", ".safetensors"))
+
+
+def chat_templates(folder: pathlib.Path) -> list[str]:
+    """The names of a folder's further chat templates, such as additional_chat_templates/tool_use.jinja."""
+    return sorted(path.relative_to(folder).as_posix() for path in (folder / TEMPLATES).glob("*.jinja"))
+
+
+def _why_no_config(folder: pathlib.Path) -> str:
+    """A sentence for a folder without config.json."""
+    if missing := checkpoint.files_that_complete(folder):
+        return (
+            f"from_pretrained: {folder} has no {CONFIG}, since a save into it was cut off. Save the model again, or "
+            f"move the files of {missing} to {folder} to have the model whose weights are there."
+        )
+    if (folder / SAVING).is_dir():
+        return (
+            f"from_pretrained: {folder} has no {CONFIG}, since the first save into it was cut off. Save the model "
+            "again."
+        )
+    return f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint."
+
+
+def _check_stops(path, values):
+    stops = values.get("eos_token_id")
+    stops_list = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if any(type(stop) is not int for stop in stops_list):
+        raise ValueError(f"{path}: eos_token_id must be a token's number or a list of them, and is {short(stops)}.")

@@ -1,0 +1,133 @@
+"""The loop around a step: what it measures, when it saves, what stops it, and how it goes on."""
+
+import contextlib
+import io
+import re
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax.training import Checkpoints, Loop, NotFiniteError, OutOfMemoryError
+
+
+def step(state, batch):
+    """Parameters count the steps; the loss is what the batch says."""
+    params, moments = state
+    return (params + 1, moments), (jnp.float32(batch[0, 0]), {"share": jnp.float32(0.5)})
+
+
+def batch_of(number):
+    return np.full((2, 4), number + 1)
+
+
+def loop(**options):
+    return Loop(**{"step": step, "batch_of": batch_of, "steps": 5, "progress": False, **options})
+
+
+def start():
+    return jnp.zeros(()), jnp.zeros(2)
+
+
+def steps_in(folder):
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def test_each_step_has_its_figures(capsys):
+    seen = []
+    state, stopped_by = loop(rate=lambda step: 0.1 * step, write=seen.append).run(start())
+    assert float(state[0]) == 5 and stopped_by == 0 and capsys.readouterr().out == ""
+    assert [each["loss"] for each in seen] == [1, 2, 3, 4, 5] == [each["step"] for each in seen]
+    assert seen[3]["share"] == 0.5 and seen[3]["learning_rate"] == pytest.approx(0.3)
+    assert all(each["tokens_per_second"] > 0 and each["memory_gib"] >= 0 for each in seen)
+
+
+@pytest.fixture
+def saves(monkeypatch):
+    """Checkpoints whose saves are counted, and not written."""
+    steps = []
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step, state, log: steps.append(step))
+    return steps
+
+
+def test_scores_are_told_before_the_first_step_and_after_every_save(tmp_path, capsys, saves):
+    scores = lambda params: {"eval_loss": float(params), "eval_perplexity": 2.0}
+    log = {"steps": []}
+    loop(evaluate=scores, every=2, checkpoints=Checkpoints(tmp_path / "run", {})).run(start(), log)
+    told = re.findall(r"step (\d): held out: loss ([\d.]+), perplexity 2.00\n", capsys.readouterr().out)
+    assert told == [("0", "0.000"), ("2", "2.000"), ("4", "4.000"), ("5", "5.000")]
+    assert saves == [2, 4, 5] and [each["step"] for each in log["steps"] if "eval_loss" in each] == saves
+
+
+def test_a_run_that_a_signal_stops_is_saved_and_goes_on_to_the_same_end(tmp_path):
+    def stopping(number):
+        if number == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return batch_of(number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    checkpoints = Checkpoints(tmp_path / "run", {})
+    state, stopped_by = loop(batch_of=stopping, checkpoints=checkpoints).run(start())
+    assert stopped_by == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
+    assert float(state[0]) == 3 and steps_in(tmp_path / "run") == [3]
+    again = Checkpoints(tmp_path / "run", {})
+    found, log = again.restore(start()) or (None, {})
+    state, stopped_by = loop(checkpoints=again).run(found, log)
+    assert float(state[0]) == 5 and stopped_by == 0
+    assert [each["loss"] for each in log["steps"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_signal_in_the_last_step_stops_nothing():
+    def stopping(number):
+        if number == 4:
+            signal.raise_signal(signal.SIGINT)
+        return batch_of(number)
+
+    assert loop(batch_of=stopping).run(start())[1] == 0
+
+
+def test_what_is_saved_has_a_finite_loss(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run", {})
+    check = lambda params, number: float("nan") if number == 4 else 1.0
+    with pytest.raises(NotFiniteError, match=r"The loss is nan after step 4, .* The checkpoint of step 2 stays\. Try"):
+        loop(check=check, every=2, checkpoints=checkpoints).run(start())
+    assert steps_in(tmp_path / "run") == [2]
+    with pytest.raises(NotFiniteError, match=r"^The loss is inf at step 1, so training stops\. There is no checkpoint"):
+        loop(batch_of=lambda number: np.full((1, 1), np.inf)).run(start())
+
+
+def test_saves_follow_the_clock_if_asked(tmp_path, saves):
+    checkpoints = Checkpoints(tmp_path / "run", {})
+    loop(seconds=-1, checkpoints=checkpoints).run(start())
+    loop(seconds=3600, checkpoints=checkpoints).run(start())
+    assert saves == [1, 2, 3, 4, 5, 5]
+
+
+def test_too_little_memory_is_a_sentence_and_other_errors_stay():
+    def failing(message):
+        def step(state, batch):
+            raise jax.errors.JaxRuntimeError(message)
+
+        return step
+
+    with pytest.raises(OutOfMemoryError, match=r"^The device ran out of memory in step 1\. There is no checkpoint yet"):
+        loop(step=failing("RESOURCE_EXHAUSTED: out of memory")).run(start())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        loop(step=failing("INTERNAL: a bug")).run(start())
+
+
+def test_the_bar_shows_the_figures_that_it_is_told(capsys):
+    with contextlib.redirect_stderr(io.StringIO()) as bar:
+        loop(progress=True, shown=("loss", "share", "tokens_per_second", "memory_gib")).run(start())
+    assert re.search(r"5/5 .*loss 5\.000, share 0\.500, [\d,]+ tokens/s, [\d.]+ GiB", bar.getvalue())
+
+
+def test_a_loop_runs_in_any_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(loop().run(start())[1]))
+    thread.start()
+    thread.join()
+    assert found == [0]

@@ -1,0 +1,66 @@
+"""The rows of a run: each as often as there are epochs, in an order that depends on the seed and the step alone."""
+
+import math
+
+import numpy as np
+import pytest
+
+from liger_jax.training import pack, pad, rows
+
+
+@pytest.mark.parametrize("number", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("epochs", [0.01, 0.5, 1.0, 2.75])
+def test_each_row_is_trained_on_as_often_as_there_are_epochs(number, epochs):
+    data = {"input_ids": np.arange(number)[:, None], "labels": np.arange(number)[:, None]}
+    steps, rows_of = rows.num_steps(number, 8, epochs), rows.batches(data, 8, 0, epochs)
+    seen = np.concatenate([rows_of(step)["labels"][:, 0] for step in range(steps)])
+    assert all(1 <= rows.num_rows(rows_of(step)) <= 8 for step in range(steps)) and not rows.num_rows(rows_of(steps))
+    assert len(seen) == max(1, round(epochs * number))
+    # An epoch has each row once, in an order of its own, and a fraction of one is that order's beginning.
+    endless = rows.batches(data, 8, 0)
+    for epoch, begin in enumerate(range(0, len(seen), number)):
+        each = math.ceil(number / 8)
+        whole = np.concatenate([endless(epoch * each + i)["labels"][:, 0] for i in range(each)])
+        assert sorted(whole) == list(range(number))
+        np.testing.assert_array_equal(seen[begin : begin + number], whole[: len(seen) - begin])
+
+
+def test_rows_that_differ_in_a_token_or_a_label_have_other_fingerprints():
+    data = {"input_ids": np.arange(6).reshape(2, 3), "labels": np.arange(6).reshape(2, 3)}
+    found = {
+        rows.fingerprint(data),
+        rows.fingerprint(data, data),
+        rows.fingerprint(data | {"positions": data["labels"]}),
+    }
+    for name in data:
+        changed = data | {name: data[name] + (np.arange(6).reshape(2, 3) == 4)}
+        found |= {rows.fingerprint(changed), rows.fingerprint(data, changed)}
+    assert len(found) == 7 and rows.fingerprint(dict(data)) in found
+
+
+def test_no_step_depends_on_those_before():
+    data = {"input_ids": np.arange(7)[:, None], "labels": np.arange(7)[:, None]}
+    batch_of = rows.batches(data, 3, seed=1)
+    seen = np.concatenate([batch_of(step)["input_ids"] for step in range(9)])  # three epochs
+    assert sorted(seen[:, 0]) == sorted([*range(7)] * 3)
+    np.testing.assert_array_equal(batch_of(5)["labels"], rows.batches(data, 3, seed=1)(5)["labels"])
+    assert any((batch_of(i)["labels"] != rows.batches(data, 3, seed=2)(i)["labels"]).any() for i in range(2))
+
+
+def test_what_is_held_out_is_drawn_once_and_trained_on_never():
+    train, held_out = rows.hold_out(range(20), 0.1, seed=3)
+    assert sorted([*train, *held_out]) == list(range(20)) and len(held_out) == 2
+    assert rows.hold_out(range(20), 0.1, seed=3) == (train, held_out)
+    assert rows.hold_out(range(20), 0.0, seed=3) == (list(range(20)), [])
+    assert [len(part) for part in rows.hold_out(range(2), 0.99, seed=0)] == [1, 1]
+    with pytest.raises(ValueError, match="share=0.5 of 1 items leaves none to train on. Pass share=0."):
+        rows.hold_out(["one"], 0.5, seed=0)
+
+
+def test_tokens_are_counted_without_padding():
+    documents = [np.arange(1, 6), np.arange(1, 3)]
+    labels = [np.where(each > 1, each, -100) for each in documents]  # answers behind a prompt
+    assert rows.num_tokens(pack(documents, 8, labels=labels)) == rows.num_tokens(pad(documents, 8, labels=labels)) == 7
+    assert rows.num_tokens(np.ones((2, 8), np.int32)) == 16
+    empty = {"input_ids": np.ones((1, 8), np.int32), "labels": np.full((1, 8), -100)}
+    assert rows.num_tokens(empty) == 0
