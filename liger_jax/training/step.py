@@ -168,7 +168,7 @@ def _accumulated(value_and_grad, params, batch, normalizer, micro_batches):
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found), None
 
     value, _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches), denominator)
-    with _promotions():
+    with promotions():
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), (value, params))
     (value, grads), _ = jax.lax.scan(add, zeros, batches)
     return value, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
