@@ -97,5 +97,7 @@ def check_counts(op: str, name: str, counts: jax.Array, cure: str) -> None:
         return
     empty = np.flatnonzero(np.asarray(counts) == 0)
     if empty.size:
-        where = "" if counts.ndim == 0 else f" for sequence {empty[0]}"
+        place = np.unravel_index(empty[0], counts.shape) if counts.ndim == 2 else (empty[0],)
+        where = " for row {} and segment {}".format(*place) if len(place) == 2 else f" for sequence {empty[0]}"
+        where = "" if counts.ndim == 0 else where
         raise ValueError(f"{op}: {name} counts no token{where}; {cure}.")

@@ -97,10 +97,65 @@ def js_divergence(
     law = "in (0, 1); the limits 0 and 1 are kl_divergence(student, teacher) and kl_divergence(teacher, student)"
     _checks.check_number(op, "beta", beta, 0 < beta < 1, law)
     log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
+    return _reduced(op, _js(log_student, log_teacher, beta), where, reduction)
+
+
+def _js(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> jax.Array:
     # Where both probabilities are 0 so is the mixture's, and logaddexp has no derivative at −inf.
     log_student, log_teacher = (jnp.maximum(x, _IMPOSSIBLE) for x in (log_student, log_teacher))
     mixture = jnp.logaddexp(log_student + jnp.log(1.0 - beta), log_teacher + jnp.log(beta))
-    losses = beta * _kl(log_teacher, mixture) + (1.0 - beta) * _kl(log_student, mixture)
+    return beta * _kl(log_teacher, mixture) + (1.0 - beta) * _kl(log_student, mixture)
+
+
+def gkd_loss(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    where: Bool[Array, "*N"] | None = None,
+    reduction: str = "mean",
+) -> Float[Array, "*R"]:
+    """GKD's divergence of student and teacher: `js_divergence` between its two limits, and the limits themselves.
+
+    At beta = 0 it is the forward KL(teacher ‖ student), and at beta = 1 the reverse KL(student ‖ teacher), which is
+    usual on the student's own samples. In between it is the divergence from the mixture, undivided, and so small near
+    both limits. GKD draws each batch from the student with a probability λ, else from the data: that is up to the loop.
+
+    Args:
+        student: logits or log-probabilities, any float dtype. −inf is a probability of 0.
+        teacher: the same of the teacher, over the same vocabulary.
+        beta: in [0, 1].
+        temperature: > 0; both distributions are softmax(logits / temperature).
+        where: bool, which tokens count; None counts all.
+        reduction: "mean" over the tokens that count, "sum", or "none", a number for each token.
+
+    Returns:
+        float32; a token that does not count has 0, and no gradient. The mean of no token is 0.
+
+    Raises:
+        TypeError: a dtype is wrong, or an option is no Python number.
+        ValueError: shapes differ, a number breaks its law, or `reduction` is unknown.
+
+    Example:
+        >>> teacher, student = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
+        >>> [round(gkd_loss(student, teacher, beta=beta).item(), 3) for beta in (0.0, 0.5, 1.0)]
+        [0.144, 0.034, 0.131]
+
+    References:
+        Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.
+    """
+    op = "gkd_loss"
+    _checks.check_python_numbers(op, beta=beta)
+    law = "in [0, 1], from the forward KL at 0 to the reverse KL at 1"
+    _checks.check_number(op, "beta", beta, 0 <= beta <= 1, law)
+    log_student, log_teacher, where = _distributions(op, student, teacher, temperature, where)
+    if beta == 0:
+        losses = _kl(log_teacher, log_student)
+    elif beta == 1:
+        losses = _kl(log_student, log_teacher)
+    else:
+        losses = _js(log_student, log_teacher, beta)
     return _reduced(op, losses, where, reduction)
 
 

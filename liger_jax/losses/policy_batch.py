@@ -2,24 +2,32 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Integer
 
 from liger_jax.losses import _checks
 from liger_jax.losses._policy_formulas import LOSS_TYPES
-from liger_jax.ops._checks import check_choice
+from liger_jax.losses._sequences import Sequences, sequences_of
+from liger_jax.ops._checks import ArrayLike, check_choice, check_shape
 
 ADVANTAGE_METHODS = ("grpo", "dr_grpo", "rloo")
 _STD_OFFSET = 1e-4  # TRL's; keeps a group of equal rewards at 0
 
 
 def policy_weights(
-    mask: Bool[Array, "B T"], loss_type: str = "dapo", max_length: int | None = None
+    mask: Bool[Array, "B T"],
+    loss_type: str = "dapo",
+    max_length: int | None = None,
+    *,
+    segment_ids: Integer[ArrayLike, "B T"] | None = None,
+    num_segments: int | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
     """The tokens' weights and the denominator that make a policy loss of the tokens' losses.
 
     loss = Σ weights · token_losses / denominator. With n_i the number of counted tokens of sequence i:
-    "grpo" and "sapo" weigh 1/n_i and divide by B; "dapo", "bnpo" and "cispo" weigh 1 and divide by Σ n_i; "dr_grpo"
-    weighs 1 and divides by B · max_length; "luspo" weighs 1 and divides by B.
+    "grpo", "sapo" and "gmpo" weigh 1/n_i and divide by B; "dapo", "bnpo", "cispo" and "vespo" weigh 1 and divide by
+    Σ n_i; "dr_grpo" weighs 1 and divides by B · max_length; "luspo" weighs 1 and divides by B.
+
+    B is the number of rows, or of segments where rows are packed. A sequence of which no token counts is one of them.
 
     Where micro-batches or devices share a step, each has its own weights, and all divide by the whole step's
     denominator, which is the sum of theirs.
@@ -28,14 +36,17 @@ def policy_weights(
         mask: bool, which tokens count.
         loss_type: one of those named.
         max_length: > 0, the longest completion that is sampled; for "dr_grpo" only, which needs it.
+        segment_ids: integers that count a packed row's segments from 1, and are 0 at empty places, which never count.
+        num_segments: the largest number of segments in a row, a Python int; with `segment_ids` only.
 
     Returns:
-        weights (B, T) float32, 0 where a token does not count, and denominator () float32, which is never 0.
+        weights (B, T) float32, 0 where a token does not count, and denominator () float32, which is never 0. Both are
+        NaN if a row has more segments than `num_segments`, under jit.
 
     Raises:
         TypeError: the mask is not bool, or `max_length` is no int.
-        ValueError: the type is unknown, `max_length` is missing, not positive or not read, or the mask counts no token
-            outside of jit.
+        ValueError: the type is unknown, `max_length` is missing, not positive or not read, `segment_ids` come without
+            `num_segments`, or, outside of jit, the mask counts no token or a row has more segments.
 
     Example:
         >>> mask = jnp.array([[True, True, False], [True, False, False]])
@@ -49,15 +60,17 @@ def policy_weights(
     mask = jnp.asarray(mask)
     if mask.ndim != 2:
         raise ValueError(f"policy_weights: mask has shape {mask.shape}, but must be (sequences, tokens).")
-    return checked_policy_weights("policy_weights", mask, loss_type, max_length)
+    op = "policy_weights"
+    mask = _checks.as_mask(op, "mask", mask, mask.shape)
+    sequences = sequences_of(op, segment_ids, num_segments, mask.shape)
+    return checked_policy_weights(op, sequences.tokens(mask), loss_type, max_length, sequences)
 
 
 def checked_policy_weights(
-    op: str, mask: jax.Array, loss_type: str, max_length: int | None
+    op: str, mask: jax.Array, loss_type: str, max_length: int | None, sequences: Sequences
 ) -> tuple[jax.Array, jax.Array]:
-    """`policy_weights` under the name of the op that calls it."""
+    """`policy_weights` under the name of the op that calls it; the mask is without empty places."""
     check_choice(op, "loss_type", loss_type, LOSS_TYPES)
-    mask = _checks.as_mask(op, "mask", mask, mask.shape)
     _checks.check_is_read(op, "max_length", max_length is not None, loss_type, ("dr_grpo",))
     if loss_type == "dr_grpo":
         if isinstance(max_length, bool) or not isinstance(max_length, int):
@@ -70,13 +83,21 @@ def checked_policy_weights(
     _checks.check_counts(op, "mask", num_tokens, "leave such a batch out")
     weights = mask.astype(jnp.float32)
     num_sequences = jnp.asarray(float(mask.shape[0]), jnp.float32)
-    if loss_type in ("grpo", "sapo"):
-        return weights / jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1.0), num_sequences
+    num_tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    if sequences.ids is not None:
+        fits = sequences.fits()
+        weights = weights * fits
+        num_sequences = jnp.sum(sequences.exist()).astype(jnp.float32) * jnp.min(fits)
+        num_sequences = jnp.where(num_sequences == 0, 1.0, num_sequences)
+        num_tokens = num_tokens * jnp.min(fits)
+    if loss_type in ("grpo", "sapo", "gmpo"):
+        counts = sequences.spread(sequences.sum(mask.astype(jnp.int32)))
+        return weights / jnp.maximum(counts, 1).astype(jnp.float32), num_sequences
     if loss_type == "dr_grpo":
-        return weights, num_sequences * float(max_length)
+        return weights, num_sequences * float(max_length or 0)
     if loss_type == "luspo":
         return weights, num_sequences
-    return weights, jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    return weights, num_tokens
 
 
 def group_advantages(
@@ -134,3 +155,133 @@ def group_advantages(
     if method == "dr_grpo":
         return centred
     return centred / (jnp.sqrt(total(jnp.square(centred)) / jnp.maximum(count - 1.0, 1.0)) + _STD_OFFSET)
+
+
+def reinforce_advantages(
+    rewards: Float[Array, "*P"], *, group_baseline: bool = False, where: Bool[Array, "*P"] | None = None
+) -> Float[Array, "*P"]:
+    """REINFORCE++'s advantages: rewards that are normalised over the whole batch, and not within a group.
+
+    (a − mean(a)) / (std(a) + 1e-4), over all samples of all prompts, where std divides by n − 1. a is the reward, or
+    with `group_baseline` the reward minus the mean of its group: REINFORCE++-baseline. The paper's penalty, its
+    reference's KL, is `beta` of `policy_loss`.
+
+    Compute it on the whole step's rewards. Inside `jax.shard_map` the batch would be a device's part of it.
+
+    Args:
+        rewards: any float dtype; with `group_baseline` the last axis is the group of one prompt.
+        group_baseline: whether the mean of its group is taken off each reward first.
+        where: bool, which samples could be scored; None counts all.
+
+    Returns:
+        float32, without gradient; 0 for a sample that does not count.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape is wrong, or there are fewer than two samples.
+
+    Example:
+        >>> reinforce_advantages(jnp.array([[1.0, 0.0], [0.0, 0.0]])).tolist()
+        [[1.5, -0.5], [-0.5, -0.5]]
+        >>> reinforce_advantages(jnp.array([[1.0, 0.0], [0.0, 0.0]]), group_baseline=True).tolist()
+        [[1.224, -1.224], [0.0, 0.0]]
+
+    References:
+        Hu et al., REINFORCE++, arXiv:2501.03262.
+    """
+    op = "reinforce_advantages"
+    (rewards,) = jax.lax.stop_gradient(_checks.as_float32(op, rewards=rewards))
+    if rewards.size < 2 or (group_baseline and rewards.shape[-1] < 2):
+        raise ValueError(
+            f"{op}: rewards has shape {rewards.shape}, but must hold a batch of at least two samples, and "
+            "of each prompt two with group_baseline=True."
+        )
+    where = jnp.ones(rewards.shape, bool) if where is None else _checks.as_mask(op, "where", where, rewards.shape)
+    if group_baseline:
+        rewards = group_advantages(rewards, "dr_grpo", where=where)
+    batch = group_advantages(rewards.reshape(-1), "grpo", where=where.reshape(-1))
+    return batch.reshape(rewards.shape)
+
+
+def reverse_kl_advantages(
+    sampled_log_probs: Float[Array, "*B T"], teacher_log_probs: Float[Array, "*B T"]
+) -> Float[Array, "*B T"]:
+    """On-policy distillation as a policy's advantages: teacher_log_probs − sampled_log_probs, at each sampled token.
+
+    The student samples, and the teacher scores the tokens. With these `advantages` (B, T) the gradient of `policy_loss`
+    is an unbiased estimate of that of the reverse KL(student ‖ teacher) at each sampled token, and ratios, clipping and
+    the sampler's correction apply as to rewards. No logits of the teacher are needed.
+
+    Args:
+        sampled_log_probs: of the sampled tokens, under the student that sampled them, any float dtype.
+        teacher_log_probs: of the same tokens, under the teacher.
+
+    Returns:
+        float32, without gradient; minus its mean over tokens estimates the reverse KL. A token that the teacher has not
+        scored, NaN or infinite, makes its advantage and so the loss not finite: leave it out of the mask.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: shapes differ.
+
+    Example:
+        >>> student, teacher = jnp.log(jnp.array([[0.5, 0.25]])), jnp.log(jnp.array([[0.25, 0.25]]))
+        >>> reverse_kl_advantages(student, teacher).tolist()
+        [[-0.693, 0.0]]
+
+    References:
+        Agarwal et al., arXiv:2306.13649; Gu et al., MiniLLM, arXiv:2306.08543; Lu et al., "On-Policy Distillation",
+        2025.
+    """
+    op = "reverse_kl_advantages"
+    student, teacher = _checks.as_float32(op, sampled_log_probs=sampled_log_probs, teacher_log_probs=teacher_log_probs)
+    check_shape(op, "teacher_log_probs", teacher, student.shape, "one number for each token of sampled_log_probs")
+    return jax.lax.stop_gradient(teacher - student)
+
+
+def mask_truncated(
+    mask: Bool[Array, "B T"],
+    truncated: Bool[Array, "B"] | Bool[Array, "B S"],
+    *,
+    segment_ids: Integer[ArrayLike, "B T"] | None = None,
+    num_segments: int | None = None,
+) -> Bool[Array, "B T"]:
+    """Overlong filtering: the mask without the tokens of completions that were cut off at the longest length.
+
+    Such a completion has no end that a reward could judge. It stays one of the step's sequences, in the denominators of
+    "grpo", "sapo", "gmpo", "luspo" and "dr_grpo".
+
+    Args:
+        mask: bool, which tokens count.
+        truncated: bool, which sequences were cut off: (B,), or (B, num_segments) of packed rows.
+        segment_ids: integers that count a packed row's segments from 1, and are 0 at empty places.
+        num_segments: the largest number of segments in a row, a Python int. A row that has more keeps its tokens, under
+            jit; `policy_loss` with the same number makes it NaN.
+
+    Returns:
+        The mask, bool.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape is wrong, `segment_ids` come without `num_segments`, or, outside of jit, a row has more
+            segments.
+
+    Example:
+        >>> mask_truncated(jnp.ones((2, 2), bool), jnp.array([True, False])).tolist()
+        [[False, False], [True, True]]
+
+    References:
+        Yu et al., DAPO, arXiv:2503.14476; `mask_truncated_completions` in TRL.
+    """
+    op = "mask_truncated"
+    mask = jnp.asarray(mask)
+    if mask.ndim != 2:
+        raise ValueError(f"{op}: mask has shape {mask.shape}, but must be (rows, tokens).")
+    mask = _checks.as_mask(op, "mask", mask, mask.shape)
+    sequences = sequences_of(op, segment_ids, num_segments, mask.shape)
+    shape = mask.shape[:1] if sequences.ids is None else (mask.shape[0], sequences.count)
+    truncated = jnp.asarray(truncated)
+    if truncated.dtype != jnp.bool_:
+        raise TypeError(f"{op}: truncated has dtype {truncated.dtype}, but must be bool; pass truncated != 0.")
+    check_shape(op, "truncated", truncated, shape, "one entry for each sequence")
+    return mask & ~sequences.spread(truncated.reshape(shape[0], -1))

@@ -1,4 +1,4 @@
-"""KTO: losses of single responses, each good or bad, against a reference policy."""
+"""KTO: losses of single responses, each good or bad, against a reference policy, and the baseline of many batches."""
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,8 @@ def kto_loss(
         reference_log_probs: the same under the reference policy.
         desirable: bool, which responses are good.
         kl: the baseline's log-ratios of policy to reference, for responses that answer other prompts; their mean is
-            clamped at 0. A number is such a mean: 0.0 is no baseline, and micro-batches share their whole batch's. For
-            "kto" only, which needs it.
+            clamped at 0. A number is such a mean: 0.0 is no baseline, micro-batches share their whole batch's, and
+            `running_baseline` makes one of many batches. For "kto" only, which needs it.
         beta: > 0, how strongly the reference binds.
         desirable_weight: ≥ 0, the weight of good responses.
         undesirable_weight: ≥ 0, the weight of bad responses.
@@ -95,3 +95,67 @@ def kto_loss(
     good, bad = jax.nn.sigmoid(-advantage), jax.nn.sigmoid(advantage)
     losses = jnp.where(desirable, desirable_weight * good, undesirable_weight * bad)
     return KTOOutput(losses=losses, rewards=jax.lax.stop_gradient(beta * log_ratios), kl=baseline)
+
+
+@tree_dataclass
+class RunningBaseline:
+    """The state of `running_baseline`: a part of what a training loop keeps and saves.
+
+    Attributes:
+        mean: () float32, the mean of what came in.
+        weight: () float32, how many numbers it stands for.
+    """
+
+    mean: jax.Array
+    weight: jax.Array
+
+
+def running_baseline(
+    log_ratios: Float[Array, "*M"],
+    state: RunningBaseline | None = None,
+    *,
+    decay: float = 0.9,
+    where: Bool[Array, "*M"] | None = None,
+) -> tuple[Float[Array, ""], RunningBaseline]:
+    """A baseline of many batches: one batch's mean is of a few log-ratios, and jumps from step to step.
+
+    With n numbers in this batch: weight' = decay · weight + n, mean' = mean + n (mean of batch − mean) / weight'. So
+    the first baseline is its batch's own mean, without a bias towards 0.
+
+    Args:
+        log_ratios: of policy to reference, for responses that answer other prompts, any float dtype; all of a step's.
+        state: what the step before returned; None for the first.
+        decay: in [0, 1], what a batch weighs a step later. 0.0 takes each batch's mean, 1.0 that of all batches.
+        where: bool, which numbers count; None counts all. What stands elsewhere has no effect.
+
+    Returns:
+        (baseline, state). The baseline is () float32, the `kl` of `kto_loss`, which clamps it at 0. There is no
+        gradient. A batch of which nothing counts leaves the mean as it is, 0 at first.
+
+    Raises:
+        TypeError: a dtype is wrong, or `decay` is no Python number.
+        ValueError: a shape is wrong, or `decay` is outside [0, 1].
+
+    Example:
+        >>> baseline, state = running_baseline(jnp.array([1.0, 3.0]), decay=0.5)
+        >>> baseline.item()
+        2.0
+        >>> baseline, state = running_baseline(jnp.array([5.0, 5.0]), state, decay=0.5)
+        >>> baseline.item()
+        4.0
+
+    References:
+        The batch's mean: Ethayarajh et al., arXiv:2402.01306; running over batches: Jung et al., Binary Classifier
+        Optimization, arXiv:2404.04656.
+    """
+    op = "running_baseline"
+    _checks.check_python_numbers(op, decay=decay)
+    _checks.check_number(op, "decay", decay, 0 <= decay <= 1, "in [0, 1]; 0.0 keeps nothing of earlier batches")
+    (log_ratios,) = jax.lax.stop_gradient(_checks.as_float32(op, log_ratios=log_ratios))
+    where = jnp.ones(log_ratios.shape, bool) if where is None else _checks.as_mask(op, "where", where, log_ratios.shape)
+    zero = jnp.zeros((), jnp.float32)
+    mean, weight = (zero, zero) if state is None else jax.lax.stop_gradient((state.mean, state.weight))
+    weight = decay * weight + jnp.sum(where).astype(jnp.float32)
+    surplus = jnp.sum(jnp.where(where, log_ratios - mean, 0.0))
+    mean = mean + surplus / jnp.where(weight > 0, weight, 1.0)
+    return mean, RunningBaseline(mean=mean, weight=weight)

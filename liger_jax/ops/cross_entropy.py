@@ -5,10 +5,11 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
-from liger_jax.ops import _checks, _explicit, _loss, _mesh, layout
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
@@ -21,18 +22,20 @@ _KERNELS = Kernels(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _statistics(logits, labels, class_weights, forward, backward) -> Statistics:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _statistics(logits, labels, class_weights, forward, backward, is_shard) -> Statistics:
     return forward.run(*forward.guarded(logits, labels, class_weights))
 
 
-def _forward_rule(logits, labels, class_weights, forward, backward):
+def _forward_rule(logits, labels, class_weights, forward, backward, is_shard):
     statistics = forward.run(*forward.guarded(logits, labels, class_weights))
     return statistics, (logits, labels, class_weights, statistics.log_normalizer)
 
 
-def _backward_rule(forward, backward, residuals, cotangents):
+def _backward_rule(forward, backward, is_shard, residuals, cotangents):
     logits, labels, class_weights, lse = residuals
+    if is_shard:  # a shard of −inf alone has no share in its row, and exp(−inf − 0) is 0
+        lse = jnp.where(lse == -jnp.inf, 0.0, lse)
     arrays = logits, labels, lse, Cotangents(*cotangents[:3]), class_weights
     return backward.run(*backward.guarded(*arrays)), None, None
 
@@ -54,6 +57,7 @@ def cross_entropy(
     logit_softcap: float | None = None,
     reduction: str = "mean",
     return_metrics: bool = False,
+    vocab_axis: str | None = None,
     implementation: Implementation = None,
 ) -> Any:
     """Cross-entropy of the softmax of `logits` with integer labels, in float32 whatever comes in.
@@ -69,6 +73,9 @@ def cross_entropy(
     and gradient exactly 0, whatever their logits hold. If none counts, the loss is 0; if the weights that count
     sum to 0, it is NaN. Only the logits and lse are kept for the backward pass.
 
+    With `vocab_axis` the logits are a device's shard of the vocabulary. Each device reduces its own, and what crosses
+    the mesh is a few numbers a token. On a mesh with Explicit axes, logits that one axis splits over V are found so.
+
     Args:
         logits: (..., V), any float dtype.
         labels: (...), integers in [0, V), or `ignore_index`. Any other label makes its row's loss and gradient NaN
@@ -83,6 +90,9 @@ def cross_entropy(
         logit_softcap: s > 0, a finite Python number, or None for no capping.
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
+        vocab_axis: inside `jax.shard_map`, the mesh axis over which `logits` and `class_weights` are equal shards of
+            the vocabulary, while labels and the tokens' other arrays are the same on all. Labels count from the first
+            shard's first entry.
         implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
             forms, or a tuple of these to try in order.
 
@@ -111,9 +121,15 @@ def cross_entropy(
     loss_options = _loss.LossOptions(op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
     _loss.check_tokens(op, labels, where, token_weights, class_weights, logits.shape[:-1], vocab_size)
-    _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
+    if vocab_axis is None:
+        _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
+    elif layout.is_explicit(logits):
+        raise ValueError(
+            f"{op}: vocab_axis={vocab_axis!r} is for the inside of jax.shard_map, but the logits lie on an Explicit "
+            "mesh, which says by itself what splits them; leave it out."
+        )
     return reduced_cross_entropy(
-        logits, labels, where, token_weights, class_weights, loss_options, return_metrics, implementation
+        logits, labels, where, token_weights, class_weights, loss_options, return_metrics, implementation, vocab_axis
     )
 
 
@@ -126,15 +142,22 @@ def reduced_cross_entropy(
     loss_options: _loss.LossOptions,
     return_metrics: bool = False,
     implementation: Implementation = None,
+    vocab_axis: str | None = None,
 ) -> Any:
     """`cross_entropy` after its checks. A label out of range makes its row NaN, whether or not it is concrete."""
-    if _explicit.row_spec(logits) is not None:
-        tokens, axes = _explicit.token_spec(loss_options.op, logits)
-        own_options = dataclasses.replace(loss_options, token_axes=axes)
+    if logits.ndim and layout.is_explicit(logits):
+        spec = layout.spec_of(logits)
+        tokens, classes = P(*spec[:-1]), layout.names(spec[-1])
+        if len(classes) > 1:
+            raise ValueError(
+                f"{loss_options.op}: the mesh axes {classes} split the classes of the logits, but one at most may; "
+                "move them by jax.sharding.reshard."
+            )
+        own_options = dataclasses.replace(loss_options, token_axes=layout.names(spec[:-1]))
         options = dict(loss_options=own_options, return_metrics=return_metrics, implementation=implementation)
-        local = functools.partial(reduced_cross_entropy, **options)
+        local = functools.partial(reduced_cross_entropy, vocab_axis=classes[0] if classes else None, **options)
         arrays = logits, labels, where, token_weights, class_weights
-        specs = layout.spec_of(logits), tokens, tokens, tokens, P()
+        specs = spec, tokens, tokens, tokens, P(*classes)
         kind = loss_options.reduction, return_metrics
         return _explicit.loss_on_parts(loss_options.op, local, arrays, specs, tokens, *kind)
     vocab_size = logits.shape[-1]
@@ -145,12 +168,18 @@ def reduced_cross_entropy(
     z = logits.reshape(-1, vocab_size)
     class_weights = _loss.constant_class_weights(loss_options.op, class_weights)
     choice = dataclasses.replace(_KERNELS, op=loss_options.op).choose(implementation, z, class_weights)
-    terms = _loss.token_terms(flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size)
-    z, kernel_labels, class_weights = _mesh.align_varying(z, terms.labels, class_weights)
+    terms, kernel_labels = _vocab_shards.token_terms(
+        flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size, vocab_axis
+    )
+    z, kernel_labels, class_weights = _mesh.align_varying(z, kernel_labels, class_weights)
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
     # Before they meet coefficients, of whose gradients they are factors: a row that does not count may hold inf or NaN.
-    statistics = formulas.where(terms.counts, _statistics(z, kernel_labels, class_weights, *kernels))
+    found = _statistics(z, kernel_labels, class_weights, *kernels, vocab_axis is not None)
+    statistics = formulas.where(terms.counts, found)
+    if vocab_axis is not None:
+        merged = _vocab_shards.merged_over(statistics, vocab_axis, vocab_size)
+        statistics = formulas.where(terms.counts, merged)
     losses = formulas.row_losses(statistics, terms.coefficients, terms.class_weight_sum)
     loss = _loss.reduced(losses, loss_options, labels.shape)
     return (loss, _loss.metrics(statistics, terms, loss_options, labels.shape)) if return_metrics else loss

@@ -21,6 +21,8 @@ from liger_jax.training.optimizer import held_in as held_in
 from liger_jax.training.optimizer import linear_schedule as linear_schedule
 from liger_jax.training.optimizer import sgd as sgd
 from liger_jax.training.packing import pack as pack
+from liger_jax.training.packing import pack_completions as pack_completions
+from liger_jax.training.packing import pack_pairs as pack_pairs
 from liger_jax.training.packing import pad as pad
 from liger_jax.training.packing import share_of_padding as share_of_padding
 from liger_jax.training.rounding import StochasticRoundingState as StochasticRoundingState

@@ -7,6 +7,8 @@ import numpy as np
 
 from liger_jax.ops.labels import IGNORE_INDEX
 
+Bundle = list[tuple[np.ndarray, np.ndarray]]  # tokens and labels of segments that share a row
+
 _WINDOW = 1024  # rows in which a document looks for room, the latest ones: so the time grows with the documents only
 
 
@@ -47,25 +49,106 @@ def pack(
         First fit, which takes at most 1.7 times the fewest rows: Johnson et al., "Worst-Case Performance Bounds for
         Simple One-Dimensional Packing Algorithms", 1974.
     """
-    segments = _segments("pack", documents, length, labels)
-    rows, begins = _first_fit([len(tokens) for tokens, _ in segments], length)
+    segments = _cut("pack", documents, length, labels)
+    return _laid([[segment] for segment in segments], length, pad_id)[0]
 
-    shape = max(rows) + 1, length
-    batch = {
-        "input_ids": np.full(shape, pad_id, np.int32),
-        "labels": np.full(shape, IGNORE_INDEX, np.int32),
-        "segment_ids": np.zeros(shape, np.int32),
-        "positions": np.zeros(shape, np.int32),
-    }
-    counts = [0] * shape[0]
-    for (tokens, targets), row, begin in zip(segments, rows, begins, strict=True):
-        counts[row] += 1
-        places = row, slice(begin, begin + len(tokens))
-        batch["input_ids"][places] = tokens
-        batch["labels"][places] = targets
-        batch["segment_ids"][places] = counts[row]
-        batch["positions"][places] = np.arange(len(tokens))
-    return batch
+
+def pack_pairs(
+    chosen: Iterable[Any],
+    rejected: Iterable[Any],
+    length: int,
+    *,
+    chosen_labels: Iterable[Any] | None = None,
+    rejected_labels: Iterable[Any] | None = None,
+    pad_id: int = 0,
+) -> tuple[Mapping[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Packs the pairs of a preference loss into rows: both responses of a pair are segments of one row, side by side.
+
+    In the (rows, segments) that `sequence_log_probs` makes, chosen responses are `[:, 0::2]` and the rejected ones
+    `[:, 1::2]`: a form that micro-batches and meshes may cut by rows. `take_segments` has them in the order of pairs.
+    The longest pairs are laid first, each into the first row with room.
+
+    Args:
+        chosen: token ids, a sequence of integers for each pair: prompt and preferred response.
+        rejected: the same with the other response.
+        length: tokens in a row, at least those of the longest pair together.
+        chosen_labels: for each of `chosen` as many labels, unshifted, -100 where a token is not scored, as in the
+            prompt; `None` for the tokens.
+        rejected_labels: the same for `rejected`.
+        pad_id: the token id at empty places.
+
+    Returns:
+        (batch, chosen places, rejected places). The batch holds a model's arguments, as `pack` makes them. Places are
+        int32 (pairs, 2): row and segment, both counted from 0, so that segment s has the id s + 1.
+
+    Raises:
+        TypeError: tokens are no integers.
+        ValueError: `length` is less than 1 or than a pair, a response has no token, labels are of another length, or
+            there are no pairs.
+
+    Example:
+        >>> batch, chosen, rejected = pack_pairs([[5, 6], [7, 8]], [[5, 9, 9], [7, 3]], length=5)
+        >>> batch["segment_ids"].tolist(), chosen.tolist(), rejected.tolist()
+        ([[1, 1, 2, 2, 2], [1, 1, 2, 2, 0]], [[0, 0], [1, 0]], [[0, 1], [1, 1]])
+    """
+    op = "pack_pairs"
+    sides = []
+    for name, side, labels in (("chosen", chosen, chosen_labels), ("rejected", rejected, rejected_labels)):
+        tokens = [_as_tokens(op, name, number, response) for number, response in enumerate(side)]
+        sides.append(list(zip(tokens, _scored(op, tokens, labels, name, f"{name}_labels"), strict=True)))
+    if len(sides[0]) != len(sides[1]):
+        raise ValueError(
+            f"{op}: there are {len(sides[0])} chosen and {len(sides[1])} rejected responses; pass one of each."
+        )
+    batch, places = _packed_bundles(op, "pair", list(map(list, zip(*sides, strict=True))), length, pad_id)
+    return batch, places[0::2], places[1::2]
+
+
+def pack_completions(
+    groups: Iterable[Iterable[Any]],
+    length: int,
+    *,
+    labels: Iterable[Iterable[Any]] | None = None,
+    pad_id: int = 0,
+) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
+    """Packs groups of completions into rows: all completions of a group are segments of one row, side by side.
+
+    The longest groups are laid first, each into the first row with room. Where advantages are known beforehand, groups
+    of one completion each leave less empty.
+
+    Args:
+        groups: for each prompt its completions, and for each of these token ids, prompt and completion.
+        length: tokens in a row, at least those of the longest group together.
+        labels: the same with labels, unshifted, -100 where a token is not scored, as in the prompt; `None` for the
+            tokens.
+        pad_id: the token id at empty places.
+
+    Returns:
+        (batch, places). The batch holds a model's arguments, as `pack` makes them. Places are int32 (completions, 2),
+        in the order of groups and of completions in them: row and segment, both counted from 0. `place_segments` lays
+        advantages with them.
+
+    Raises:
+        TypeError: tokens are no integers.
+        ValueError: `length` is less than 1 or than a group, a completion has no token, labels are of another length, or
+            there are no completions.
+
+    Example:
+        >>> batch, places = pack_completions([[[5, 6], [5, 7]], [[8, 9, 9]]], length=4)
+        >>> batch["input_ids"].tolist(), places.tolist()
+        ([[5, 6, 5, 7], [8, 9, 9, 0]], [[0, 0], [0, 1], [1, 0]])
+    """
+    op = "pack_completions"
+    groups = [list(group) for group in groups]
+    all_labels = [None] * len(groups) if labels is None else [list(group) for group in labels]
+    if len(all_labels) != len(groups):
+        raise ValueError(f"{op}: there are labels of {len(all_labels)} groups and {len(groups)} groups; pass one each.")
+    bundles = []
+    for number, (group, targets) in enumerate(zip(groups, all_labels, strict=True)):
+        name, label_name = f"groups[{number}]", f"labels[{number}]"
+        tokens = [_as_tokens(op, name, place, completion) for place, completion in enumerate(group)]
+        bundles.append(list(zip(tokens, _scored(op, tokens, targets, name, label_name), strict=True)))
+    return _packed_bundles(op, "group", bundles, length, pad_id)
 
 
 def pad(
@@ -95,7 +178,7 @@ def pad(
         >>> batch["input_ids"].tolist(), batch["labels"].tolist()
         ([[5, 6, 7, 0], [8, 9, 0, 0]], [[5, 6, 7, -100], [8, 9, -100, -100]])
     """
-    segments = _segments("pad", documents, length, labels)
+    segments = _cut("pad", documents, length, labels)
     shape = len(segments), length
     batch = {"input_ids": np.full(shape, pad_id, np.int32), "labels": np.full(shape, IGNORE_INDEX, np.int32)}
     for row, (tokens, targets) in enumerate(segments):
@@ -120,44 +203,101 @@ def share_of_padding(batch: Mapping[str, np.ndarray]) -> float:
     return float(np.mean(batch["segment_ids"] == 0))
 
 
-def _segments(caller: str, documents: Any, length: int, labels: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+def _cut(op: str, documents: Any, length: int, labels: Any) -> Bundle:
     """Tokens and labels of each document, cut where they are longer than a row."""
-    if not isinstance(length, int) or length < 1:
-        raise ValueError(f"{caller}: length={length!r} must be a Python int of at least 1.")
-    documents = [_as_tokens(f"{caller}: documents", number, document) for number, document in enumerate(documents)]
-    if labels is None:
-        scored = documents
-    else:
-        scored = [_as_tokens(f"{caller}: labels", number, document) for number, document in enumerate(labels)]
-        _check_labels(caller, documents, scored)
+    _check_length(op, length)
+    documents = [_as_tokens(op, "documents", number, document) for number, document in enumerate(documents)]
     segments = [
         (tokens[begin : begin + length], targets[begin : begin + length])
-        for tokens, targets in zip(documents, scored, strict=True)
+        for tokens, targets in zip(documents, _scored(op, documents, labels), strict=True)
         for begin in range(0, len(tokens), length)
     ]
     if not segments:
-        raise ValueError(f"{caller}: {len(documents)} documents have no token; pass at least one that has.")
+        raise ValueError(f"{op}: {len(documents)} documents have no token; pass at least one that has.")
     return segments
 
 
-def _as_tokens(name: str, number: int, document: Any) -> np.ndarray:
+def _check_length(op: str, length: Any) -> None:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"{op}: length={length!r} must be a Python int of at least 1.")
+
+
+def _as_tokens(op: str, name: str, number: int, document: Any) -> np.ndarray:
     tokens = np.asarray(document)
     if tokens.ndim != 1:
-        raise ValueError(f"{name}[{number}] has shape {tokens.shape}, but must be a sequence of token ids.")
+        raise ValueError(f"{op}: {name}[{number}] has shape {tokens.shape}, but must be a sequence of token ids.")
     if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"{name}[{number}] holds {tokens.dtype}; token ids are integers.")
+        raise TypeError(f"{op}: {name}[{number}] holds {tokens.dtype}; token ids are integers.")
     return tokens
 
 
-def _check_labels(caller: str, documents: list[np.ndarray], labels: list[np.ndarray]) -> None:
-    if len(labels) != len(documents):
-        raise ValueError(f"{caller}: there are {len(labels)} labels and {len(documents)} documents; pass one for each.")
-    for number, (tokens, targets) in enumerate(zip(documents, labels, strict=True)):
+def _scored(
+    op: str, documents: list[np.ndarray], labels: Any, name: str = "documents", label_name: str = "labels"
+) -> list[np.ndarray]:
+    """The labels of documents; the tokens themselves if there are none."""
+    if labels is None:
+        return documents
+    scored = [_as_tokens(op, label_name, number, document) for number, document in enumerate(labels)]
+    if len(scored) != len(documents):
+        raise ValueError(f"{op}: there are {len(scored)} {label_name} and {len(documents)} {name}; pass one for each.")
+    for number, (tokens, targets) in enumerate(zip(documents, scored, strict=True)):
         if len(tokens) != len(targets):
             raise ValueError(
-                f"{caller}: labels[{number}] has {len(targets)} entries and documents[{number}] has {len(tokens)} "
+                f"{op}: {label_name}[{number}] has {len(targets)} entries and {name}[{number}] has {len(tokens)} "
                 "tokens; pass one label for each token, -100 where it is not scored."
             )
+    return scored
+
+
+def _packed_bundles(
+    op: str, what: str, bundles: list[Bundle], length: int, pad_id: int
+) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
+    """Bundles of segments that no row parts, after checks, and the places of all segments in order."""
+    _check_length(op, length)
+    if not any(bundles):
+        raise ValueError(f"{op}: there is no {what} to pack; pass at least one.")
+    for number, bundle in enumerate(bundles):
+        sizes = [len(tokens) for tokens, _ in bundle]
+        if 0 in sizes:
+            raise ValueError(
+                f"{op}: sequence {sizes.index(0)} of {what} {number} has no token, so that no segment would stand for "
+                f"it; leave the {what} out."
+            )
+        if sum(sizes) > length:
+            raise ValueError(
+                f"{op}: {what} {number} has {sum(sizes)} tokens, but a row has length={length}, and no {what} is "
+                f"parted or cut; shorten its sequences, leave it out, or pass length={sum(sizes)} or more."
+            )
+    # The largest first, which leaves less empty; places say where each lies.
+    order = sorted(range(len(bundles)), key=lambda number: -sum(len(tokens) for tokens, _ in bundles[number]))
+    batch, segments = _laid([bundles[number] for number in order if bundles[number]], length, pad_id)
+    sizes = np.array([len(bundle) for bundle in bundles])
+    owners = np.repeat(order, sizes[order])
+    return batch, segments[np.argsort(owners, kind="stable")]
+
+
+def _laid(bundles: list[Bundle], length: int, pad_id: int) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
+    """Each bundle's segments side by side in the first row with room, and the row and segment of each, from 0."""
+    rows, begins = _first_fit([sum(len(tokens) for tokens, _ in bundle) for bundle in bundles], length)
+    shape = max(rows) + 1, length
+    batch = {
+        "input_ids": np.full(shape, pad_id, np.int32),
+        "labels": np.full(shape, IGNORE_INDEX, np.int32),
+        "segment_ids": np.zeros(shape, np.int32),
+        "positions": np.zeros(shape, np.int32),
+    }
+    counts, segments = [0] * shape[0], []
+    for bundle, row, begin in zip(bundles, rows, begins, strict=True):
+        for tokens, targets in bundle:
+            segments.append((row, counts[row]))
+            counts[row] += 1
+            places = row, slice(begin, begin + len(tokens))
+            batch["input_ids"][places] = tokens
+            batch["labels"][places] = targets
+            batch["segment_ids"][places] = counts[row]
+            batch["positions"][places] = np.arange(len(tokens))
+            begin += len(tokens)
+    return batch, np.array(segments, np.int32).reshape(-1, 2)
 
 
 def _first_fit(sizes: list[int], length: int) -> tuple[list[int], list[int]]:

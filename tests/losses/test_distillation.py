@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.losses import cosine_distance, js_divergence, kl_divergence, tv_distance
+from liger_jax.losses import (
+    cosine_distance,
+    gkd_loss,
+    js_divergence,
+    kl_divergence,
+    policy_loss,
+    reverse_kl_advantages,
+    tv_distance,
+)
 from tests.losses._oracle import assert_matches, close
 
 N, V = 5, 13
@@ -56,6 +64,38 @@ def test_beta_moves_the_mixture(beta, logits):
     assert_matches(
         lambda *a: js_divergence(*a, beta=beta), lambda *a: oracle(js_divergence, *a, beta=beta).mean(), logits
     )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_gkd_is_the_js_divergence_with_the_kl_divergences_as_its_ends(beta, logits):
+    def expected(student, teacher):
+        if beta == 0.3:
+            return oracle(js_divergence, student, teacher, 2.5, beta).mean()
+        return oracle(kl_divergence, *((student, teacher) if beta == 0 else (teacher, student)), 2.5).mean()
+
+    assert_matches(lambda *a: gkd_loss(*a, beta=beta, temperature=2.5), expected, logits)
+
+
+def test_reverse_kl_advantages_have_the_gradient_of_the_reverse_kl(logits):
+    """In the mean over all tokens that the student may sample, each with its probability, at ratio 1."""
+    student, teacher = (jnp.asarray(x[:1], jnp.float32) for x in logits)
+
+    def sampled(student):
+        log_probs = jax.nn.log_softmax(student)
+        advantages = reverse_kl_advantages(log_probs, jax.nn.log_softmax(teacher))
+        expected = jax.lax.stop_gradient(jnp.exp(log_probs)) * advantages
+        return policy_loss(log_probs, None, expected, mask=jnp.ones((1, V), bool), denominator=1.0).loss
+
+    close(jax.grad(sampled)(student), jax.grad(lambda x: kl_divergence(teacher, x))(student))
+    assert not jax.grad(lambda x: reverse_kl_advantages(x, teacher).sum())(student).any()
+
+
+def test_gkd_and_sampled_kl_refuse_what_they_cannot_take(unchecked_types):
+    x = jnp.ones((2, 3))
+    with pytest.raises(ValueError, match=r"gkd_loss: beta=1.5 must be in \[0, 1\]"):
+        gkd_loss(x, x, beta=1.5)
+    with pytest.raises(ValueError, match=r"reverse_kl_advantages: teacher_log_probs has shape \(2,\), but must have"):
+        reverse_kl_advantages(x, x[:, 0])
 
 
 def test_the_js_divergence_tends_to_both_kl_divergences(logits):

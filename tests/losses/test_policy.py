@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.losses import group_advantages, policy_loss, policy_token_loss, policy_weights
-from liger_jax.losses._policy_formulas import CLIPPING_TYPES, LOSS_TYPES
+from liger_jax.losses import group_advantages, policy_loss, policy_token_loss, policy_weights, reinforce_advantages
+from liger_jax.losses._policy_formulas import CLIPPING_TYPES, LOSS_TYPES, SEQUENCE_TYPES
 from tests.losses._oracle import assert_matches, close
 
 B, T = 4, 6
@@ -16,6 +16,8 @@ MASK = np.arange(T) < np.array([[6], [2], [4], [1]])
 MASK[0, 2] = False  # a tool's answer amid a completion
 ADVANTAGES = np.array([1.3, -0.7, 0.4, -2.0])
 MAX_LENGTH = 9
+SEPARABLE_TYPES = [t for t in LOSS_TYPES if t not in SEQUENCE_TYPES]
+TYPES_AND_LEVELS = [(t, "token") for t in LOSS_TYPES] + [(t, "sequence") for t in SEPARABLE_TYPES]
 
 
 def sigmoid(x):
@@ -51,6 +53,15 @@ def oracle(
     elif loss_type == "sapo":
         tau = np.where(advantages > 0, 1.0, 1.05)
         losses = -4 / tau * sigmoid(tau * (ratio - 1)) * advantages
+    elif loss_type == "vespo":
+        terms = ((log_ratio if detached is None else detached - old) + np.log(importance)) * MASK
+        w = np.exp(np.clip(terms.sum(1, keepdims=True), np.log(1e-8), 20))
+        k, lam = np.where(advantages >= 0, 2.0, 3.0), np.where(advantages >= 0, 3.0, 2.0)
+        losses, importance = -np.exp(lam) * w**k * np.exp(-lam * w) * advantages * log_probs, 1.0
+    elif loss_type == "gmpo":
+        clipped = np.where(advantages > 0, np.minimum(log_ratio, high), np.maximum(log_ratio, -low))
+        mean = (clipped * MASK).sum(1, keepdims=True) / counts
+        losses, unbiased = -np.exp(mean) * advantages, False
     else:
         bounded = np.minimum(ratio, np.inf if delta is None else delta)
         losses = -np.minimum(bounded * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages)
@@ -59,7 +70,7 @@ def oracle(
         d = reference - log_probs
         losses = losses + beta * (np.exp(d) - d - 1) * (ratio if unbiased else 1)
     losses = losses * MASK
-    if loss_type in ("grpo", "sapo"):
+    if loss_type in ("grpo", "sapo", "gmpo"):
         return np.mean(losses.sum(1) / counts[:, 0])
     if loss_type == "luspo":
         return np.mean(losses.sum(1))
@@ -84,11 +95,30 @@ def arrays(rng):
     return [policy, policy + 0.4 * rng.standard_normal((B, T)), policy + 0.5 * rng.standard_normal((B, T))]
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", [t for t in LOSS_TYPES if t != "cispo"])
+@pytest.mark.parametrize("loss_type, level", [x for x in TYPES_AND_LEVELS if x[0] not in ("cispo", "vespo")])
 def test_every_type_is_its_paper_s_objective_at_both_levels(loss_type, level, arrays):
     ours = functools.partial(loss, importance_level=level, **options_of(loss_type))
-    assert_matches(ours, functools.partial(oracle, loss_type=loss_type, level=level), arrays[:2])
+    ranges = dict(low=0.4, high=0.4) if loss_type == "gmpo" else {}
+    assert_matches(ours, functools.partial(oracle, loss_type=loss_type, level=level, **ranges), arrays[:2])
+
+
+def test_gmpo_clips_log_ratios_and_adds_a_plain_penalty(arrays):
+    ours = functools.partial(loss, epsilon_low=0.1, epsilon_high=0.3, beta=0.3, **options_of("gmpo"))
+    assert_matches(ours, functools.partial(oracle, loss_type="gmpo", low=0.1, high=0.3, beta=0.3), arrays)
+
+
+@pytest.mark.parametrize("shape", [(B, 1), (B, T)])
+def test_vespo_weighs_a_sequence_by_all_its_ratios_and_not_the_gradient(shape, arrays, rng):
+    """A sequence's importance ratio is a factor of its weight once, and each token's is one."""
+    policy, old = arrays[:2]
+    importance = rng.uniform(0.5, 2.0, shape).astype(np.float32)
+    ours = lambda x: loss(
+        x, jnp.asarray(old, jnp.float32), importance_ratio=jnp.asarray(importance), **options_of("vespo")
+    )
+    old, fixed = (np.float32(x).astype(np.float64) for x in (old, policy))
+    shares = importance if shape == (B, T) else importance ** (1 / MASK.sum(1, keepdims=True))
+    options = dict(loss_type="vespo", detached=fixed, importance=shares.astype(np.float64))
+    assert_matches(ours, lambda x: oracle(x, old, **options), [policy])
 
 
 def test_cispo_clips_the_weight_and_not_the_gradient(arrays):
@@ -135,7 +165,7 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_type(arrays, rng):
     assert_matches(ours, expected, [*arrays[:2], entropy])
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", SEPARABLE_TYPES)
 def test_the_token_form_weighted_and_summed_is_the_loss(loss_type, arrays):
     policy, old, reference = (jnp.asarray(x, jnp.float32) for x in arrays)
     weights, denominator = policy_weights(
@@ -170,15 +200,14 @@ def test_micro_batches_of_one_step_add_up_to_it(loss_type, arrays, rng):
     close(jax.jit(parts)(), jax.jit(lambda: part(slice(None)))())
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type, level", TYPES_AND_LEVELS)
 def test_a_fresh_sample_trains_in_full_at_every_range(loss_type, level, arrays):
     """A fresh sample has ratio 1. At ε = 0 this is the end of the range, where half the gradient is easily lost."""
     policy = jnp.asarray(arrays[0], jnp.float32)
     options = options_of(loss_type) | dict(importance_level=level)
-    if loss_type != "sapo":
+    if loss_type not in ("sapo", "vespo"):
         options |= dict(epsilon_high=1.0 if loss_type == "cispo" else 0.0)
-    if loss_type in CLIPPING_TYPES:
+    if loss_type in (*CLIPPING_TYPES, "gmpo"):
         options |= dict(epsilon_low=0.0)
     weights, denominator = policy_weights(jnp.asarray(MASK), loss_type, options.get("max_length"))
     gradient = jax.jit(jax.grad(lambda x: loss(x, None, **options)))(policy)
@@ -188,8 +217,7 @@ def test_a_fresh_sample_trains_in_full_at_every_range(loss_type, level, arrays):
     close(gradient, plain)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type, level", TYPES_AND_LEVELS)
 def test_ratios_that_overflow_stay_finite(loss_type, level):
     mask = jnp.ones((4, 2), bool)
     policy = jnp.asarray([[-1.0, -1.0], [-1.0, -1.0], [-1e4, -1e4], [-1e4, -1e4]])
@@ -312,6 +340,17 @@ def test_equal_rewards_teach_nothing(method):
     assert not group_advantages(rewards, method, where=where).any()
 
 
+@pytest.mark.parametrize("group_baseline", [False, True])
+def test_reinforce_s_advantages_compare_with_the_batch(group_baseline, rng):
+    rewards = rng.standard_normal((3, 5)).astype(np.float32)
+    where = np.array([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [1, 1, 0, 0, 0]], bool)
+    exact = np.where(where, rewards.astype(np.float64), 0.0)
+    a = exact - (exact.sum(1) / where.sum(1))[:, None] if group_baseline else exact
+    expected = np.where(where, (a - a[where].mean()) / (a[where].std(ddof=1) + 1e-4), 0.0)
+    spoilt = jnp.asarray(np.where(where, rewards, np.nan))
+    close(reinforce_advantages(spoilt, group_baseline=group_baseline, where=jnp.asarray(where)), expected)
+
+
 LOG_PROBS = jnp.full((2, 3), -1.0)
 ALL = jnp.ones((2, 3), bool)
 
@@ -337,7 +376,18 @@ ALL = jnp.ones((2, 3), bool)
             r"sapo_temperatures\[1\]=0.0 must be a fini",
         ),
         (dict(loss_type="sapo", sapo_temperatures=(1.0,)), ValueError, r"sapo_temperatures=\(1.0,\) must be two"),
-        (dict(unbiased_kl=None), TypeError, "unbiased_kl=None must be True or False"),
+        (dict(unbiased_kl=1), TypeError, "unbiased_kl=1 must be True, False or None"),
+        (dict(vespo_k=(1.0, 1.0)), ValueError, "vespo_k is given, but loss_type='dapo' does not read it"),
+        (
+            dict(loss_type="vespo", vespo_lambda=(1.0, 0.0)),
+            ValueError,
+            r"vespo_lambda\[1\]=0.0 must be a fin",
+        ),
+        (dict(loss_type="vespo", importance_level="sequence"), ValueError, "importance_level='sequence' does not go"),
+        (dict(loss_type="gmpo", unbiased_kl=True), ValueError, "unbiased_kl=True has no meaning for loss_type='gmpo'"),
+        (dict(loss_type="gmpo", epsilon_low=-1.0), ValueError, "epsilon_low=-1.0 must be a finite number >= 0"),
+        (dict(segment_ids=ALL.astype(int)), ValueError, "segment_ids and num_segments belong together"),
+        (dict(segment_ids=ALL.astype(int), num_segments=3), ValueError, "num_segments=3 is the number of tokens in"),
         (dict(loss_type="dr_grpo"), TypeError, "loss_type='dr_grpo' needs max_length, an int, but it is None"),
         (dict(loss_type="dr_grpo", max_length=0), ValueError, "max_length=0 must be > 0"),
         (dict(max_length=9), ValueError, "max_length is given, but loss_type='dapo' does not read it"),
@@ -378,7 +428,8 @@ def test_wrong_arguments_are_refused_with_law_and_cure(options, error, message, 
         (dict(reference_log_probs=LOG_PROBS), "reference_log_probs belongs to beta > 0, but beta=0.0; pass beta > 0"),
         (dict(beta=0.1), "reference_log_probs belongs to beta > 0, but beta=0.1; pass it, or beta=0.0"),
         (dict(advantages=jnp.ones(2)), r"advantages has shape \(2,\), but must have shape \(2, 3\)"),
-        (dict(loss_type="vespo"), "loss_type='vespo' is unknown"),
+        (dict(loss_type="vespo"), "loss_type='vespo' is not separable by token, because a token's weight depends"),
+        (dict(loss_type="gmpo"), "loss_type='gmpo' is not separable by token"),
     ],
 )
 def test_the_token_form_refuses_what_is_not_separable(options, message, unchecked_types):
@@ -404,3 +455,17 @@ def test_the_token_form_refuses_what_is_not_separable(options, message, unchecke
 def test_wrong_rewards_are_refused(rewards, options, error, message, unchecked_types):
     with pytest.raises(error, match=f"group_advantages: {message}"):
         group_advantages(rewards, **options)
+
+
+@pytest.mark.parametrize(
+    "rewards, options, error, message",
+    [
+        (jnp.ones(1), {}, ValueError, r"rewards has shape \(1,\), but must hold a batch of at least two samples"),
+        (jnp.ones((3, 1)), dict(group_baseline=True), ValueError, r"rewards has shape \(3, 1\), but must hold"),
+        (jnp.ones(3, int), {}, TypeError, "rewards has dtype int32, but must be floating point"),
+        (jnp.ones(3), dict(where=jnp.ones(2, bool)), ValueError, r"where has shape \(2,\), but must have shape"),
+    ],
+)
+def test_wrong_batches_of_rewards_are_refused(rewards, options, error, message, unchecked_types):
+    with pytest.raises(error, match=f"reinforce_advantages: {message}"):
+        reinforce_advantages(rewards, **options)

@@ -16,12 +16,14 @@ import pytest
 
 from liger_jax import losses
 from liger_jax.losses._dpo_formulas import LOSS_TYPES as DPO_TYPES
-from liger_jax.losses._policy_formulas import LOSS_TYPES as POLICY_TYPES
+from liger_jax.losses._policy_formulas import LOSS_TYPES, SEQUENCE_TYPES
+from liger_jax.losses.sampler import MODES
 from tests.losses._oracle import close, scale_of_sum
 
 HAS_TRL = all(importlib.util.find_spec(name) for name in ("torch", "trl"))
 pytestmark = [pytest.mark.parity, pytest.mark.skipif(not HAS_TRL, reason="torch or trl is not installed")]
 P, T = 4, 7
+TYPES_AND_LEVELS = [(t, "token") for t in LOSS_TYPES] + [(t, "sequence") for t in LOSS_TYPES if t not in SEQUENCE_TYPES]
 LENGTHS = np.array([5, 2, 4, 6, 3, 6, 1, 4])  # of P chosen and P rejected
 
 
@@ -260,10 +262,18 @@ def grpo_of_trl(torch, log_probs, old, reference, entropy, mask, advantages, **o
             use_bias_correction_kl=True,
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
             steps_per_generation=1,
         ),
         _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, entropy, None),
     )
+    trainers = {"gmpo": ("experimental.gmpo.gmpo_trainer", "GMPOTrainer")}
+    module, name = trainers.get(options["loss_type"], ("trainer.grpo_trainer", "GRPOTrainer"))
+    trainer_type = getattr(trl(module), name)
+    self.get_gamma_weights = trl("trainer.grpo_trainer").GRPOTrainer.get_gamma_weights
     mask = torch.tensor(mask).long()
     inputs = dict(
         prompt_ids=mask[:, :1],
@@ -273,21 +283,22 @@ def grpo_of_trl(torch, log_probs, old, reference, entropy, mask, advantages, **o
         advantages=torch.tensor(advantages),
         old_per_token_logps=old,
         ref_per_token_logps=reference,
-        importance_sampling_ratio=torch.full(mask.shape, 1.5),
+        importance_sampling_ratio=torch.where(mask.bool(), 1.5 if options["loss_type"] != "gmpo" else 1.0, 1.0),
         num_items_in_batch=mask.sum(),
     )
-    return trl("trainer.grpo_trainer").GRPOTrainer._compute_loss(self, None, inputs)
+    loss = trainer_type._compute_loss(self, None, inputs)
+    # TRL's GMPO has no entropy bonus, and no importance ratio.
+    return loss - 0.1 * (entropy * mask).sum() / mask.sum() if options["loss_type"] == "gmpo" else loss
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", POLICY_TYPES)
+@pytest.mark.parametrize("loss_type, level", TYPES_AND_LEVELS)
 def test_policy_types(loss_type, level, tokens, rng, torch):
     """With all that acts at once: a penalty, an importance ratio, an entropy bonus, a range and delta."""
     log_probs, old, mask = tokens
     reference, entropy = (log_probs + 0.2).astype(np.float32), rng.gamma(1.0, 1.0, log_probs.shape).astype(np.float32)
     advantages = rng.standard_normal(2 * P).astype(np.float32)
     high = 1.1 if loss_type == "cispo" else 0.3
-    delta = 1.4 if loss_type not in ("cispo", "sapo") else None
+    delta = 1.4 if loss_type not in ("cispo", "sapo", *SEQUENCE_TYPES) else None
     theirs = lambda x, old, reference, entropy: grpo_of_trl(
         torch,
         *(x, old, reference, entropy, mask, advantages),
@@ -296,7 +307,9 @@ def test_policy_types(loss_type, level, tokens, rng, torch):
         epsilon_high=high,
         delta=delta,
     )
-    options = {} if loss_type == "sapo" else dict(epsilon_high=high, delta=delta)
+    options = {} if loss_type in ("sapo", "vespo") else dict(epsilon_high=high, delta=delta)
+    options |= dict(epsilon_low=0.2) if loss_type == "gmpo" else {}
+    factor = 1.0 if loss_type == "gmpo" else 1.5
     options |= dict(max_length=9) if loss_type == "dr_grpo" else {}
     ours = lambda x, old, reference, entropy: (
         losses.policy_loss(
@@ -305,7 +318,7 @@ def test_policy_types(loss_type, level, tokens, rng, torch):
             jnp.asarray(advantages),
             mask=jnp.asarray(mask),
             reference_log_probs=reference,
-            importance_ratio=jnp.full(mask.shape, 1.5),
+            importance_ratio=jnp.full(mask.shape, factor),
             entropy=entropy,
             entropy_coef=0.1,
             beta=0.2,
@@ -329,17 +342,58 @@ def test_group_advantages(rng, torch):
         close(losses.group_advantages(jnp.asarray(rewards), method), advantages)
 
 
-@pytest.mark.parametrize("beta", [0, 0.3, 1])
+def test_reinforce_advantages(rng, torch):
+    """As TRL's RLOO with `normalize_advantages`, of other advantages: rloo_trainer.py, below the lines named above."""
+    rewards = rng.standard_normal((3, 5)).astype(np.float32)
+    groups = torch.tensor(rewards)
+    for group_baseline in (False, True):
+        a = groups - groups.mean(1, keepdim=True) if group_baseline else groups
+        expected = (a - a.mean()) / (a.std() + 1e-4)
+        close(losses.reinforce_advantages(jnp.asarray(rewards), group_baseline=group_baseline), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_importance_sampling_ratio(mode, tokens, torch):
+    """TRL computes it amid generation, so this restates grpo_trainer.py, lines 2660 to 2704."""
+    old, sampling, mask = tokens
+    difference = torch.nan_to_num(torch.tensor(old - sampling) * torch.tensor(mask), nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = torch.exp(difference)
+    outside = (ratio < 0.8) | (ratio > 1.3)
+    expected = ratio.masked_fill(outside, 0.0) if mode.endswith("mask") else torch.clamp(ratio, 0.8, 1.3)
+    options = dict(mask=jnp.asarray(mask), mode=mode, clip_min=0.8, clip_max=1.3)
+    close(losses.importance_sampling_ratio(jnp.asarray(old), jnp.asarray(sampling), **options), expected)
+
+
+def test_on_policy_distillation(tokens, rng, torch):
+    """The gradient of TRL's sampled-token loss without its weights of prefixes, whose value differs by a constant."""
+    _, teacher, mask = tokens
+    logits = rng.standard_normal((2 * P, T, 11)).astype(np.float32)
+    sampled = rng.integers(0, 11, (2 * P, T))
+
+    def ours(x):
+        log_probs = jnp.take_along_axis(jax.nn.log_softmax(x), jnp.asarray(sampled)[..., None], axis=-1)[..., 0]
+        advantages = losses.reverse_kl_advantages(log_probs, jnp.asarray(teacher))
+        return losses.policy_loss(log_probs, None, advantages, mask=jnp.asarray(mask)).loss
+
+    x = torch.tensor(logits, requires_grad=True)
+    self = trainer(temperature=1.0, iw_opd_gamma=0.0, iw_opd_epsilon=1e-8)
+    labels = torch.tensor(np.where(mask, sampled, -100))
+    found = trl("experimental.iw_opd.iw_opd_trainer").IWOPDTrainer._compute_iw_opd_loss(
+        self, x, torch.tensor(sampled), labels, torch.tensor(teacher)
+    )
+    (true_gradient,) = torch.autograd.grad(found, x)
+    close(jax.jit(jax.grad(ours))(jnp.asarray(logits)), true_gradient)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_divergences(beta, rng, torch):
     logits = 2 * rng.standard_normal((2, 3, 4, 11))
     where = np.arange(4) < np.array([[4], [2], [3]])
     labels = torch.tensor(np.where(where, 1, -100))
     options = dict(temperature=2.5, where=jnp.asarray(where))
-    ours = {
-        0: lambda s, t: losses.kl_divergence(s, t, **options),
-        0.3: lambda s, t: losses.js_divergence(s, t, beta=0.3, **options),
-        1: lambda s, t: losses.kl_divergence(t, s, **options),
-    }[beta]
+    ours = lambda s, t: losses.gkd_loss(s, t, beta=beta, **options)
     theirs = lambda s, t: trl("experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss(
         s, t, labels, beta=beta, temperature=2.5
     )

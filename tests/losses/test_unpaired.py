@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.losses import kto_loss
+from liger_jax.losses import kto_loss, running_baseline
 from tests.losses._oracle import assert_matches, close
 
 BETA = 0.3
@@ -66,6 +66,41 @@ def test_baseline_and_rewards_have_no_gradient(arrays):
     rewards = lambda x: kto_loss(x, arrays[1], jnp.asarray(DESIRABLE), kl=0.0).rewards
     close(rewards(arrays[0]), 0.1 * (arrays[0] - arrays[1]))
     assert not jax.grad(lambda x: rewards(x).sum())(arrays[0]).any()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.7, 1.0])
+def test_a_running_baseline_is_the_decayed_mean_of_all_that_counted(decay, rng):
+    state, seen = None, []
+    step = jax.jit(lambda x, state, where: running_baseline(x, state, decay=decay, where=where))
+    for number in range(4):
+        values, where = rng.standard_normal(3) + 2, np.array([True, number != 1, True])
+        values = values.astype(np.float32)
+        baseline, state = step(jnp.asarray(np.where(where, values, np.nan)), state, jnp.asarray(where))
+        seen = [(decay * weight, x) for weight, x in seen] + [(1.0, x) for x in values[where]]
+        close(baseline, sum(weight * float(x) for weight, x in seen) / sum(weight for weight, _ in seen))
+    nothing = jnp.zeros(3, bool)
+    close(step(jnp.full(3, jnp.nan), state, nothing)[0], baseline)
+    assert step(jnp.full(3, jnp.nan), None, nothing)[0] == 0
+    assert not jax.grad(lambda x: running_baseline(x, state)[0])(jnp.ones(3)).any()
+
+
+def test_kto_takes_the_running_baseline(arrays):
+    baseline, _ = running_baseline(jnp.asarray([0.5, 1.5]))
+    assert_matches(lambda *a: ours(*a, kl=baseline), lambda *a: oracle(*a, z=1.0), arrays)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(decay=1.5), ValueError, r"decay=1.5 must be in \[0, 1\]"),
+        (dict(decay=jnp.ones(())), TypeError, "decay is a .*, but must be a Python number"),
+        (dict(where=jnp.ones(2, bool)), ValueError, r"where has shape \(2,\), but must have shape \(3,\)"),
+        (dict(log_ratios=jnp.ones(3, int)), TypeError, "log_ratios has dtype int32, but must be floating point"),
+    ],
+)
+def test_a_wrong_baseline_is_refused(options, error, message, unchecked_types):
+    with pytest.raises(error, match=f"running_baseline: {message}"):
+        running_baseline(**dict(log_ratios=jnp.ones(3)) | options)
 
 
 ONES, GOOD = jnp.ones(3), jnp.ones(3, bool)

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from liger_jax.losses import shifted_labels
-from liger_jax.training import pack, share_of_padding
+from liger_jax.training import pack, pack_completions, pack_pairs, share_of_padding
 from tests.models._convergence import FAMILIES
 from tests.ops._oracle import first
 
@@ -95,3 +95,75 @@ def test_labels_go_where_their_tokens_go_and_empty_places_are_not_scored(rng):
 def test_what_cannot_be_packed_is_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         pack(**arguments)
+
+
+def at(batch, place, name="input_ids"):
+    """The segment at a place: row and segment, from 0."""
+    row, segment = place
+    return batch[name][row][batch["segment_ids"][row] == segment + 1].tolist()
+
+
+def test_a_pair_shares_a_row_and_is_found_at_its_places(rng):
+    chosen, rejected = ([rng.integers(1, 90, n) for n in rng.integers(1, 11, 40)] for _ in range(2))
+    labels = [np.where(np.arange(len(x)) < 1, -100, x) for x in chosen]
+    batch, of_chosen, of_rejected = pack_pairs(chosen, rejected, 25, chosen_labels=labels, pad_id=95)
+    for i in range(40):
+        assert at(batch, of_chosen[i]) == chosen[i].tolist() and at(batch, of_rejected[i]) == rejected[i].tolist()
+        assert at(batch, of_chosen[i], "labels") == labels[i].tolist()
+        assert at(batch, of_chosen[i], "positions") == list(range(len(chosen[i])))
+        assert at(batch, of_rejected[i], "labels") == rejected[i].tolist()
+    assert np.array_equal(of_chosen + [0, 1], of_rejected), "side by side in one row"
+    assert np.all(of_chosen[:, 1] % 2 == 0)
+    assert np.sum(batch["segment_ids"] > 0) == sum(map(len, chosen + rejected))
+    assert np.all(batch["input_ids"][batch["segment_ids"] == 0] == 95)
+
+
+def test_a_group_shares_a_row_and_is_found_at_its_places(rng):
+    groups = [[rng.integers(1, 90, n) for n in rng.integers(1, 9, size)] for size in rng.integers(1, 5, 20)]
+    labels = [[-x for x in group] for group in groups]
+    batch, places = pack_completions(groups, 40, labels=labels)
+    first = 0
+    for group in groups:
+        own, first = places[first : first + len(group)], first + len(group)
+        assert [at(batch, place) for place in own] == [x.tolist() for x in group]
+        assert [at(batch, place, "labels") for place in own] == [(-x).tolist() for x in group]
+        assert len({*own[:, 0].tolist()}) == 1 and np.all(np.diff(own[:, 1]) == 1)
+    assert first == len(places)
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (
+            lambda: pack_pairs([[1, 2]], [[1, 3, 4]], 4),
+            ValueError,
+            "pack_pairs: pair 0 has 5 tokens, but a row",
+        ),
+        (lambda: pack_pairs([[1]], [[]], 4), ValueError, "pack_pairs: sequence 1 of pair 0 has no token"),
+        (lambda: pack_pairs([], [], 4), ValueError, "pack_pairs: there is no pair to pack"),
+        (lambda: pack_pairs([[1]], [], 4), ValueError, "pack_pairs: there are 1 chosen and 0 rejected responses"),
+        (lambda: pack_pairs([[0.5]], [[1]], 4), TypeError, r"pack_pairs: chosen\[0\] holds float64; token ids are"),
+        (
+            lambda: pack_pairs([[1]], [[1]], 4, rejected_labels=[[1, 2]]),
+            ValueError,
+            r"pack_pairs: rejected_labels\[0\] has 2 entries and rejected\[0\] has 1 tokens",
+        ),
+        (lambda: pack_pairs([[1]], [[1]], 0), ValueError, "pack_pairs: length=0 must be a Python int of at least 1"),
+        (
+            lambda: pack_completions([[[1], [2] * 4]], 4),
+            ValueError,
+            "pack_completions: group 0 has 5 tokens, but",
+        ),
+        (lambda: pack_completions([[]], 4), ValueError, "pack_completions: there is no group to pack"),
+        (lambda: pack_completions([[[1], []]], 4), ValueError, "pack_completions: sequence 1 of group 0 has no token"),
+        (
+            lambda: pack_completions([[[1]]], 4, labels=[[[1], [1]]]),
+            ValueError,
+            r"pack_completions: there are 2 labels\[0\] and 1 groups\[0\]; pass one for each",
+        ),
+        (lambda: pack_completions([[[1]]], 4, labels=[]), ValueError, "there are labels of 0 groups and 1 groups"),
+    ],
+)
+def test_bundles_that_cannot_be_packed_are_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
