@@ -128,9 +128,10 @@ class Layout:
         if info.in_axis is None:
             return P()
         split = "·".join(self.fsdp_axes)
+        others = next((name for name in self.batch if name not in self.fsdp_axes), "an axis that splits the batch alone")
         raise ValueError(
             f"{split}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
-            f"that divides {shape[axis]}, and give the other devices to an axis that splits the batch alone."
+            f"that divides {shape[axis]}, and give the other devices to {others}."
         )
 
     def shardings(

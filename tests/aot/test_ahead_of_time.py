@@ -314,7 +314,7 @@ def test_gpu_kernels_compile_inside_shard_map_with_check_vma():
     script = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from liger_jax import cross_entropy, fused_linear_cross_entropy, geglu, rms_norm, sparsemax
+from liger_jax import cross_entropy, fused_linear_cross_entropy, geglu, rms_norm
 from liger_jax.planner.compilers import gpu_devices
 devices = gpu_devices("h200", 4)
 mesh = Mesh(np.array(devices), ("data",))
@@ -322,7 +322,6 @@ mesh = Mesh(np.array(devices), ("data",))
 def local(h, scale, w, y):
     h = rms_norm(rms_norm(h, scale, implementation="triton"), scale, implementation="mosaic_gpu")
     h = geglu(h, h, implementation="triton")
-    h = sparsemax(h, implementation="triton")
     loss = fused_linear_cross_entropy(h, w, y, reduction="sum", implementation="triton")
     for mode in ("fast", "lean"):
         loss += fused_linear_cross_entropy(h, w, y, reduction="sum", mode=mode, implementation="mosaic_gpu")
@@ -335,8 +334,7 @@ shapes = ((4096, 512), jnp.bfloat16), ((512,), jnp.bfloat16), ((8192, 512), jnp.
 types = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p)) for (s, d), p in zip(shapes, specs)]
 traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(*types)
 text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
-for kernel in ("rms_norm_forward", "rms_norm_backward", "glu_forward", "glu_backward", "sparsemax_forward",
-               "sparsemax_backward", "cross_entropy_statistics",
+for kernel in ("rms_norm_forward", "rms_norm_backward", "glu_forward", "glu_backward", "cross_entropy_statistics",
                "fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients"):
     assert kernel in text, kernel
 assert "all-gather" not in text
