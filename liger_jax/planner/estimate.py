@@ -16,7 +16,6 @@ from liger_jax.planner.step import Run
 
 STATIC = ("parameters", "gradients", "optimizer state")
 DYNAMIC = ("layer inputs", "attention", "feed-forward", "one layer's work", "copies of parameters", "loss")
-MOMENTS = {"adamw": 2, "sgd": 0}
 QUANTIZED_BYTES = {"nf4": 1 / 2 + 2 / 64, "int8": 1 + 2 / 64}  # a number, with its share of a block's bfloat16 scale
 
 
@@ -54,7 +53,7 @@ def static_bytes(
         parameters: how many there are.
         devices: over which all three are split.
         param_dtype: dtype of parameters and gradients.
-        optimizer: "adamw" or "sgd".
+        optimizer: "adamw", "adamw8bit" or "sgd".
         state_dtype: dtype of AdamW's two moments.
 
     Returns:
@@ -64,8 +63,25 @@ def static_bytes(
         >>> static_bytes(14_000_000_000, 8) / 1e9
         28.0
     """
-    moments = MOMENTS[optimizer] * jnp.dtype(state_dtype).itemsize
+    moments = moment_bytes(optimizer, state_dtype)
     return math.ceil(parameters * (2 * jnp.dtype(param_dtype).itemsize + moments) / devices)
+
+
+def moment_bytes(optimizer: str, state_dtype: str) -> float:
+    """Bytes of an optimizer's state for each parameter.
+
+    Args:
+        optimizer: "adamw", "adamw8bit" or "sgd".
+        state_dtype: dtype of AdamW's two moments.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> moment_bytes("adamw8bit", "float32")  # two codes, and two float32 scales for 256 of them
+        2.03125
+    """
+    return {"adamw": 2.0 * jnp.dtype(state_dtype).itemsize, "adamw8bit": 2 * (1 + 4 / 256), "sgd": 0.0}[optimizer]
 
 
 def logits_bytes(tokens: int, vocab_size: int, bytes_per_logit: int = 8) -> int:
@@ -101,7 +117,7 @@ def estimate(run: Run) -> Estimate:
     layers = config.num_hidden_layers
     static = {
         "parameters": sizes.held_bytes,
-        "optimizer state": MOMENTS[run.optimizer] * jnp.dtype(run.state_dtype).itemsize * sizes.trained,
+        "optimizer state": math.ceil(moment_bytes(run.optimizer, run.state_dtype) * sizes.trained),
     }
     if run.state_memory == "host":
         static["optimizer state"] = 0

@@ -147,9 +147,10 @@ def plan(
         mesh: such as "data=2,fsdp=8"; `None` for all devices along fsdp, over which parameters, gradients and
             optimizer state are sharded. The batch is sharded over both.
         level: "estimate" or "compiled".
-        **options: `optimizer` ("adamw", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat` ("none", "full",
-            "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number), `state_memory` ("device",
-            "host"), `packed` (True or False), `lora` (a rank) and `quantize` ("nf4", "int8"), as `Run` explains them.
+        **options: `optimizer` ("adamw", "adamw8bit", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat`
+            ("none", "full", "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number), `state_memory`
+            ("device", "host"), `packed` (True or False), `lora` (a rank) and `quantize` ("nf4", "int8"), as `Run`
+            explains them.
 
     Returns:
         The plan.

@@ -21,10 +21,10 @@ from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.mesh import LAYOUT
-from liger_jax.training import adamw, make_step, sgd
+from liger_jax.training import adamw, adamw_8bit, make_step, sgd, stochastic_rounding
 
 LOSSES = ("fused", "logits")
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 REMATS = get_args(Remat)
 STATE_MEMORIES = ("device", "host")
 
@@ -39,8 +39,8 @@ class Run:
         seq: tokens in a sequence.
         target: the devices.
         mesh: sizes of "data" and "fsdp".
-        optimizer: "adamw" or "sgd", the latter without momentum.
-        state_dtype: dtype of the optimizer's moments.
+        optimizer: "adamw", "adamw8bit", whose moments have 8 bits, or "sgd", which has none.
+        state_dtype: dtype of "adamw"'s moments.
         param_dtype: dtype of parameters and gradients.
         dtype: dtype of the computation.
         remat: as the models take it.
@@ -168,14 +168,16 @@ def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
     """An optimizer of `liger_jax.training`, whose gradients are not clipped.
 
     Args:
-        name: "adamw" or "sgd".
-        state_dtype: dtype of the moments.
+        name: "adamw", "adamw8bit" or "sgd".
+        state_dtype: dtype of the moments of "adamw".
 
     Returns:
         The transformation.
     """
     if name == "sgd":
         return sgd(1e-4, max_norm=None)
+    if name == "adamw8bit":
+        return stochastic_rounding(adamw_8bit(1e-4))
     return adamw(1e-4, weight_decay=1e-4, max_norm=None, state_dtype=state_dtype)
 
 

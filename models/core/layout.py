@@ -128,7 +128,9 @@ class Layout:
         if info.in_axis is None:
             return P()
         split = "·".join(self.fsdp_axes)
-        others = next((name for name in self.batch if name not in self.fsdp_axes), "an axis that splits the batch alone")
+        others = next(
+            (name for name in self.batch if name not in self.fsdp_axes), "an axis that splits the batch alone"
+        )
         raise ValueError(
             f"{split}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
             f"that divides {shape[axis]}, and give the other devices to {others}."
@@ -319,7 +321,9 @@ def _state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, wh
     Raises:
         ValueError: a leaf is neither.
     """
-    has_rule = lambda x: hasattr(x, "split_like")
+    has_rule = lambda x: (
+        hasattr(x, "split_like") and not isinstance(x, nnx.Variable)
+    )  # which has its value's attributes
     unruled = object()
     shape_of = lambda x: getattr(x, "shape", ())  # a state may hold Python numbers
     of_other = lambda x: unruled if shape_of(x) else whole

@@ -8,6 +8,8 @@ import re
 import time
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import lora_memory
@@ -19,6 +21,7 @@ from liger_jax.planner.architectures import architecture
 from liger_jax.planner.compiled import Compiled, memory_of
 from liger_jax.planner.estimate import estimate, logits_bytes, static_bytes
 from liger_jax.planner.planning import make_run
+from liger_jax.planner.step import make_optimizer
 
 GIB = 2**30
 
@@ -28,6 +31,16 @@ def test_mixed_precision_takes_16_bytes_a_parameter():
     whole = plan("llama-3.2-1b", batch=64, seq=8192, device="h200").estimates["logits"]
     parameters = architecture("llama-3.2-1b").num_parameters
     assert whole.parts["parameters"] + whole.parts["optimizer state"] == 12 * parameters
+
+
+def test_8_bit_state_takes_about_2_03_bytes_of_the_8_a_parameter():
+    """The estimate knows no small parameters, which have float32 moments."""
+    run = make_run("qwen2-0.5b", batch=1, seq=512, device="h200", optimizer="adamw8bit")
+    optimizer = make_optimizer("adamw8bit", "float32")
+    state = jax.eval_shape(optimizer.init, run.model.abstract(param_dtype=jnp.float32)[1])
+    counted = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert estimate(run).parts["optimizer state"] == pytest.approx(counted, rel=0.01)
+    assert counted / run.model.num_parameters == pytest.approx(2.03, abs=0.02)
 
 
 def test_14_billion_parameters_over_8_devices_take_28_gb_each():

@@ -1,0 +1,313 @@
+"""AdamW whose state has 8 bits a number: two bytes a parameter and a scale for each block of 256, in place of eight."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.training import dynamic_code as code
+
+MIN_SIZE = 4096  # bitsandbytes' too: smaller arrays are no memory, and some of them are delicate
+MIN_WIDTH = 16  # of the last axis: narrower ones would have a scale for hardly any numbers
+FLOAT32_NAMES = ("scale", "bias")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockScales:
+    """The scales of a parameter's codes. A mesh splits a last axis between blocks only, so they lie as the codes do.
+
+    Attributes:
+        values: float32, (…, ⌈D / block_size⌉) for codes (…, D).
+    """
+
+    values: Any
+
+    def split_like(self, sharding: NamedSharding) -> "BlockScales":
+        """How the scales lie on a mesh, from how their parameter lies: `Layout.shardings` asks this.
+
+        Args:
+            sharding: the parameter's.
+
+        Returns:
+            The scales' sharding in their place.
+        """
+        return BlockScales(sharding)
+
+
+class ScaleByAdam8bitState(NamedTuple):
+    """The state of `scale_by_adam_8bit`: each tree has the parameters' structure.
+
+    Attributes:
+        count: how many updates there were.
+        mu: first moments: uint8 codes of the parameter's shape, or float32 numbers.
+        mu_scale: `BlockScales` of codes; the number 1 beside float32 moments.
+        nu: second moments, likewise codes or numbers.
+        nu_scale: their scales.
+    """
+
+    count: jax.Array
+    mu: Any
+    mu_scale: Any
+    nu: Any
+    nu_scale: Any
+
+
+def adamw_8bit(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    block_size: int = 256,
+    float32_names: Sequence[str] = FLOAT32_NAMES,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW with both moments in 8 bits: about 2.03 bytes a parameter in place of 8.
+
+    The update is AdamW's in float32, m̂ / (√v̂ + eps). Then m and v are rounded to bitsandbytes' dynamic code, each in
+    blocks of 256 numbers along the last axis, whose largest number is the block's scale. A second moment above 0 is
+    never rounded to 0. XLA makes it in two passes over a parameter: the scales, then codes and update; no whole array
+    of moments in float32 exists.
+
+    Some parameters keep moments in float32: those of fewer than 4,096 numbers, those whose last axis has fewer than
+    16, and those that `float32_names` name.
+
+    For parameters in bfloat16, put `stochastic_rounding` around it. The state then takes 2.03 bytes beside the
+    parameter's 2, and a run goes on from a saved state as if it had not stopped. Codes have the parameter's shape, so
+    they lie on a mesh as the parameter does, and a saved state can be read onto another mesh. A mesh axis may split a
+    parameter's last axis at the ends of blocks only.
+
+    Args:
+        learning_rate: a number or an optax schedule.
+        b1: the decay of first moments, in [0, 1).
+        b2: the decay of second moments, in [0, 1).
+        eps: is added to √v̂; above 0.
+        weight_decay: times parameter and learning rate, as in `optax.adamw`.
+        mask: which parameters decay, as in `optax.adamw`.
+        block_size: how many numbers share a scale. The last block of a row may be shorter.
+        float32_names: a parameter keeps float32 moments if one of these is a part of its path. Norms' scales and biases
+            do by default; `("scale", "bias", "embed_tokens")` adds a model's embedding.
+
+    Returns:
+        The transformation; its updates are float32.
+
+    Raises:
+        ValueError: `b1`, `b2`, `eps` or `block_size` is out of range; from `init`, that no path has a name of
+            `float32_names`, or that a mesh splits a block; from `update`, that the state has other blocks.
+        TypeError: from `init`, that a parameter is not of real floating-point numbers.
+
+    Example:
+        >>> params = {"kernel": jnp.ones((64, 512), jnp.float32)}
+        >>> optimizer = adamw_8bit(1e-3)
+        >>> updates, state = optimizer.update(params, optimizer.init(params), params)
+        >>> state[0].mu["kernel"].dtype, state[0].mu_scale["kernel"].values.shape
+        (dtype('uint8'), (64, 2))
+
+    References:
+        Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv:2110.02861).
+    """
+    return optax.chain(
+        scale_by_adam_8bit(b1, b2, eps, block_size=block_size, float32_names=float32_names),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_adam_8bit(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    block_size: int = 256,
+    float32_names: Sequence[str] = FLOAT32_NAMES,
+) -> optax.GradientTransformation:
+    """`optax.scale_by_adam` with moments in 8 bits, for chains of one's own: `adamw_8bit` tells the rest.
+
+    Args:
+        b1: the decay of first moments, in [0, 1).
+        b2: the decay of second moments, in [0, 1).
+        eps: is added to √v̂; above 0.
+        block_size: how many numbers share a scale.
+        float32_names: a parameter keeps float32 moments if one of these is a part of its path.
+
+    Returns:
+        The transformation; its updates are float32.
+
+    Raises:
+        ValueError: as from `adamw_8bit`.
+        TypeError: as from `adamw_8bit`.
+
+    Example:
+        >>> optimizer = optax.chain(scale_by_adam_8bit(b2=0.95), optax.scale(-1e-3))
+        >>> optimizer.init(jnp.ones((64, 512)))[0].nu.dtype
+        dtype('uint8')
+    """
+    for name, value in (("b1", b1), ("b2", b2)):
+        if not 0 <= value < 1:
+            raise ValueError(f"adamw_8bit: {name}={value} must be at least 0 and less than 1, such as 0.9.")
+    if not eps > 0:
+        raise ValueError(f"adamw_8bit: eps={eps} must be above 0, such as 1e-8.")
+    if block_size < MIN_WIDTH:
+        raise ValueError(f"adamw_8bit: block_size={block_size} must be at least {MIN_WIDTH}; 256 is bitsandbytes'.")
+
+    def init(params):
+        _check_names(params, float32_names)
+        leaves, structure = jax.tree.flatten_with_path(params)
+        fields = zip(*(_zeros(path, x, block_size, float32_names) for path, x in leaves), strict=True)
+        trees = [jax.tree.unflatten(structure, field) for field in fields] or [params] * 4
+        return ScaleByAdam8bitState(jnp.zeros((), jnp.int32), *trees)
+
+    def update(grads, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        steps = count.astype(jnp.float32)
+        # What m and v are multiplied by, since they began at 0.
+        corrections = [1 / (1 - jnp.float32(decay) ** steps) for decay in (b1, b2)]
+        leaves, structure = jax.tree.flatten_with_path(grads)
+        rows = zip(leaves, *(jax.tree.leaves(tree) for tree in state[1:]), strict=True)
+        update_of = lambda path, *arrays: _updated(path, arrays, corrections, (b1, b2, eps), block_size)
+        fields = zip(*(update_of(path, grad, *moments) for (path, grad), *moments in rows), strict=True)
+        updates, *trees = [jax.tree.unflatten(structure, field) for field in fields] or [grads] * 5
+        return updates, ScaleByAdam8bitState(count, *trees)
+
+    return optax.GradientTransformation(init, update)
+
+
+# --- one parameter ----------------------------------------------------------------------------------------------------
+
+
+def _zeros(path, param, block_size, float32_names):
+    """Moments and scales before the first update: mu, mu_scale, nu, nu_scale."""
+    if not jnp.issubdtype(param.dtype, jnp.floating):
+        raise TypeError(
+            f"adamw_8bit: {_text(path)} is {param.dtype}, and must be of real floating-point numbers. Leave it out "
+            "with optax.masked or optax.partition."
+        )
+    small = param.size < MIN_SIZE or param.shape[-1] < MIN_WIDTH
+    if small or not set(_names(path)).isdisjoint(float32_names):
+        one = jnp.ones((), jnp.float32)
+        return jnp.zeros_like(param, jnp.float32), one, jnp.zeros_like(param, jnp.float32), one
+    _check_split(path, param, block_size)
+    shape, place = code.scale_shape(param.shape, block_size), _sharding(param)  # each scale lies beside its block
+    scales = [BlockScales(jnp.zeros(shape, jnp.float32, device=place)) for _ in range(2)]
+    return jnp.full_like(param, code.ZERO, jnp.uint8), scales[0], jnp.zeros_like(param, jnp.uint8), scales[1]
+
+
+def _updated(path, arrays, corrections, settings, block_size):
+    """The update of one parameter, and its new moments: update, mu, mu_scale, nu, nu_scale."""
+    grad, mu, mu_scale, nu, nu_scale = arrays
+    if mu.dtype != jnp.uint8:
+        mu, nu = _next_moments(grad, mu, nu, *settings[:2])
+        return _direction(mu, nu, corrections, settings[2]), mu, mu_scale, nu, nu_scale
+    wanted = code.scale_shape(mu.shape, block_size)
+    if mu_scale.shape != wanted:
+        raise ValueError(
+            f"adamw_8bit: the state of {_text(path)} has scales of shape {mu_scale.shape}, and block_size={block_size} "
+            f"makes them {wanted}. Pass the block_size with which the state was made."
+        )
+    step = lambda corrections, *arrays: _updated_codes(arrays, corrections, settings, block_size)
+    sharding = jax.typeof(grad).sharding
+    if _is_explicit(sharding):  # a block lies whole on one device, so each updates its own
+        _check_split(path, grad, block_size)
+        step = jax.shard_map(step, in_specs=(P(), *[sharding.spec] * 5), out_specs=sharding.spec)
+    update, mu, mu_scale, nu, nu_scale = step(corrections, *arrays)
+    return update, mu, BlockScales(mu_scale), nu, BlockScales(nu_scale)
+
+
+def _updated_codes(arrays, corrections, settings, block_size):
+    """`_updated` for moments in codes, in two passes over them: the scales, then codes and update."""
+    grad, mu_codes, mu_scale, nu_codes, nu_scale = arrays
+    b1, b2, eps = settings
+    spread = lambda scales: code.spread(scales, grad.shape[-1], block_size)
+
+    def moments(zero):
+        mu = code.decode_signed(mu_codes ^ zero) * spread(mu_scale)
+        nu = code.decode_unsigned(nu_codes ^ zero) * spread(nu_scale)
+        return _next_moments(grad, mu, nu, b1, b2)
+
+    mu, nu = moments(jnp.uint8(0))
+    mu_max, nu_max = code.block_maxima(jnp.abs(mu), block_size), code.block_maxima(nu, block_size)
+    # XLA would make moments with several uses once, and keep them in float32. It does not know these zeros, so it takes
+    # the moments of each use for others, and makes them within the use from one byte each.
+    zeros = jax.lax.optimization_barrier((jnp.uint8(0),) * 3)
+    (mu, _), (_, nu) = moments(zeros[0]), moments(zeros[1])
+    new_mu = code.encode_signed(mu * spread(code.reciprocals(mu_max)))
+    new_nu = code.encode_unsigned(nu * spread(code.reciprocals(nu_max)))
+    return _direction(*moments(zeros[2]), corrections, eps), new_mu, mu_max, new_nu, nu_max
+
+
+def _next_moments(grad, mu, nu, b1, b2):
+    grad = grad.astype(jnp.float32)
+    return b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * (grad * grad)
+
+
+def _direction(mu, nu, corrections, eps):
+    """m̂ / (√v̂ + eps)."""
+    return mu * corrections[0] / (jnp.sqrt(nu * corrections[1]) + eps)
+
+
+# --- paths and meshes -------------------------------------------------------------------------------------------------
+
+
+def _names(path):
+    return [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+
+
+def _text(path):
+    return ".".join(_names(path)) or "the parameter"
+
+
+def _check_names(params, float32_names):
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    found = {name for path in paths for name in _names(path)}
+    for name in float32_names if paths else ():
+        if name not in found and name not in FLOAT32_NAMES:
+            raise ValueError(
+                f"adamw_8bit: float32_names has {name!r}, which is no part of a parameter's path. Name one of "
+                f"{sorted(found)}."
+            )
+
+
+def _sharding(x):
+    """How an array lies on a mesh, or how its type says it does; None where neither tells."""
+    found = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    told = isinstance(found, NamedSharding) and (not isinstance(x, Tracer) or _is_explicit(found))
+    return found if told else None
+
+
+def _is_explicit(sharding):
+    return AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _check_split(path, param, block_size):
+    """Refuses a mesh that splits a block, where an array or its type says how it lies."""
+    sharding = _sharding(param)
+    parts = 1 if sharding is None else _parts_of_last_axis(sharding, param.ndim)
+    if parts > 1 and param.shape[-1] % (parts * block_size):
+        own = param.shape[-1] // parts
+        raise ValueError(
+            f"adamw_8bit: each device has {own} of the {param.shape[-1]} numbers of {_text(path)}'s last axis, and "
+            f"blocks of {block_size} must not be split. Split another axis, pass block_size={_common(own)}, or name "
+            "the parameter in float32_names."
+        )
+
+
+def _parts_of_last_axis(sharding, ndim):
+    spec = sharding.spec
+    entry = spec[ndim - 1] if len(spec) >= ndim else None
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return math.prod(sharding.mesh.shape[axis] for axis in axes)
+
+
+def _common(own):
+    """The largest block of at most 256 numbers, or all numbers, that a device's part is made of."""
+    return next((size for size in range(min(own, 256), MIN_WIDTH - 1, -1) if own % size == 0), own)

@@ -1,0 +1,259 @@
+"""AdamW with 8-bit state: bitsandbytes' code, AdamW's update, the bytes that were counted, the same on every mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import optimizer_state
+from liger_jax.planner import compilers
+from liger_jax.training import adamw_8bit, dynamic_code, scale_by_adam_8bit, stochastic_rounding
+from tests.training import _bitsandbytes
+
+B1, B2, EPS, BLOCK = 0.9, 0.999, 1e-8, 256
+ENCODE = dict(signed=jax.jit(dynamic_code.encode_signed), unsigned=jax.jit(dynamic_code.encode_unsigned))
+DECODE = dict(signed=dynamic_code.decode_signed, unsigned=dynamic_code.decode_unsigned)
+TABLES = dict(signed=_bitsandbytes.SIGNED, unsigned=_bitsandbytes.UNSIGNED)
+both_codes = pytest.mark.parametrize("kind", TABLES)
+
+
+def same(a, b):
+    return all(np.array_equal(*map(np.asarray, pair)) for pair in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+# --- the code ---------------------------------------------------------------------------------------------------------
+
+
+@both_codes
+def test_codes_are_places_in_bitsandbytes_table(kind):
+    table = TABLES[kind]
+    assert table.shape == (256,) and np.all(np.diff(table) > 0)
+    codes = jnp.arange(256, dtype=jnp.uint8)
+    np.testing.assert_allclose(DECODE[kind](codes), table, rtol=1e-6)
+    np.testing.assert_array_equal(ENCODE[kind](jnp.asarray(table, jnp.float32)), codes)
+
+
+@both_codes
+def test_a_number_gets_the_nearest_code(kind, rng):
+    """Of all sizes, and close to the borders between codes on both sides. Unsigned, only 0 itself is 0."""
+    table = TABLES[kind]
+    borders = (table[1:] + table[:-1]) / 2
+    close = np.concatenate([borders * (1 + 1e-5), borders * (1 - 1e-5)])
+    x = np.concatenate([10 ** rng.uniform(-9, 0, 50_000), rng.uniform(0, 1, 50_000), close]).astype(np.float32)
+    x = np.concatenate([x, -x]) if kind == "signed" else x
+    found = np.asarray(ENCODE[kind](x))
+    distance = np.abs(table[found] - x)
+    nearest = np.abs(table[np.searchsorted(borders, np.float64(x))] - x)
+    if kind == "unsigned":
+        assert np.all(found > 0)
+        nearest = np.where(x < borders[0], table[1] - x, nearest)
+    assert np.all(distance <= nearest * (1 + 1e-4))
+
+
+# --- the update -------------------------------------------------------------------------------------------------------
+
+
+def nearest(x, table):
+    return np.searchsorted((table[1:] + table[:-1]) / 2, x)
+
+
+def quantised(x, kind):
+    """x (rows, D) in float64 after bitsandbytes' rounding, in blocks of 256 along D."""
+    out = np.zeros_like(x)
+    for start in range(0, x.shape[1], BLOCK):
+        block = x[:, start : start + BLOCK]
+        scale = np.abs(block).max(axis=1, keepdims=True)
+        codes = nearest(block / scale, TABLES[kind])
+        out[:, start : start + BLOCK] = TABLES[kind][np.maximum(codes, kind == "unsigned")] * scale
+    return out
+
+
+def of_state(state) -> Any:
+    """The moments of a state in float64, by bitsandbytes' table."""
+    spread = lambda scale: np.repeat(np.float64(scale.values), BLOCK, axis=1)[:, : state.mu.shape[1]]
+    mu = TABLES["signed"][np.asarray(state.mu)] * spread(state.mu_scale)
+    return mu, TABLES["unsigned"][np.asarray(state.nu)] * spread(state.nu_scale)
+
+
+def test_the_update_is_that_of_float64_adam_on_quantised_moments(rng):
+    """Rows of 3.5 blocks, as Qwen2's. Each step begins with the state that the step before has left."""
+    shape = (24, 896)
+    optimizer = scale_by_adam_8bit(B1, B2, EPS)
+    update = jax.jit(optimizer.update)
+    state, free = optimizer.init(jnp.zeros(shape)), (np.zeros(shape), np.zeros(shape))
+    sizes = 10 ** rng.uniform(-4, 0, (24, 1)) * 10 ** rng.uniform(-3, 0, shape)  # elements differ, as layers' do
+    for step in range(1, 9):
+        grad = np.float32(rng.normal(size=shape) * sizes)
+        old = of_state(state)
+        found, state = update(jnp.asarray(grad), state)
+        for start, tolerance in ((old, 2e-5), (free, 0.02)):
+            mu, nu = B1 * start[0] + (1 - B1) * np.float64(grad), B2 * start[1] + (1 - B2) * np.float64(grad) ** 2
+            truth = mu / (1 - B1**step) / (np.sqrt(nu / (1 - B2**step)) + EPS)
+            assert np.sqrt(np.mean((found - truth) ** 2)) <= tolerance * np.sqrt(np.mean(truth**2))
+            if start is old:  # what is stored is as near to the moments as bitsandbytes' rounding is
+                np.testing.assert_allclose(found, truth, rtol=1e-4, atol=2e-5 * np.abs(truth).max())
+                for ours, exact, kind in zip(of_state(state), (mu, nu), TABLES, strict=True):
+                    error, best = np.abs(ours - exact), np.abs(quantised(exact, kind) - exact)
+                    assert np.all(error <= best * (1 + 1e-3) + 1e-6 * np.abs(exact).max(axis=1, keepdims=True))
+        free = quantised(mu, "signed"), quantised(nu, "unsigned")  # of the oracle that never saw our state
+
+
+def test_small_narrow_and_named_parameters_have_float32_moments_and_optax_s_update(rng):
+    shapes = dict(
+        small=(15, 273), narrow=(512, 15), norm=dict(scale=(2, 4096)), embed_tokens=(64, 64), kernel=(16, 256)
+    )
+    params = jax.tree.map(lambda shape: jnp.ones(shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
+    optimizer = adamw_8bit(1e-3, weight_decay=0.1, float32_names=("scale", "embed_tokens"))
+    known = optax.adamw(1e-3, weight_decay=0.1)
+    state, other = optimizer.init(params), known.init(params)
+    update, known_update = jax.jit(optimizer.update), jax.jit(known.update)
+    for _ in range(2):
+        found, state = update(grads, state, params)
+        expected, other = known_update(grads, other, params)
+    dtypes = jax.tree.map(lambda x: str(x.dtype), state[0].mu)
+    named = dict(small="float32", narrow="float32", norm=dict(scale="float32"), embed_tokens="float32", kernel="uint8")
+    assert dtypes == jax.tree.map(lambda x: str(x.dtype), state[0].nu) == named
+    for name in ("small", "narrow", "norm", "embed_tokens"):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8), found[name], expected[name])
+    # The second update is not AdamW's, since moments were rounded after the first; but close.
+    assert 1e-6 < float(jnp.sqrt(jnp.mean((found["kernel"] - expected["kernel"]) ** 2))) < 1e-4
+
+
+def test_a_block_of_zeros_stays_zero_and_what_is_not_finite_is_not_hidden():
+    grad = jnp.ones((4, 1024)).at[1, :256].set(0).at[2, 3].set(jnp.nan).at[3, 3].set(jnp.inf)
+    optimizer = scale_by_adam_8bit()
+    state, update = optimizer.init(grad), jax.jit(optimizer.update)
+    for _ in range(2):
+        found, state = update(grad, state)
+        assert not jnp.any(found[1, :256]) and jnp.all(jnp.isfinite(found[:2])) and jnp.all(found[0] > 0.9)
+        assert not jnp.any(jnp.isfinite(found[2:, 3])) and jnp.all(jnp.isfinite(found[2:, 256:]))
+
+
+def test_a_tiny_second_moment_does_not_become_0():
+    """Then the next update would divide the first moment by epsilon."""
+    grad = jnp.full((16, 256), 1e-4).at[:, 0].set(1.0)
+    optimizer = scale_by_adam_8bit()
+    _, state = optimizer.update(grad, optimizer.init(grad))
+    found, _ = optimizer.update(jnp.zeros_like(grad), state)
+    assert float(jnp.max(jnp.abs(found))) < 1
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_has_2_03_bytes_a_parameter_and_is_updated_in_place():
+    params = jnp.ones((256, 1024))
+    optimizer = adamw_8bit(1e-3)
+    state = jax.eval_shape(optimizer.init, params)
+    count = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert count == params.size * (2 + 2 * 4 / 256) + 4
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    memory = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile().memory_analysis()
+    assert memory.argument_size_in_bytes == 2 * params.nbytes + count
+    assert memory.alias_size_in_bytes == params.nbytes + count
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["8-bit, bfloat16", pytest.param("8-bit, float32", marks=pytest.mark.full)])
+def test_on_a_gpu_the_update_holds_no_moments_in_float32(name):
+    """Of Qwen2-0.5B's feed-forwards, beside arguments and results: scales, 1/14 of a byte a parameter, and no more."""
+    if (reason := compilers.missing_compiler("gpu")) is not None:
+        pytest.skip(reason)
+    case = optimizer_state.CASES[name]
+    params = jax.ShapeDtypeStruct((24, 4864, 896), case.dtype)
+    memory = optimizer_state.compiled_update(params, case, "h100").memory_analysis()
+    assert memory.temp_size_in_bytes < 0.1 * params.size
+
+
+# --- meshes and saved states ------------------------------------------------------------------------------------------
+
+
+def trained(params, grads, optimizer, steps, state: Any = None) -> Any:
+    @jax.jit
+    def step(state, grads):
+        updates, opt_state = optimizer.update(grads, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
+
+    state = state or (params, optimizer.init(params))
+    for _ in range(steps):
+        state = step(state, grads)
+    return state
+
+
+def put(tree, mesh, spec) -> Any:
+    """Matrices lie as `spec` says, and every device has the rest."""
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P())), tree)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_run_goes_on_exactly_from_a_saved_state_on_any_mesh(dtype, rng, devices):
+    """Rows or columns are split, with Auto and with Explicit axes; bfloat16 is rounded stochastically."""
+    draw = lambda: jnp.asarray(rng.normal(size=(16, 2048)), dtype)
+    params, grads = dict(kernel=draw(), bias=jnp.ones(64, dtype)), dict(kernel=draw(), bias=jnp.ones(64, dtype))
+    optimizer = stochastic_rounding(adamw_8bit(1e-3), seed=3) if dtype == jnp.bfloat16 else adamw_8bit(1e-3)
+    whole = trained(params, grads, optimizer, 3)
+    saved = jax.tree.map(np.asarray, trained(params, grads, optimizer, 2))
+    assert same(whole, trained(params, grads, optimizer, 1, jax.tree.map(jnp.asarray, saved)))
+    for axis_type, spec in (
+        (AxisType.Auto, P(None, "fsdp")),
+        (AxisType.Explicit, P("fsdp")),
+        (AxisType.Explicit, P(None, "fsdp")),
+    ):
+        mesh = jax.make_mesh((len(devices),), ("fsdp",), axis_types=(axis_type,), devices=devices)
+        with jax.set_mesh(mesh):
+            found = trained(*put((params, grads), mesh, spec), optimizer, 1, put(saved, mesh, spec))
+            assert same(whole, found)
+            fresh = optimizer.init(put(params, mesh, spec))
+            scales = [x for x in jax.tree.leaves(fresh) if x.shape == (16, 8)]
+            assert len(scales) == 2 and all(x.sharding.spec == spec for x in scales)
+
+
+def test_a_split_between_the_ends_of_blocks_is_refused(devices):
+    if len(devices) != 4:
+        pytest.skip("the sizes are those of four devices")
+    optimizer = adamw_8bit(1e-3)
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4,), ("tensor",), axis_types=(axis_type,), devices=devices)
+        with jax.set_mesh(mesh):
+            params = dict(kernel=jax.device_put(jnp.ones((16, 896)), NamedSharding(mesh, P(None, "tensor"))))
+            with pytest.raises(
+                ValueError, match="each device has 224 of the 896 numbers of kernel's last axis, and blocks"
+            ):
+                optimizer.init(params)
+            adamw_8bit(1e-3, block_size=224).init(params)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(b1=1.0), "adamw_8bit: b1=1.0 must be at least 0 and less than 1"),
+        (dict(b2=-0.1), "adamw_8bit: b2=-0.1 must be at least 0"),
+        (dict(eps=0.0), "adamw_8bit: eps=0.0 must be above 0"),
+        (dict(block_size=8), "adamw_8bit: block_size=8 must be at least 16"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        adamw_8bit(1e-3, **options)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_parameters_and_states_that_do_not_fit_are_refused():
+    params = dict(kernel=jnp.ones((16, 1024)))
+    with pytest.raises(ValueError, match=r"float32_names has 'embedding', .* Name one of \['kernel'\]"):
+        adamw_8bit(1e-3, float32_names=("embedding",)).init(params)
+    with pytest.raises(TypeError, match="adamw_8bit: kernel is int8, and must be of real floating-point numbers"):
+        adamw_8bit(1e-3).init(dict(kernel=jnp.ones((16, 1024), jnp.int8)))
+    state = adamw_8bit(1e-3, block_size=128).init(params)
+    with pytest.raises(ValueError, match=r"scales of shape \(16, 8\), and block_size=256 makes them \(16, 4\)"):
+        adamw_8bit(1e-3).update(params, state, params)
