@@ -321,7 +321,8 @@ def _state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, wh
     Raises:
         ValueError: a leaf is neither.
     """
-    has_rule = lambda x: (
+    # A Variable has the attributes of its value.
+    has_rule = lambda x: hasattr(x, "split_like") and not isinstance(x, nnx.Variable)
         hasattr(x, "split_like") and not isinstance(x, nnx.Variable)
     )  # which has its value's attributes
     unruled = object()
