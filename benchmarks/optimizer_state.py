@@ -22,9 +22,9 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 
 from benchmarks._measure import heading, in_own_process, in_rounds, save, table
+from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner import compilers
 from liger_jax.planner.architectures import architecture
-from liger_jax.planner.devices import GIB, GPUS
 from liger_jax.training import adamw_8bit, stochastic_rounding
 
 RATE, DECAY = 1e-4, 0.01

@@ -323,8 +323,6 @@ def _state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, wh
     """
     # A Variable has the attributes of its value.
     has_rule = lambda x: hasattr(x, "split_like") and not isinstance(x, nnx.Variable)
-        hasattr(x, "split_like") and not isinstance(x, nnx.Variable)
-    )  # which has its value's attributes
     unruled = object()
     shape_of = lambda x: getattr(x, "shape", ())  # a state may hold Python numbers
     of_other = lambda x: unruled if shape_of(x) else whole
