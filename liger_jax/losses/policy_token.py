@@ -63,6 +63,7 @@ def policy_token_loss(
             not separable, or a reference is missing or not read.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> policy_token_loss(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.5]), jnp.array([1.0, -1.0])).tolist()
         [-1.2, 0.8]
 
