@@ -6,23 +6,50 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from liger_jax._install import install_command
-from liger_jax.training.checkpoints import check_writable
 from liger_jax.training.errors import (
     CheckpointError,
+    DiskError,
     FolderError,
     ForeignStepError,
+    LockedError,
     NotFiniteError,
     OutOfMemoryError,
     TrainingError,
 )
+from liger_jax.training.files import check_writable
 
 _CURES = {  # in the command line's words
     CheckpointError: "Pass --fresh to start over, or another --out.",
+    DiskError: "Make room, or pass another --out.",
     FolderError: "Pass another --out.",
     ForeignStepError: "Move it, or pass another --out.",
+    LockedError: "Wait for it, end it, or pass another --out.",
     NotFiniteError: "Try a smaller --learning-rate with --fresh, or with another --out.",
     OutOfMemoryError: "Try more --micro-batches, --remat full or a smaller --length.",
 }
+
+
+_LONGEST = 2000  # characters of a message
+
+
+def in_one_line(error: Exception) -> str:
+    """A message for the terminal.
+
+    Args:
+        error: its text may come from a file, and so be of any length.
+
+    Returns:
+        One line. The middle of a long one is left out: it begins with what is wrong, and ends with the cure.
+
+    Example:
+        >>> in_one_line(ValueError("no\nroom"))
+        'no room'
+    """
+    text = str(error)
+    if len(text) > _LONGEST:
+        half = _LONGEST // 2
+        text = f"{text[:half]} … ({len(text) - 2 * half:,} characters are left out) … {text[-half:]}"
+    return " ".join(text.split())
 
 
 class UserError(ValueError):

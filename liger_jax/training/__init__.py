@@ -8,8 +8,11 @@ from liger_jax.training.eight_bit import ScaleByAdam8bitState as ScaleByAdam8bit
 from liger_jax.training.eight_bit import adamw_8bit as adamw_8bit
 from liger_jax.training.eight_bit import scale_by_adam_8bit as scale_by_adam_8bit
 from liger_jax.training.errors import CheckpointError as CheckpointError
+from liger_jax.training.errors import DamagedError as DamagedError
+from liger_jax.training.errors import DiskError as DiskError
 from liger_jax.training.errors import FolderError as FolderError
 from liger_jax.training.errors import ForeignStepError as ForeignStepError
+from liger_jax.training.errors import LockedError as LockedError
 from liger_jax.training.errors import NotFiniteError as NotFiniteError
 from liger_jax.training.errors import OutOfMemoryError as OutOfMemoryError
 from liger_jax.training.errors import TrainingError as TrainingError

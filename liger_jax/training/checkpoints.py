@@ -2,19 +2,20 @@
 
 import json
 import logging
-import shutil
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from liger_jax._install import install_command
-from liger_jax.training.errors import CheckpointError, FolderError, ForeignStepError, TrainingError
+from liger_jax.training import digests, disk, steps
+from liger_jax.training.errors import CheckpointError, DamagedError, ForeignStepError, TrainingError
+from liger_jax.training.files import check_writable, read_json, write_json
+from liger_jax.training.identity import check_same
+from liger_jax.training.steps import ABOUT, LOG, STATE
 
-_SETTINGS, _EARLIER = "settings.json", "earlier.json"
-_IN_A_CHECKPOINT = {"state", "log", "_CHECKPOINT_METADATA"}
+_REPLACED, _FINISHED = "earlier.json", "finished.json"
 
 
 def holds_a_run(folder: Path) -> bool:
@@ -30,18 +31,21 @@ def holds_a_run(folder: Path) -> bool:
         >>> holds_a_run(Path("nowhere"))
         False
     """
-    return (folder / _SETTINGS).is_file()
+    return any(any(path.iterdir()) for path in steps.all_of(folder))
 
 
 class Checkpoints:
-    """The newest checkpoint of one run. Nothing is written, and nothing thrown away, before the first `save`.
+    """The newest checkpoints of one run, and the best one. Before the first `save` nothing is written or thrown away.
+
+    Each checkpoint has digests of all that it holds, and what its run is made of.
 
     Args:
         folder: where checkpoints are kept.
         settings: what the run is made of, as JSON holds it. A folder holds one run only, so that another run's
             checkpoint is refused.
-        fresh: whether to start over even if there is a checkpoint.
+        fresh: whether to start over even if there is a checkpoint, which goes once the first new one stands.
         earlier: names of what the run that is started over has left elsewhere.
+        keep: how many of the newest checkpoints are kept, beside the one with the least score.
 
     Raises:
         FolderError: nothing can be written to the folder.
@@ -49,6 +53,7 @@ class Checkpoints:
         ImportError: orbax is not installed.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     Checkpoints(Path(folder), {"rate": 0.1}).save(3, [jax.numpy.ones(2)], {"steps": []})
         ...     state, log = Checkpoints(Path(folder), {"rate": 0.1}).restore([jax.numpy.zeros(2)])
@@ -56,19 +61,63 @@ class Checkpoints:
         ([1.0, 1.0], {'steps': []})
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, fresh: bool = False, earlier: Sequence[str] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        earlier: Sequence[str] = (),
+        keep: int = 1,
+    ):
         check_writable(folder)
         for path in folder.iterdir():
-            if path.name.isdigit() and not _is_checkpoint(path):
+            if steps.number_of(path) is not None and not steps.is_checkpoint(path):
                 raise ForeignStepError(f"{path} is no checkpoint of a run.")
-        self._orbax, self._earlier = _orbax(), list(earlier)
-        self._folder, self._fresh, self._opened = folder, fresh, None
+        self._orbax, self._earlier, self._keep = _orbax(), list(earlier), keep
+        self._folder, self._fresh = folder, fresh
         self._settings = json.loads(json.dumps(settings))
 
     @property
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, or `None` where there is none of this run."""
-        return None if self._fresh else self._manager.latest_step()
+        return max(self._steps(), default=None)
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step with the least score among those that are kept, and the score; `None` where none has a score."""
+        scored = [(score, step) for step, path in self._steps().items() if (score := self._score(path)) is not None]
+        return min(scored)[::-1] if scored else None
+
+    def check(self) -> None:
+        """Checks, before anything is read, that the newest checkpoint is this run's.
+
+        Raises:
+            CheckpointError: it is another run's, and the message names all that differs.
+        """
+        found = self._steps()
+        if not found:
+            return
+        path = found[max(found)]
+        try:
+            about = self._read_json(path)[ABOUT]
+        except Exception:  # `restore` says what is damaged, and which step is whole
+            return
+        check_same(self._folder, about["settings"], self._settings)
+
+    def check_space(self, like: Any, beside_bytes: int) -> None:
+        """Looks for room for the checkpoints of a run.
+
+        Args:
+            like: a state, or its shapes and dtypes.
+            beside_bytes: the size of what else the run will write.
+
+        Raises:
+            DiskError: there is too little.
+        """
+        number = max(1, self._keep + 2 - len(steps.all_of(self._folder)))
+        what = f"{number} more checkpoint{'s' if number > 1 else ''} of {disk.size(_bytes(like))} and the result"
+        disk.check_space(self._folder, number * _bytes(like) + beside_bytes, what)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
         """Reads the newest checkpoint, whose step is `latest_step`.
@@ -80,111 +129,183 @@ class Checkpoints:
             State and log, or `None` where there is no checkpoint yet.
 
         Raises:
-            CheckpointError: the folder holds a run with other settings, or a checkpoint that cannot be read.
+            CheckpointError: the folder holds a run with other settings, or no checkpoint that is whole.
+            DamagedError: the newest checkpoint is damaged. The message says how to go on from the newest whole one.
         """
-        step = self.latest_step
-        if step is None:
-            return None
-        self._check_settings()
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in jax.tree.leaves(like)]
-        ocp = self._orbax
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), log=ocp.args.JsonRestore())
-        try:
-            read = self._manager.restore(step, args=args)
-            state, log = jax.tree.unflatten(jax.tree.structure(like), read["state"]), read["log"]
-        except Exception as error:  # whatever orbax makes of a damaged file
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise CheckpointError(f"The checkpoint {self._folder / str(step)} cannot be read ({reason}).") from error
-        return state, log
+        newest_first = sorted(self._steps().items(), reverse=True)
+        damaged: list[tuple[Path, Exception]] = []
+        for step, path in newest_first:
+            try:
+                read = self._read(path, like)
+            except CheckpointError:
+                raise
+            except Exception as error:  # whatever orbax makes of a damaged file
+                damaged.append((path, error))
+                continue
+            if not damaged:
+                return read
+            broken = ", ".join(str(path) for path, _ in damaged)
+            raise DamagedError(
+                _told(*damaged[0]),
+                f"The checkpoint of step {step} is whole: move {broken} elsewhere to go on from it.",
+            )
+        if damaged:
+            raise CheckpointError(_told(*damaged[0])) from damaged[0][1]
+        return None
 
-    def save(self, step: int, state: Any, log: dict[str, Any]) -> None:
-        """Writes a checkpoint, then drops the one before it; a step that is there already is left alone.
+    def save(self, step: int, state: Any, log: dict[str, Any], score: float | None = None) -> None:
+        """Writes a checkpoint, then drops those that are not kept; a step that is there already is left alone.
 
         Args:
             step: number of steps done.
             state: any pytree of arrays.
             log: anything that JSON holds.
+            score: the less, the better is the state, such as a loss of what is held out.
 
         Raises:
-            TrainingError: it cannot be written.
+            DiskError: the disk is full.
+            TrainingError: it cannot be written for another reason.
         """
-        if step == self.latest_step:
+        if step in self._steps():
             return
         ocp = self._orbax
+        about = {
+            "settings": self._settings,
+            "score": score,
+            STATE: digests.of_leaves(state),
+            LOG: digests.of_json(json.loads(json.dumps(log))),
+        }
         # Leaves in order: orbax need not know the module and optimizer types.
-        args = ocp.args.Composite(state=ocp.args.StandardSave(jax.tree.leaves(state)), log=ocp.args.JsonSave(log))
+        items = {STATE: ocp.args.StandardSave(jax.tree.leaves(state)), LOG: ocp.args.JsonSave(log)}
+        items[ABOUT] = ocp.args.JsonSave(about | {"self": digests.of_json(about)})
+        path = (self._folder / str(step)).absolute()
         try:
+            steps.remove_unfinished(self._folder)
             if self._fresh:
-                for path in filter(_is_checkpoint, list(self._folder.iterdir())):  # and nothing that no run has written
-                    shutil.rmtree(path)
-                (self._folder / _EARLIER).write_text(json.dumps(self._earlier))
-                self._fresh = False
-            if self.latest_step is None:
-                (self._folder / _SETTINGS).write_text(json.dumps(self._settings))
-            self._manager.save(step, args=args)
-        except OSError as error:
+                self._make_way(path)
+            self._checkpointer.save(path, args=ocp.args.Composite(**items))
+            self._fresh = False
+            self._drop()
+        except Exception as error:  # tensorstore's are no OSErrors
+            steps.remove_unfinished(self._folder)
+            if disk.is_full(error):
+                raise disk.full(f"The checkpoint of step {step}", self._folder, _bytes(state)) from error
+            reason = _reason(error)
             raise TrainingError(
-                f"The checkpoint of step {step} cannot be written to {self._folder}: {error}."
+                f"The checkpoint of step {step} cannot be written to {self._folder} ({reason})."
             ) from error
 
     @property
     def earlier(self) -> list[str]:
         """What the run that this one has taken the place of has left elsewhere, also if this one was stopped since."""
-        try:
-            return json.loads((self._folder / _EARLIER).read_text())
-        except (OSError, ValueError):
-            return []
+        return self._replaced().get("left", [])
 
     def forget_earlier(self) -> None:
         """To be called when nothing of the earlier run is left."""
-        (self._folder / _EARLIER).unlink(missing_ok=True)
+        (self._folder / _REPLACED).unlink(missing_ok=True)
 
     @property
-    def _manager(self) -> Any:
-        if self._opened is None:
-            ocp = self._orbax
-            options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-            self._opened = ocp.CheckpointManager(self._folder.resolve(), options=options)
-        return self._opened
+    def finished(self) -> dict[str, Any]:
+        """What `finish` was told of the newest checkpoint, by the names of the results; empty if nothing."""
+        record = read_json(self._folder / _FINISHED)
+        results = record.get("results") if record.get("step") == self.latest_step is not None else None
+        return results if isinstance(results, dict) else {}
 
-    def _check_settings(self) -> None:
-        path, new = self._folder / _SETTINGS, self._settings
+    def finish(self, name: str, how: Any) -> None:
+        """Writes down that a result is made from the newest checkpoint.
+
+        Args:
+            name: of the result.
+            how: what `finished` will tell of it, as JSON holds it.
+        """
+        write_json(self._folder / _FINISHED, {"step": self.latest_step, "results": self.finished | {name: how}})
+
+    # --- steps ---
+
+    def _steps(self) -> dict[int, Path]:
+        """The folders of this run's steps. Those of a run that is started over count until a new one stands."""
+        if self._fresh:
+            return {}
+        replaced = set(self._replaced().get("steps", []))
+        paths = steps.all_of(self._folder)
+        own = [path for path in paths if path.name not in replaced]
+        found: dict[int, Path] = {}
+        for path in own or paths:  # of one number, "12" comes before "12.earlier"
+            found.setdefault(steps.number_of(path) or 0, path)
+        return found
+
+    def _make_way(self, path: Path) -> None:
+        """Marks all steps that are there as those of the earlier run, so that one rename makes the new one stand."""
+        steps.move_aside(path)
+        (self._folder / _FINISHED).unlink(missing_ok=True)
+        names = [each.name for each in steps.all_of(self._folder)]
+        write_json(self._folder / _REPLACED, {"left": self._earlier, "steps": names})
+
+    def _drop(self) -> None:
+        found, best = self._steps(), self.best
+        kept = {*sorted(found)[-self._keep :], *([] if best is None else best[:1])}
+        stay = {found[step] for step in kept}
+        for path in steps.all_of(self._folder):
+            if path not in stay:
+                steps.remove(path)
+        if replaced := self._replaced():
+            write_json(self._folder / _REPLACED, replaced | {"steps": []})
+
+    def _replaced(self) -> dict[str, Any]:
+        return read_json(self._folder / _REPLACED)
+
+    def _score(self, path: Path) -> float | None:
         try:
-            old = json.loads(path.read_text())
-            names = dict.fromkeys([*new, *old])
-            changed = [f"{n}={old.get(n)!r} became {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}, which tells what the run there is made of, cannot be read.") from error
-        if changed:
-            raise CheckpointError(f"{self._folder} holds another run: {', '.join(changed)}.")
+            return self._read_json(path)[ABOUT].get("score")
+        except Exception:  # a damaged one is not the best
+            return None
+
+    # --- reading ---
+
+    @property
+    def _checkpointer(self) -> Any:
+        return self._orbax.Checkpointer(self._orbax.CompositeCheckpointHandler())
+
+    def _read_json(self, path: Path, *names: str) -> dict[str, Any]:
+        ocp = self._orbax
+        args = ocp.args.Composite(**{name: ocp.args.JsonRestore() for name in (ABOUT, *names)})
+        read = self._checkpointer.restore(path.absolute(), args=args)
+        found = {name: read[name] for name in (ABOUT, *names)}
+        own = dict(found[ABOUT])
+        if own.pop("self") != digests.of_json(own):
+            raise ValueError("its digests are damaged")
+        return found
+
+    def _read(self, path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
+        """State and log of a step, which are what was saved."""
+        ocp = self._orbax
+        about, log = self._read_json(path, LOG).values()
+        check_same(self._folder, about["settings"], self._settings)
+        if digests.of_json(log) != about[LOG]:
+            raise ValueError("its log is not what was saved")
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in jax.tree.leaves(like)]
+        args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(shapes)})
+        leaves = self._checkpointer.restore(path.absolute(), args=args)[STATE]
+        state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        # Names are those of the program that reads: only the values are of the file.
+        pairs = zip(digests.of_leaves(state).items(), about[STATE].values(), strict=True)
+        wrong = [name for (name, found), saved in pairs if found != saved]
+        if wrong:
+            others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise ValueError(f"the array {wrong[0]}{others} is not what was saved")
+        return state, log
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether orbax has made a folder for a step; what a run that was killed has left of one counts, too."""
-    if not path.is_dir() or path.is_symlink():
-        return False
-    names = {each.name for each in path.iterdir()}
-    return ".orbax-checkpoint-tmp" in path.name or path.name.isdigit() and (not names or bool(names & _IN_A_CHECKPOINT))
+def _told(path: Path, error: Exception) -> str:
+    return f"The checkpoint {path} cannot be read ({_reason(error)})."
 
 
-def check_writable(folder: Path) -> None:
-    """Makes a folder, if there is none.
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
-    Args:
-        folder: a path, as it was typed.
 
-    Raises:
-        FolderError: it cannot be made, or nothing can be written there.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     check_writable(Path(folder) / "run")
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise FolderError(f"Nothing can be written to {folder}: {error.strerror}.") from error
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _orbax() -> Any:

@@ -47,6 +47,24 @@ class CheckpointError(TrainingError):
         super().__init__(problem, "Pass fresh=True to start over, or another folder.")
 
 
+class DamagedError(TrainingError):
+    """The newest checkpoint is damaged, and an older one is whole."""
+
+
+class LockedError(TrainingError):
+    """Another process writes to a folder."""
+
+    def __init__(self, problem: str):
+        super().__init__(problem, "Wait for it, end it, or pass another folder.")
+
+
+class DiskError(TrainingError):
+    """The disk has too little room."""
+
+    def __init__(self, problem: str):
+        super().__init__(problem, "Make room, or pass another folder.")
+
+
 class NotFiniteError(TrainingError):
     """The loss is infinite or no number."""
 

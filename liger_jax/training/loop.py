@@ -16,11 +16,13 @@ import jax
 from liger_jax._install import install_command
 from liger_jax.training.checkpoints import Checkpoints
 from liger_jax.training.errors import NotFiniteError, memory_errors
+from liger_jax.training.listening import listened_or_not
 from liger_jax.training.optimizer import Schedule
 from liger_jax.training.rows import num_tokens
 from liger_jax.training.waiting import telling
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP comes when a terminal is closed. Windows has none.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _WORDS = {  # how a figure is told; others are told as "name 0.123"
     "perplexity": "perplexity {:.2f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -35,14 +37,16 @@ class Loop:
     Each step's figures are `step`, `loss`, what the step returns beside it, `learning_rate` if `rate` is given,
     `tokens_per_second`, `memory_gib`, and what `evaluate` returns after some steps.
 
-    A signal, such as Ctrl-C, stops the loop between two steps, and the state is saved. What is saved has a finite loss.
+    A signal, such as Ctrl-C, `kill` or a terminal that is closed, stops the loop between two steps, and the state is
+    saved. What is saved has a finite loss. A SIGHUP that is ignored, as under `nohup`, stays so. The loop goes on if
+    nobody reads what it prints any more.
 
     Attributes:
         step: `step(state, batch) -> (state, loss)`, or `(state, (loss, others))` with scalars by name. `make_step`
             makes it.
         batch_of: a step's batch by the step's number, from 0, whatever ran before.
         steps: how many steps the whole run has.
-        checkpoints: where the state is saved; `None` for nowhere.
+        checkpoints: where the state is saved, with `eval_loss` as its score; `None` for nowhere.
         every: steps between two saves, each with an evaluation; `None` for no such number. The last step is always
             followed by both.
         seconds: seconds after which the next step is followed by a save, too; `None` for no such time.
@@ -102,7 +106,7 @@ class Loop:
         """
         log = {"steps": []} if log is None else log
         figures: list[dict[str, Any]] = log["steps"]
-        with _signals() as received:
+        with _signals() as received, listened_or_not():
             if not figures and self.evaluate is not None:
                 with telling("scoring what is held out"):
                     scores = self.evaluate(state[0])
@@ -150,7 +154,9 @@ class Loop:
         if self.check is not None:
             self._check_finite(self.check(state[0], number), f"after step {number}")
         if self.checkpoints is not None:
-            self.checkpoints.save(number, state, log)
+            score = log["steps"][-1].get("eval_loss") if log["steps"] else None
+            is_finite = score is not None and math.isfinite(score)
+            self.checkpoints.save(number, state, log, score if is_finite else None)
 
     def _check_finite(self, loss, when):
         if not math.isfinite(loss):
@@ -204,7 +210,9 @@ def _signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # whose handlers Python calls, and nobody else's
         yield received
         return
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in SIGNALS}
+    ignored = {number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN} - {signal.SIGINT}
+    handled = [number for number in SIGNALS if number not in ignored]
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in handled}
     try:
         yield received
     finally:

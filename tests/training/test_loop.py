@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from liger_jax.training import Checkpoints, Loop, NotFiniteError, OutOfMemoryError
+from liger_jax.training.loop import SIGNALS
 
 
 def step(state, batch):
@@ -45,11 +46,18 @@ def test_each_step_has_its_figures(capsys):
     assert all(each["tokens_per_second"] > 0 and each["memory_gib"] >= 0 for each in seen)
 
 
+def test_the_checkpoint_with_the_least_held_out_loss_stays_beside_the_last(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run", {})
+    scores = lambda params: {"eval_loss": abs(float(params) - 2)}
+    loop(evaluate=scores, every=1, checkpoints=checkpoints).run(start())
+    assert steps_in(tmp_path / "run") == [2, 5] and checkpoints.best == (2, 0.0)
+
+
 @pytest.fixture
 def saves(monkeypatch):
     """Checkpoints whose saves are counted, and not written."""
     steps = []
-    monkeypatch.setattr(Checkpoints, "save", lambda self, step, state, log: steps.append(step))
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step, state, log, score=None: steps.append(step))
     return steps
 
 
@@ -62,22 +70,37 @@ def test_scores_are_told_before_the_first_step_and_after_every_save(tmp_path, ca
     assert saves == [2, 4, 5] and [each["step"] for each in log["steps"] if "eval_loss" in each] == saves
 
 
-def test_a_run_that_a_signal_stops_is_saved_and_goes_on_to_the_same_end(tmp_path):
-    def stopping(number):
-        if number == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return batch_of(number)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_run_that_a_signal_stops_is_saved_and_goes_on_to_the_same_end(tmp_path, number):
+    def stopping(step):
+        if step == 2:
+            signal.raise_signal(number)
+        return batch_of(step)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     checkpoints = Checkpoints(tmp_path / "run", {})
     state, stopped_by = loop(batch_of=stopping, checkpoints=checkpoints).run(start())
-    assert stopped_by == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
+    assert stopped_by == number and signal.getsignal(number) is before
     assert float(state[0]) == 3 and steps_in(tmp_path / "run") == [3]
     again = Checkpoints(tmp_path / "run", {})
     found, log = again.restore(start()) or (None, {})
     state, stopped_by = loop(checkpoints=again).run(found, log)
     assert float(state[0]) == 5 and stopped_by == 0
     assert [each["loss"] for each in log["steps"]] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
+def test_a_closed_terminal_stops_nothing_under_nohup():
+    def hung_up(step):
+        signal.raise_signal(signal.SIGHUP)
+        return batch_of(step)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        state, stopped_by = loop(batch_of=hung_up).run(start())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert float(state[0]) == 5 and stopped_by == 0
 
 
 def test_a_signal_in_the_last_step_stops_nothing():

@@ -1,0 +1,88 @@
+"""Digests by which it is known whether a checkpoint still holds what was saved."""
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x3C6EF372))
+
+
+def of_leaves(tree: Any) -> dict[str, str]:
+    """A digest of each array, computed where the array lies, at the speed of its memory.
+
+    It does not depend on how an array is spread over devices. A change of one word always changes it. Other damage
+    leaves it the same with a chance of 2⁻⁶⁴.
+
+    Args:
+        tree: a pytree of arrays.
+
+    Returns:
+        Digests by the names of the leaves.
+
+    Example:
+        >>> of_leaves({"a": jnp.ones(3)})
+        {"['a']": 'float32(3,) 0d450a2a19390caf'}
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    sums = [_sums(leaf) for _, leaf in leaves]  # all are started before the first one is waited for
+    digests = {}
+    for (path, leaf), pair in zip(leaves, sums, strict=True):
+        high, low = np.asarray(pair).tolist()
+        digests[jax.tree_util.keystr(path)] = f"{leaf.dtype}{leaf.shape} {high:08x}{low:08x}"
+    return digests
+
+
+def of_json(values: Any) -> str:
+    """A digest of what JSON holds.
+
+    Args:
+        values: any of it.
+
+    Returns:
+        The digest.
+
+    Example:
+        >>> of_json({"a": [1.0], "b": None}) == of_json({"b": None, "a": [1.0]})
+        True
+    """
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _sums(x):
+    """Two sums mod 2³² over an array's words, each mixed with its place. Mixing is one to one for every place."""
+    words = _words(x)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(words.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    sums = [jnp.sum(_mixed(words ^ _mixed(place + seed)), dtype=jnp.uint32) for seed in _SEEDS]
+    return jnp.stack(sums)
+
+
+def _mixed(x):
+    """The finalizer of MurmurHash3: https://github.com/aappleby/smhasher/wiki/MurmurHash3."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def _words(x):
+    """An array's bits as uint32, each element in words of its own."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    bits = (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits
+    if bits < 8:  # such as int4, which has no unsigned type of whole bytes
+        x, bits = x.astype(jnp.float32 if is_float else jnp.int32), 32
+    unsigned = jnp.dtype(f"uint{min(bits, 32)}")  # 64 bits become two words
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)

@@ -1,0 +1,88 @@
+"""Room on the disk: looked for before it is needed, and told in a sentence when it is gone."""
+
+import errno
+import shutil
+from pathlib import Path
+
+from liger_jax.training.errors import DiskError
+
+_FULL = ("no space left", "os error 28", "disk quota exceeded", "os error 122")  # of libraries with errors of their own
+
+
+def check_space(folder: Path, needed_bytes: int, what_for: str) -> None:
+    """Looks for room before a run.
+
+    Args:
+        folder: where files will be written.
+        needed_bytes: their size.
+        what_for: the files, in words.
+
+    Raises:
+        DiskError: the disk has less room.
+
+    Example:
+        >>> check_space(Path("."), 1, "a byte")
+    """
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise DiskError(f"The disk of {folder} has {size(free)} left, and {what_for} need {size(needed_bytes)}.")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk or a quota is full, whichever library raised it.
+
+    Args:
+        error: any error.
+
+    Returns:
+        Whether it does.
+
+    Example:
+        >>> is_full(OSError(28, "No space left on device")), is_full(ValueError("no such file"))
+        (True, False)
+    """
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    text = str(error).lower()
+    return any(words in text for words in _FULL)
+
+
+def full(what: str, folder: Path, needed_bytes: int) -> DiskError:
+    """The error for a disk that became full.
+
+    Args:
+        what: what cannot be written, in words.
+        folder: where to.
+        needed_bytes: its size.
+
+    Returns:
+        The error, which says how much room there is and how much is needed.
+
+    Example:
+        >>> str(full("The result", Path("."), 3 * 2**30)).startswith("The result cannot be written to .: the disk is")
+        True
+    """
+    free = shutil.disk_usage(folder).free
+    return DiskError(
+        f"{what} cannot be written to {folder}: the disk is full. It needs {size(needed_bytes)}, and {size(free)} are "
+        "left. Nothing that was saved before is lost."
+    )
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes in words.
+
+    Args:
+        num_bytes: the number.
+
+    Returns:
+        It in the largest unit of which it has one.
+
+    Example:
+        >>> size(700), size(3 * 2**20), size(5 * 2**31)
+        ('700 bytes', '3.0 MiB', '10.0 GiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 2**power:
+            return f"{num_bytes / 2**power:.1f} {unit}"
+    return f"{num_bytes} bytes"

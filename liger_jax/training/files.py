@@ -1,0 +1,70 @@
+"""Small files of a run's own, and the folder in which they lie."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from liger_jax.training.errors import FolderError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a small file of a run's own.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Its object; an empty one if it is missing or damaged.
+
+    Example:
+        >>> read_json(Path("nowhere.json"))
+        {}
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Writes a file in one rename.
+
+    Args:
+        path: the file.
+        values: what JSON holds.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_json(Path(folder) / "a.json", {"step": 3})
+        ...     read_json(Path(folder) / "a.json")
+        {'step': 3}
+    """
+    new = path.with_suffix(".new")
+    with new.open("w") as file:
+        json.dump(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def check_writable(folder: Path) -> None:
+    """Makes a folder, if there is none.
+
+    Args:
+        folder: a path, as it was typed.
+
+    Raises:
+        FolderError: it cannot be made, or nothing can be written there.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     check_writable(Path(folder) / "run")
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise FolderError(f"Nothing can be written to {folder}: {error.strerror}.") from error

@@ -1,0 +1,135 @@
+"""What a run is made of: by it a run that goes on knows that its model is still the one that it began with."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_jax.training.errors import CheckpointError
+
+_BLOCK = 4096  # bytes that are read at each place of a tensor
+_PLACES = 3  # begin, middle and end
+_MOST_HEADER = 2**28
+_CHUNK = 2**24
+_NAMED = 4  # differences that a message names
+_SHOWN = 60  # characters of a value in a message
+
+
+def of_files(contents: Mapping[str, bytes | None]) -> dict[str, str]:
+    """Digests of small files, such as a tokenizer's.
+
+    Args:
+        contents: by name; `None` for a file that is missing.
+
+    Returns:
+        Digests by name, of those that are there.
+
+    Example:
+        >>> of_files({"tokenizer.json": b"{}", "merges.txt": None})
+        {'tokenizer.json': '44136fa355b3'}
+    """
+    return {name: _short(hashlib.sha256(data)) for name, data in contents.items() if data is not None}
+
+
+def of_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Digests of files of weights that cost next to nothing: size, header, and three blocks of every tensor.
+
+    Args:
+        folder: where the files are.
+        names: of safetensors files.
+
+    Returns:
+        Digests by name; those of files that cannot be read are left out, which the reader of the weights tells.
+    """
+    return _each(folder, names, _sampled)
+
+
+def of_whole_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Digests of all bytes of files of weights.
+
+    Args:
+        folder: where the files are.
+        names: of the files.
+
+    Returns:
+        Digests by name, as in `of_weights`.
+    """
+    return {f"all of {name}": digest for name, digest in _each(folder, names, _whole).items()}
+
+
+def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Checks that a run which goes on is the run that began.
+
+    Args:
+        folder: its checkpoints, for the message.
+        old: what it began with.
+        new: what it has now.
+
+    Raises:
+        CheckpointError: something differs. The message names it.
+
+    Example:
+        >>> check_same(Path("run"), {"rate": 0.1}, {"rate": 0.1, "all of model.safetensors": "2c26"})
+    """
+    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
+    # Files are read whole only if asked: where one side has not done it, there is nothing to compare.
+    names = [name for name in names if not name.startswith("all of ") or name in old and name in new]
+    if not names:
+        return
+    told = [f"{name}={_told(old.get(name))} became {_told(new.get(name))}" for name in names[:_NAMED]]
+    more = [f"{len(names) - _NAMED} more differ"] if len(names) > _NAMED else []
+    raise CheckpointError(f"{folder} holds another run: {', '.join(told + more)}.")
+
+
+def _told(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN + 60 else f"{text[:_SHOWN]}…{text[-20:]}"
+
+
+def _each(folder, names, digest):
+    found = {}
+    for name in names:
+        try:
+            with (folder / name).open("rb", buffering=0) as file:
+                found[name] = digest(file)
+        except OSError:
+            continue
+    return found
+
+
+def _sampled(file: Any) -> str:
+    size = os.fstat(file.fileno()).st_size
+    digest = hashlib.sha256(f"{size}".encode())
+    length = int.from_bytes(file.read(8), "little")
+    header = file.read(min(length, _MOST_HEADER, size))
+    digest.update(header)
+    begin = 8 + length
+    for first, end in _places(header):
+        for part in range(_PLACES):
+            at = first + max(0, end - first - _BLOCK) * part // (_PLACES - 1)
+            file.seek(begin + at)
+            digest.update(file.read(min(_BLOCK, max(0, end - at))))
+    return _short(digest)
+
+
+def _places(header: bytes) -> list[tuple[int, int]]:
+    """Where the tensors begin and end behind the header; none if the header is damaged, which the reader will tell."""
+    try:
+        tensors = json.loads(header)
+        found = [tensors[name]["data_offsets"] for name in tensors if name != "__metadata__"]
+        return sorted((int(first), int(end)) for first, end in found if 0 <= first <= end < 2**62)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def _whole(file: Any) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return _short(digest)
+
+
+def _short(digest: Any) -> str:
+    return digest.hexdigest()[:12]

@@ -1,0 +1,57 @@
+"""A folder is one process's at a time."""
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from liger_jax.training.errors import FolderError, LockedError
+
+_NAME = ".lock"
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A context in which no other process can hold the folder. The end of the process releases it, whatever ended it.
+
+    File systems and platforms that know no such locks grant it to everyone.
+
+    Args:
+        folder: the folder, which is there.
+
+    Raises:
+        FolderError: nothing can be written there.
+        LockedError: another process holds it.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, held(Path(folder)):
+        ...     pass
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    path = folder / _NAME
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise FolderError(f"{path} cannot be opened: {error.strerror}.") from error
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(file, 200).decode(errors="replace").strip() or "of which nothing more is known"
+            raise LockedError(f"Another process writes to {folder}: {owner}.") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                raise
+        with contextlib.suppress(OSError):  # the text is for people; a full disk must not stop a run here
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(file)  # the file stays: another process may be about to lock it

@@ -1,0 +1,99 @@
+"""The folders of a run's steps: which of them a run has written, and how they come and go.
+
+A step's folder has the step's number for a name. Orbax writes it under another name, and renames it when it is whole.
+A run that starts over moves a step of the same number aside, to "NUMBER.earlier", until its own stands.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+STATE, LOG, ABOUT = "state", "log", "about"  # what a checkpoint is made of
+EARLIER, _DROPPED = ".earlier", ".dropped"
+_IN_A_CHECKPOINT = {STATE, LOG, ABOUT, "_CHECKPOINT_METADATA"}
+_UNFINISHED = re.compile(r"\d+(\.earlier)?(\.orbax-checkpoint-tmp.*|\.dropped)", re.ASCII)
+
+
+def number_of(path: Path) -> int | None:
+    """The step of a folder by its name.
+
+    Args:
+        path: the folder.
+
+    Returns:
+        The number, or `None` for a name that no step has.
+
+    Example:
+        >>> number_of(Path("12")), number_of(Path("12.earlier")), number_of(Path("012"))
+        (12, 12, None)
+    """
+    found = re.fullmatch(r"(0|[1-9]\d*)(\.earlier)?", path.name, re.ASCII)
+    return None if found is None else int(found[1])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a run's step, whole or damaged.
+
+    Args:
+        path: any path.
+
+    Returns:
+        `False` for a link, and for a folder with a step's name that holds other things. An empty one counts as a step.
+
+    Example:
+        >>> is_checkpoint(Path("nowhere"))
+        False
+    """
+    if number_of(path) is None or path.is_symlink() or not path.is_dir():
+        return False
+    names = {each.name for each in path.iterdir()}
+    return not names or bool(names & _IN_A_CHECKPOINT)
+
+
+def all_of(folder: Path) -> list[Path]:
+    """The folders of all steps, in the order of their numbers.
+
+    Args:
+        folder: where checkpoints are kept.
+
+    Returns:
+        The steps, those that were moved aside among them.
+
+    Example:
+        >>> all_of(Path("nowhere"))
+        []
+    """
+    found = filter(is_checkpoint, folder.iterdir()) if folder.is_dir() else []
+    return sorted(found, key=lambda path: (number_of(path) or 0, path.name))
+
+
+def move_aside(path: Path) -> None:
+    """Makes room for a step of the same number.
+
+    Args:
+        path: a step's folder, which may be missing.
+    """
+    if path.exists():
+        path.rename(path.with_name(path.name + EARLIER))
+
+
+def remove(path: Path) -> None:
+    """Removes a step, which is not there any more from the first moment on.
+
+    Args:
+        path: its folder.
+    """
+    dropped = path.with_name(path.name + _DROPPED)
+    path.rename(dropped)
+    shutil.rmtree(dropped)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a run that was killed has left of steps that it wrote or removed.
+
+    Args:
+        folder: where checkpoints are kept.
+    """
+    for path in list(folder.iterdir()):
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
