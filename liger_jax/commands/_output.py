@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from safetensors import SafetensorError
 
 from liger_jax.commands import _log
 from liger_jax.commands._errors import UserError
@@ -19,6 +21,7 @@ from liger_jax.models.hugging_face.checkpoint import GENERATION, Kept
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.hugging_face.weights import open_weights
 from liger_jax.models.lora import merge_lora, save_adapters
+from liger_jax.training import disk
 from liger_jax.training.checkpoints import holds_a_run
 
 CHECKPOINTS = "checkpoints"
@@ -36,18 +39,71 @@ def check(settings: Settings, source: Path) -> None:
     Raises:
         UserError: the result would replace the model that is tuned, or what no run has left.
     """
-    out, folder = Path(settings.out), _folder(settings)
+    out, target = Path(settings.out), folder(settings)
     if "csv" in settings.log:
         _log.check_table(out / _log.TABLE)
-    if not folder.exists():
+    if not target.exists():
         return
-    if folder.samefile(source):
-        raise UserError(f"The result would be written to {folder}, which is --model itself. Pass another --out.")
-    if not folder.is_dir() or any(folder.iterdir()) and not holds_a_run(out / CHECKPOINTS):
+    if target.samefile(source) or _share_weights(target, source):
+        raise UserError(f"The result would be written to {target}, which is --model itself. Pass another --out.")
+    if not target.is_dir() or any(target.iterdir()) and not holds_a_run(out / CHECKPOINTS):
         raise UserError(
-            f"The result would replace {folder}, and {out / CHECKPOINTS} holds no run that has left it. Move it, or "
+            f"The result would replace {target}, and {out / CHECKPOINTS} holds no run that has left it. Move it, or "
             "pass another --out."
         )
+
+
+def _share_weights(target: Path, source: Path) -> bool:
+    """Whether a file with weights is the same in both, such as by a link."""
+    pairs = ((target / path.name, path) for path in source.glob("*.safetensors"))
+    return any(there.exists() and path.exists() and there.samefile(path) for there, path in pairs)
+
+
+def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
+    """Whether a run has already left the result that it is asked for.
+
+    Args:
+        settings: the run.
+        finished: what `record` has returned, by the names of results.
+
+    Returns:
+        Whether that result has all its files still. What is in them is the user's affair from then on.
+    """
+    found = finished.get(folder(settings).name)
+    if found is None or found["save_dtype"] != settings.save_dtype:
+        return False
+    return all((folder(settings) / name).is_file() for name in found["files"])
+
+
+def record(settings: Settings, target: Path) -> dict[str, Any]:
+    """What `is_there` needs to know of a result.
+
+    Args:
+        settings: the run.
+        target: the result's folder.
+
+    Returns:
+        What JSON holds.
+    """
+    files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
+    return {"save_dtype": settings.save_dtype, "files": files}
+
+
+def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
+    """The most room that the result takes while it is written.
+
+    Args:
+        settings: the run.
+        source: the model that is tuned.
+        trained: the parameters that are trained, or their shapes.
+
+    Returns:
+        Bytes.
+    """
+    own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trained))
+    if settings.lora is None or not settings.merge:
+        return own
+    return source.weight_bytes * (2 if settings.save_dtype == "float32" else 1)
 
 
 def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
@@ -78,7 +134,7 @@ def clear(settings: Settings, earlier: Sequence[str]) -> None:
     Raises:
         UserError: something cannot be removed.
     """
-    own = {_folder(settings).name} | {{"csv": _log.TABLE, "tensorboard": _log.EVENTS}[kind] for kind in settings.log}
+    own = {folder(settings).name} | {{"csv": _log.TABLE, "tensorboard": _log.EVENTS}[kind] for kind in settings.log}
     for name in earlier:
         path = Path(settings.out) / name
         if name in own or not path.exists():
@@ -90,7 +146,15 @@ def clear(settings: Settings, earlier: Sequence[str]) -> None:
         print(f"removed {path}: an earlier run had left it")
 
 
-def _folder(settings: Settings) -> Path:
+def folder(settings: Settings) -> Path:
+    """Where the result goes.
+
+    Args:
+        settings: the run.
+
+    Returns:
+        OUT/model or OUT/adapters.
+    """
     only_adapters = settings.lora is not None and not settings.merge
     return Path(settings.out) / (ADAPTERS if only_adapters else MODEL)
 
@@ -110,30 +174,35 @@ def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) 
     Raises:
         UserError: something cannot be written.
     """
-    folder = _folder(settings)
+    target = folder(settings)
     generation = _generation(model.kept, stops)
     try:
-        if folder.name == ADAPTERS:
+        if target.name == ADAPTERS:
             base = str(source.folder.resolve()) if Path(settings.model).is_dir() else settings.model
-            save_adapters(model, folder, base_model=base)
+            save_adapters(model, target, base_model=base)
             files = source.tokenizer | {GENERATION: None if generation is None else generation.encode()}
             for name, content in files.items():
                 if content is None:
-                    (folder / name).unlink(missing_ok=True)  # an earlier result's
+                    (target / name).unlink(missing_ok=True)  # an earlier result's
                 else:
-                    (folder / name).parent.mkdir(exist_ok=True)
-                    (folder / name).write_bytes(content)
-            return folder
+                    (target / name).parent.mkdir(exist_ok=True)
+                    (target / name).write_bytes(content)
+            return target
         if settings.lora is not None:
             merge_lora(model)
         _cast(model, settings.save_dtype, _dtype_of(source))
         model.kept = dataclasses.replace(model.kept, generation=generation)
         has_eos = json.loads(model.kept.config).get("eos_token_id") is not None
         fields = None if has_eos or not stops else {"eos_token_id": stops[0]}
-        model.save_pretrained(folder, tokenizer_from=source, config_fields=fields)
-    except OSError as error:
-        raise UserError(f"The result cannot be written to {folder}: {error}. The checkpoint stays.") from error
-    return folder
+        model.save_pretrained(target, tokenizer_from=source, config_fields=fields)
+    except (OSError, SafetensorError) as error:
+        if disk.is_full(error):
+            needed = most_bytes(
+                settings, source, nnx.state(model, nnx.Param if settings.lora is None else nnx.LoRAParam)
+            )
+            raise disk.full("The result", target, needed) from error
+        raise UserError(f"The result cannot be written to {target}: {error}. The checkpoint stays.") from error
+    return target
 
 
 def _dtype_of(source: Source) -> str | None:

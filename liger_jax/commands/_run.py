@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax.commands import _data, _memory, _output, _training_rows
-from liger_jax.commands._errors import need, training_errors, user_errors, writable_folder
+from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
 from liger_jax.commands._log import Log
-from liger_jax.commands._settings import Settings
+from liger_jax.commands._settings import MOST, Settings
 from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.lora import add_lora
 from liger_jax.models.quantized import quantize
@@ -22,6 +23,8 @@ from liger_jax.training import (
     Loop,
     adamw,
     cosine_schedule,
+    identity,
+    lock,
     loss_and_accuracy,
     make_step,
     rows,
@@ -47,9 +50,14 @@ def finetune(settings: Settings) -> int:
     Raises:
         UserError: whatever the user can mend.
     """
+    need("orbax.checkpoint", "tqdm")
     out = Path(settings.out)
     writable_folder(out)
-    need("orbax.checkpoint", "tqdm")
+    with lock.held(out):
+        return _finetune(settings, out)
+
+
+def _finetune(settings: Settings, out: Path) -> int:
     with user_errors():
         source = find(settings.model)
         _output.check(settings, source.folder)
@@ -67,9 +75,14 @@ def finetune(settings: Settings) -> int:
     rows_of = rows.batches(data.rows, settings.batch, settings.seed, epochs)
     batch_of = lambda step: next(rows.parts(rows_of(step), settings.batch))
     checkpoints = _checkpoints(settings, source, steps, documents, data)
+    checkpoints.check()
+    if checkpoints.latest_step == steps and _output.is_there(settings, checkpoints.finished):
+        print(f"finished: {_output.folder(settings)} is there since step {steps}, the last one; nothing is changed")
+        return 0
     reading = beside(_read, settings, source, precision)
     with user_errors(), telling("tracing"):
-        programs = _programs(settings, found, precision, optimizer, batch_of(0))
+        programs, shapes = _programs(settings, found, precision, optimizer, batch_of(0))
+    checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
@@ -108,17 +121,25 @@ def finetune(settings: Settings) -> int:
     tuned.kept = keeps
     del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, source, tokenizer.stops)
+    checkpoints.finish(target.name, _output.record(settings, target))
     _output.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
     first, last = log["steps"][0]["loss"], log["steps"][-1]["loss"]
     print(f"{done} steps; loss {first:.3f} → {last:.3f}; {target.name} in {target}")
+    if (best := checkpoints.best) is not None and best[0] != done:
+        step, loss = best
+        there = out / _output.CHECKPOINTS / str(step)
+        print(f"{target.name} is of step {done}, the last one; step {step} scored best, {loss:.3f}, and is in {there}")
     return 0
 
 
 def _steps(settings: Settings, data: _training_rows.TrainingRows) -> int:
     if settings.steps is not None:
         return settings.steps
-    return rows.num_steps(rows.num_rows(data.rows), settings.batch, settings.epochs_to_train or 1.0)
+    number, epochs = rows.num_rows(data.rows), settings.epochs_to_train or 1.0
+    if number * epochs > MOST:
+        raise UserError(f"--epochs={epochs} of {number:,} rows are more than {MOST:,} rows. Pass fewer.")
+    return rows.num_steps(number, settings.batch, epochs)
 
 
 def _checkpoints(
@@ -134,10 +155,23 @@ def _checkpoints(
         "steps": steps,
         "documents": _data.fingerprint(documents),
         "rows": rows.fingerprint(data.rows, *held_out),
+        **_model_files(settings, source),
     }
     earlier = _output.of_earlier_runs(settings, source.folder)
     folder = Path(settings.out) / _output.CHECKPOINTS
-    return Checkpoints(folder, settings.of_the_run() | made_of, fresh=settings.fresh, earlier=earlier)
+    options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep)
+    return Checkpoints(folder, settings.of_the_run() | made_of, **options)
+
+
+def _model_files(settings: Settings, source: Source) -> dict[str, str]:
+    """Digests of the files of the model that is tuned: weights, tokenizer, chat template and configs."""
+    small = {name: (source.folder / name) for name in (CONFIG, GENERATION)}
+    contents = {name: path.read_bytes() for name, path in small.items() if path.is_file()}
+    found = identity.of_files(contents | source.tokenizer) | identity.of_weights(source.folder, source.weight_files)
+    if settings.verify:
+        with telling(f"reading {_memory.gib(source.weight_bytes)} of weights to verify them"):
+            found |= identity.of_whole_weights(source.folder, source.weight_files)
+    return found
 
 
 def _restored(checkpoints: Checkpoints, state: Any) -> tuple[Any, dict[str, Any]]:
@@ -182,8 +216,11 @@ def _trained(settings: Settings) -> Any:
 
 def _programs(
     settings: Settings, found: Architecture, precision: dict[str, str], optimizer: Any, batch: rows.Rows
-) -> tuple[Future[Any], Future[Any]]:
-    """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone."""
+) -> tuple[tuple[Future[Any], Future[Any]], Any]:
+    """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone.
+
+    The state's shapes come beside them.
+    """
     options = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
 
     def make():
@@ -198,7 +235,8 @@ def _programs(
     step = make_step(graph, optimizer, loss_and_accuracy, has_aux=True, micro_batches=settings.micro_batches)
     state = (params, jax.eval_shape(optimizer.init, params))
     part, compiling = next(rows.parts(batch, settings.batch // settings.micro_batches)), Compiling()
-    return (
+    programs = (
         compiling.start(jax.jit(step, donate_argnums=0), state, batch, frozen),
         compiling.start(score_sums(graph), params, frozen, part),
     )
+    return programs, state

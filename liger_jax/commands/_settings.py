@@ -10,6 +10,12 @@ from liger_jax.commands._errors import UserError
 DTYPES = ("float32", "bfloat16")
 SAVE_DTYPES = (*DTYPES, "float16")
 LOGS = ("csv", "tensorboard")
+MOST = 2**31 - 1  # JAX counts in int32
+_BOUNDS = dict(
+    length=(2, MOST), batch=(1, MOST), micro_batches=(1, MOST), steps=(1, MOST), lora=(1, 2**16), every=(1, MOST),
+    keep=(1, MOST), seed=(0, 2**32 - 1),
+)  # fmt: skip
+_MOST_FLOAT = 3.4e38  # of float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +42,14 @@ class Settings:
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
         eval_share: the share of the data that is held out and scored.
         every: steps between checkpoints, each with an evaluation.
+        keep: how many of the newest checkpoints are kept, beside the one with the least held-out loss.
         seed: seed of the adapters, the held-out data, the order of the rows and the rounding of bfloat16 weights.
         log: where each step's figures go, names of `LOGS`.
         out: folder for checkpoints, logs and the result.
         merge: add the adapters to the weights in the result.
         save_dtype: dtype of the weights in the result; `None` for the checkpoint's own, if it is smaller than theirs.
         fresh: start over, whatever checkpoint there is.
+        verify: read all of the model's weights to know whether they are still those of the run.
 
     Raises:
         UserError: a value is out of its range, or does not go with another.
@@ -66,22 +74,36 @@ class Settings:
     param_dtype: str | None = None
     eval_share: float = 0.02
     every: int = 100
+    keep: int = 1
     seed: int = 0
     log: tuple[str, ...] = ("csv",)
     out: str = "runs/finetune"
     merge: bool = False
     save_dtype: str | None = None
     fresh: bool = False
+    verify: bool = False
 
     def __post_init__(self):
-        for name, least in dict(length=2, batch=1, micro_batches=1, steps=1, lora=1, every=1, seed=0).items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise UserError(f"--{name.replace('_', '-')}={value} must be at least {least}.")
+        for name in ("model", "data", "subset", "column", "out"):
+            if "\0" in (getattr(self, name) or ""):
+                raise UserError(f"--{name}={getattr(self, name)!r} holds a null character, which no name has.")
+        for name, (least, most) in _BOUNDS.items():
+            if (value := getattr(self, name)) is None or least <= value <= most:
+                continue
+            shown = f"--{name.replace('_', '-')}={value}" if abs(value) < 10**30 else f"--{name.replace('_', '-')}"
+            raise UserError(f"{shown} must be at least {least}" + (f" and at most {most}." if value > most else "."))
+        if self.batch * self.length > MOST:
+            raise UserError(
+                f"--batch={self.batch} rows of --length={self.length} are more than the {MOST:,} tokens that a step "
+                "can have. Pass a smaller --batch."
+            )
         if self.batch % self.micro_batches:
             raise UserError(f"--micro-batches={self.micro_batches} must divide --batch={self.batch}.")
         for name in ("learning_rate", "epochs", "lora_alpha"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number above 0.")
+            if value is not None and value > _MOST_FLOAT:
+                raise UserError(f"--{name.replace('_', '-')}={value} is more than a float32 holds.")
         if self.steps is not None and self.epochs is not None:
             raise UserError(
                 f"--steps={self.steps} and --epochs={self.epochs} both say how long the run is. Pass one of them."
@@ -130,7 +152,7 @@ class Settings:
         return {
             name: value
             for name, value in (dataclasses.asdict(self) | {"epochs": self.epochs_to_train}).items()
-            if name not in ("log", "out", "fresh", "every", "merge", "save_dtype")
+            if name not in ("log", "out", "fresh", "every", "keep", "merge", "save_dtype", "verify")
         }
 
 

@@ -4,17 +4,18 @@ liger-jax finetune --model Qwen/Qwen2.5-0.5B --data 'letters/*.txt' --pack
 liger-jax finetune --model ./llama --data chats.jsonl --lora 16 --batch 8 --micro-batches 4
 liger-jax finetune --model ./llama --data org/dataset --lora 16 --quantize nf4 --log csv,tensorboard
 
-If Ctrl-C or kill stops a run, it saves its state, and the same command continues it. transformers loads OUT/model or
-OUT/adapters.
+If Ctrl-C, kill or a closed terminal stops a run, it saves its state, and the same command continues it. transformers
+loads OUT/model or OUT/adapters.
 """
 
 import argparse
 import sys
 
-from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.commands._errors import UserError, in_one_line, needed_packages
 from liger_jax.commands._settings import DTYPES, SAVE_DTYPES, add_data_arguments, settings_of
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner.step import REMATS
+from liger_jax.training.listening import listened_or_not
 
 SUMMARY = "train a model on your text or conversations"
 
@@ -41,11 +42,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
     add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
     add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
+    add("--keep", type=int, help="newest checkpoints to keep, beside the best by held-out loss (default: 1)")
     add("--log", type=lambda text: tuple(text.split(",")), help="csv, tensorboard or both (default: csv)")
     add("--out", help="folder for checkpoints, logs and the result (default: runs/finetune)")
     add("--merge", action="store_true", help="add the adapters to the weights in the result")
     add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
+    add("--verify", action="store_true", help="read all weights to know that the model is still the run's")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,9 +64,13 @@ def run(args: argparse.Namespace) -> int:
         settings = settings_of(args)
         with needed_packages():
             from liger_jax.commands import _run
-        return _run.finetune(settings)
+        with listened_or_not():
+            return _run.finetune(settings)
     except UserError as error:
-        print("liger-jax finetune:", *str(error).split(), file=sys.stderr)
+        print("liger-jax finetune:", in_one_line(error), file=sys.stderr)
+        return 2
+    except MemoryError:
+        print("liger-jax finetune: This machine has too little memory. Pass a smaller --batch.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # the training loop has a handler of its own
         print("liger-jax finetune: stopped outside of training; nothing new is saved.", file=sys.stderr)

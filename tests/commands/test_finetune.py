@@ -20,7 +20,7 @@ from liger_jax.commands import _cache, _run, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
-from liger_jax.training import loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
+from liger_jax.training import identity, loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
 from tests.commands import _tiny
 
 CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
@@ -160,10 +160,13 @@ def test_a_finished_run_is_merged_by_the_same_command(source, resumed, tmp_path)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), *weights)
 
 
-def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_last_checkpoint(source, interrupted, tmp_path, capsys):
+def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_last_checkpoint(
+    source, interrupted, tmp_path, capsys, monkeypatch
+):
     out, weights = tmp_path / "run", source / "model.safetensors"
     shutil.copytree(interrupted[0], out)
-    before = weights.read_bytes()
+    before, digests = weights.read_bytes(), identity.of_weights(source, [weights.name])
+    monkeypatch.setattr(identity, "of_weights", lambda folder, names: digests)  # else the run is another one
     try:
         save_file({name: x * np.nan for name, x in load_file(weights).items()}, weights, {"format": "pt"})
         assert chat(source, out) == 2
