@@ -1,5 +1,6 @@
 """Each step's figures, for the progress bar, a table and TensorBoard."""
 
+import contextlib
 import csv
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,8 +76,14 @@ class Log:
             figures: by names of `FIELDS`; those that are missing stay empty.
         """
         if self._file is not None and self._table is not None:
-            self._table.writerow(figures)
-            self._file.flush()
+            try:
+                self._table.writerow(figures)
+                self._file.flush()
+            except OSError as error:  # such as a full disk, which must not end a run between two checkpoints
+                print(f"{self._file.name} cannot be written: {error.strerror}. It will be whole when the run goes on.")
+                with contextlib.suppress(OSError):
+                    self._file.close()
+                self._file = None
         if self._events is not None:
             for name, value in figures.items():
                 if name != "step":

@@ -74,7 +74,8 @@ def _finetune(settings: Settings, out: Path) -> int:
     optimizer = adamw(rate, seed=settings.seed)
     rows_of = rows.batches(data.rows, settings.batch, settings.seed, epochs)
     batch_of = lambda step: next(rows.parts(rows_of(step), settings.batch))
-    checkpoints = _checkpoints(settings, source, steps, documents, data)
+    with user_errors():
+        checkpoints = _checkpoints(settings, source, steps, documents, data)
     checkpoints.check()
     if checkpoints.latest_step == steps and _output.is_there(settings, checkpoints.finished):
         print(f"finished: {_output.folder(settings)} is there since step {steps}, the last one; nothing is changed")
@@ -127,9 +128,11 @@ def _finetune(settings: Settings, out: Path) -> int:
     first, last = log["steps"][0]["loss"], log["steps"][-1]["loss"]
     print(f"{done} steps; loss {first:.3f} → {last:.3f}; {target.name} in {target}")
     if (best := checkpoints.best) is not None and best[0] != done:
-        step, loss = best
-        there = out / _output.CHECKPOINTS / str(step)
-        print(f"{target.name} is of step {done}, the last one; step {step} scored best, {loss:.3f}, and is in {there}")
+        there = out / _output.CHECKPOINTS / str(best[0])
+        print(
+            f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, with "
+            f"{best[1]:.3f}, whose checkpoint stays in {there}"
+        )
     return 0
 
 

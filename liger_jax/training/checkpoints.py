@@ -86,8 +86,11 @@ class Checkpoints:
     @property
     def best(self) -> tuple[int, float] | None:
         """The step with the least score among those that are kept, and the score; `None` where none has a score."""
-        scored = [(score, step) for step, path in self._steps().items() if (score := self._score(path)) is not None]
-        return min(scored)[::-1] if scored else None
+        scores = {step: score for step, path in self._steps().items() if (score := self._score(path)) is not None}
+        if not scores:
+            return None
+        step = min(scores, key=lambda step: (scores[step], step))
+        return step, scores[step]
 
     def check(self) -> None:
         """Checks, before anything is read, that the newest checkpoint is this run's.

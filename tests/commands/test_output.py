@@ -1,12 +1,15 @@
 """What a run of `liger-jax finetune` leaves, and what it never replaces."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from liger_jax.commands import _output
+from liger_jax.commands import _log, _output
 from liger_jax.commands._errors import UserError, training_errors
 from liger_jax.commands._output import CHECKPOINTS
 from liger_jax.commands._settings import Settings
@@ -163,3 +166,40 @@ def test_a_weight_that_float16_does_not_hold_is_told(sources, tmp_path):
 def test_a_dtype_of_weights_is_refused_for_adapters(tmp_path):
     with pytest.raises(UserError, match="--save-dtype=float32 is for weights, not adapters: pass --merge as well"):
         dataclasses.replace(settings(tmp_path, lora=4), save_dtype="float32")
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 64 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("a small disk needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
+def test_a_result_for_which_there_is_no_room_is_a_sentence(sources, small_disk):
+    model = AutoModelForCausalLM.from_pretrained(sources / "float32")
+    (small_disk / "filler").write_bytes(b"0" * 60_000)
+    with (
+        pytest.raises(UserError, match=r"The result cannot be written to .*/small/model: the disk is full\. It needs "),
+        training_errors(),
+    ):
+        _output.write(model, settings(small_disk), Source(sources / "float32"), [])
+    assert (small_disk / "filler").stat().st_size == 60_000
+    assert not list((small_disk / "model").rglob("*.safetensors"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    (tmp_path / _log.TABLE).symlink_to("/dev/full")
+    with _log.Log(["csv"], tmp_path, []) as log:
+        for step in (1, 2):
+            log.write({"step": step, "loss": 1.0})
+    told = f"{tmp_path / _log.TABLE} cannot be written: No space left on device. It will be whole when the run goes on."
+    assert capsys.readouterr().out == told + "\n"

@@ -124,7 +124,7 @@ def test_the_newest_whole_checkpoint_is_named_where_a_newer_one_is_damaged(tmp_p
         Checkpoints(tmp_path, {}).restore([STATE[0]])
     assert "fresh" not in str(error.value)
     newest.rename(tmp_path / "moved")
-    state, log = Checkpoints(tmp_path, {}).restore([STATE[0]])
+    state, log = Checkpoints(tmp_path, {}).restore([STATE[0]]) or ([], {})
     np.testing.assert_array_equal(state[0], STATE[0] + 8)
     assert log == {"steps": [8]}
 
@@ -183,7 +183,7 @@ def test_a_kill_while_a_run_starts_over_leaves_the_old_run_or_the_new_one(tmp_pa
     found = []
     for run in ("old", "new"):
         try:
-            state, log = Checkpoints(tmp_path, {"run": run}).restore([STATE[0]])
+            state, log = Checkpoints(tmp_path, {"run": run}).restore([STATE[0]]) or ([], {})
         except CheckpointError:
             continue
         found.append(run)

@@ -21,8 +21,8 @@ def run(tmp_path, encoding="utf-8"):
 
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, tmp_path / "program.py", listening.__file__, tmp_path / "done"]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONIOENCODING": encoding})
-    return subprocess.Popen(command, **pipes)
+    environment = {"PYTHONIOENCODING": encoding}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
 
 
 def test_a_pipe_that_is_closed_after_one_line_ends_nothing(tmp_path):

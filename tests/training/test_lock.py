@@ -22,9 +22,9 @@ sys.stdin.read()
 
 
 def test_the_other_process_is_named_and_its_death_frees_the_folder(tmp_path):
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".lock"], **pipes) as other:
-        assert other.stdout.readline() == "held\n"
+    command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
         with (
             pytest.raises(LockedError, match=rf"writes to {tmp_path}: process {other.pid} on here\. Wait for it"),
             lock.held(tmp_path),

@@ -1,0 +1,266 @@
+"""Runs of every command that trains: what they survive, and what they refuse with a sentence. A command is a line."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from liger_jax.commands import _cache, main
+from liger_jax.training import lock
+from tests.commands import _tiny
+
+SMALL = "--lora 2 --length 64 --batch 2 --steps 2 --every 1 --eval-share 0 --learning-rate 0.03".split()
+COMMANDS = {"finetune": SMALL}  # by name, with the options of a run of two steps
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_program_is_compiled_once(caches):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(caches))
+        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
+        yield
+
+
+class Command:
+    """A command, on a tiny model and its data in a folder."""
+
+    def __init__(self, name, folder):
+        self.name, self.folder, self.model = name, folder, _tiny.checkpoint(folder / "model")
+        (folder / "chats.jsonl").write_text(_tiny.chats(12))
+
+    def arguments(self, out, *options, model=None):
+        data = f"--data={self.folder / 'chats.jsonl'}"
+        return [self.name, f"--model={model or self.model}", data, f"--out={out}", *COMMANDS[self.name], *options]
+
+    def __call__(self, out, *options, model=None):
+        return main(self.arguments(out, *options, model=model))
+
+    def error(self, capsys, out, *options, model=None):
+        """The one sentence of a command that is refused."""
+        capsys.readouterr()
+        assert self(out, *options, model=model) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"liger-jax {self.name}: ") and error.count("\n") == 1, error
+        return error
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def command(request, tmp_path_factory):
+    return Command(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def finished_run(command):
+    """The folder of a run that came to its end, and has read all of its weights."""
+    assert command(command.folder / "out", "--verify") == 0
+    return command.folder / "out"
+
+
+@pytest.fixture
+def finished(finished_run, tmp_path):
+    return shutil.copytree(finished_run, tmp_path / "out")
+
+
+def files_in(folder):
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+# --- a run that is finished -------------------------------------------------------------------------------------------
+
+
+def test_the_command_of_a_finished_run_says_so_and_changes_nothing(command, finished, capsys):
+    before = files_in(finished)
+    assert command(finished) == 0
+    assert f"finished: {finished / 'adapters'} is there since step 2, the last one" in capsys.readouterr().out
+    assert files_in(finished) == before
+
+
+def test_adapters_are_merged_once(command, finished, capsys):
+    assert command(finished, "--merge") == 0
+    before = files_in(finished)
+    assert command(finished, "--merge") == command(finished) == 0 and files_in(finished) == before
+    error = command.error(capsys, finished, "--merge", model=finished / "model")
+    assert f"written to {finished / 'model'}, which is --model itself. Pass another --out." in error
+    linked = finished.parent / "linked"
+    linked.mkdir()
+    for path in (finished / "model").iterdir():  # as in the cache of a hub: the folder differs, and the files do not
+        (linked / path.name).symlink_to(path)
+    assert "which is --model itself" in command.error(capsys, finished, "--merge", model=linked)
+    assert files_in(finished) == before
+
+
+def test_a_result_that_is_gone_is_written_again(command, finished):
+    before = (finished / "adapters" / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(finished / "adapters")
+    assert command(finished) == 0
+    assert (finished / "adapters" / "adapter_model.safetensors").read_bytes() == before
+
+
+# --- what a run is made of --------------------------------------------------------------------------------------------
+
+
+def negated(path):
+    save_file({name: -x for name, x in load_file(path).items()}, path, {"format": "pt"})
+
+
+def one_bit(path):
+    """Changes what lies between the blocks that are read every time."""
+    content = bytearray(path.read_bytes())
+    length = 8 + int.from_bytes(content[:8], "little")
+    tensors = load_file(path)
+    large = max(tensors.values(), key=lambda x: x.nbytes)
+    assert large.nbytes > 3 * 4096
+    at = bytes(content).index(np.ascontiguousarray(large).tobytes(), length) + 5000
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def other_template(path):
+    path.write_text(path.read_text().replace("message.content +", "message.content + ' ' +"))
+
+
+def spaced(path):
+    path.write_text(path.read_text() + " ")
+
+
+@pytest.mark.parametrize(
+    ["name", "change", "options"],
+    [
+        (WEIGHTS, negated, []),
+        (WEIGHTS, one_bit, ["--verify"]),
+        ("tokenizer_config.json", other_template, []),
+        ("tokenizer.json", spaced, []),
+        ("config.json", spaced, []),
+    ],
+    ids=["weights", "one bit of the weights", "template", "tokenizer", "config"],
+)
+def test_a_model_that_has_changed_is_named(command, finished, tmp_path, capsys, name, change, options):
+    before = files_in(finished)
+    original = (command.model / name).read_bytes()
+    try:  # the folder's name stays the same
+        change(command.model / name)
+        assert (command.model / name).read_bytes() != original
+        error = command.error(capsys, finished, *options)
+    finally:
+        (command.model / name).write_bytes(original)
+    assert re.search(rf"holds another run: .*{name}='\w+' became '\w+'.* Pass --fresh to start over", error)
+    assert files_in(finished) == before
+
+
+# --- damage and neighbours --------------------------------------------------------------------------------------------
+
+
+def test_the_last_whole_checkpoint_is_offered(command, finished, capsys):
+    shutil.rmtree(finished / "adapters")
+    (finished / "checkpoints" / "999").mkdir()
+    error = command.error(capsys, finished)
+    newest = finished / "checkpoints" / "999"
+    assert f"The checkpoint of step 2 is whole: move {newest} elsewhere to go on from it." in error
+    assert "--fresh" not in error
+
+
+def test_a_process_that_writes_to_the_same_folder_is_named(command, finished, capsys):
+    before = files_in(finished)
+    with lock.held(finished):
+        error = command.error(capsys, finished, "--fresh")
+    assert f"Another process writes to {finished}: process {os.getpid()} on " in error
+    assert error.endswith("Wait for it, end it, or pass another --out.\n") and files_in(finished) == before
+
+
+def test_room_on_the_disk_is_looked_for_before_training(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 4096}))
+    error = command.error(capsys, tmp_path / "out")
+    assert re.search(r"The disk of .* has 4\.0 KiB left, and 3 more checkpoints of .* and the result need", error)
+    assert error.endswith("Make room, or pass another --out.\n")
+
+
+# --- absurd values ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ["options", "message"],
+    [
+        (["--steps", str(10**20)], f"--steps={10**20} must be at least 1 and at most 2147483647."),
+        (["--seed", str(2**70)], f"--seed={2**70} must be at least 0 and at most 4294967295."),
+        (["--batch", str(10**30)], "--batch must be at least 1 and at most 2147483647."),
+        (["--batch", str(-(10**4000))], "--batch must be at least 1."),
+        (["--batch", str(2**30)], "rows of --length=64 are more than the 2,147,483,647 tokens that a step can have."),
+        (["--lora", str(2**40)], "must be at least 1 and at most 65536."),
+        (["--keep", "0"], "--keep=0 must be at least 1."),
+        (["--lora-alpha", "1e39"], "--lora-alpha=1e+39 is more than a float32 holds."),
+        (["--out", "o\0ut"], r"--out='o\x00ut' holds a null character, which no name has."),
+        (["--model", "o\0ut"], r"--model='o\x00ut' holds a null character, which no name has."),
+    ],
+)
+def test_absurd_values_are_sentences(command, tmp_path, capsys, options, message):
+    assert message in command.error(capsys, tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_absurd_epochs_are_a_sentence(command, tmp_path, capsys, monkeypatch):
+    name, options = command.name, COMMANDS[command.name]
+    at = options.index("--steps")
+    monkeypatch.setitem(COMMANDS, name, [*options[:at], *options[at + 2 :]])
+    assert "are more than 2,147,483,647 rows. Pass fewer." in command.error(capsys, tmp_path, "--epochs", "1e30")
+
+
+def test_messages_are_bounded(command, tmp_path, capsys):
+    assert len(command.error(capsys, tmp_path, "--column", "x\0" + "y" * 10**6)) < 3000
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "adapters": ["--lora=2"],
+    "all weights": [],
+    "packed": ["--lora=2", "--pack"],
+    "merged": ["--lora=2", "--merge"],
+}
+
+
+def check_kills(command, tmp_path, options, steps, export):
+    """A run that was killed again and again ends with the bytes of one that was not disturbed."""
+    base = f"--length=64 --batch=2 --steps={steps} --every=1 --eval-share=0.2 --learning-rate=0.03".split()
+    arguments = [command.name, f"--model={command.model}", f"--data={command.folder / 'chats.jsonl'}", *base, *options]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    seed = np.random.default_rng().integers(2**31)
+    program = [sys.executable, Path(__file__).with_name("_kills.py"), json.dumps(arguments), whole, killed]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in ("", *sys.path) if path)}
+    done = subprocess.run(
+        [*map(str, program), export, str(seed)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["last"] == 0, (told, seed, done.stderr[-3000:])
+    assert set(told["codes"]) == {-signal.SIGKILL}, (told, seed)
+    results = [folder / told["result"] for folder in (whole, killed)]
+    contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in results]
+    assert contents[0] == contents[1], (told, seed)
+    tables = [[row.split(",")[:4] for row in (f / "log.csv").read_text().splitlines()] for f in (whole, killed)]
+    assert tables[0] == tables[1] and len(tables[0]) == steps + 1, (told, seed)
+    assert [path.name for path in (killed / "checkpoints").iterdir() if "tmp" in path.name] == [], (told, seed)
+    print(told)
+    return told
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the chain forks")
+def test_a_run_that_is_killed_three_times_ends_with_the_same_bytes(command, tmp_path):
+    check_kills(command, tmp_path, KINDS["all weights"], 5, "one")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the chain forks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_of_kills_ends_with_the_same_bytes(command, tmp_path, kind):
+    told = check_kills(command, tmp_path, KINDS[kind], 12, "all")
+    assert len(told["codes"]) >= 8
