@@ -11,6 +11,7 @@ A moment of a kill is a pair: ("start", seconds) after the start; ("training", s
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -95,7 +96,13 @@ def run(arguments, undisturbed, out, is_whole, seed):
     steps = len((undisturbed / LOG).read_text().splitlines()) - 1
     result = "model" if (undisturbed / "model").exists() else "adapters"
     chosen = moments(seen, steps, result, is_whole, random.Random(seed))
-    codes = [killed(arguments, out, moment) for moment in chosen]
+    codes = []
+    for moment in chosen:
+        code = killed(arguments, out, moment)
+        if code == 0 and moment[0] == result:  # what the last kill had left took fewer renames to complete
+            shutil.rmtree(out / result)
+            code = killed(arguments, out, moment)
+        codes.append(code)
     last = ended(started(arguments, out))
     print(json.dumps({"moments": chosen, "codes": codes, "last": last, "result": result}))
 
