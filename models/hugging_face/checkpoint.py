@@ -54,6 +54,36 @@ class Kept:
         return ()
 
 
+def own_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
+    """A file of a checkpoint's folder, where links lead to files of the same checkpoint only.
+
+    Whoever made the folder may have put a link into it to another file of the reader's machine. What is read from the
+    folder is written into results, which are given away.
+
+    Args:
+        folder: the checkpoint's folder. It may itself be a link, since the reader named it.
+        name: the file's name or relative path.
+
+    Returns:
+        The file's path without links, or `None` if there is no such file.
+
+    Raises:
+        ValueError: the file is a link, or lies in a linked folder, and the link leaves the folder. Links into the
+            `blobs` of the hub's cache are allowed if the folder is a snapshot in that cache.
+    """
+    path = folder / name
+    if not path.is_file():
+        return None
+    root, file = folder.resolve(), path.resolve()
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    if file.is_relative_to(root) or file.parent in blobs:
+        return file
+    raise ValueError(
+        f"{path} is a link to {short(str(file))}, which is outside of the checkpoint's folder. Results would hold that "
+        "file's content. Put a copy in the link's place if the file belongs to the checkpoint."
+    )
+
+
 def files_that_complete(folder: pathlib.Path) -> pathlib.Path | None:
     """The folder with the JSON files that belong to the weights, if a save was interrupted without config.json."""
     new, earlier = folder / SAVING / "new", folder / SAVING / "earlier"
@@ -92,15 +122,15 @@ def weight_files(folder: pathlib.Path) -> list[str]:
     If both model.safetensors and an index are there, the first counts, as in Hugging Face.
 
     Raises:
-        ValueError: the index has no `weight_map`, or its `weight_map` names something that is not a safetensors file of
-            the folder.
+        ValueError: the index has no `weight_map`, its `weight_map` names something that is not a safetensors file of
+            the folder, or the index is a link that leaves the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     path = folder / INDEX
-    if not path.is_file():
+    if (file := own_file(folder, INDEX)) is None:
         return []
-    weight_map = config_json.load(path).get("weight_map")
+    weight_map = config_json.loads(file.read_bytes(), path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map must be an object of tensors and files, and is {short(weight_map)}.")
     for tensor, name in weight_map.items():

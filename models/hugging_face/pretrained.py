@@ -193,4 +193,4 @@ def _tokenizer_files(tokenizer_from: str | os.PathLike[str] | Source) -> dict[st
             f"save_pretrained: tokenizer_from={str(source.folder)!r} holds no tokenizer: none of "
             f"{', '.join(checkpoint.TOKENIZER)}."
         )
-    return source.tokenizer
+    return source.tokenizer_to_save()

@@ -12,15 +12,17 @@ from liger_jax.models.core.config_fields import short
 from liger_jax.models.hugging_face import checkpoint, config_json
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION, INDEX, SAVING, TEMPLATES, TOKENIZER, Kept
 
-# Fields of config.json that are not kept: `config_json.write` writes the first three under other names, and the last
-# names files that a save does not write.
-_NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights")
+# Fields of config.json that are not kept: `config_json.write` writes the first three under other names, the others name
+# files that a save does not write, or ask a reader to run code that is not in them.
+_CODE = ("auto_map", "trust_remote_code")
+_NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights", *_CODE)
 
 
 class Source:
     """What a folder says of its model. A file is read when it is first asked for, and never again.
 
     So all parts of a run see the same files, whatever happens to the folder meanwhile. The weights are not read here.
+    A link is followed within the folder, or from a snapshot in the hub's cache to its blobs; others are refused.
 
     Args:
         folder: the folder.
@@ -66,9 +68,8 @@ class Source:
             ValueError: it does not hold a JSON object, or its `eos_token_id` is neither a token nor a list of tokens.
         """
         path = self.folder / GENERATION
-        if not path.is_file():
+        if (content := self._content(GENERATION)) is None:
             return None
-        content = path.read_bytes()
         _check_stops(path, config_json.loads(content, path))
         return content.decode("utf8")  # its line ends, too
 
@@ -95,9 +96,22 @@ class Source:
 
     @functools.cached_property
     def tokenizer(self) -> dict[str, bytes | None]:
-        """The tokenizer's files by name, chat templates among them; `None` for files that it does not have."""
-        files = {name: self.folder / name for name in (*TOKENIZER, *chat_templates(self.folder))}
-        return {name: path.read_bytes() if path.is_file() else None for name, path in files.items()}
+        """The tokenizer's files by name, chat templates among them; `None` for files that it does not have.
+
+        Raises:
+            ValueError: one is a link that leaves the folder.
+        """
+        return {name: self._content(name) for name in (*TOKENIZER, *chat_templates(self.folder))}
+
+    def tokenizer_to_save(self) -> dict[str, bytes | None]:
+        """The tokenizer's files as a save writes them: its config asks for no code that is not in the files."""
+        files, name = dict(self.tokenizer), "tokenizer_config.json"
+        content = files[name]
+        if content is not None and any(field.encode() in content for field in _CODE):
+            values = config_json.loads(content, self.folder / name)
+            left = {field: value for field, value in values.items() if field not in _CODE}
+            files[name] = content if left == values else (json.dumps(left, indent=2) + "\n").encode()
+        return files
 
     @functools.cached_property
     def weight_files(self) -> list[str]:
@@ -111,9 +125,14 @@ class Source:
 
     @functools.cached_property
     def _whole_config(self) -> dict[str, Any]:
-        if not self.path.is_file():
+        if (content := self._content(CONFIG)) is None:
             raise FileNotFoundError(_why_no_config(self.folder))
-        return config_json.load(self.path)
+        return config_json.loads(content, self.path)
+
+    def _content(self, name: str) -> bytes | None:
+        """A file's content, `None` if there is no such file."""
+        path = checkpoint.own_file(self.folder, name)
+        return None if path is None else path.read_bytes()
 
 
 def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -> Source:

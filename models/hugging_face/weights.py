@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
 from liger_jax.models.core.parameters import ParameterInfo, describe, parameter, path_of
-from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, weight_files
+from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, own_file, weight_files
 from liger_jax.ops.block_quantized import BlockQuantized
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -148,11 +148,12 @@ def _places(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, tupl
 def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """The open file of each tensor, by the tensor's name."""
     names = weight_files(folder)
-    if absent := [name for name in names if not (folder / name).is_file()]:
+    paths = {name: own_file(folder, name) for name in names}
+    if absent := [name for name, path in paths.items() if path is None]:
         raise FileNotFoundError(f"from_pretrained: {folder} lacks {absent}, which its {INDEX} names.")
     files = {}
-    for name in names:
-        file = stack.enter_context(open_weights(folder / name))
+    for path in paths.values():
+        file = stack.enter_context(open_weights(path))
         files.update(dict.fromkeys(file.keys(), file))
     if files:
         return files
