@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from liger_jax.commands import _log
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
-from liger_jax.models.hugging_face.checkpoint import GENERATION, Kept
+from liger_jax.models.hugging_face.checkpoint import Kept
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.hugging_face.weights import open_weights
 from liger_jax.models.lora import merge_lora, save_adapters
@@ -179,14 +179,8 @@ def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) 
     try:
         if target.name == ADAPTERS:
             base = str(source.folder.resolve()) if Path(settings.model).is_dir() else settings.model
-            save_adapters(model, target, base_model=base)
-            files = source.tokenizer | {GENERATION: None if generation is None else generation.encode()}
-            for name, content in files.items():
-                if content is None:
-                    (target / name).unlink(missing_ok=True)  # an earlier result's
-                else:
-                    (target / name).parent.mkdir(exist_ok=True)
-                    (target / name).write_bytes(content)
+            model.kept = dataclasses.replace(model.kept, generation=generation)
+            save_adapters(model, target, base_model=base, tokenizer_from=source)
             return target
         if settings.lora is not None:
             merge_lora(model)

@@ -12,12 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
+from liger_jax.models.core import config_fields
 from liger_jax.models.core.parameters import ADAPTER_TENSORS
-from liger_jax.models.hugging_face.weights import language_part, open_weights
+from liger_jax.models.hugging_face import config_json, saving
+from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_complete, own_file
+from liger_jax.models.hugging_face.weights import FLOATS, language_part, open_weights
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, (WEIGHTS,) = ADAPTERS.config, ADAPTERS.weights
+_MOST_SAID = 4_000  # characters of what a file holds in one message
 _PREFIX = "base_model.model."
 _TO_WHOLE = (f"{_PREFIX}model.", f"{_PREFIX}model.language_model.")  # names in a language model and in a multimodal one
 # What PEFT's fields must say, if they are there: other values change which weights are adapted, or how.
@@ -86,13 +89,13 @@ def write(
     base_model: str | None,
     *,
     multimodal: bool,
+    small_files: Mapping[str, bytes | None],
 ) -> None:
-    """Writes both files. Each is complete before it replaces an earlier one.
+    """Writes both files and the small ones; a process killed meanwhile leaves the earlier adapters or the new ones.
 
     For the language part of a multimodal model the names are those of transformers' whole model. There
     `target_modules` are whole names, since the other parts have projections of the same names.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     targets = config.targets
     if multimodal:
         tensors = {name.replace(*_TO_WHOLE, 1): tensor for name, tensor in tensors.items()}
@@ -111,11 +114,8 @@ def write(
         "bias": "none",
         "fan_in_fan_out": False,
     }
-    unfinished = folder / f".{WEIGHTS}", folder / f".{CONFIG}"
-    save_file(dict(tensors), unfinished[0], metadata={"format": "pt"})
-    unfinished[1].write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    for path in unfinished:
-        path.replace(folder / path.name[1:])
+    content = (json.dumps(fields, indent=2) + "\n").encode()
+    saving.write_adapters(folder, tensors, {CONFIG: content, **small_files})
 
 
 def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
@@ -125,45 +125,108 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
         FileNotFoundError: one of them is absent.
         ValueError: one is damaged, or says something that is not supported.
     """
-    if absent := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
-        raise FileNotFoundError(f"load_adapters: {folder} lacks {absent}. Pass the folder that PEFT saved.")
-    path = folder / CONFIG
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        other = {name: values[name] for name, may in _FIXED.items() if name in values and values[name] not in may}
-        rank, alpha = int(values["r"]), float(values["lora_alpha"])
-        targets, excluded = values.get("target_modules") or (), values.get("exclude_modules") or ()
-        layers = np.atleast_1d([] if (only := values.get("layers_to_transform")) is None else only).tolist()
-        for names in (targets, excluded):
-            _is_named(names, "")  # a damaged expression fails here
-    except (ValueError, KeyError, TypeError, re.error) as error:
-        raise ValueError(f"load_adapters: {path} is damaged: {error!r}.") from error
-    if other:
-        supported = {name: _FIXED[name][0] for name in other}
-        raise ValueError(
-            f"load_adapters: {path} has {other}, and {supported} is what these fields must say. Merge the adapters in "
-            "PEFT, and load the merged model."
-        )
-    with open_weights(folder / WEIGHTS) as file:
+    files = {name: own_file(folder, name) for name in (CONFIG, WEIGHTS)}
+    if absent := [name for name, path in files.items() if path is None]:
+        cure = "Pass the folder that PEFT saved."
+        if missing := files_that_complete(folder, ADAPTERS):
+            cure = f"A save into it was cut off. Save the adapters again, or move the files of {missing} to {folder}."
+        raise FileNotFoundError(f"load_adapters: {folder} lacks {absent}. {cure}")
+    config = _config(folder / CONFIG, files[CONFIG].read_bytes())
+    with open_weights(files[WEIGHTS]) as file:
         names = language_part(file.keys())
         others = sorted(set(file.keys()) - set(names.values()))
+        dtypes = {name: file.get_slice(there).get_dtype() for name, there in names.items()}
+        if wrong := [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]:
+            raise ValueError(
+                f"load_adapters: the tensors in {folder / WEIGHTS} must be of {list(FLOATS)}, and there are "
+                f"{_cut(', '.join(wrong))}."
+            )
         tensors = {name: file.get_tensor(there) for name, there in names.items()}
+    with np.errstate(over="ignore"):
+        wrong = [name for name, tensor in tensors.items() if not np.isfinite(tensor.astype(np.float32)).all()]
+    if wrong:
+        raise ValueError(
+            f"load_adapters: {folder / WEIGHTS} has numbers that are no finite float32, in {_cut(', '.join(wrong))}. "
+            "The training that made them has failed, or the file is damaged."
+        )
     if others:
         warnings.warn(
             f"load_adapters: {folder} has {len(others)} tensors for other parts of a multimodal model, such as "
-            f"{others[0]}. They are left out, as those parts' weights are.",
+            f"{_cut(others[0])}. They are left out, as those parts' weights are.",
             stacklevel=3,
         )
     if not adapted_names(tensors):
         raise ValueError(
             f"load_adapters: {folder / WEIGHTS} has no tensor whose name ends in .{ADAPTER_TENSORS['lora_a']}."
         )
-    options = dict(
-        dropout=values.get("lora_dropout", 0.0),
+    return config, tensors
+
+
+def _config(path: pathlib.Path, content: bytes) -> AdapterConfig:
+    """What adapter_config.json says, every field of which is checked."""
+    try:
+        values = config_json.loads(content, path)
+    except ValueError as error:
+        raise ValueError(f"load_adapters: {path} is damaged: {error}") from error
+    other = {name: values[name] for name, may in _FIXED.items() if name in values and values[name] not in may}
+    if other:
+        supported = {name: _FIXED[name][0] for name in other}
+        raise ValueError(
+            f"load_adapters: {path} has {_cut(str(other))}, and {supported} is what these fields must say. Merge the "
+            "adapters in PEFT, and load the merged model."
+        )
+    layers = values.get("layers_to_transform")
+    layers = [] if layers is None else layers if isinstance(layers, list) else [layers]
+    dropout = values.get("lora_dropout", 0.0)
+    numbers = {name: values[name] for name in ("r", "lora_alpha", "use_rslora", "use_dora") if name in values}
+    wrong = [f"{name} is missing" for name in ("r", "lora_alpha") if name not in values]
+    wrong += config_fields.problems(_Numbers, numbers)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        wrong.append(f"lora_dropout={config_fields.short(dropout)} must be a number in [0, 1)")
+    if any(type(layer) is not int or layer < 0 for layer in layers):
+        wrong.append(f"layers_to_transform={config_fields.short(layers)} must be numbers of layers")
+    for name in ("target_modules", "exclude_modules"):
+        wrong += _problems_of_names(name, values.get(name))
+    if wrong:
+        raise ValueError(f"load_adapters: {path} cannot be used: {'; '.join(wrong)}.")
+    return AdapterConfig(
+        rank=values["r"],
+        alpha=float(values["lora_alpha"]),
+        targets=values.get("target_modules") or (),
+        dropout=float(dropout),
         rslora=values.get("use_rslora", False),
         dora=values.get("use_dora", False),
+        excluded=values.get("exclude_modules") or (),
+        layers=layers,
     )
-    return AdapterConfig(rank, alpha, targets, **options, excluded=excluded, layers=layers), tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """The types of fields of adapter_config.json, for `config_fields.problems`."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    use_dora: bool
+
+
+def _problems_of_names(field: str, names: Any) -> list[str]:
+    """A clause if a field neither names projections nor is a regular expression."""
+    if isinstance(names, str):
+        try:
+            re.compile(names)
+        except (re.error, RecursionError, OverflowError) as error:
+            return [f"{field}={config_fields.short(names)} is no regular expression: {error}"]
+        return []
+    if names is None or isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return []
+    return [f"{field}={config_fields.short(names)} must be a list of names, or one regular expression"]
+
+
+def _cut(text: str) -> str:
+    """A text for a message, which may come from a file that anyone may have written."""
+    return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]} … ({len(text):,} characters)"
 
 
 def adapted_names(tensors: Iterable[str]) -> set[str]:
@@ -200,8 +263,8 @@ def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Map
     ]
     if missing or left or wrong:
         raise ValueError(
-            f"load_adapters: {folder} does not fit the model. Missing: {missing or 'none'}; left over: "
-            f"{left or 'none'}; shapes: {'; '.join(wrong) or 'all fit'}. Do the adapters belong to this model?"
+            f"load_adapters: {folder} does not fit the model. Missing: {_cut(str(missing or 'none'))}; left over: "
+            f"{_cut(str(left or 'none'))}; shapes: {_cut('; '.join(wrong) or 'all fit')}. Do the adapters belong to this model?"
         )
 
 

@@ -5,7 +5,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from liger_jax.models.core.config_fields import short
 from liger_jax.models.hugging_face import config_json
@@ -26,6 +26,24 @@ TOKENIZER = (
 TEMPLATES = "additional_chat_templates"  # a folder of further chat templates, each NAME.jinja
 # A folder inside a checkpoint's folder, during a save: "new" holds new files, "earlier" files that they replace.
 SAVING = ".saving"
+
+
+class Names(NamedTuple):
+    """The files that one save replaces together.
+
+    Attributes:
+        config: the file without which a reader finds nothing.
+        weights: names that the weights may have. The rename of one of them is the moment of the change.
+        saving: the folder for files that are not in place yet.
+    """
+
+    config: str
+    weights: tuple[str, ...]
+    saving: str
+
+
+MODEL = Names(CONFIG, (WEIGHTS, INDEX), SAVING)
+ADAPTERS = Names("adapter_config.json", ("adapter_model.safetensors",), ".saving_adapters")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +102,16 @@ def own_file(folder: pathlib.Path, name: str) -> pathlib.Path | None:
     )
 
 
-def files_that_complete(folder: pathlib.Path) -> pathlib.Path | None:
-    """The folder with the JSON files that belong to the weights, if a save was interrupted without config.json."""
-    new, earlier = folder / SAVING / "new", folder / SAVING / "earlier"
+def files_that_complete(folder: pathlib.Path, names: Names = MODEL) -> pathlib.Path | None:
+    """The folder with the JSON files that belong to the weights, if a save was interrupted without its config."""
+    new, earlier = folder / names.saving / "new", folder / names.saving / "earlier"
+    if any(path.is_symlink() for path in (new.parent, new, earlier)):  # no save makes links
+        return None
     # One rename moves the weights out of `new`, and the folder then has the new model's weights. The config.json that
     # was written into `new` before them belongs to the folder from then on.
-    if (new / CONFIG).is_file() and not any((new / name).is_file() for name in (WEIGHTS, INDEX)):
+    if (new / names.config).is_file() and not any((new / name).is_file() for name in names.weights):
         return new
-    return earlier if (earlier / CONFIG).is_file() else None
+    return earlier if (earlier / names.config).is_file() else None
 
 
 def config_values(path: pathlib.Path) -> dict[str, Any]:

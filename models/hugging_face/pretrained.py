@@ -16,7 +16,7 @@ from liger_jax.models import quantized
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
-from liger_jax.models.hugging_face.source import Source, chat_templates, find
+from liger_jax.models.hugging_face.source import Source, find, tokenizer_files
 
 Model = TypeVar("Model", bound="Pretrained")
 
@@ -164,8 +164,7 @@ class Pretrained(nnx.Module):
             checkpoint.GENERATION: None if generation is None else generation.encode(),
         }
         if tokenizer_from is not None:
-            earlier: dict[str, bytes | None] = dict.fromkeys(chat_templates(pathlib.Path(path)))
-            small_files |= earlier | _tokenizer_files(tokenizer_from)
+            small_files |= tokenizer_files("save_pretrained", tokenizer_from, pathlib.Path(path))
 
         def meaning(folder):
             config, dtype, kept = _described(type(self), Source(folder))
@@ -180,17 +179,3 @@ def _described(model_class: Any, source: Source) -> tuple[Any, str, checkpoint.K
     config: Any = config_json.read(source.config, model_class.config_type, model_class.config_fixed, source.path)
     own = config_json.write(config, model_class.config_fixed, model_class.__name__, source.dtype)
     return config, source.dtype, source.kept(own)
-
-
-def _tokenizer_files(tokenizer_from: str | os.PathLike[str] | Source) -> dict[str, bytes | None]:
-    source = tokenizer_from if isinstance(tokenizer_from, Source) else Source(pathlib.Path(tokenizer_from))
-    if not source.folder.is_dir():
-        raise ValueError(
-            f"save_pretrained: tokenizer_from={str(source.folder)!r} is no folder. Pass a tokenizer's folder."
-        )
-    if not any(source.tokenizer.values()):
-        raise ValueError(
-            f"save_pretrained: tokenizer_from={str(source.folder)!r} holds no tokenizer: none of "
-            f"{', '.join(checkpoint.TOKENIZER)}."
-        )
-    return source.tokenizer_to_save()

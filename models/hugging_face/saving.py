@@ -8,21 +8,34 @@ config.json cannot change in the same rename. If it changes what is computed, or
 leaves the folder before the rename and comes back after it. A reader in between finds no model, and never finds one
 model's weights with another's config. The files that complete the weights are then in `.saving`
 (`checkpoint.files_that_complete`), and the next save puts them back.
+
+Adapters are written in the same way. A link in the folder is replaced and never followed, so that no file elsewhere
+changes. All files have the mode that the process gives to new files.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from liger_jax.models.hugging_face.checkpoint import CONFIG, INDEX, SAVING, WEIGHTS, files_that_complete, weight_files
+from liger_jax.models.hugging_face.checkpoint import (
+    ADAPTERS,
+    INDEX,
+    MODEL,
+    SAVING,
+    WEIGHTS,
+    Names,
+    files_that_complete,
+    weight_files,
+)
 from liger_jax.models.hugging_face.weights import open_weights
 
 _SHARD = re.compile(r"model.*-\d+-of-\d+\.safetensors")
@@ -45,36 +58,85 @@ def write(
             earlier model's file of that name is removed.
         meaning: takes a folder and returns what its config.json means. If two folders give equal values, their models
             compute the same. It raises a ValueError or FileNotFoundError if the file is damaged or absent.
+
+    Raises:
+        OSError: something cannot be written, or a folder that `small_files` name is a link in `folder`.
     """
+    with _mended(folder, MODEL, small_files):
+        _replace(folder, MODEL, _write_weights(folder, shards), small_files, meaning)
+
+
+def write_adapters(
+    folder: pathlib.Path, tensors: Mapping[str, np.ndarray], small_files: Mapping[str, bytes | None]
+) -> None:
+    """Writes adapters into a folder, in place of those that it may hold. A model in the folder stays.
+
+    Args:
+        folder: the folder, made if it does not exist.
+        tensors: the adapters.
+        small_files: adapter_config.json and other files, as `write` takes them.
+
+    Raises:
+        OSError: as `write` raises it.
+    """
+    (weights,) = ADAPTERS.weights
+    with _mended(folder, ADAPTERS, small_files):
+        _save_tensors(tensors, folder / ADAPTERS.saving / "new" / weights)
+        _replace(folder, ADAPTERS, weights, small_files, lambda folder: (folder / ADAPTERS.config).read_bytes())
+
+
+@contextlib.contextmanager
+def _mended(folder: pathlib.Path, names: Names, small_files: Iterable[str]) -> Iterator[None]:
+    """A context for a save, before and after which no other save is left unfinished."""
     folder.mkdir(parents=True, exist_ok=True)
-    _mend(folder)
-    new, earlier = folder / SAVING / "new", folder / SAVING / "earlier"
-    new.mkdir(parents=True)
-    earlier.mkdir()
+    for path in {(folder / name).parent for name in small_files}:
+        if path != folder and path.is_symlink():  # files elsewhere would be replaced
+            raise NotADirectoryError(f"{path} is a link, and must be a folder or nothing. Remove the link.")
+    _mend(folder, names)
+    for name in ("new", "earlier"):
+        (folder / names.saving / name).mkdir(parents=True)
     try:
-        flip = _write_weights(folder, shards)
-        changed = [
-            name for name, content in small_files.items() if name != CONFIG and content != _content(folder / name)
-        ]
-        for name in (*changed, CONFIG):  # config.json last: files_that_complete relies on it
-            if (content := small_files[name]) is not None:
-                _write(new / name, content)
-        if changed or not _say_the_same(meaning, folder, new):
-            for name in (CONFIG, *changed):
-                if (folder / name).exists():
-                    _move(folder / name, (earlier / name).parent)
-        _move(new / flip, folder)
-        _move_all(new, folder)
+        yield
     finally:
-        _mend(folder)
+        _mend(folder, names)
+
+
+def _replace(
+    folder: pathlib.Path,
+    names: Names,
+    flip: str,
+    small_files: Mapping[str, bytes | None],
+    meaning: Callable[[pathlib.Path], Any],
+) -> None:
+    """Replaces the earlier files by the new ones; the weights are in `new`, in the file `flip`."""
+    new, earlier = folder / names.saving / "new", folder / names.saving / "earlier"
+    others = {name: content for name, content in small_files.items() if name != names.config}
+    changed = [name for name, content in others.items() if not _holds(folder / name, content)]
+    for name in (*changed, names.config):  # the config is last: files_that_complete relies on it
+        if (content := small_files[name]) is not None:
+            _write(new / name, content)
+    if changed or not _say_the_same(meaning, folder, new):
+        for name in (names.config, *changed):
+            if os.path.lexists(folder / name):
+                _move(folder / name, (earlier / name).parent)
+    _move(new / flip, folder)
+    _move_all(new, folder, last=names.config)
+
+
+def _save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
+    """Writes a safetensors file, and returns once it is on the disk."""
+    path.touch()
+    mode = path.stat().st_mode & 0o777  # by the umask, while safetensors hides its files from all other users
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
+    _sync(path)
 
 
 def _write_weights(folder: pathlib.Path, shards: Iterable[Mapping[str, np.ndarray]]) -> str:
     """Writes the weights. Returns the file in `new` that must be renamed last: it switches to the new model."""
     saving, in_shard, total = folder / SAVING, {}, 0
     for i, shard in enumerate(shards):
-        save_file(dict(shard), saving / str(i), metadata={"format": "pt"})
-        _sync(saving / str(i))
+        _save_tensors(shard, saving / str(i))
         in_shard |= dict.fromkeys(shard, i)
         total += sum(x.nbytes for x in shard.values())
     count = max(in_shard.values()) + 1
@@ -117,12 +179,18 @@ def _write_index(path: pathlib.Path, weight_map: Mapping[str, str], total_bytes:
     _write(path, (json.dumps(index, indent=2) + "\n").encode())
 
 
-def _mend(folder: pathlib.Path) -> None:
-    """Completes the model that an interrupted save has left, and deletes files that belong to no model."""
-    if not (folder / CONFIG).exists() and (missing := files_that_complete(folder)):
-        _move_all(missing, folder)
-    if (folder / SAVING).exists():
-        shutil.rmtree(folder / SAVING)
+def _mend(folder: pathlib.Path, names: Names) -> None:
+    """Completes what an interrupted save has left, and deletes files that belong to no model."""
+    if not (folder / names.config).exists() and (missing := files_that_complete(folder, names)):
+        _move_all(missing, folder, last=names.config)
+    if os.path.lexists(folder / names.saving):
+        shutil.rmtree(folder / names.saving)
+    if names == MODEL:
+        _delete_unused(folder)
+
+
+def _delete_unused(folder: pathlib.Path) -> None:
+    """Deletes an index and shards that belong to no model."""
     used = _weight_files(folder)
     if used is None:  # the index is damaged, so nobody knows which files it named
         return
@@ -146,8 +214,11 @@ def _say_the_same(meaning: Callable[[pathlib.Path], Any], folder: pathlib.Path, 
         return False
 
 
-def _content(path: pathlib.Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+def _holds(path: pathlib.Path, content: bytes | None) -> bool:
+    """Whether a file has this content, or is absent for `None`. A link must become a file, whatever it leads to."""
+    if content is None or path.is_symlink():
+        return content is None and not os.path.lexists(path)
+    return path.is_file() and path.read_bytes() == content
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
@@ -157,10 +228,10 @@ def _write(path: pathlib.Path, content: bytes) -> None:
     _sync(path.parent)
 
 
-def _move_all(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves the files of a folder and of those in it. config.json is last: until then the folder holds no model."""
+def _move_all(source: pathlib.Path, folder: pathlib.Path, *, last: str) -> None:
+    """Moves the files of a folder and of those in it. The config is last: until then a reader finds nothing."""
     files = [path for path in source.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: path.name == CONFIG):
+    for path in sorted(files, key=lambda path: path.name == last):
         _move(path, (folder / path.relative_to(source)).parent)
 
 

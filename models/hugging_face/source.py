@@ -184,6 +184,32 @@ def chat_templates(folder: pathlib.Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in (folder / TEMPLATES).glob("*.jinja"))
 
 
+def tokenizer_files(
+    caller: str, tokenizer_from: str | os.PathLike[str] | Source, path: pathlib.Path
+) -> dict[str, bytes | None]:
+    """The tokenizer's files that a save into a folder writes.
+
+    Args:
+        caller: the public function, for messages.
+        tokenizer_from: a folder with a tokenizer's files, or what `find` returns.
+        path: the folder to write to.
+
+    Returns:
+        Contents by name; `None` for a file of `path` that belongs to an earlier tokenizer.
+
+    Raises:
+        ValueError: `tokenizer_from` is not a folder with a tokenizer's files, or one of them is a link that leaves it.
+    """
+    source = tokenizer_from if isinstance(tokenizer_from, Source) else Source(pathlib.Path(tokenizer_from))
+    if not source.folder.is_dir():
+        raise ValueError(f"{caller}: tokenizer_from={str(source.folder)!r} is no folder. Pass a tokenizer's folder.")
+    if not any(source.tokenizer.values()):
+        raise ValueError(
+            f"{caller}: tokenizer_from={str(source.folder)!r} holds no tokenizer: none of {', '.join(TOKENIZER)}."
+        )
+    return dict.fromkeys(chat_templates(path)) | source.tokenizer_to_save()
+
+
 def _why_no_config(folder: pathlib.Path) -> str:
     """A sentence for a folder without config.json."""
     if missing := checkpoint.files_that_complete(folder):

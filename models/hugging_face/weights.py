@@ -17,7 +17,7 @@ from liger_jax.ops.block_quantized import BlockQuantized
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LANGUAGE_PART = "language_model."  # of a multimodal checkpoint
-_FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
+FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
 _STRIP = 64  # rows that are transposed at a time
 _COMPARED = 4096  # rows that are compared at a time
 
@@ -176,7 +176,7 @@ def _check(folder, places, wanted, ignored, slice_of) -> None:
             there = slice_of(name)
             shape, dtype = tuple(there.get_shape()), there.get_dtype()
             wrong += [f"{name} {shape}, expected {expected}"] if shape != expected else []
-            no_floats += [f"{name} {dtype}, expected one of {_FLOATS}"] if dtype not in _FLOATS else []
+            no_floats += [f"{name} {dtype}, expected one of {FLOATS}"] if dtype not in FLOATS else []
     if missing or left or wrong or no_floats:
         raise ValueError(
             f"from_pretrained: {folder} does not fit the model. Missing: {missing or 'none'}; left over: "

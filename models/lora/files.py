@@ -10,17 +10,25 @@ from flax import nnx
 
 from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.hugging_face import adapter_files, checkpoint
-from liger_jax.models.hugging_face.source import Source
+from liger_jax.models.hugging_face.source import Source, tokenizer_files
 from liger_jax.models.lora.adapters import add_to, check_options
 from liger_jax.models.lora.linear import names, trained, with_adapters_on, without_adapters
 
 Model = TypeVar("Model", bound=nnx.Module)
 
 
-def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model: str | None = None) -> None:
+def save_adapters(
+    model: nnx.Module,
+    path: str | os.PathLike[str],
+    *,
+    base_model: str | None = None,
+    tokenizer_from: str | os.PathLike[str] | Source | None = None,
+) -> None:
     """Writes adapter_config.json and adapter_model.safetensors, which PEFT and `load_adapters` read.
 
-    Its `target_modules` are names such as "q_proj" where every layer is adapted, and else whole names.
+    Its `target_modules` are names such as "q_proj" where every layer is adapted, and else whole names. A save that is
+    killed leaves the earlier adapters or the new ones, or a folder without adapter_config.json, as `save_pretrained`
+    may do. `load_adapters` then says how to repair it, and the next save repairs it too.
 
     Args:
         model: a model with adapters.
@@ -28,9 +36,14 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
         base_model: name or path of the model that the adapters belong to, for PEFT's `AutoPeftModel`. A folder's
             config.json says whether the names are those of a multimodal model, whose language part this is. Otherwise
             they are those of the checkpoint that `model` came from.
+        tokenizer_from: a folder with a tokenizer's files, or what `hugging_face.source.find` returns. These files, and
+            the generation_config.json of the checkpoint that `model` came from, then replace those in `path`. `None`
+            leaves those in `path` as they are.
 
     Raises:
-        ValueError: the model has no adapters that are on, or config.json in `base_model` is damaged.
+        ValueError: the model has no adapters that are on, config.json in `base_model` is damaged, or `tokenizer_from`
+            is not a folder with a tokenizer's files.
+        OSError: a file cannot be written.
 
     Example:
         >>> import tempfile
@@ -59,7 +72,13 @@ def save_adapters(model: nnx.Module, path: str | os.PathLike[str], *, base_model
         rslora=first.rslora,
         dora=first.magnitude is not None,
     )
-    adapter_files.write(pathlib.Path(path), config, tensors, base_model, multimodal=_is_multimodal(model, base_model))
+    folder, small_files = pathlib.Path(path), {}
+    if tokenizer_from is not None:
+        generation = getattr(model, "kept", checkpoint.Kept()).generation
+        small_files = tokenizer_files("save_adapters", tokenizer_from, folder)
+        small_files |= {checkpoint.GENERATION: None if generation is None else generation.encode()}
+    is_multimodal = _is_multimodal(model, base_model)
+    adapter_files.write(folder, config, tensors, base_model, multimodal=is_multimodal, small_files=small_files)
 
 
 def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:

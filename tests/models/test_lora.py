@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.lora import (
@@ -494,6 +495,65 @@ def test_adapters_that_do_not_fit_are_refused_and_leave_the_model_as_it_was(tmp_
     path.write_text("{")
     with pytest.raises(ValueError, match="adapter_config.json is damaged"):
         load_adapters(model, tmp_path)
+
+
+def with_fields(**fields):
+    return lambda folder, config, tensors: (folder / "adapter_config.json").write_text(json.dumps(config | fields))
+
+
+def with_text(text):
+    return lambda folder, config, tensors: (folder / "adapter_config.json").write_bytes(text)
+
+
+def with_tensors(change):
+    def write(folder, config, tensors):
+        save_file({name: change(tensor) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+
+    return write
+
+
+DAMAGED = {
+    "no_finite": (with_fields(lora_alpha=float("nan")), "adapter_config.json is damaged: .*'NaN' is no finite float64"),
+    "infinite": (with_fields(lora_alpha=float("inf")), "'Infinity' is no finite float64"),
+    "above_float32": (with_fields(lora_alpha=1e39), r"lora_alpha=1e\+39 must be a finite float32 above 0"),
+    "text": (with_fields(lora_alpha="4"), r"lora_alpha='4' \(str\) must be"),
+    "a_word_for_false": (with_fields(use_rslora="false"), r"use_rslora='false' \(str\) must be True or False"),
+    "a_number_for_true": (with_fields(use_dora=1), r"use_dora=1 \(int\) must be True or False"),
+    "half_a_rank": (with_fields(r=4.9), r"r=4.9 \(float\) must be an int from 1"),
+    "a_rank_of_true": (with_fields(r=True), r"r=True \(bool\) must be an int from 1"),
+    "no_rank": (with_text(b"{}"), "r is missing; lora_alpha is missing"),
+    "dropout": (with_fields(lora_dropout=None), r"lora_dropout=None must be a number in \[0, 1\)"),
+    "expression": (with_fields(target_modules="("), "target_modules='.' is no regular expression: missing"),
+    "names": (with_fields(exclude_modules=[3]), r"exclude_modules=\[3\] must be a list of names"),
+    "layers": (with_fields(layers_to_transform=[0.5]), r"layers_to_transform=\[0.5\] must be numbers of layers"),
+    "deep": (with_text(b"[" * 100_000), "is nested too deep"),
+    "bytes": (with_text(b"\xff"), "adapter_config.json is damaged: .*'utf-8' codec"),
+    "list": (with_text(b"[]"), "must hold an object"),
+    "int": (with_tensors(lambda x: x.astype(np.int32)), r"must be of \['BF16', .*and there are base_model.* I32"),
+    "bool": (with_tensors(lambda x: x > 0), "and there are base_model.* BOOL"),
+    "complex": (with_tensors(lambda x: x.astype(np.complex64)), "and there are base_model.* C64"),
+    "nan": (with_tensors(lambda x: x * np.nan), "has numbers that are no finite float32, in base_model"),
+    "large": (with_tensors(lambda x: x.astype(np.float64) + 1e300), "has numbers that are no finite float32"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model without adapters, and a folder of adapters for it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save_adapters(adapted(SMALL, targets=("q_proj",)), folder)
+    return make_model(SMALL), folder
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_adapters_are_one_sentence_and_leave_the_model_as_it_was(case, saved, tmp_path):
+    (model, good), (damage, message) = saved, DAMAGED[case]
+    folder = shutil.copytree(good, tmp_path / "adapters")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    damage(folder, json.loads((folder / "adapter_config.json").read_text()), tensors)
+    with pytest.raises(ValueError, match=f"^load_adapters: .*{message}") as caught:
+        load_adapters(model, folder)
+    assert len(str(caught.value)) < 20_000 and not nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 from liger_jax.models import LlamaForCausalLM, generate
 from liger_jax.models.hugging_face import saving
+from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_complete
 from liger_jax.models.hugging_face.source import Source
 from tests.models._llama import CONFIG, make_model, random_tokens
 from tests.ops._oracle import first
@@ -257,6 +258,86 @@ def test_after_kill_9_a_whole_model_is_read(tmp_path, rng):
 
 def is_equal(model, other):
     return jax.tree.all(jax.tree.map(np.array_equal, nnx.state(model), nnx.state(other)))
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def save_adapters(value, folder):
+    """Adapters of this value in each file; only those of 1 have an added_tokens.json."""
+    small = {name: str(value).encode() for name in ("adapter_config.json", "tokenizer.json")}
+    small["added_tokens.json"] = b"1" if value == 1 else None
+    saving.write_adapters(folder, {"a": np.full(3, value, np.float32)}, small)
+
+
+def adapters_in(folder):
+    """The value of all files, or `None` if the folder has no adapters."""
+    if not (folder / "adapter_config.json").exists():
+        return None
+    small = [(folder / name).read_text() for name in ("adapter_config.json", "tokenizer.json")]
+    values = {*load_file(folder / "adapter_model.safetensors")["a"].tolist(), *map(float, small)}
+    assert len(values) == 1 and (folder / "added_tokens.json").exists() == (values == {1.0})
+    return values.pop()
+
+
+def test_a_kill_at_any_file_operation_leaves_the_old_adapters_or_the_new(killer, tmp_path):
+    save_adapters(1, tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "whole")
+    count, found = killer.run(-1, save_adapters, 2, tmp_path / "whole"), []
+    assert count > 10 and adapters_in(tmp_path / "whole") == 2
+    for at in range(count):
+        folder = shutil.copytree(tmp_path / "old", tmp_path / str(at))
+        killer.run(at, save_adapters, 2, folder)
+        if (value := adapters_in(folder)) is None:
+            complete = files_that_complete(folder, ADAPTERS)
+            assert complete is not None
+            for path in complete.iterdir():
+                path.replace(folder / path.name)
+            value = adapters_in(folder)
+        found.append(value)
+        save_adapters(1, folder)
+        assert adapters_in(folder) == 1 and not (folder / ADAPTERS.saving).exists()
+    assert set(found) == {1, 2} and found == sorted(found)
+
+
+@pytest.mark.parametrize("kind", ["a model", "adapters"])
+def test_a_save_replaces_links_and_changes_no_file_elsewhere(kind, tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "out"
+    write = (lambda: save(Model(1, 2.0), folder, 1)) if kind == "a model" else (lambda: save_adapters(2, folder))
+    write()
+    names = [path.name for path in folder.iterdir()]
+    outside.mkdir()
+    for name in (*names, "generation_config.json", "added_tokens.json"):
+        (folder / name).unlink(missing_ok=True)
+        (outside / name).write_bytes(b"of others")
+        (folder / name).symlink_to(outside / name)
+    write()
+    assert {path.read_bytes() for path in outside.iterdir()} == {b"of others"}
+    left = {path.name for path in folder.iterdir() if path.is_symlink()}
+    assert left == ({"added_tokens.json"} if kind == "a model" else {"generation_config.json"})  # which it has not
+    assert read(folder).weight == 2 if kind == "a model" else adapters_in(folder) == 2
+
+
+def test_a_linked_folder_of_templates_is_not_written_through(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "additional_chat_templates").symlink_to(tmp_path / "outside")
+    small = {"adapter_config.json": b"{}", "additional_chat_templates/x.jinja": b"x"}
+    with pytest.raises(NotADirectoryError, match="additional_chat_templates is a link, and must be a folder or noth"):
+        saving.write_adapters(tmp_path / "out", {"a": np.zeros(1)}, small)
+    assert not list((tmp_path / "outside").iterdir())
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_all_files_have_the_mode_of_the_umask(num_shards, tmp_path):
+    before = os.umask(0o027)
+    try:
+        save(OLD, tmp_path / "model", num_shards)
+        save_adapters(1, tmp_path / "adapters")
+    finally:
+        os.umask(before)
+    files = [*(tmp_path / "model").iterdir(), *(tmp_path / "adapters").iterdir()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
