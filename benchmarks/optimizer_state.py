@@ -113,9 +113,7 @@ def make_run(model: str, case: Case) -> Callable[[], Any]:
 def peak_gib(model: str, name: str, updates: int = 3) -> float | None:
     """The most that the allocator held during some updates, and before them; None where it does not tell."""
     run = make_run(model, CASES[name])
-    for _ in range(updates):
-        last = run()
-    jax.block_until_ready(last)
+    jax.block_until_ready([run() for _ in range(updates)][-1])
     stats = jax.devices()[0].memory_stats()
     return stats["peak_bytes_in_use"] / GIB if stats else None
 

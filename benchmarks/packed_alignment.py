@@ -61,10 +61,10 @@ class Sequences:
 def preference_lengths(random: np.random.Generator, count: int, longest: int) -> np.ndarray:
     """A lognormal's, scaled until they have a mean of a quarter of the longest."""
     drawn, scale = random.lognormal(0.0, 0.7, count), longest / 4
+    lengths_of = lambda scale: np.clip(np.rint(scale * drawn), 8, longest).astype(int)
     for _ in range(20):
-        lengths = np.clip(np.rint(scale * drawn), 8, longest).astype(int)
-        scale *= longest / 4 / lengths.mean()
-    return lengths
+        scale *= longest / 4 / lengths_of(scale).mean()
+    return lengths_of(scale)
 
 
 def make_sequences(case: str, count: int, longest: int, vocab_size: int) -> Sequences:

@@ -189,8 +189,8 @@ def policy_loss(
     elif loss_type == "vespo":
         log_weights = sequences.spread(_vespo_log_weights(sequences, mask, log_ratios, importance))
         importance = None
-    by_token = lambda x: None if x is None else _to_tokens(sequences, x)
-    advantages, importance = by_token(advantages), by_token(importance)
+    advantages = _to_tokens(sequences, advantages)
+    importance = None if importance is None else _to_tokens(sequences, importance)
     losses = objective.losses(log_ratios, log_probs, advantages, reference, importance, log_weights)
     token_losses = jnp.where(mask, losses, 0.0)
     loss = jnp.sum(weights * token_losses) / (default if denominator is None else denominator)

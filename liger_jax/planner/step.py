@@ -120,9 +120,17 @@ class Run:
     @property
     def layer(self) -> LayerMemory:
         """What one layer holds on each device."""
-        rows, has_adapters = self.tokens // self.seq, self.lora is not None
-        of_model: Any = self.model.config, self._kernels, self.remat, self.dtype
-        return LayerMemory(*of_model, rows, self.seq, self.target.description, has_adapters)
+        remat: Any = self.remat
+        return LayerMemory(
+            self.model.config,
+            self._kernels,
+            remat,
+            self.dtype,
+            rows=self.tokens // self.seq,
+            seq=self.seq,
+            device=self.target.description,
+            has_adapters=self.lora is not None,
+        )
 
     @property
     def _kernels(self) -> KernelOptions:

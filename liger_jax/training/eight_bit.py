@@ -53,7 +53,7 @@ class ScaleByAdam8bitState(NamedTuple):
         nu_scale: their scales.
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name; a tuple's method is lost
     mu: Any
     mu_scale: Any
     nu: Any
@@ -169,7 +169,7 @@ def scale_by_adam_8bit(
     def update(grads, state, params=None):
         del params
         count = optax.safe_increment(state.count)
-        steps = count.astype(jnp.float32)
+        steps = jnp.asarray(count, jnp.float32)
         # What m and v are multiplied by, since they began at 0.
         corrections = [1 / (1 - jnp.float32(decay) ** steps) for decay in (b1, b2)]
         leaves, structure = jax.tree.flatten_with_path(grads)

@@ -122,7 +122,7 @@ def test_what_is_logged_counts_the_same_tokens(tokens, rng):
     mask = batch.packed(batch.mask, elsewhere=False).astype(bool)
     packed = output(batch.laid(advantages), mask, *map(batch.packed, tokens[:3]), **batch.segments)
     for name in ("loss", "kl", "clipped_low", "clipped_high"):
-        close(packed[name], own[name], EXACT, scale=1.0)
+        close(getattr(packed, name), getattr(own, name), EXACT, scale=1.0)
     close(packed.token_losses, batch.packed(own.token_losses, elsewhere=0.0), EXACT)
 
 
@@ -142,7 +142,7 @@ def preference_losses(policy, reference, squares, *, sequences, split, counts, s
     found["WPO"] = losses.dpo_loss(chosen, rejected, *references, pair_weights=weights[0] * weights[1]).losses
     ld = [split(sequences(x, ld_alpha=0.4, shared_tokens=shared)) for x in (policy, reference)]
     found["LD-DPO"] = losses.dpo_loss(*ld[0], *ld[1]).losses
-    found["ORPO"] = losses.orpo_loss(*means, -means[0]).losses
+    found["ORPO"] = losses.orpo_loss(means[0], means[1], -means[0]).losses
     found["SimPO"] = losses.simpo_loss(*means).losses
     found["CPO"] = losses.cpo_loss(chosen, rejected, -means[0]).losses
     both = jnp.concatenate([chosen, rejected]), jnp.concatenate(references)
@@ -250,7 +250,8 @@ def test_rows_over_a_mesh(kind, devices, tokens, rng):
 
     def on_parts(*arrays):
         denominator = losses.policy_weights(arrays[3], "grpo", segment_ids=arrays[4], **count)[1]
-        return jax.lax.psum(loss(*arrays, jax.lax.psum(denominator, "rows")), "rows")
+        denominator = jax.lax.psum(denominator, "rows")
+        return jax.lax.psum(loss(*arrays, denominator=denominator), "rows")
 
     run = jax.jit(jax.value_and_grad(loss))
     expected, truth = run(*arrays)

@@ -70,7 +70,7 @@ def test_baseline_and_rewards_have_no_gradient(arrays):
 
 @pytest.mark.parametrize("decay", [0.0, 0.7, 1.0])
 def test_a_running_baseline_is_the_decayed_mean_of_all_that_counted(decay, rng):
-    state, seen = None, []
+    state, seen, baseline = None, [], None
     step = jax.jit(lambda x, state, where: running_baseline(x, state, decay=decay, where=where))
     for number in range(4):
         values, where = rng.standard_normal(3) + 2, np.array([True, number != 1, True])

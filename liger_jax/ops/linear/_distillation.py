@@ -223,11 +223,11 @@ def loss(student: Head, teacher: Head | TopK, labels: Any, where: Any, denominat
 
     def local(*arrays):
         student, rest = Head(*arrays[:3]), arrays[3:]
-        own_teacher, rest = type(teacher)(*rest[: len(specs[1])]), rest[len(specs[1]) :]
+        own_teacher, (labels, where, denominator) = type(teacher)(*rest[: len(specs[1])]), rest[len(specs[1]) :]
         student = student._replace(weight=gathered(student.weight, parts.along_tokens))
         if isinstance(own_teacher, Head):
             own_teacher = own_teacher._replace(weight=gathered(own_teacher.weight, sent_of_teacher))
-        return _local(student, own_teacher, *rest, own_options, static, parts.token_axes)
+        return _local(student, own_teacher, labels, where, denominator, own_options, static, parts.token_axes)
 
     arrays = *student, *teacher, labels, where, denominator
     out = parts.tokens if static.reduction == "none" else P()
