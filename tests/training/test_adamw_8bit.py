@@ -111,13 +111,14 @@ def test_small_narrow_and_named_parameters_have_float32_moments_and_optax_s_upda
     grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
     optimizer = adamw_8bit(1e-3, weight_decay=0.1, float32_names=("scale", "embed_tokens"))
     known = optax.adamw(1e-3, weight_decay=0.1)
-    state, other = optimizer.init(params), known.init(params)
+    state: Any = optimizer.init(params)
+    other: Any = known.init(params)
     found: Any = None
     expected: Any = None
     update, known_update = jax.jit(optimizer.update), jax.jit(known.update)
     for _ in range(2):
         (found, state), (expected, other) = update(grads, state, params), known_update(grads, other, params)
-    moments: Any = state[0]
+    moments = state[0]
     dtypes = jax.tree.map(lambda x: str(x.dtype), moments.mu)
     named = dict(small="float32", narrow="float32", norm=dict(scale="float32"), embed_tokens="float32", kernel="uint8")
     assert dtypes == jax.tree.map(lambda x: str(x.dtype), moments.nu) == named
