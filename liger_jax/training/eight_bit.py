@@ -194,8 +194,9 @@ def _zeros(path, param, block_size, float32_names):
         )
     small = param.size < MIN_SIZE or param.shape[-1] < MIN_WIDTH
     if small or not set(_names(path)).isdisjoint(float32_names):
-        one = jnp.ones((), jnp.float32)
-        return jnp.zeros_like(param, jnp.float32), one, jnp.zeros_like(param, jnp.float32), one
+        # Each an array of its own, since a step may be given the state to overwrite.
+        zeros, one = (lambda: jnp.zeros_like(param, jnp.float32)), (lambda: jnp.ones((), jnp.float32))
+        return zeros(), one(), zeros(), one()
     _check_split(path, param, block_size)
     shape, place = code.scale_shape(param.shape, block_size), _sharding(param)  # each scale lies beside its block
     scales = [BlockScales(jnp.zeros(shape, jnp.float32, device=place)) for _ in range(2)]

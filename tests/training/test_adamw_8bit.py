@@ -261,3 +261,10 @@ def test_parameters_and_states_that_do_not_fit_are_refused():
     state = adamw_8bit(1e-3, block_size=128).init(params)
     with pytest.raises(ValueError, match=r"scales of shape \(16, 8\), and block_size=256 makes them \(16, 4\)"):
         adamw_8bit(1e-3).update(params, state, params)
+
+
+def test_the_first_state_can_be_donated():
+    params = dict(small=jnp.ones(8), kernel=jnp.ones((16, 256)))
+    optimizer = adamw_8bit(1e-3)
+    leaves = jax.tree.leaves(optimizer.init(params))
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
