@@ -193,7 +193,9 @@ def policy_loss(
     importance = None if importance is None else _to_tokens(sequences, importance)
     losses = objective.losses(log_ratios, log_probs, advantages, reference, importance, log_weights)
     token_losses = jnp.where(mask, losses, 0.0)
-    loss = jnp.sum(weights * token_losses) / (default if denominator is None else denominator)
+    denominator = default if denominator is None else denominator
+    nothing = ~jnp.any(mask) & (denominator == 0)  # a loss of 0, and not 0 / 0
+    loss = jnp.sum(weights * token_losses) / jnp.where(nothing, 1.0, denominator)
     if entropy is not None:
         tokens = _num_tokens(mask) if entropy_denominator is None else entropy_denominator
         loss = loss - entropy_coef * jnp.sum(entropy) / tokens

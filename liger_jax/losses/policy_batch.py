@@ -40,8 +40,8 @@ def policy_weights(
         num_segments: the largest number of segments in a row, a Python int; with `segment_ids` only.
 
     Returns:
-        weights (B, T) float32, 0 where a token does not count, and denominator () float32, which is never 0. Both are
-        NaN if a row has more segments than `num_segments`, under jit.
+        weights (B, T) float32, 0 where a token does not count, and denominator () float32, which is 0 under jit where
+        there is nothing to count. Both are NaN if a row has more segments than `num_segments`, under jit.
 
     Raises:
         TypeError: the mask is not bool, or `max_length` is no int.
@@ -83,12 +83,11 @@ def checked_policy_weights(
     _checks.check_counts(op, "mask", num_tokens, "leave such a batch out")
     weights = mask.astype(jnp.float32)
     num_sequences = jnp.asarray(float(mask.shape[0]), jnp.float32)
-    num_tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    num_tokens = num_tokens.astype(jnp.float32)  # 0 is told as it is: a device's share of a sum over devices
     if sequences.ids is not None:
         fits = sequences.fits()
         weights = weights * fits
         num_sequences = jnp.sum(sequences.exist()).astype(jnp.float32) * jnp.min(fits)
-        num_sequences = jnp.where(num_sequences == 0, 1.0, num_sequences)
         num_tokens = num_tokens * jnp.min(fits)
     if loss_type in ("grpo", "sapo", "gmpo"):
         counts = sequences.spread(sequences.sum(mask.astype(jnp.int32)))
