@@ -118,9 +118,9 @@ class Checkpoints:
         Raises:
             DiskError: there is too little.
         """
-        number = max(1, self._keep + 2 - len(steps.all_of(self._folder)))
-        what = f"{number} more checkpoint{'s' if number > 1 else ''} of {disk.size(_bytes(like))} and the result"
-        disk.check_space(self._folder, number * _bytes(like) + beside_bytes, what)
+        each, number = disk.num_bytes(like), max(1, self._keep + 2 - len(steps.all_of(self._folder)))
+        what = f"{number} more checkpoint{'s' if number > 1 else ''} of {disk.size(each)} and the result"
+        disk.check_space(self._folder, number * each + beside_bytes, what)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
         """Reads the newest checkpoint, whose step is `latest_step`.
@@ -186,13 +186,14 @@ class Checkpoints:
             steps.remove_unfinished(self._folder)
             if self._fresh:
                 self._make_way(path)
-            self._checkpointer.save(path, args=ocp.args.Composite(**items))
+            with disk.late_writes_untold():
+                self._checkpointer.save(path, args=ocp.args.Composite(**items))
             self._fresh = False
             self._drop()
         except Exception as error:  # tensorstore's are no OSErrors
             steps.remove_unfinished(self._folder)
             if disk.is_full(error):
-                raise disk.full(f"The checkpoint of step {step}", self._folder, _bytes(state)) from error
+                raise disk.full(f"The checkpoint of step {step}", self._folder, disk.num_bytes(state)) from error
             reason = _reason(error)
             raise TrainingError(
                 f"The checkpoint of step {step} cannot be written to {self._folder} ({reason})."
@@ -307,13 +308,9 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def _orbax() -> Any:
     """The package, which takes most of a second to import, so that a run does it while programs are compiled."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it tells of each step it takes
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it tells of each step it takes, and of errors that it raises
     try:
         import orbax.checkpoint
     except ModuleNotFoundError as error:

@@ -1,8 +1,14 @@
 """Room on the disk: looked for before it is needed, and told in a sentence when it is gone."""
 
+import contextlib
 import errno
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from liger_jax.training.errors import DiskError
 
@@ -67,6 +73,43 @@ def full(what: str, folder: Path, needed_bytes: int) -> DiskError:
         f"{what} cannot be written to {folder}: the disk is full. It needs {size(needed_bytes)}, and {size(free)} are "
         "left. Nothing that was saved before is lost."
     )
+
+
+@contextlib.contextmanager
+def late_writes_untold() -> Iterator[None]:
+    """A context for tensorstore, which prints a traceback for each write that ends after one has failed.
+
+    The error of the first one is raised and says it all. Others may end after the context, which then goes on.
+
+    Example:
+        >>> with late_writes_untold():
+        ...     pass
+    """
+    before = sys.unraisablehook
+
+    def hook(found):
+        if str(found.exc_value) != "Event loop is closed":
+            before(found)
+
+    sys.unraisablehook = hook
+    yield  # and no `finally`: see above
+    sys.unraisablehook = before
+
+
+def num_bytes(tree: Any) -> int:
+    """The size of arrays.
+
+    Args:
+        tree: a pytree of arrays, or of their shapes and dtypes.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> num_bytes([jax.numpy.ones(3), jax.numpy.ones((), "int8")])
+        13
+    """
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def size(num_bytes: int) -> str:

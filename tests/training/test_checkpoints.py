@@ -236,7 +236,7 @@ def test_a_disk_without_room_is_told_before_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
-def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_it_stays(tmp_path):
+def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_it_stays(tmp_path, capfd):
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
@@ -244,7 +244,7 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_it_stays(tmp_path):
         pytest.skip("a small disk needs root")
     try:
         Checkpoints(folder, {}).save(1, STATE, LOG)
-        large = [jax.random.normal(jax.random.key(0), (2**19,)), STATE[1]]
+        large = [jax.random.normal(jax.random.key(i), (2**16,)) for i in range(8)]
         with pytest.raises(
             DiskError, match=r"step 2 cannot be written to .*/small: the disk is full\. It needs 2\.0 MiB"
         ):
@@ -252,6 +252,7 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_it_stays(tmp_path):
         assert steps_in(folder) == [1]
         assert Checkpoints(folder, {}).restore(STATE)[1] == LOG
         assert [path.name for path in folder.iterdir()] == ["1"]  # nothing half written takes the room
+        assert "Traceback" not in capfd.readouterr().err
     finally:
         subprocess.run(["umount", folder], check=True)
 
