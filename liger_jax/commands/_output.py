@@ -22,7 +22,7 @@ from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.hugging_face.weights import open_weights
 from liger_jax.models.lora import merge_lora, save_adapters
 from liger_jax.training import disk
-from liger_jax.training.checkpoints import holds_a_run
+from liger_jax.training.steps import holds_a_run
 
 CHECKPOINTS = "checkpoints"
 MODEL, ADAPTERS = "model", "adapters"

@@ -18,22 +18,6 @@ from liger_jax.training.steps import ABOUT, LOG, STATE
 _REPLACED, _FINISHED = "earlier.json", "finished.json"
 
 
-def holds_a_run(folder: Path) -> bool:
-    """Whether a run has saved checkpoints into a folder.
-
-    Args:
-        folder: a path.
-
-    Returns:
-        `False` also if there is no such folder.
-
-    Example:
-        >>> holds_a_run(Path("nowhere"))
-        False
-    """
-    return any(any(path.iterdir()) for path in steps.all_of(folder))
-
-
 class Checkpoints:
     """The newest checkpoints of one run, and the best one. Before the first `save` nothing is written or thrown away.
 

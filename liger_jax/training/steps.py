@@ -67,6 +67,22 @@ def all_of(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (number_of(path) or 0, path.name))
 
 
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run has saved checkpoints into a folder.
+
+    Args:
+        folder: a path.
+
+    Returns:
+        `False` also if there is no such folder.
+
+    Example:
+        >>> holds_a_run(Path("nowhere"))
+        False
+    """
+    return any(any(path.iterdir()) for path in all_of(folder))
+
+
 def move_aside(path: Path) -> None:
     """Makes room for a step of the same number.
 

@@ -177,6 +177,21 @@ def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_last_checkpoint(
     assert (out / "checkpoints" / "3").is_dir()
 
 
+def test_the_result_is_of_the_last_step_and_a_better_one_is_told(source, tmp_path, capsys, monkeypatch):
+    losses = iter(
+        [5.0, 4.0, 9.0, 3.0, 9.0, 8.0, 9.0, 7.0, 9.0]
+    )  # before step 1, and of held-out and own rows after each
+    scores = lambda: {"eval_loss": next(losses), "eval_perplexity": 1.0, "eval_token_accuracy": 0.0}
+    monkeypatch.setattr(_run, "scoring", lambda sums, frozen: lambda params, parts: scores())
+    assert chat(source, tmp_path, "--every=1", "--steps=4") == 0
+    there = tmp_path / "checkpoints" / "2"
+    assert (
+        "adapters is of step 4, the last one; by held-out loss the best is step 2, with 3.000, whose checkpoint stays "
+        f"in {there}\n" in capsys.readouterr().out
+    )
+    assert sorted(path.name for path in there.parent.iterdir() if path.is_dir()) == ["2", "4"]
+
+
 def test_a_checkpoint_of_another_run_is_refused(source, interrupted, capsys):
     assert chat(source, interrupted[0], "--learning-rate=0.01") == 2
     error = capsys.readouterr().err
