@@ -42,7 +42,7 @@ def in_one_line(error: Exception) -> str:
         One line. The middle of a long one is left out: it begins with what is wrong, and ends with the cure.
 
     Example:
-        >>> in_one_line(ValueError("no\nroom"))
+        >>> in_one_line(ValueError("no   room"))
         'no room'
     """
     text = str(error)
