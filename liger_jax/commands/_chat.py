@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from liger_jax.commands import _jinja
+from liger_jax.commands._budget import OverBudget
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._messages import IS_TRAINED, REASONING, is_trained
 from liger_jax.commands._prompts import Prompts
@@ -86,6 +87,7 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the messages, or nothing proves which words are the assistant's.
         """
+        self._environment.clock.start()
         failed: UserError | None = None
         for form, is_parsed in _forms(messages):
             try:
@@ -93,6 +95,8 @@ class ChatTemplate:
             except UserError as error:
                 failed = failed or error
                 continue
+            except OverBudget as error:
+                raise UserError(f"The chat template {error} for one conversation. Pass a model with another.") from None
             self.notes.parsed |= self._environment.parsed or is_parsed
             self.notes.endless |= any(not span.has_end for span in spans)
             return text, [(span.begin, span.end) for span in spans]
@@ -111,9 +115,11 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Any], values: Mapping[str, Any], prompt: bool = False) -> str:
         given = {"documents": None, **self._special_tokens, **values}
-        given |= {"messages": [_seen(i, m) for i, m in enumerate(messages)], "add_generation_prompt": prompt}
         try:
+            given |= {"messages": [_seen(i, m) for i, m in enumerate(messages)], "add_generation_prompt": prompt}
             return self._template.render(given)
+        except OverBudget:
+            raise  # whatever part of the conversation it was: a shorter one proves nothing
         except Exception as error:  # the template is a program, and may fail in any way
             raise UserError(f"The chat template refuses the messages: {str(error) or type(error).__name__}.") from error
 
@@ -123,7 +129,7 @@ def _marked(layout: Layout, count: int, answers: set[int], trained: set[int]) ->
     spans, last = [], NOBODY
     for begin, end in layout.marked:
         inside = layout.between(begin, end)
-        whose = {i for i in answers for run in inside if run.is_spoken_by(i)}
+        whose = {run.origin.message for run in inside if run.origin and run.is_spoken_by(run.origin.message)} & answers
         whose = whose or {run.at for run in inside if run.at != NOBODY} or {last if last != NOBODY else count - 1}
         layout.check_alone(begin, end, whose & answers or whose)
         if len({i in trained for i in whose & answers}) > 1:

@@ -1,7 +1,6 @@
 """Documents to train on: text files, JSON lines of text or conversations, and datasets of the hub."""
 
 import dataclasses
-import glob
 import hashlib
 import importlib
 import json
@@ -14,6 +13,8 @@ from typing import Any
 from liger_jax.commands import _files, _formats, _messages
 from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
 from liger_jax.commands._messages import IS_TRAINED, VALUES
+
+MOST_LEVELS = 100  # of lists and objects in one another; what reads them later calls itself at each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ def read(data: str, column: str, subset: str | None, refused: dict[str, UserErro
     Raises:
         UserError: nothing is found, or something found is no document.
     """
-    if not glob.glob(data, recursive=True) and _may_be_id(data):
+    if not _files.found(data) and _may_be_id(data):
         documents = list(_of_dataset(data, column, subset, refused))
     else:
         documents, texts = [], _files.read_texts(data, refused)
@@ -106,8 +107,8 @@ def _of_file(path: Path, text: str, column: str, refused: dict[str, UserError] |
 def _of_line(where: str, line: str, column: str) -> Document:
     try:
         values = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where}, is no JSON: {error}. Each line must be an object of its own.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}, {_formats.why_no_json(error)}. Each line must be an object of its own.") from error
     return _row(where, values, column)
 
 
@@ -131,6 +132,8 @@ def _row(where: str, values: Any, column: str) -> Document:
 
 
 def _document(where: str, values: dict[str, Any], column: str) -> Document:
+    if _is_deeper(values, MOST_LEVELS):
+        raise UserError(f"{where}: lists and objects are nested to more than {MOST_LEVELS} levels.")
     if values.get("messages") is not None:
         try:
             found = Document(
@@ -154,6 +157,17 @@ def _document(where: str, values: dict[str, Any], column: str) -> Document:
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
         raise UserError(f"{where}: {error.object[error.start]!r} is no character.") from error
     return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested to more levels than these."""
+    inside = [value]
+    for _ in range(levels + 1):
+        inside = [each for each in inside if isinstance(each, dict | list)]
+        if not inside:
+            return False
+        inside = [part for each in inside for part in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def _may_be_id(name: str) -> bool:

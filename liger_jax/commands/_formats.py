@@ -63,6 +63,20 @@ def values(path: Path, text: str) -> Iterator[tuple[str, Any]] | None:
     return None
 
 
+def why_no_json(error: Exception) -> str:
+    """Why `json.loads` has failed, as a clause behind the place.
+
+    Args:
+        error: a ValueError or RecursionError that it raised.
+
+    Returns:
+        The clause.
+    """
+    if isinstance(error, RecursionError):
+        return "is nested too deep"
+    return f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else f"cannot be read: {error}"
+
+
 def tell(paths: Iterable[Path]) -> None:
     """Prints which files are read as what, if they are not all of one kind.
 
@@ -108,9 +122,9 @@ def _of_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """The elements of an array over the whole file, or one object over many lines."""
     try:
         found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}, line {getattr(error, 'lineno', 1)}, is no JSON: {error}. The file must be an array of objects, "
+            f"{path}, line {getattr(error, 'lineno', 1)}, {why_no_json(error)}. The file must be an array of objects, "
             "or each line an object of its own."
         ) from error
     elements = found if isinstance(found, list) else [found]
@@ -120,14 +134,18 @@ def _of_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 def _is_object(line: str) -> bool:
     try:
         return line[:1] == "{" and isinstance(json.loads(line), dict)
-    except (json.JSONDecodeError, RecursionError):
+    except json.JSONDecodeError:
         return False
+    except (ValueError, RecursionError):  # JSON so far, with a number or a nesting that Python does not take
+        return True
 
 
 def _is_json(text: str) -> bool:
     """Whether a text is one JSON object, or an array of objects."""
     try:
         found = json.loads(text) if text.lstrip()[:1] in ("{", "[") else None
-    except (json.JSONDecodeError, RecursionError):
+    except json.JSONDecodeError:
         return False
+    except (ValueError, RecursionError):
+        return True
     return isinstance(found, dict) or isinstance(found, list) and bool(found) and isinstance(found[0], dict)

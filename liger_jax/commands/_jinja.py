@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from jinja2 import ext, filters, nodes, sandbox, visitor
 
-from liger_jax.commands import _traced
+from liger_jax.commands import _budget, _traced
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._traced import NOBODY, Event, Part, Traced
 
@@ -30,24 +30,39 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
     """The sandbox.
 
     Attributes:
+        clock: the time that a template may take.
         parsed: whether `tojson` has met a tool call's arguments as a JSON string, and printed the object.
     """
 
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(_traced.join)  # joins what a template prints, and what a macro or a `set` block does
 
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Events, "jinja2.ext.loopcontrols"])
-        self.filters = {name: _followed(function) for name, function in self.filters.items()}
+        self.filters = {name: _followed(name, function) for name, function in self.filters.items()}
         self.filters |= {"tojson": _to_json, "join": _join, "format": _format, "safe": _safe, "~": _plain}
         self.globals |= {"raise_exception": _raise, "strftime_now": datetime.datetime.now().strftime}
+        del self.globals["lipsum"]  # makes texts of any length, by chance
+        self.clock = _budget.Clock()
         self.parsed = False
 
     def call(__self, __context, __obj, *args, **kwargs):  # noqa: N805  a template may name an argument "self"
-        """A function that a template calls; what a method of a plain string makes of traced ones is traced."""
+        """A function that a template calls; what a method of a plain string makes of traced ones is traced.
+
+        Every turn of a loop comes here, too, by its event.
+        """
+        __self.clock.check()
+        if isinstance(text := getattr(__obj, "__self__", None), str):
+            _budget.check_call(__obj.__name__, text, args, kwargs)
         if args and getattr(__obj, "__name__", "") == "join" and type(getattr(__obj, "__self__", None)) is str:
             return _traced.join(args[0], __obj.__self__)
         result = super().call(__context, __obj, *args, **kwargs)
         return _traced.mixed(result, args, kwargs) if type(result) is str else result
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """An operator in a template, whose result must not be too large."""
+        _budget.check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
 
     def template(self, source: str) -> tuple[jinja2.Template, bool]:
         """Compiles a template.
@@ -122,15 +137,23 @@ def _event(event: Event) -> str:
     return Traced([Part("", None, event)])
 
 
-def _followed(function: Any) -> Any:
-    """A filter whose result is from the messages that its arguments are from."""
+def _followed(name: str, function: Any) -> Any:
+    """A filter whose result is from the messages that its arguments are from, and not too large."""
 
     @functools.wraps(function)  # with the attribute by which Jinja passes the environment
     def call(*args: Any, **kwargs: Any) -> Any:
+        _budget.check_call(name, *_subject(args), kwargs)
         result = function(*args, **kwargs)
         return _traced.derived(result, args, kwargs) if type(result) is str else result
 
     return call
+
+
+def _subject(args: Any) -> tuple[Any, Any]:
+    """What a filter is applied to, and its other arguments; Jinja may pass the environment or a context first."""
+    passed = isinstance(args[0], jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext) if args else False
+    subject, *others = args[passed:] or (None,)
+    return subject, others
 
 
 @jinja2.pass_environment
@@ -150,6 +173,7 @@ def _safe(value: Any) -> str:
 
 
 def _format(value: Any, *args: Any, **kwargs: Any) -> str:
+    _budget.check_pattern(str(value), (*args, *kwargs.values()))
     return _traced.mixed(filters.do_format(value, *args, **kwargs), value, args, kwargs)
 
 
@@ -162,6 +186,8 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(indent, int):
+        _budget.check_size(indent)
     options: Any = dict(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return _traced.derived(json.dumps(_parsed(environment, value), **options), value)
 

@@ -174,7 +174,7 @@ def _of_json(value: Any, name: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is a text that is no JSON: {error}.") from error
+        raise UserError(f"{name} is a text that is no JSON: {str(error)[:200]}.") from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -25,6 +25,7 @@ class Prompts:
         self._added: dict[str | None, str] = {}
         self._header: dict[str | None, str | None] = {}
         self._between: dict[str, str] = {}
+        self._behind: dict[Any, list[list[str]]] = {}
 
     def added(self, i: int) -> str:
         """Finds what `add_generation_prompt` adds before message i.
@@ -73,20 +74,25 @@ class Prompts:
         end, added = _added(without.tail(), prompt.tail())
         return "".join(without.tail()) if added.strip() else end
 
-    def behind(self, i: int) -> list[list[str]]:
+    def behind(self, i: int, rest: Sequence[str]) -> list[list[str]]:
         """Finds what stands behind message i if the conversation ends there, and if a question follows.
 
         Args:
             i: index of an answer.
+            rest: what stands behind it in the conversation. Where the same stands behind an answer with the same
+                fields after the same role, the same is found.
 
         Returns:
             The template's own words of both, in parts.
         """
-        until = self._messages[: i + 1]
-        try:
-            return [self._layout(some).behind(i) for some in (until, [*until, _QUESTION])]
-        except UserError:
-            return [[]]
+        until, fields = self._messages[: i + 1], {name for name, value in self._messages[i].items() if value}
+        key = (self._before(i)[0], frozenset(fields), tuple(rest))
+        if key not in self._behind:
+            try:
+                self._behind[key] = [self._layout(some).behind(i) for some in (until, [*until, _QUESTION])]
+            except UserError:
+                self._behind[key] = [[]]
+        return self._behind[key]
 
     def between_turns(self, i: int, lead: str) -> str:
         """Finds what ends message i and is printed at the next one.

@@ -165,7 +165,7 @@ class Layout:
                 limit += len(prompts.between_turns(i, self._lead(last)))
         else:
             rest = [self.text[run.begin : run.end] for run in self.runs[own[-1] + 1 : last]]
-            same = os.path.commonprefix([rest, *prompts.behind(i)])
+            same = os.path.commonprefix([rest, *prompts.behind(i, rest)])
             limit = self.runs[own[-1] + len(same)].end
         self.check_alone(begin, limit, {i})
         own_end = self.runs[own[-1]].end

@@ -6,8 +6,10 @@ joins or replaces. Everything else, such as `upper`, keeps the message only.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
+
+from liger_jax.commands._budget import check_size
 
 NOBODY = -1  # the message of a text that several messages went into, or a message and the template's own words
 
@@ -71,15 +73,27 @@ class Traced(str):
     """
 
     __module__ = "builtins"  # errors of templates name it
-    _parts: tuple[Part, ...]  # the underscore keeps it out of a template's reach
+    # The underscores keep them out of a template's reach. Texts of which one begins with all of the other share a list:
+    # a template that adds to a text a thousand times copies no part.
+    _list: list[Part]
+    _count: int
 
     def __new__(cls, parts: Iterable[Part] | str):
         if isinstance(parts, str):  # Jinja's sandbox makes the result of `format` so
             parts = _of_nobody(parts)
-        parts = tuple(parts)
-        self = super().__new__(cls, "".join(part.text for part in parts))
-        self._parts = parts
+        parts = list(parts)
+        return cls._of("".join(part.text for part in parts), parts)
+
+    @classmethod
+    def _of(cls, text: str, parts: list[Part]) -> "Traced":
+        """The string with this text, which is that of the parts."""
+        self = str.__new__(cls, text)
+        self._list, self._count = parts, len(parts)
         return self
+
+    @property
+    def _parts(self) -> list[Part]:
+        return self._list[: self._count]
 
     def __str__(self) -> str:
         return self
@@ -179,11 +193,20 @@ def join(texts: Iterable[Any], sep: str = "") -> str:
         A string; a plain one if nothing has an origin.
     """
     parts: list[Part] = []
+    pieces: list[str] = []
+    size = 0
     for i, text in enumerate(texts):
         if i and sep:
             parts += _parts(sep)
-        parts += _parts(text)
-    return Traced(parts)
+            pieces.append(sep)
+        if i == 0 and isinstance(text, Traced) and text._count == len(text._list):
+            parts = text._list  # nothing was added to it yet
+        else:
+            parts += _parts(text)
+        pieces.append(text if isinstance(text, str) else str(text))
+        size += len(pieces[-1]) + len(sep)
+        check_size(size)
+    return Traced._of("".join(pieces), parts)
 
 
 def derived(text: str, *sources: Any) -> str:
@@ -237,7 +260,7 @@ def traced(value: Any, origin: Origin) -> Any:
     return Traced([Part(value, origin)]) if isinstance(value, str) else value
 
 
-def parts_of(text: str) -> tuple[Part, ...]:
+def parts_of(text: str) -> Sequence[Part]:
     """What a string consists of.
 
     Args:
@@ -253,7 +276,7 @@ def _of_nobody(text: str) -> tuple[Part, ...]:
     return (Part(text, Origin(NOBODY, "", at=None)),)
 
 
-def _parts(text: Any) -> tuple[Part, ...]:
+def _parts(text: Any) -> Sequence[Part]:
     return text._parts if isinstance(text, Traced) else (Part(str(text)),)
 
 

@@ -5,8 +5,10 @@ import re
 
 import pytest
 
+from liger_jax.commands import _budget
 from liger_jax.commands._chat import ChatTemplate
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._traced import Origin, Part, Traced, parts_of
 from tests.commands import _templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -210,3 +212,87 @@ def test_a_long_conversation_takes_time_in_proportion(monkeypatch):
     monkeypatch.setattr(template, "_text", lambda messages, *args: calls.append(len(messages)) or text(messages, *args))
     template.render([USER, ANSWER] * 100)
     assert sum(calls) < 5 * 200  # messages that are rendered, whatever for
+
+
+# --- what a template may use ------------------------------------------------------------------------------------------
+
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for m in messages %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+)
+HUGE = (
+    "{{ 'x' * 10**9 }}",
+    "{{ [1] * 10**9 }}",
+    "{{ 10**5000 }}",
+    "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n }}",
+    "{{ 'x'.center(10**9) }}",
+    "{{ 'x'|center(1000000000) }}",
+    "{{ 'a\nb'|indent(30000000) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%*d' % (10**9, 1) }}",
+    "{{ '%1000000000d'|format(1) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10**9) }}",
+    "{{ messages|tojson(indent=10**9) }}",
+    "{{ messages|batch(10**9, 0)|list }}",
+    "{{ ('x' * 10**6).replace('x', 'y' * 10**6) }}",
+    "{{ ('x' * 10**6)|replace('x', 'y' * 10**6) }}",
+    "{{ ('x' * 10**6).join(['a'] * 100) }}",
+    "{{ (['x' * 10**6] * 100)|join }}",
+    "{{ ('x' * 10**6).translate({120: 'y' * 10**6}) }}",
+    "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+    "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+    "{% set ns = namespace(t=[1]) %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+    "{% for i in range(100) %}{{ 'x' * 10**6 }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_without_an_end_is_stopped(template, monkeypatch):
+    monkeypatch.setattr(_budget, "MOST_SECONDS", 0.2)
+    with pytest.raises(UserError, match=r"The chat template runs for more than 0.2 seconds for one conversation"):
+        rendered(TURNS + template, [USER, ANSWER])
+
+
+@pytest.mark.parametrize("template", HUGE)
+def test_what_a_template_would_make_too_large_is_not_made(template):
+    with pytest.raises(UserError, match="The chat template makes a (text or a list of more|whole number)"):
+        rendered(TURNS + template, [USER, ANSWER])
+
+
+@pytest.mark.parametrize("condition", ["messages|length > 1", "add_generation_prompt", "messages|length == 2"])
+def test_a_template_that_stops_at_a_part_of_the_conversation_gives_no_other_spans(condition):
+    template = TURNS + "{% if " + condition + " %}{{ 'x' * 10**9 }}{% endif %}" + PROMPT
+    with pytest.raises(UserError, match="The chat template makes a text"):
+        rendered(template, [USER, ANSWER])
+
+
+def test_templates_have_no_texts_by_chance():
+    with pytest.raises(UserError, match="'lipsum' is undefined"):
+        rendered("{{ lipsum(n=10**9) }}", [USER, ANSWER])
+
+
+COLLECTED = "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + '[' + m.role + '] ' + m.content + '<e>\n' %}{% endfor %}{{ ns.t }}"  # noqa: E501  fmt: skip
+
+
+@pytest.mark.parametrize("template", [TURNS, COLLECTED, COLLECTED.replace("+", "~")], ids=["printed", "added", "tilde"])
+def test_two_thousand_turns_are_rendered_in_the_time_of_one_conversation(template):
+    text, spans = rendered(template + PROMPT, [USER, ANSWER] * 1_000)
+    assert spans == ["Yes.<e>"] * 1_000 and text == "[user] red?<e>\n[assistant] Yes.<e>\n" * 1_000
+
+
+def test_characters_that_no_text_has_change_no_span():
+    marks = "".join(map(chr, (*range(0xFDD0, 0xFDF0), 0xFFFE, 0xFFFF, 0x1FFFE, 0xE000, 0, 1, 2, 3, 0x10FFFF)))
+    for template in (TURNS + PROMPT, COLLECTED):
+        messages = [USER | {"content": marks + "red?" + marks}, ANSWER | {"content": marks + "Yes." + marks}]
+        text, spans = rendered(template, messages * 2)
+        assert spans == [marks + "Yes." + marks + "<e>"] * 2 and text.count(marks) == 8
+
+
+def test_texts_that_share_a_beginning_keep_their_parts():
+    a, b, c = (Traced([Part(each, Origin(i, "content"))]) for i, each in enumerate("abc"))
+    ab, both = a + b, a + c
+    longer, other = ab + c, ab + "x"
+    found = {str.__str__(text): [part.text for part in parts_of(text)] for text in (a, ab, both, longer, other)}
+    assert found == {"a": ["a"], "ab": ["a", "b"], "ac": ["a", "c"], "abc": ["a", "b", "c"], "abx": ["a", "b", "x"]}

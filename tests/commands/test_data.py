@@ -1,8 +1,10 @@
 """The data of `liger-jax finetune`: which tokens are trained on, and one sentence for whatever cannot be used."""
 
 import csv
+import glob
 import gzip
 import json
+import pathlib
 import re
 import sys
 import types
@@ -12,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer as Plain
 
 from liger_jax import commands
-from liger_jax.commands import _data, _training_rows, main
+from liger_jax.commands import _data, _files, _training_rows, main
 from liger_jax.commands._chat import ChatTemplate
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError
@@ -193,6 +195,62 @@ def test_what_is_no_prose_is_never_read_as_prose(tmp_path, name, content, messag
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
         _data.read(str(tmp_path / name), "text", None)
+
+
+@pytest.mark.parametrize("name", ["chats[1].jsonl", "chats.JSONL", "what?.jsonl"])
+def test_a_name_that_looks_like_a_glob_is_a_name_first(tmp_path, name):
+    (tmp_path / name).write_text(json.dumps({"messages": CHAT}))
+    (document,) = _data.read(str(tmp_path / name), "text", None)
+    assert document.messages == CHAT
+
+
+def test_a_double_star_finds_what_glob_finds_and_follows_no_linked_folder(tmp_path, monkeypatch):
+    for name in ("a.txt", "x/b.txt", "x/y/c.txt", "x/y/[d].txt", ".hidden/e.txt", "x/.f.txt", "z[1]/y/g.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    patterns = (
+        "**/*.txt",
+        "x/**/*.txt",
+        "x/**",
+        "**",
+        "**/y/*.txt",
+        "**/y/**/*.txt",
+        "*/**/g.txt",
+        f"{tmp_path}/**/c*",
+    )
+    paths = lambda names: {path for path in map(pathlib.Path, names) if path.is_file()}
+    for pattern in patterns:
+        expected = paths(glob.glob(pattern, recursive=True))
+        assert expected and paths(_files.found(pattern)) == expected, pattern
+    for i in range(3):  # Python's glob finds each file some 3**40 times
+        (tmp_path / f"x/circle{i}").symlink_to("..")
+        (tmp_path / f"x/y/circle{i}").symlink_to(tmp_path)
+    assert len([path for path in _files.found("**/*.txt") if path.is_file()]) == 5
+
+
+HUGE = b'{"text": "ok", "n": ' + b"9" * 5_000 + b"}"
+DEEP = b'{"text": "ok", "n": ' + b"[" * 150 + b"]" * 150 + b"}"
+DEEPER = b'{"text": "ok", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ["name", "content", "message"],
+    [
+        ("a.jsonl", b'{"text": "ok"}\n' + HUGE, "a.jsonl, line 2, cannot be read: Exceeds the limit"),
+        ("a.json", b"[\n" + HUGE + b"]", "a.json, line 1, cannot be read: Exceeds the limit"),
+        ("a.txt", HUGE, "a.txt holds JSON, which would be trained on as prose"),
+        ("a.jsonl", DEEP, "a.jsonl, line 1: lists and objects are nested to more than 100 levels"),
+        ("a.jsonl", DEEPER, "a.jsonl, line 1, is nested too deep"),
+        ("a.json", b"[\n" + DEEPER + b"]", "a.json, line 1, is nested too deep"),
+        ("a.txt", DEEPER, "a.txt holds JSON, which would be trained on as prose"),
+    ],
+)
+def test_numbers_and_nestings_beyond_python_s_are_one_sentence(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        _data.read(str(tmp_path / name), "text", None)
+    assert len(str(caught.value)) < 1_000
 
 
 def test_files_of_several_kinds_are_told_apart(tmp_path, capsys):
