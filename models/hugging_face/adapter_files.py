@@ -264,8 +264,8 @@ def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Map
     if missing or left or wrong:
         raise ValueError(
             f"load_adapters: {folder} does not fit the model. Missing: {_cut(str(missing or 'none'))}; left over: "
-            f"{_cut(str(left or 'none'))}; shapes: {_cut('; '.join(wrong) or 'all fit')}. Do the adapters belong to this "
-            "model?"
+            f"{_cut(str(left or 'none'))}; shapes: {_cut('; '.join(wrong) or 'all fit')}. Do the adapters belong to "
+            "this model?"
         )
 
 

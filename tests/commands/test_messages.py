@@ -186,3 +186,78 @@ def test_white_space_that_a_token_shares_with_an_answer_is_trained_on(folder, tm
     (merged / "tokenizer.json").write_text(json.dumps(tokenizer))
     found = documents(tmp_path, {"messages": [USER, ANSWER]})
     assert trained(merged, TURNS, found)[2] == [" Yes.<e>"]
+
+
+# --- strange tokenizers -----------------------------------------------------------------------------------------------
+
+CHAT = {"messages": [USER, ANSWER]}
+GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aaaa"}
+WORDS = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
+SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+STRANGE = {
+    "no_unknown_word": (
+        {"tokenizer.json": WORDS | {"model": {"type": "WordLevel", "vocab": {"hello": 0}, "unk_token": "[UNK]"}}},
+        {"text": "hello unknown"},
+        "line 1: the tokenizer fails: ",
+    ),
+    "no_unknown_piece": (
+        {"tokenizer.json": WORDS | {"model": {"type": "Unigram", "vocab": [["hello", -1.0]], "unk_id": None}}},
+        {"text": "hello unknown"},
+        "line 1: the tokenizer fails: ",
+    ),
+    "backtracking": (
+        {"tokenizer.json": WORDS | {"pre_tokenizer": SPLIT, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}},
+        {"text": "a" * 40 + "b"},
+        "line 1: ",
+    ),
+    "growing": (
+        {"tokenizer.json": WORDS | {"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 40}}},
+        {"text": "a"},
+        r"tokenizer.json: its normalizer can make a text 1.21e\+24 times as long, and 100 times is the most",
+    ),
+    "growing_by_a_pattern": (
+        {"tokenizer.json": WORDS | {"normalizer": GROWING | {"pattern": {"Regex": ""}, "content": "a" * 1_000}}},
+        {"text": "a"},
+        "its normalizer can make a text 1e.03 times as long",
+    ),
+    "deep": (
+        {"tokenizer.json": b'{"a":' * 100_000},
+        {"text": "a"},
+        "tokenizer.json cannot be read: is nested too deep",
+    ),
+    "deep_config": ({"tokenizer_config.json": b'{"a":' * 100_000}, {"text": "a"}, "tokenizer_config.json cannot be re"),
+    "bytes": ({"tokenizer.json": b"\xff"}, {"text": "a"}, "tokenizer.json cannot be read: .*'utf-8' codec"),
+    "template_bytes": ({"chat_template.jinja": b"\xff\xfe"}, CHAT, "chat_template.jinja cannot be read: 'utf-8'"),
+    "template_strings": (
+        {"tokenizer_config.json": {"chat_template": ["a"]}},
+        CHAT,
+        "is a list, and must then be of ob",
+    ),
+    "template_surrogate": ({"tokenizer_config.json": {"chat_template": TURNS + "\ud800"}}, CHAT, "line 1: "),
+    "template_loops": (
+        {"chat_template.jinja": b"{% for a in [1] %}" * 25 + b"{% endfor %}" * 25},
+        CHAT,
+        "line 1: The tokenizer's chat template cannot be read: too many statically nested",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_strange_tokenizer_is_one_sentence(case, folder, tmp_path):
+    files, row, message = STRANGE[case]
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    found = documents(tmp_path, row)
+    with pytest.raises(UserError, match=message) as caught:
+        Tokenizer(Source(tmp_path), 2048, (256,)).pieces(found, 64)
+    assert len(str(caught.value)) < 1_500
+
+
+@pytest.mark.parametrize("stop", [-1, -100, 10**30, True, "2", 1.5])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_stop_that_is_no_token_is_refused(stop, name, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": [3, stop]}))
+    with pytest.raises(ValueError, match=f"{name}: eos_token_id must be a token's number or a list of them"):
+        Source(tmp_path).stops  # noqa: B018
