@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import tokenizers
 
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
-from liger_jax.models.hugging_face import config_json
+from liger_jax.commands._normalizer import check_growth
 from liger_jax.models.hugging_face.checkpoint import TEMPLATES
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.ops.labels import IGNORE_INDEX
 
 FILE = "tokenizer.json"
-_MOST_GROWTH = 100  # times as long as a text that a normalizer may make of it by replacing
 _MOST_SAID = 500  # characters of another library's error
 
 
@@ -66,7 +64,7 @@ class Tokenizer:
                 f"{folder} has no {FILE}. If it holds a tokenizer of another form, transformers writes one: "
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
             )
-        _check_growth(folder / FILE, content)
+        check_growth(folder / FILE, content)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except (KeyboardInterrupt, SystemExit):
@@ -185,8 +183,8 @@ class Tokenizer:
         elif isinstance(found, list):  # several by name
             if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in found):
                 raise UserError(
-                    f"The chat_template of the tokenizer in {self._folder} is a list, and must then be of objects, each "
-                    "with a name and a template."
+                    f"The chat_template of the tokenizer in {self._folder} is a list, and must then be of objects, "
+                    "each with a name and a template."
                 )
             found = {each["name"]: each.get("template") for each in found}
         found = found if isinstance(found, dict) else {}
@@ -284,33 +282,6 @@ def _places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray
     while before and text[before - 1].isspace():
         before -= 1
     return np.flatnonzero((begins >= before) & (begins < end) & ((begins >= begin) | (ends > begin)))
-
-
-def _check_growth(path: Path, content: bytes) -> None:
-    """Checks that no normalizer makes a text many times as long, which would fill the memory."""
-    try:
-        values = config_json.loads(content, path)
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read: {str(error).removeprefix(f'{path} ')[:_MOST_SAID]}") from error
-    if (growth := _growth(values.get("normalizer"))) > _MOST_GROWTH:
-        raise UserError(
-            f"{path}: its normalizer can make a text {growth:.3g} times as long, and {_MOST_GROWTH} times is the most. "
-            "Pass a model with another tokenizer."
-        )
-
-
-def _growth(normalizer: Any) -> float:
-    """How many times as long as a text a normalizer's replacements can make it."""
-    if not isinstance(normalizer, dict):
-        return 1.0
-    parts = normalizer.get("normalizers")
-    if isinstance(parts, list):
-        return math.prod(map(_growth, parts))
-    pattern, new = normalizer.get("pattern"), normalizer.get("content")
-    if not isinstance(pattern, dict) or not isinstance(new, str):
-        return 1.0
-    old = pattern.get("String")
-    return max(1.0, len(new) / max(1, len(old))) if isinstance(old, str) else 1.0 + len(new)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
