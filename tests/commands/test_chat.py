@@ -273,7 +273,10 @@ def test_templates_have_no_texts_by_chance():
         rendered("{{ lipsum(n=10**9) }}", [USER, ANSWER])
 
 
-COLLECTED = "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + '[' + m.role + '] ' + m.content + '<e>\n' %}{% endfor %}{{ ns.t }}"  # noqa: E501  fmt: skip
+COLLECTED = (
+    "{% set ns = namespace(t='') %}{% for m in messages %}"
+    "{% set ns.t = ns.t + '[' + m.role + '] ' + m.content + '<e>\n' %}{% endfor %}{{ ns.t }}"
+)
 
 
 @pytest.mark.parametrize("template", [TURNS, COLLECTED, COLLECTED.replace("+", "~")], ids=["printed", "added", "tilde"])
