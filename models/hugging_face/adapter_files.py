@@ -15,7 +15,7 @@ import numpy as np
 
 from liger_jax.models.core import config_fields
 from liger_jax.models.core.parameters import ADAPTER_TENSORS
-from liger_jax.models.hugging_face import config_json, saving
+from liger_jax.models.hugging_face import config_json, expressions, saving
 from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_complete, own_file
 from liger_jax.models.hugging_face.weights import FLOATS, language_part, open_weights
 
@@ -214,11 +214,8 @@ class _Numbers:
 def _problems_of_names(field: str, names: Any) -> list[str]:
     """A clause if a field neither names projections nor is a regular expression."""
     if isinstance(names, str):
-        try:
-            re.compile(names)
-        except (re.error, RecursionError, OverflowError) as error:
-            return [f"{field}={config_fields.short(names)} is no regular expression: {error}"]
-        return []
+        problem = expressions.problem(names)
+        return [] if problem is None else [f"{field}={config_fields.short(names)} {problem}"]
     if names is None or isinstance(names, list) and all(isinstance(name, str) for name in names):
         return []
     return [f"{field}={config_fields.short(names)} must be a list of names, or one regular expression"]

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
+from liger_jax.models.hugging_face import expressions
 from liger_jax.models.lora import (
     TARGETS,
     add_lora,
@@ -524,6 +525,12 @@ DAMAGED = {
     "no_rank": (with_text(b"{}"), "r is missing; lora_alpha is missing"),
     "dropout": (with_fields(lora_dropout=None), r"lora_dropout=None must be a number in \[0, 1\)"),
     "expression": (with_fields(target_modules="("), "target_modules='.' is no regular expression: missing"),
+    "slow": (
+        with_fields(target_modules="(.+)+!"),
+        "target_modules=.* may take too long: a repeated group has a choice",
+    ),
+    "slow_choice": (with_fields(exclude_modules="(?:.|.)*!"), "exclude_modules=.* may take too long: a repeated group"),
+    "slow_row": (with_fields(target_modules=".*" * 9 + "!"), "target_modules=.* may take too long: it has 9 repet"),
     "names": (with_fields(exclude_modules=[3]), r"exclude_modules=\[3\] must be a list of names"),
     "layers": (with_fields(layers_to_transform=[0.5]), r"layers_to_transform=\[0.5\] must be numbers of layers"),
     "deep": (with_text(b"[" * 100_000), "is nested too deep"),
@@ -535,6 +542,20 @@ DAMAGED = {
     "nan": (with_tensors(lambda x: x * np.nan), "has numbers that are no finite float32, in base_model"),
     "large": (with_tensors(lambda x: x.astype(np.float64) + 1e300), "has numbers that are no finite float32"),
 }
+
+
+def test_expressions_that_peft_s_users_write_are_taken():
+    words = "(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)"
+    usual = (
+        r".*\.(q|v)_proj",
+        r"^(?!.*patch_embed).*(?:fc1|fc2|qkv|proj).*",
+        r"model\.layers\.(1[0-9]|2\d)\.(self_attn|mlp)\.(?:q_proj|up_proj)",
+        rf"(?:.*?(?:language|text).*?{words}.*?(?:q_proj|k_proj).*?)|(?:\bmodel\.layers\.[\d]{{1,}}\.{words}\.(?:(?:q_proj)))",
+        r"[(+*|]x|a\(b+\)+",
+    )
+    assert [expressions.problem(each) for each in usual] == [None] * len(usual)
+    slow = ("(a+)+", "(a|b)+", "((a)*b){2,}", "((a|b)c)*", "(?:a{3})+", "([)]+)*", "a?" * 30 + "a" * 30)
+    assert all("too long" in str(expressions.problem(each)) for each in slow)
 
 
 @pytest.fixture(scope="module")
