@@ -13,6 +13,7 @@ import tokenizers
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
 from liger_jax.commands._normalizer import check_growth
+from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face.checkpoint import TEMPLATES
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.ops.labels import IGNORE_INDEX
@@ -64,6 +65,8 @@ class Tokenizer:
                 f"{folder} has no {FILE}. If it holds a tokenizer of another form, transformers writes one: "
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
             )
+        if wrong := [stop for stop in stops if not 0 <= stop <= MOST]:
+            raise UserError(f"{folder}: eos_token_id names {short(wrong[0])}, which is no token. Mend its config.")
         check_growth(folder / FILE, content)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
