@@ -150,9 +150,9 @@ ROWS = '{"text": "one"}\n{"text": "two"}'
         ("A.TSV", b"label\ttext\n0\tone\n1\ttwo", ["line 2", "line 3"]),
         ("a.JSONL", ROWS.encode(), ["line 1", "line 2"]),
         ("a.json", b'[\n{"text": "one"},\n{"text": "two"}\n]', ["element 1", "element 2"]),
-        ("a.jsonl.gz", gzip.compress(ROWS.encode()), ["line 1", "line 2"]),
+        ("a.jsonl.gz", gzip.compress(ROWS.encode(), mtime=0), ["line 1", "line 2"]),
     ],
-    ids=str,
+    ids=["csv", "TSV", "JSONL", "json", "jsonl.gz"],
 )
 def test_rows_of_tables_and_json_are_documents_whatever_the_case_of_the_name(tmp_path, name, content, where):
     (tmp_path / name).write_bytes(content)
