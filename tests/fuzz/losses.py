@@ -108,7 +108,7 @@ def quantized_head(draw: Draw) -> Case:
         return found.log_probs, found.entropy
 
     def truth(hidden, dense, labels, dead, **_):
-        # XLA on a GPU may make the logits anew for the label and for the sum, and round them in two ways.
+        # Hopper's kernels make the label's logit apart from the sum's: each is rounded by itself.
         z, again = (scaled(head.logits(living(hidden, dead), dense, None), **options) for _ in range(2))
         log_p, lse = log_softmax(z), log_normalizer(z)[..., 0]
         found = at(labels, again, dead) - lse, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
