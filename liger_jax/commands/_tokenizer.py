@@ -15,7 +15,7 @@ from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
 from liger_jax.commands._normalizer import check_growth
 from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face.checkpoint import TEMPLATES
-from liger_jax.models.hugging_face.source import Source
+from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.ops.labels import IGNORE_INDEX
 
 FILE = "tokenizer.json"
@@ -50,7 +50,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint, from tokenizer.json and the small files beside it.
 
     Args:
-        source: the checkpoint.
+        source: the checkpoint, or its folder.
         vocab_size: entries of the model's vocabulary.
         stops: the tokens that end a text by the checkpoint's config.
 
@@ -58,7 +58,8 @@ class Tokenizer:
         UserError: there is no tokenizer.json, or one of the files is damaged.
     """
 
-    def __init__(self, source: Source, vocab_size: int, stops: Sequence[int]):
+    def __init__(self, source: Source | str | Path, vocab_size: int, stops: Sequence[int]):
+        source = find(source, weights=False)
         folder, files = source.folder, source.tokenizer
         if (content := files[FILE]) is None:
             raise UserError(
