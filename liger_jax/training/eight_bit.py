@@ -49,7 +49,7 @@ class ScaleByAdam8bitState(NamedTuple):
         count: how many updates there were.
         mu: first moments: uint8 codes of the parameter's shape, or float32 numbers.
         mu_scale: `BlockScales` of codes; the number 1 beside float32 moments.
-        nu: second moments, likewise codes or numbers.
+        nu: second moments: uint8 codes of the parameter's shape, or float32 numbers.
         nu_scale: their scales.
     """
 

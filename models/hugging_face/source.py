@@ -1,4 +1,4 @@
-"""A checkpoint's folder, of which each file is read once: what a run knows of the model that it begins with."""
+"""A checkpoint's folder. Each of its files is read once, so that all parts of a run see the same model."""
 
 import functools
 import json

@@ -31,8 +31,6 @@ from liger_jax.pallas_kernels.fused_linear_distillation.formulas import (
     with_cross_entropy,
 )
 
-NO_TOKEN = -1  # the id of a place that is not used
-
 
 class TopK(NamedTuple):
     """What is stored of the teacher."""

@@ -79,7 +79,7 @@ def killed(arguments, out, moment):
 
 
 def moments(seen, steps, result, is_whole, rng):
-    """Moments of which each leaves enough steps for those after it."""
+    """The moments of the kills. Each leaves enough steps for the kills that follow it."""
     a_step, a_save = seen["seconds"] / steps, seen["checkpoints"] // steps
     in_training = lambda: ("training", rng.uniform(0, a_step))
     in_a_save = lambda: ("checkpoints", rng.randint(1, a_save + 1))

@@ -40,7 +40,7 @@ def test_codes_are_places_in_bitsandbytes_table(kind):
 
 @both_codes
 def test_a_number_gets_the_nearest_code(kind, rng):
-    """Of all sizes, and close to the borders between codes on both sides. Unsigned, only 0 itself is 0."""
+    """Numbers of all sizes, and on both sides of the borders between codes. Unsigned, only 0 itself is 0."""
     table = TABLES[kind]
     borders = (table[1:] + table[:-1]) / 2
     close = np.concatenate([borders * (1 + 1e-5), borders * (1 - 1e-5)])
@@ -169,7 +169,7 @@ def test_the_state_has_2_03_bytes_a_parameter_and_is_updated_in_place():
 @pytest.mark.aot
 @pytest.mark.parametrize("name", ["8-bit, bfloat16", pytest.param("8-bit, float32", marks=pytest.mark.full)])
 def test_on_a_gpu_the_update_holds_no_moments_in_float32(name):
-    """Of Qwen2-0.5B's feed-forwards, beside arguments and results: scales, 1/14 of a byte a parameter, and no more."""
+    """Beside arguments and results Qwen2-0.5B's feed-forwards take scales alone: 1/14 of a byte a parameter."""
     if (reason := compilers.missing_compiler("gpu")) is not None:
         pytest.skip(reason)
     case = optimizer_state.CASES[name]
