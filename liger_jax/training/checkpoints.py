@@ -175,7 +175,7 @@ class Checkpoints:
             self._fresh = False
             self._drop()
         except Exception as error:  # tensorstore's are no OSErrors
-            steps.remove_unfinished(self._folder)
+            steps.remove_unfinished(self._folder, quiet_seconds=1.0)
             if disk.is_full(error):
                 raise disk.full(f"The checkpoint of step {step}", self._folder, disk.num_bytes(state)) from error
             reason = _reason(error)

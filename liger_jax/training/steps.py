@@ -6,6 +6,7 @@ A run that starts over moves a step of the same number aside, to "NUMBER.earlier
 
 import re
 import shutil
+import time
 from pathlib import Path
 
 STATE, LOG, ABOUT = "state", "log", "about"  # what a checkpoint is made of
@@ -104,12 +105,25 @@ def remove(path: Path) -> None:
     shutil.rmtree(dropped)
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Path, quiet_seconds: float = 0.0) -> None:
     """Removes what a run that was killed has left of steps that it wrote or removed.
 
     Args:
         folder: where checkpoints are kept.
+        quiet_seconds: how long nothing new may have appeared. Where a write has failed, those that were under way
+            beside it go on for a moment, and make their folders anew. Ten times as long is waited at most.
     """
-    for path in list(folder.iterdir()):
-        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+    begin = last = time.monotonic()
+    while True:
+        found = [path for path in folder.iterdir() if _is_unfinished(path)]
+        for path in found:
             shutil.rmtree(path, ignore_errors=True)
+        now = time.monotonic()
+        last = now if found else last
+        if now - last >= quiet_seconds or now - begin >= 10 * quiet_seconds:
+            return
+        time.sleep(0.05)
+
+
+def _is_unfinished(path: Path) -> bool:
+    return _UNFINISHED.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()

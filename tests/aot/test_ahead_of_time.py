@@ -46,7 +46,7 @@ def run(*command):
     """A fresh process, since a compiler is loaded as a plugin and takes its settings at the start."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2400
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
