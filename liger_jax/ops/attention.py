@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -27,34 +28,43 @@ _WINDOW_KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu", "cudnn"
 ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of the forward's values that the backward needs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q, k, v, segments, forward, backward):
-    return forward.run(*forward.guarded(q, k, v, segments))[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q, k, v, segments, q_offset, forward, backward):
+    return forward.run(*forward.guarded(q, k, v, segments), q_offset=_place(q_offset))[0]
 
 
-def _forward_rule(q, k, v, segments, forward, backward):
-    out, log_sums = checkpoint_name(forward.run(*forward.guarded(q, k, v, segments)), ATTENTION_OUTPUT)
-    return out, (q, k, v, segments, out, log_sums)
+def _forward_rule(q, k, v, segments, q_offset, forward, backward):
+    found = forward.run(*forward.guarded(q, k, v, segments), q_offset=_place(q_offset))
+    out, log_sums = checkpoint_name(found, ATTENTION_OUTPUT)
+    return out, ((q, k, v, segments, out, log_sums), q_offset)
 
 
 def _backward_rule(forward, backward, residuals, dout):
-    return *backward.run(*backward.guarded(*residuals, dout)), None
+    arrays, q_offset = residuals
+    return *backward.run(*backward.guarded(*arrays, dout), q_offset=_place(q_offset)), None, None
+
+
+def _place(q_offset):
+    """Where the queries begin in the row of keys. The number 0 makes the kernels' tables constants of the program."""
+    return 0 if q_offset is None else q_offset
 
 
 _attend.defvjp(_forward_rule, _backward_rule)
 
 
 def causal_attention(
-    q: Float[ArrayLike, "B T Q H"],
+    q: Float[ArrayLike, "B Tq Q H"],
     k: Float[ArrayLike, "B T K H"],
     v: Float[ArrayLike, "B T K H"],
-    segment_ids: Int[ArrayLike, "B T"] | Segments | None = None,
+    segment_ids: Int[ArrayLike, "B S"] | Segments | None = None,
     *,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    q_offset: int | Int[ArrayLike, ""] | None = None,
+    sequence_axis: str | None = None,
     implementation: Implementation = None,
-) -> Float[Array, "B T Q H"]:
+) -> Float[Array, "B Tq Q H"]:
     """softmax(softcap·tanh(scale·q·kᵀ/softcap), over what a position may see)·v, with Q a multiple of K.
 
     A position sees itself and the earlier positions of its segment, as far as its window goes. No (T, T) array exists,
@@ -66,28 +76,35 @@ def causal_attention(
     one segment. Other GPUs from Ampere on run the same algorithm in Triton, which was compiled for an A100 and never
     timed on one. XLA runs everywhere else.
 
-    On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike.
+    On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike. Inside a
+    `jax.shard_map`, `sequence_axis` splits rows: each device has two chunks of every row, in the order that
+    `layout.in_chunks` makes, and attends to the whole row's keys and values, which are gathered; their gradients are
+    scattered back.
 
     Args:
-        q: (B, T, Q, H), queries, any float dtype.
+        q: (B, Tq, Q, H), queries, any float dtype. Tq is T, unless `q_offset` is given.
         k: (B, T, K, H), keys, of q's dtype.
         v: (B, T, K, H), values, of q's dtype.
-        segment_ids: (B, T) integers; a position sees only positions with its own id, wherever they stand. For many
-            calls with the same ids, pass `Segments.of(ids)`. `None` for one segment.
+        segment_ids: (B, S) integers, and S is T; a position sees only positions with its own id, wherever they stand.
+            For many calls with the same ids, pass `Segments.of(ids)`. `None` for one segment. With `sequence_axis` they
+            are those of the whole rows, in their own order, and S is the length of these.
         window: a position sees itself and window − 1 before it; `None` for all before it, as T or more.
         softcap: positive bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
+        q_offset: the position of the first query in the row of keys, where q is a part of the row; from 0 to T − Tq.
+            The running program may compute it: out of range, everything is NaN. `None` for a query beside each key.
+        sequence_axis: the mesh axis that splits the rows; `None` for whole rows.
         implementation: None for the platform's default, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs
             from Ampere on: no segments, no softcap), "mosaic_gpu" (Hopper), "triton" (Ampere and newer), "splash"
             (TPUs), the last three's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
-        (B, T, Q, H) in q.dtype.
+        (B, Tq, Q, H) in q.dtype.
 
     Raises:
         TypeError: `q`, `k` or `v` is not floating point, or an option is no Python number.
-        ValueError: shapes or dtypes do not fit, `window` or `softcap` is out of range, `implementation` is unknown, or
-            the named one cannot run here.
+        ValueError: shapes or dtypes do not fit, `window`, `softcap` or `q_offset` is out of range, `implementation` is
+            unknown, or the named one cannot run here.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,25 +120,62 @@ def causal_attention(
     q, k, v = _checks.floating(_OP, q=q, k=k, v=v)
     segments = segment_ids if isinstance(segment_ids, Segments) else None
     ids = _checks.as_array(segment_ids) if segments is None else segments.ids
-    _check(q, k, v, ids, window, softcap, scale)
-    if window is not None and window >= q.shape[1]:
-        window = None  # it hides nothing, and from 2³¹ on it would overflow a kernel's integers
     options = dict(window=window, softcap=softcap, scale=scale)
+    if sequence_axis is not None:
+        return _over_sequence_axis(
+            q, k, v, segment_ids, sequence_axis, q_offset, **options, implementation=implementation
+        )
+    offset = _checked_offset(q, k, q_offset)
+    _check(q, k, v, ids, window, softcap, scale, is_part=offset is not None)
+    if window is not None and window >= k.shape[1]:
+        options["window"] = None  # it hides nothing, and from 2³¹ on it would overflow a kernel's integers
     if layout.is_explicit(q):
-        return _on_mesh(q, k, v, ids, **options, implementation=implementation)
+        return _on_mesh(q, k, v, ids, offset, **options, implementation=implementation)
     if not q.size:
         return q
-    choice = choose(q, k, v, ids, place_of(q, k, v, ids), **options, implementation=implementation)
+    place, is_part = place_of(q, k, v, ids), offset is not None
+    choice = choose(q, k, v, ids, place, **options, is_part=is_part, implementation=implementation)
     if segments is None and ids is not None:
         segments = Segments.of(ids)
     q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
-    segments = Segments(*fields) if fields else None
+    out = _run(choice, q, k, v, Segments(*fields) if fields else None, offset, options)
+    if not is_part or not isinstance(offset, jax.core.Tracer):
+        return out
+    is_inside = (offset >= 0) & (offset <= k.shape[1] - q.shape[1])
+    return jnp.where(is_inside, out, jnp.nan)
+
+
+def _run(choice: Choice, q, k, v, segments, q_offset, options):
     if choice.name.startswith(("mosaic_gpu", "triton")):
-        return _attend(q, k, v, segments, choice.kernel("forward", **options), choice.kernel("backward", **options))
+        forward, backward = (choice.kernel(function, **options) for function in ("forward", "backward"))
+        return _attend(q, k, v, segments, q_offset, forward, backward)
     if choice.name.startswith("splash"):  # which has derivatives of its own, and names what they need
         return choice.kernel("attend", **options, output_name=ATTENTION_OUTPUT).run(q, k, v, segments)
-    out = choice.kernel("attend", **options).run(q, k, v, segments)
-    return checkpoint_name(out, ATTENTION_OUTPUT) if choice.name == "xla" else out  # policies know cuDNN's own call
+    if choice.name == "xla":
+        return checkpoint_name(choice.kernel("attend", **options).run(q, k, v, segments, q_offset), ATTENTION_OUTPUT)
+    return choice.kernel("attend", **options).run(q, k, v, segments)  # policies know cuDNN's own call
+
+
+def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **options: Any):
+    """Attention of this device's two chunks of each row to the keys and values of all devices."""
+    if q_offset is not None:
+        raise ValueError(
+            f"{_OP}: q_offset={q_offset!r} goes with whole rows of keys; sequence_axis says where q stands."
+        )
+    chunk, odd = divmod(q.shape[1], 2)
+    if odd or k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"{_OP}: q has {q.shape[1]} positions and k {k.shape[1]} on each device of sequence_axis={axis!r}, but "
+            "both must have the same even number, two chunks of a row. Order and pad rows by layout.in_chunks."
+        )
+    k, v = (layout.from_chunks(layout.gathered(x, P(None, axis)), 1, jax.lax.axis_size(axis)) for x in (k, v))
+    if segments is not None and not isinstance(segments, Segments):
+        segments = Segments.of(_checks.as_array(segments))
+    starts = layout.chunk_starts(axis, chunk)
+    halves = q[:, :chunk], q[:, chunk:]
+    attend = functools.partial(causal_attention, window=window, **options)
+    out = [attend(half, k, v, segments, q_offset=start) for half, start in zip(halves, starts, strict=True)]
+    return jnp.concatenate(out, axis=1)
 
 
 def choose(
@@ -133,7 +187,11 @@ def choose(
     return kernels.choose(implementation, q, k, v, segment_ids, place=place, **case)
 
 
-def _on_mesh(q, k, v, segment_ids, **options: Any):
+def _on_mesh(q, k, v, segment_ids, q_offset, **options: Any):
+    if q_offset is not None:
+        raise ValueError(
+            f"{_OP}: q_offset is for the inside of jax.shard_map, and q lies on a mesh with Explicit axes."
+        )
     batch, length, heads, width = layout.spec_of(q)
     if length is not None or width is not None:
         raise ValueError(
@@ -145,16 +203,31 @@ def _on_mesh(q, k, v, segment_ids, **options: Any):
     return _explicit.on_parts(_OP, attend, (q, k, v, segment_ids), (spec, spec, spec, P(batch, None)), spec)
 
 
-def _check(q, k, v, segment_ids, window, softcap, scale):
+def _checked_offset(q, k, q_offset):
+    """The position of the first query, as an array; None for 0 where each key has a query."""
+    if q_offset is None:
+        return None
+    if isinstance(q_offset, bool) or jnp.ndim(q_offset) or not jnp.issubdtype(jnp.result_type(q_offset), jnp.integer):
+        raise TypeError(f"{_OP}: q_offset={q_offset!r} must be one integer, the position of the first query.")
+    if not isinstance(q_offset, jax.core.Tracer) and not 0 <= int(q_offset) <= k.shape[1] - q.shape[1]:
+        raise ValueError(
+            f"{_OP}: q_offset={int(q_offset)} must be from 0 to {k.shape[1] - q.shape[1]}, where {q.shape[1]} "
+            f"queries end within a row of {k.shape[1]} keys."
+        )
+    return jnp.asarray(q_offset, jnp.int32)
+
+
+def _check(q, k, v, segment_ids, window, softcap, scale, *, is_part):
     if q.ndim != 4 or k.ndim != 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"{_OP}: q has shape {q.shape} and k {k.shape}, but they must be (B, T, Q, H) and (B, T, K, H) with Q a "
             "multiple of K, since query heads share key heads evenly."
         )
-    like_q = q.shape[:2] + (k.shape[2], q.shape[3])
-    _checks.check_shape(_OP, "k", k, like_q, "it is (B, T, K, H), with q's B, T and H")
+    length = k.shape[1] if is_part else q.shape[1]
+    like_q = (q.shape[0], length, k.shape[2], q.shape[3])
+    _checks.check_shape(_OP, "k", k, like_q, "it is (B, T, K, H), with q's B, T and H; a part of a row needs q_offset")
     _checks.check_shape(_OP, "v", v, like_q, "it is (B, T, K, H), as k is")
-    _checks.check_shape(_OP, "segment_ids", segment_ids, q.shape[:2], "one id for each position of q")
+    _checks.check_shape(_OP, "segment_ids", segment_ids, like_q[:2], "one id for each position of k")
     for name, x in dict(k=k, v=v).items():
         if x.dtype != q.dtype:
             raise ValueError(f"{_OP}: {name} has dtype {x.dtype} and q {q.dtype}, but all must have one; cast it.")

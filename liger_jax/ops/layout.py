@@ -150,6 +150,81 @@ def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -
     return min(jnp.dtype(dtype), jnp.dtype(param_dtype), key=lambda dtype: dtype.itemsize)
 
 
+# --- rows that are split ----------------------------------------------------------------------------------------------
+
+
+def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
+    """Rows in the order in which devices get them: device i of c has the chunks i and 2c − 1 − i of 2c.
+
+    Early positions see few keys and late ones many, so that all devices do the same work in causal attention.
+
+    Args:
+        whole: an array with whole rows.
+        axis: the axis of positions.
+        parts: the devices c that share a row.
+
+    Returns:
+        The array with its chunks in this order. One split along `axis` then gives each device its two.
+
+    Raises:
+        ValueError: the rows have no even number of equal chunks for each device.
+
+    Example:
+        >>> in_chunks(jnp.arange(8), 0, 2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    order = [chunk for device in range(parts) for chunk in (device, 2 * parts - 1 - device)]
+    return _reordered(whole, axis, order)
+
+
+def from_chunks(chunks: jax.Array, axis: int, parts: int) -> jax.Array:
+    """Rows in their own order: the inverse of `in_chunks`.
+
+    Args:
+        chunks: what `in_chunks` gave.
+        axis: the axis of positions.
+        parts: the devices that share a row.
+
+    Returns:
+        The array as it was.
+
+    Raises:
+        ValueError: the rows have no even number of equal chunks for each device.
+
+    Example:
+        >>> from_chunks(in_chunks(jnp.arange(8), 0, 2), 0, 2).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    order = [2 * chunk if chunk < parts else 2 * (2 * parts - 1 - chunk) + 1 for chunk in range(2 * parts)]
+    return _reordered(chunks, axis, order)
+
+
+def chunk_starts(axis: str, size: int) -> tuple[jax.Array, jax.Array]:
+    """Where this device's two chunks begin in their rows, inside `jax.shard_map`.
+
+    Args:
+        axis: the mesh axis that splits rows.
+        size: the positions in a chunk.
+
+    Returns:
+        The positions of the chunks' first entries, int32.
+    """
+    device = jax.lax.axis_index(axis).astype(jnp.int32)
+    return device * size, (2 * jax.lax.axis_size(axis) - 1 - device) * size
+
+
+def _reordered(x: jax.Array, axis: int, order: list[int]) -> jax.Array:
+    if len(order) == 2:  # one device
+        return x
+    if x.shape[axis] % len(order):
+        raise ValueError(
+            f"{len(order) // 2} devices share rows of {x.shape[axis]} positions, in {len(order)} chunks, which do not "
+            f"divide them. Pad the rows to a multiple of {len(order)}."
+        )
+    pieces = jnp.split(x, len(order), axis)
+    return jnp.concatenate([pieces[chunk] for chunk in order], axis)
+
+
 # --- heads that are split ---------------------------------------------------------------------------------------------
 
 

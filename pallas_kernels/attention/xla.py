@@ -27,18 +27,25 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
+    q_offset: jax.Array | None = None,
     *,
     window: int | None,
     softcap: float | None,
     scale: float | None,
 ) -> jax.Array:
-    """q (B, T, Q, H), k and v (B, T, K, H) → (B, T, Q, H)."""
-    batch, length, query_heads, width = q.shape
-    kv_heads, dtype = k.shape[2], q.dtype
+    """q (B, Tq, Q, H), k and v (B, Tk, K, H) → (B, Tq, Q, H).
+
+    The queries stand at positions `q_offset` and after in the row of keys, or, with None, beside the first keys;
+    `segments` belong to the keys.
+    """
+    (batch, q_length, query_heads, width), (k_length, kv_heads), dtype = q.shape, k.shape[1:3], q.dtype
     scale = width**-0.5 if scale is None else scale
-    chunk = min(CHUNK, length)
-    ids = jnp.zeros((batch, length), jnp.int32) if segments is None else segments.ids
-    grouped = q.reshape(batch, length, kv_heads, query_heads // kv_heads, width)
+    chunk = min(CHUNK, q_length)
+    ids = jnp.zeros((batch, k_length), jnp.int32) if segments is None else segments.ids
+    is_part = q_offset is not None
+    offset = q_offset if is_part else 0
+    q_ids = jax.lax.dynamic_slice_in_dim(ids, offset, q_length, axis=1) if is_part else ids
+    grouped = q.reshape(batch, q_length, kv_heads, query_heads // kv_heads, width)
     # The gradients of keys and values are summed over chunks in the dtype that the chunks are handed.
     k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
 
@@ -57,23 +64,29 @@ def attend(
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
         return jnp.einsum("bkgcs,bskh->bckgh", weights.astype(dtype), seen_v)
 
+    def num_keys(end: int, queries: int) -> int:
+        """How many keys as many queries may see, if the last of them is number `end - 1`."""
+        reach = k_length if is_part else end  # only the running program knows where a part begins
+        return reach if window is None else min(reach, queries + window - 1)
+
     def span(first_query: int, chunks: int) -> Any:
         """Attends whole chunks of queries one after the other, each to as many keys as the last chunk needs."""
         end = first_query + chunks * chunk
-        keys = end if window is None else min(end, chunk + window - 1)
+        keys = num_keys(end, chunk)
         in_chunks = lambda x: x[:, first_query:end].reshape(batch, chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
         first_key = lambda start: 0 if window is None else jnp.maximum(start + chunk - keys, 0)
-        starts = first_query + chunk * jnp.arange(chunks, dtype=jnp.int32)
+        starts = offset + first_query + chunk * jnp.arange(chunks, dtype=jnp.int32)
         out = jax.lax.map(
-            lambda x: attend_chunk(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(ids), starts)
+            lambda x: attend_chunk(*x, first_key(x[2]), keys), (in_chunks(grouped), in_chunks(q_ids), starts)
         )
         return out.swapaxes(0, 1).reshape(batch, chunks * chunk, *grouped.shape[2:])
 
-    whole = length // chunk
-    step = math.ceil(whole / _SPANS)
+    whole = q_length // chunk
+    step = math.ceil(whole / (1 if is_part else _SPANS))
     parts = [span(i * chunk, min(step, whole - i)) for i in range(0, whole, step)]
-    if length % chunk:
+    if q_length % chunk:
         rest = whole * chunk
-        first_key = 0 if window is None else max(0, rest - window + 1)
-        parts.append(attend_chunk(grouped[:, rest:], ids[:, rest:], rest, first_key, length - first_key))
+        keys = num_keys(q_length, q_length - rest)
+        first_key = 0 if window is None else jnp.maximum(offset + q_length - keys, 0)
+        parts.append(attend_chunk(grouped[:, rest:], q_ids[:, rest:], offset + rest, first_key, keys))
     return jnp.concatenate(parts, axis=1).reshape(q.shape)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from liger_jax import Segments, ops
 from liger_jax.models.core.remat import POLICIES
+from liger_jax.ops import layout
 from liger_jax.ops._place import Place, described
 from liger_jax.pallas_kernels import _hopper
 from liger_jax.pallas_kernels.attention import (
@@ -399,7 +400,7 @@ def test_rematerialised_layers_keep_the_output_and_a_number_for_each_query(name)
         (dict(v=jnp.zeros((2, 9, 2, 16))), ValueError, r"v has shape \(2, 9, 2, 16\), but must have shape"),
         (dict(v=jnp.zeros((2, 8, 2, 16), jnp.bfloat16)), ValueError, "v has dtype bfloat16 and q float32"),
         (dict(q=jnp.zeros((2, 8, 4, 16), jnp.int32)), TypeError, "q has dtype int32, but must be floating point"),
-        (dict(segment_ids=jnp.zeros((2, 7), jnp.int32)), ValueError, "one id for each position of q"),
+        (dict(segment_ids=jnp.zeros((2, 7), jnp.int32)), ValueError, "one id for each position of k"),
         (
             dict(implementation="cudnn", segment_ids=jnp.zeros((2, 8), jnp.int32)),
             ValueError,
@@ -621,3 +622,83 @@ def test_heads_of_256_on_hopper_have_the_plain_values_and_gradients(window, kern
     assert kernel in str(jax.make_jaxpr(functools.partial(causal_attention, window=window))(q, k, v))
     found, plain = (errors(op, q, k, v, dict(window=window)) for op in (causal_attention, chunked_attention))
     assert max(found) <= 2 * max(plain)
+
+
+# --- parts of rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [dict(window=40, softcap=3.0), {}], ids=["window", "plain"])
+@pytest.mark.parametrize("kernel", ["xla", pytest.param("triton:interpret", marks=pytest.mark.full)])
+def test_a_part_of_the_queries_has_the_values_of_the_whole_row(kernel, options, rng, platform):
+    kernel = kernel.removesuffix(":interpret") if platform == "gpu" else kernel
+    dtype = jnp.float32 if kernel == "xla" else jnp.bfloat16
+    length, start, q_length = 300, 17, 270  # one chunk of queries, and a shorter one
+    q, do = (jnp.asarray(rng.standard_normal((2, q_length, 2, 64)), dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal((2, length, 1, 64)), dtype) for _ in range(2))
+    ids = random_ids(rng, "packed", 2, length)
+
+    @jax.jit
+    def found(q, k, v, start):
+        attend = lambda q, k, v: causal_attention(q, k, v, ids, q_offset=start, **options, implementation=kernel)
+        return value_and_gradients(attend, (q, k, v), do)
+
+    def attend(q, k, v):
+        whole = jnp.zeros((2, length, *q.shape[2:]), q.dtype).at[:, start : start + q_length].set(q)
+        return reference.causal_attention(whole, k, v, ids, **options)[:, start : start + q_length]
+
+    with jax.default_matmul_precision("highest"):
+        expected = truth(attend, (q, k, v), do)
+        for x, t in zip(found(q, k, v, jnp.int32(start)), expected, strict=True):
+            assert largest_error(x, t) <= (TOLERANCE if dtype == jnp.float32 else 3e-2)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_part_that_leaves_its_row_is_refused_or_nan():
+    q, k = jnp.ones((1, 4, 1, 8)), jnp.ones((1, 6, 1, 8))
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match=f"q_offset={wrong} must be from 0 to 2"):
+            causal_attention(q, k, k, q_offset=wrong)
+        assert jnp.all(jnp.isnan(jax.jit(lambda at: causal_attention(q, k, k, q_offset=at))(wrong)))
+    with pytest.raises(ValueError, match="a part of a row needs q_offset"):
+        causal_attention(q, k, k)
+    with pytest.raises(TypeError, match="must be one integer"):
+        causal_attention(q, k, k, q_offset=jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="splash attention has a query beside each key"):
+        causal_attention(q, k, k, q_offset=0, implementation="splash:interpret")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.full), dict(window=9, softcap=3.0)],
+    ids=["plain", "window"],
+)
+def test_rows_that_devices_share_have_the_values_and_gradients_of_one_device(options, check_vma, devices, rng):
+    mesh, c = jax.sharding.Mesh(devices, ("sequence",)), len(devices)
+    length = 6 * c
+    q, do, k, v = normal(rng, *((2, length, heads, 8) for heads in (4, 4, 2, 2)))
+    ids = random_ids(rng, "packed", 2, length)
+    whole = functools.partial(causal_attention, segment_ids=ids, **options, implementation="xla")
+
+    def shared(q, k, v):
+        part = functools.partial(
+            causal_attention, segment_ids=ids, **options, sequence_axis="sequence", implementation="xla"
+        )
+        split = PartitionSpec(None, "sequence")
+        run = jax.shard_map(part, mesh=mesh, in_specs=(split,) * 3, out_specs=split, check_vma=check_vma)
+        return layout.from_chunks(run(*(layout.in_chunks(x, 1, c) for x in (q, k, v))), 1, c)
+
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(functools.partial(value_and_gradients, shared))((q, k, v), do)
+        for x, t in zip(found, truth(whole, (q, k, v), do), strict=True):
+            assert largest_error(x, t) <= TOLERANCE
+
+
+def test_rows_that_cannot_be_shared_evenly_are_refused(devices):
+    mesh = jax.sharding.Mesh(devices, ("sequence",))
+    with pytest.raises(ValueError, match="which do not divide them. Pad the rows to a multiple of"):
+        layout.in_chunks(jnp.zeros((1, 2 * len(devices) + 1)), 1, len(devices))
+    x, split = jnp.zeros((1, 3 * len(devices), 1, 8)), PartitionSpec(None, "sequence")
+    attend = functools.partial(causal_attention, sequence_axis="sequence")
+    with pytest.raises(ValueError, match="must have the same even number, two chunks of a row"):
+        jax.shard_map(attend, mesh=mesh, in_specs=split, out_specs=split)(x, x, x)
