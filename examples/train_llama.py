@@ -35,7 +35,7 @@ with needed_packages(__name__):
     from liger_jax.commands import training_errors, user_errors, writable_folder
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
     from liger_jax.planner.compiled import memory_of
-    from liger_jax.training import Checkpoints, Loop, adamw, language_model_loss, make_step
+    from liger_jax.training import Checkpoints, Loop, language_model_loss, make_step, optimizer_named
     from liger_jax.training.waiting import Compiling, telling
 
 
@@ -180,7 +180,7 @@ def make_model(model: dict[str, int], vocab_size: int, training: Training) -> Ll
 
 
 def make_optimizer(training: Training) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipped gradients; it rounds parameters in bfloat16 stochastically.
+    """AdamW, or with moments in 8 bits, with warm-up, cosine decay and clipped gradients; it rounds parameters in bfloat16 stochastically.
 
     Args:
         training: says how many steps, and the rate.
@@ -191,7 +191,7 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
     steps, peak = training.steps, training.learning_rate
     warm_up = max(1, steps // 10)
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, warm_up, max(steps, warm_up + 1), peak / 10)
-    return adamw(rate, b2=0.95)
+    return optimizer_named(training.optimizer, rate, b2=0.95)
 
 
 def _print_speed(train_step, rates, device):

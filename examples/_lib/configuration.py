@@ -13,6 +13,7 @@ from liger_jax.models import KernelOptions
 from liger_jax.models.core.remat import Remat
 
 REMATS = get_args(Remat)
+OPTIMIZERS = ("adamw", "adamw8bit")
 DTYPES = ("float32", "bfloat16")
 SWITCHES = ("rope", "rms_norm", "glu")
 LOSSES = {  # by the options of KernelOptions
@@ -32,9 +33,10 @@ class Training:
         steps: training steps.
         learning_rate: the peak.
         micro_batches: equal parts of a step's batch, whose gradients are accumulated.
+        optimizer: "adamw", or "adamw8bit", whose moments have 8 bits.
         remat: what layers keep for the backward.
         dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
-        param_dtype: dtype of parameters and gradients; the optimizer's state is float32.
+        param_dtype: dtype of parameters and gradients; AdamW's moments are float32.
         pack: whole documents share rows, whose segments do not see each other; else rows are cut out of running text.
         kernels: which ops of the model run as kernels, and whether there are logits.
     """
@@ -44,6 +46,7 @@ class Training:
     steps: int
     learning_rate: float
     micro_batches: int = 1
+    optimizer: str = "adamw"
     remat: str = "full"
     dtype: str | None = None
     param_dtype: str = "float32"
@@ -90,6 +93,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ).items():  # fmt: skip
         parser.add_argument(_flag(name), type=int, help=help)
     parser.add_argument("--learning-rate", type=float, help="the peak")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="adamw8bit holds its moments in 8 bits")
     parser.add_argument("--remat", choices=REMATS, help="what layers keep for the backward")
     parser.add_argument("--dtype", choices=DTYPES, help="of the computation")
     parser.add_argument("--param-dtype", choices=DTYPES, help="of parameters and gradients")

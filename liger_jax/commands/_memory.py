@@ -7,13 +7,12 @@ from typing import Any
 
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
-from liger_jax.planner import devices
+from liger_jax.planner import defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.step import Run
 
-_RANK = 16  # of the adapters that are proposed
 _OPTION = {"seq": "length"}
 _SHORTEST = 128  # rows shorter than this are not proposed
 
@@ -37,7 +36,7 @@ def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str,
         print("memory: not estimated, since JAX does not say how much this device has")
         return
     options = dict(dtype=dtype, param_dtype=param_dtype, remat=settings.remat, micro_batches=settings.micro_batches)
-    options |= dict(packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
+    options |= dict(optimizer=settings.optimizer, packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
     run = Run(model, settings.batch, settings.length, device, {"data": 1, "fsdp": 1}, **options)
     needed, capacity = estimate(run).total, device.capacity_bytes
     text = f"{gib(needed)} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
@@ -100,7 +99,7 @@ def _changes(run: Run, frozen: str) -> Iterator[dict[str, Any]]:
             yield dict(micro_batches=parts)
     if run.lora is None and run.param_dtype == "float32":
         yield dict(param_dtype="bfloat16")  # trained with stochastic rounding
-    rank = run.lora or min(_RANK, run.model.config.hidden_size)
+    rank = run.lora or min(defaults.RANK, run.model.config.hidden_size)
     if run.lora is None:
         yield dict(lora=rank, param_dtype=frozen)
     if frozen == "float32":

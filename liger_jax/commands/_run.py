@@ -17,16 +17,17 @@ from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.lora import add_lora
 from liger_jax.models.quantized import quantize
+from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.training import (
     Checkpoints,
     Loop,
-    adamw,
     cosine_schedule,
     identity,
     lock,
     loss_and_accuracy,
     make_step,
+    optimizer_named,
     rows,
     score_sums,
     scoring,
@@ -71,7 +72,7 @@ def _finetune(settings: Settings, out: Path) -> int:
     print(data.summary)
     epochs, steps = settings.epochs_to_train, _steps(settings, data)
     rate = cosine_schedule(settings.peak_rate, steps)
-    optimizer = adamw(rate, seed=settings.seed)
+    optimizer = optimizer_named(settings.optimizer, rate, seed=settings.seed)
     rows_of = rows.batches(data.rows, settings.batch, settings.seed, epochs)
     batch_of = lambda step: next(rows.parts(rows_of(step), settings.batch))
     with user_errors():
@@ -188,8 +189,8 @@ def _restored(checkpoints: Checkpoints, state: Any) -> tuple[Any, dict[str, Any]
 def _precision(settings: Settings, stored: str) -> dict[str, str]:
     """Names of the dtypes of the computation and of the weights."""
     return dict(
-        dtype=settings.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),
-        param_dtype=settings.param_dtype or ("float32" if settings.lora is None else stored),
+        dtype=settings.dtype or ("float32" if jax.default_backend() == "cpu" else defaults.DTYPE),
+        param_dtype=settings.param_dtype or defaults.param_dtype(settings.lora, stored),
     )
 
 

@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 from liger_jax.commands._errors import UserError
+from liger_jax.planner import defaults
 
 DTYPES = ("float32", "bfloat16")
 SAVE_DTYPES = (*DTYPES, "float16")
+OPTIMIZERS = ("adamw", "adamw8bit")
 LOGS = ("csv", "tensorboard")
 MOST = 2**31 - 1  # JAX counts in int32
 _BOUNDS = dict(
@@ -37,6 +39,7 @@ class Settings:
         epochs: how often each row is trained on; `None` for once, or for what `steps` says.
         steps: training steps; `None` for what `epochs` says.
         learning_rate: the peak; `None` for 2e-4 with adapters and 1e-5 without.
+        optimizer: "adamw", or "adamw8bit", whose moments have 8 bits.
         remat: what layers keep for the backward.
         dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
@@ -63,13 +66,14 @@ class Settings:
     lora_alpha: float | None = None
     quantize: str | None = None
     pack: bool = False
-    length: int = 2048
-    batch: int = 8
-    micro_batches: int = 1
+    length: int = defaults.LENGTH
+    batch: int = defaults.BATCH
+    micro_batches: int = defaults.MICRO_BATCHES
     epochs: float | None = None
     steps: int | None = None
     learning_rate: float | None = None
-    remat: str = "full"
+    optimizer: str = defaults.OPTIMIZER
+    remat: str = defaults.REMAT
     dtype: str | None = None
     param_dtype: str | None = None
     eval_share: float = 0.02

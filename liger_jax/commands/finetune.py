@@ -12,8 +12,9 @@ import argparse
 import sys
 
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages
-from liger_jax.commands._settings import DTYPES, SAVE_DTYPES, add_data_arguments, settings_of
+from liger_jax.commands._settings import DTYPES, OPTIMIZERS, SAVE_DTYPES, add_data_arguments, settings_of
 from liger_jax.ops.block_quantized import KINDS
+from liger_jax.planner import defaults
 from liger_jax.planner.step import REMATS
 from liger_jax.training.listening import listened_or_not
 
@@ -30,7 +31,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
     add("--data", required=True, help="text, or JSON lines of text or messages: a file, a quoted glob, a dataset's id")
     add_data_arguments(command)
-    add("--lora", type=int, nargs="?", const=16, metavar="RANK", help="train adapters of this rank (default: 16)")
+    add(
+        "--lora",
+        type=int,
+        nargs="?",
+        const=defaults.RANK,
+        metavar="RANK",
+        help="train adapters of this rank (default: 16)",
+    )
     add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
     add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
     add("--batch", type=int, help="rows in a step (default: 8)")
@@ -38,6 +46,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
     add("--steps", type=int, help="training steps, in the place of --epochs")
     add("--learning-rate", type=float, help="the peak (default: 1e-5, with --lora 2e-4)")
+    add("--optimizer", choices=OPTIMIZERS, help="adamw8bit holds its moments in 8 bits (default: adamw)")
     add("--remat", choices=REMATS, help="what layers keep for the backward (default: full, which keeps least)")
     add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
     add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")

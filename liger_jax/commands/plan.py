@@ -1,6 +1,7 @@
 """`liger-jax plan`: will a training run fit?
 
-liger-jax plan --model llama-3-8b --batch 16 --seq 4096 --device h200:8
+liger-jax plan --model qwen2.5-7b --device rtx4090 --lora 16
+liger-jax plan --model llama-3-8b --batch 16 --seq 4096 --device h200:8 --details
 liger-jax plan --model config.json --batch 64 --seq 4096 --device v5e:8x8 --level compiled
 liger-jax plan --model qwen2-0.5b --seq 512 --device t4 --search batch
 """
@@ -13,7 +14,7 @@ import jax
 
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
-from liger_jax.planner import compilers, planning, report
+from liger_jax.planner import compilers, defaults, device_names, planning, report
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.planning import LEVELS, SEARCHES, MemoryPlan
 from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
@@ -34,19 +35,20 @@ def run(args: argparse.Namespace) -> int:
     if "JAX_PLATFORMS" not in os.environ:  # nothing is run, and looking for an accelerator takes seconds
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
-    names = "optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches packed lora quantize".split()
+    names = "memory optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches".split()
+    names += ["packed", "lora", "quantize"]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
     try:
-        for name in SEARCHES:
-            if where[name] is None and args.search != name:
-                raise ValueError(f"--{name} is needed, or --search {name} for the largest that fits.")
+        if args.device is None and args.memory is None:
+            raise ValueError("--device is needed, such as --device rtx4090; or a GPU's memory, such as --memory 24GiB.")
         if args.picture:
             report.check_picture(args.picture)
         answers = _search(args, where, options) if args.search else []
         found = planning.plan(args.model, **where, level=args.level, **options)
         known = where["batch"] if args.search == "batch" else None
-        print(report.text(found, known), *answers, *report.notes(found), *_notes(found), sep="\n", flush=True)
+        lines = [report.text(found, known, details=args.details), *answers, *report.notes(found), *_notes(found, args)]
+        print(*lines, sep="\n", flush=True)
         if args.picture:
             report.picture(found, args.picture)
             print(f"picture: {args.picture}")
@@ -65,30 +67,36 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     Args:
         command: its parser.
     """
-    command.add_argument("--model", required=True, help=f"a config.json or its folder, or {', '.join(MODELS)}")
-    command.add_argument("--batch", type=int, help="sequences in a step, over all devices")
-    command.add_argument("--seq", type=int, help="tokens in a sequence")
     command.add_argument(
-        "--device", required=True, help=f"{', '.join(GPUS)} (h200:8 for several); {', '.join(TPUS)} (v5e:8x8)"
+        "--model", required=True, help=f"a config.json or its folder; or an id, such as one of {', '.join(MODELS)}"
     )
+    command.add_argument("--batch", type=int, help=f"sequences in a step, over all devices (default: {defaults.BATCH})")
+    command.add_argument(
+        "--seq", "--length", type=int, help=f"tokens in a sequence (default: {defaults.LENGTH}, or the model's most)"
+    )
+    command.add_argument("--device", help=f"{', '.join(GPUS)} (h200:8 for several); {', '.join(TPUS)} (v5e:8x8)")
+    command.add_argument("--memory", help="of a GPU, such as 24GiB: in place of --device, or of what the card has")
     command.add_argument("--mesh", help="such as data=2,fsdp=8; default: all devices along fsdp")
-    command.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    command.add_argument("--state-dtype", choices=_DTYPES, default="float32", help="of the optimizer's moments")
-    command.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="of parameters and gradients")
-    command.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the computation")
-    command.add_argument("--remat", choices=REMATS, default="full", help="what layers compute again")
-    command.add_argument("--loss", choices=LOSSES, default="fused", help="which must fit")
+    command.add_argument("--optimizer", choices=OPTIMIZERS, help=f"(default: {defaults.OPTIMIZER})")
+    command.add_argument("--state-dtype", choices=_DTYPES, help="of adamw's moments (default: float32)")
     command.add_argument(
-        "--micro-batches", type=int, default=1, help="equal parts of a step's batch, one after the other"
+        "--param-dtype", choices=_DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)"
     )
-    command.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, and nothing else")
+    command.add_argument("--dtype", choices=_DTYPES, help=f"of the computation (default: {defaults.DTYPE})")
+    command.add_argument("--remat", choices=REMATS, help=f"what layers compute again (default: {defaults.REMAT})")
+    command.add_argument("--loss", choices=LOSSES, help="which must fit (default: fused)")
+    command.add_argument("--micro-batches", type=int, help="equal parts of a step's batch, one after the other")
+    command.add_argument(
+        "--lora", type=int, nargs="?", const=defaults.RANK, metavar="RANK", help="train adapters of this rank alone"
+    )
     command.add_argument("--quantize", choices=KINDS, help="hold the frozen weights of layers in fewer bits")
-    command.add_argument("--packed", action="store_true", help="rows hold several documents, each by itself")
-    command.add_argument("--state-memory", choices=STATE_MEMORIES, default="device", help="where the moments lie")
+    command.add_argument("--packed", "--pack", action="store_true", help="rows hold several documents, each by itself")
+    command.add_argument("--state-memory", choices=STATE_MEMORIES, help="where the moments lie (default: device)")
     command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
     command.add_argument(
         "--search", choices=SEARCHES, help="the largest that fits, by the compiler; that option is not needed then"
     )
+    command.add_argument("--details", action="store_true", help="also a table and bars of what takes the memory")
     command.add_argument("--picture", metavar="FILE", help="also draw it, as a PNG or what its name ends in")
 
 
@@ -114,9 +122,13 @@ def _search(args, where, options) -> list[str]:
     return lines + [f"  {args.search} {size}: {needed / GIB:.2f} GiB" for size, needed in sorted(found.answers.items())]
 
 
-def _notes(found: MemoryPlan) -> list[str]:
+def _notes(found: MemoryPlan, args: argparse.Namespace) -> list[str]:
+    notes, key = [], found.run.target.name.partition(":")[0]
+    if args.device and key in GPUS and (others := device_names.others_with_that_name(key, args.device)):
+        notes.append(f"Note: {args.device} is taken for {key}; there is {' and '.join(others)}, too.")
     if not found.compiled:
-        return ["These are estimates; --level compiled asks the compiler."]
+        details = "" if args.details else "; --details shows what takes the memory"
+        return [*notes, f"These are estimates; --level compiled asks the compiler{details}."]
     if found.run.target.platform == "gpu" and (reason := compilers.without_cudnn()) is not None:
-        return [f"Note: {reason}"]
-    return []
+        notes.append(f"Note: {reason}")
+    return notes

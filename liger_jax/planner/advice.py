@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from liger_jax.planner import defaults
 from liger_jax.planner.devices import GIB, Target
 from liger_jax.planner.estimate import Estimate, estimate
 from liger_jax.planner.mesh import parse_mesh
@@ -151,6 +152,31 @@ def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for name in coarser:
         if getattr(run, name) == "float32":
             yield {name: "bfloat16"}
+    if coarser and run.lora is not None and run.quantize is None:
+        yield dict(quantize="nf4")
+
+
+def adapters_that_fit(run: Run, correction: int = 0) -> Change | None:
+    """The same run with adapters in the place of all weights, which are then held as the checkpoint has them.
+
+    Args:
+        run: a run that does not fit.
+        correction: bytes to add to each estimate.
+
+    Returns:
+        The change to adapters beside the checkpoint's weights, or where that is not enough beside nf4; `None` where
+        adapters are trained already, or do not fit either.
+    """
+    if run.lora is not None:
+        return None
+    rank, before = min(defaults.RANK, run.model.config.hidden_size), estimate(run).total
+    for quantize in (None, "nf4"):
+        held = dict(param_dtype=run.model.dtype, quantize=quantize, loss="fused")
+        after = dataclasses.replace(run, lora=rank, **held)
+        needed = estimate(after).total
+        if needed + correction <= run.target.capacity_bytes:
+            return Change(options(run, after), after, before - needed, needed + correction)
+    return None
 
 
 def _divisors(n: int) -> list[int]:
@@ -185,7 +211,7 @@ def options(before: Run, after: Run) -> str:
         Such as "--device l4:8 --batch 8". The mesh is named unless both runs have the default one.
     """
     words = dict(device=after.target.name) if after.target != before.target else {}
-    names = "batch micro_batches loss remat optimizer state_memory state_dtype param_dtype dtype".split()
+    names = "batch micro_batches loss remat optimizer state_memory state_dtype param_dtype dtype lora quantize".split()
     words |= {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
     have_default_meshes = all(run.mesh == parse_mesh(None, run.target.count) for run in (before, after))
     if after.mesh != before.mesh and not have_default_meshes:

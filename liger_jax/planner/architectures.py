@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,18 +17,26 @@ from liger_jax.models import auto
 from liger_jax.models.core.parameters import ParameterInfo, describe
 from liger_jax.models.hugging_face import checkpoint, config_json
 from liger_jax.models.hugging_face.source import Source
+from liger_jax.planner import defaults, model_names
 
 # What config.json says, as far as the planner's numbers follow from it.
-_LLAMA_2 = dict(model_type="llama", max_position_embeddings=4096)
+_LLAMA = dict(model_type="llama", max_position_embeddings=2048, torch_dtype="float16")
+_LLAMA_2 = _LLAMA | dict(max_position_embeddings=4096)
 _LLAMA_3 = dict(
     model_type="llama", vocab_size=128256, num_key_value_heads=8, rope_theta=500000.0, max_position_embeddings=8192
 )
 _LLAMA_3_1 = _LLAMA_3 | dict(max_position_embeddings=131072)
 _LLAMA_3_2 = _LLAMA_3_1 | dict(tie_word_embeddings=True)
+_SMOL = dict(model_type="llama", vocab_size=49152, tie_word_embeddings=True, rope_theta=10000.0)
+_SMOL_2 = _SMOL | dict(rope_theta=100000.0, max_position_embeddings=8192)
+_DEEPSEEK_CODER = dict(model_type="llama", vocab_size=32256, rope_theta=100000.0, max_position_embeddings=16384)
+_YI = dict(model_type="llama", vocab_size=64000, rope_theta=5000000.0, max_position_embeddings=4096)
+_FALCON_3 = dict(model_type="llama", vocab_size=131072, head_dim=256, max_position_embeddings=32768)
 _MISTRAL = dict(
     model_type="mistral", num_key_value_heads=8, head_dim=128, sliding_window=None, rope_theta=1000000.0,
     max_position_embeddings=32768,
 )  # fmt: skip
+_QWEN1_5 = dict(model_type="qwen2", vocab_size=151936, rope_theta=1000000.0, max_position_embeddings=32768)
 _QWEN2 = dict(model_type="qwen2", vocab_size=152064, rope_theta=1000000.0, max_position_embeddings=131072)
 _SMALL_QWEN2 = _QWEN2 | dict(vocab_size=151936, tie_word_embeddings=True)
 _SMALL_QWEN2_5 = _SMALL_QWEN2 | dict(max_position_embeddings=32768)
@@ -37,7 +46,7 @@ _QWEN3 = dict(
 )  # fmt: skip
 _SMALL_QWEN3 = _QWEN3 | dict(tie_word_embeddings=True)
 _GEMMA = dict(model_type="gemma", vocab_size=256000, head_dim=256, max_position_embeddings=8192)
-_GEMMA_2 = _GEMMA | dict(model_type="gemma2", sliding_window=4096)
+_GEMMA_2 = _GEMMA | dict(model_type="gemma2", sliding_window=4096, torch_dtype="float32")
 _GEMMA_3 = dict(
     model_type="gemma3_text", vocab_size=262208, head_dim=256, sliding_window=1024, rope_theta=1000000.0,
     max_position_embeddings=131072,
@@ -51,8 +60,10 @@ def _sizes(width: int, inner: int, layers: int, heads: int, kv_heads: int | None
 
 
 # A key is the last part of a model's id on Hugging Face, without the words that say how the model was trained
-# (`_known_as`). Models that take images, too, are here with their language part.
+# (`_untrained`). Models that take images, too, are here with their language part.
 MODELS: dict[str, dict[str, Any]] = {
+    "llama-7b": _LLAMA | _sizes(4096, 11008, 32, 32),
+    "llama-13b": _LLAMA | _sizes(5120, 13824, 40, 40),
     "llama-2-7b": _LLAMA_2 | _sizes(4096, 11008, 32, 32),
     "llama-2-13b": _LLAMA_2 | _sizes(5120, 13824, 40, 40),
     "llama-2-70b": _LLAMA_2 | _sizes(8192, 28672, 80, 64, 8),
@@ -64,11 +75,35 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _LLAMA_3_2 | _sizes(2048, 8192, 16, 32),
     "llama-3.2-3b": _LLAMA_3_2 | _sizes(3072, 8192, 28, 24),
     "llama-3.3-70b": _LLAMA_3_1 | _sizes(8192, 28672, 80, 64),
+    "tinyllama-1.1b": _LLAMA | _sizes(2048, 5632, 22, 32, 4, torch_dtype="bfloat16"),
+    "falcon3-7b": _FALCON_3 | _sizes(3072, 23040, 28, 12, 4),
+    "falcon3-10b": _FALCON_3 | _sizes(3072, 23040, 40, 12, 4),
+    "smollm-135m": _SMOL | _sizes(576, 1536, 30, 9, 3),
+    "smollm-360m": _SMOL | _sizes(960, 2560, 32, 15, 5),
+    "smollm-1.7b": _SMOL | _sizes(2048, 8192, 24, 32, 32),
+    "smollm2-135m": _SMOL_2 | _sizes(576, 1536, 30, 9, 3),
+    "smollm2-360m": _SMOL_2 | _sizes(960, 2560, 32, 15, 5),
+    "smollm2-1.7b": _SMOL_2 | _sizes(2048, 8192, 24, 32, 32, rope_theta=130000.0),
+    "deepseek-coder-1.3b": _DEEPSEEK_CODER | _sizes(2048, 5504, 24, 16, 16),
+    "deepseek-coder-6.7b": _DEEPSEEK_CODER | _sizes(4096, 11008, 32, 32, 32),
+    "deepseek-coder-33b": _DEEPSEEK_CODER | _sizes(7168, 19200, 62, 56, 8),
+    "yi-6b": _YI | _sizes(4096, 11008, 32, 32, 4),
+    "yi-1.5-6b": _YI | _sizes(4096, 11008, 32, 32, 4),
+    "yi-1.5-9b": _YI | _sizes(4096, 11008, 48, 32, 4),
+    "yi-1.5-34b": _YI | _sizes(7168, 20480, 60, 56, 8),
     "mistral-7b-v0.1": _MISTRAL | _sizes(4096, 14336, 32, 32, sliding_window=4096, rope_theta=10000.0),
     "mistral-7b-v0.2": _MISTRAL | _sizes(4096, 14336, 32, 32),
     "mistral-7b-v0.3": _MISTRAL | _sizes(4096, 14336, 32, 32, vocab_size=32768),
     "mistral-nemo-2407": _MISTRAL | _sizes(5120, 14336, 40, 32, vocab_size=131072, max_position_embeddings=131072),
     "mistral-small-24b-2501": _MISTRAL | _sizes(5120, 32768, 40, 32, vocab_size=131072, rope_theta=100000000.0),
+    "ministral-8b-2410": _MISTRAL | _sizes(4096, 12288, 36, 32, vocab_size=131072, sliding_window=32768),
+    "mistral-small-2409": _MISTRAL | _sizes(6144, 16384, 56, 48, vocab_size=32768),
+    "codestral-22b-v0.1": _MISTRAL | _sizes(6144, 16384, 56, 48, vocab_size=32768),
+    "qwen1.5-0.5b": _QWEN1_5 | _sizes(1024, 2816, 24, 16, 16, tie_word_embeddings=True),
+    "qwen1.5-1.8b": _QWEN1_5 | _sizes(2048, 5504, 24, 16, 16),
+    "qwen1.5-4b": _QWEN1_5 | _sizes(2560, 6912, 40, 20, 20),
+    "qwen1.5-7b": _QWEN1_5 | _sizes(4096, 11008, 32, 32, 32),
+    "qwen1.5-14b": _QWEN1_5 | _sizes(5120, 13696, 40, 40, 40, vocab_size=152064),
     "qwen2-0.5b": _SMALL_QWEN2 | _sizes(896, 4864, 24, 14, 2),
     "qwen2-1.5b": _SMALL_QWEN2 | _sizes(1536, 8960, 28, 12, 2),
     "qwen2-7b": _QWEN2 | _sizes(3584, 18944, 28, 28, 4),
@@ -97,12 +132,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma-3-12b": _GEMMA_3 | _sizes(3840, 15360, 48, 16, 8),
     "gemma-3-27b": _GEMMA_3 | _sizes(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
 }
-_OTHER_NAMES = {
-    "mistral-7b": "mistral-7b-v0.3",
-    "mistral-nemo": "mistral-nemo-2407",
-    "mistral-nemo-12b": "mistral-nemo-2407",
-    "mistral-small-24b": "mistral-small-24b-2501",
-}
 _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say how a model was trained
 
 
@@ -114,11 +143,15 @@ class Architecture:
         name: as it was asked for.
         family: its class, a `CausalLM`.
         config: what the class takes.
+        dtype: of the checkpoint's weights.
+        quantized: "nf4" if the checkpoint's projections are quantised so, else `None`.
     """
 
     name: str
     family: Any
     config: Any
+    dtype: str = defaults.DTYPE
+    quantized: str | None = None
 
     def abstract(self, **options: Any) -> tuple[Any, Any]:
         """The model without its numbers.
@@ -174,12 +207,10 @@ def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:
     path = pathlib.Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        values, source = checkpoint.config_values(path), path
-    elif (known := _known_as(name)) in MODELS:
-        values, source = MODELS[known], name
-    else:
-        raise ValueError(_unknown(name, known))
-    return _architecture(name, values, source)
+        values = checkpoint.config_values(path)
+        values, quantized = _without_quantization(values, path)
+        return _architecture(name, values, path, quantized)
+    return _architecture(name, *_known(name))
 
 
 def architecture_of(source: Source) -> Architecture:
@@ -198,24 +229,57 @@ def architecture_of(source: Source) -> Architecture:
     return _architecture(str(source.folder), source.config, source.path)
 
 
-def _architecture(name: str, values: Mapping[str, Any], source: pathlib.Path | str) -> Architecture:
+def _architecture(
+    name: str, values: Mapping[str, Any], source: pathlib.Path, quantized: str | None = None
+) -> Architecture:
     family = auto.FAMILIES.get(values.get("model_type"))
     if family is None:
         raise ValueError(
             f"model={name!r} has model_type={values.get('model_type')!r}, which must be one of {sorted(auto.FAMILIES)}."
         )
-    return Architecture(name, family, config_json.read(values, family.config_type, family.config_fixed, source))
+    config = config_json.read(values, family.config_type, family.config_fixed, source)
+    return Architecture(name, family, config, config_json.dtype_of(values, source), quantized)
 
 
-def _known_as(name: str) -> str:
-    """The key of `MODELS` for a name or an id, if there is one: "meta-llama/Meta-Llama-3-8B" is "llama-3-8b"."""
-    words = name.lower().rstrip("/").rpartition("/")[2].split("-")
-    short = "-".join(word for word in words if word not in _TRAINING)
-    return _OTHER_NAMES.get(short, short)
+def _without_quantization(values: Mapping[str, Any], path: pathlib.Path) -> tuple[Mapping[str, Any], str | None]:
+    """The fields of a checkpoint that bitsandbytes has quantised, as those of one that is not, and "nf4"."""
+    how = values.get("quantization_config")
+    if not isinstance(how, dict) or how.get("quant_method") != "bitsandbytes" or not how.get("load_in_4bit"):
+        return values, None  # another quantisation is refused where the fields are read
+    if (kind := how.get("bnb_4bit_quant_type", "fp4")) != "nf4":
+        raise ValueError(f"{path}: bnb_4bit_quant_type={kind!r} must be 'nf4', the one that models here read.")
+    return {name: value for name, value in values.items() if name != "quantization_config"}, "nf4"
+
+
+def _known(name: str) -> tuple[dict[str, Any], pathlib.Path, str | None]:
+    """The fields of a model's config.json by its name or id, the name as a path, and how its weights are quantised."""
+    known, quantized = model_names.without_quantization(_last_part(name))
+    for tried in (known, _untrained(known)):
+        key, others = model_names.VARIANTS.get(tried, (tried, {}))
+        if key in MODELS:
+            return {"torch_dtype": defaults.DTYPE} | MODELS[key] | others, pathlib.Path(name), quantized
+    raise ValueError(_unknown(name, _untrained(known)))
+
+
+def _last_part(name: str) -> str:
+    """An id without its organisation, in small letters."""
+    return name.lower().rstrip("/").rpartition("/")[2].replace("_", "-")
+
+
+def _untrained(name: str) -> str:
+    """A name without words of `_TRAINING`: "meta-llama-3-8b-instruct" is "llama-3-8b"."""
+    return "-".join(word for word in name.split("-") if word not in _TRAINING)
 
 
 def _unknown(name: str, short: str) -> str:
-    """The message for an unknown name; it proposes the names that look like it."""
-    near = difflib.get_close_matches(short, [*MODELS, *_OTHER_NAMES], n=3)
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known are {', '.join(MODELS)}."
+    """The message for an unknown name: of what kind the model is, or which names of its size look like it."""
+    if (reason := model_names.refusal(_last_part(name), auto.FAMILIES)) is not None:
+        return f"model={name!r} {reason}"
+    size = re.search(r"(?<![\w.])\d+(\.\d+)?[bm]\b", short)
+    near = [key for key in (*MODELS, *model_names.VARIANTS) if size is None or size[0] in key.split("-")]
+    if made_of := max((key for key in near if f"-{key}-" in f"-{short}-"), key=len, default=None):
+        hint = f"If it was trained from {made_of!r}, plan with that name."
+    else:
+        near = difflib.get_close_matches(short, near, n=3, cutoff=0.8)
+        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known are {', '.join(MODELS)}."
     return f"model={name!r} is neither a file nor known. {hint} For any other model pass the path of its config.json."

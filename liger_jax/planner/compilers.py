@@ -41,6 +41,8 @@ def devices(of: Target) -> list[Any]:
     Raises:
         ImportError: the plugin that compiles for them is not installed.
     """
+    if of.platform == "gpu" and of.name.partition(":")[0] not in GPUS:
+        raise ValueError("A compiler compiles for a chip: name one, such as device='rtx4090', beside the memory.")
     need_compiler(of.platform)
     kind = of.name.partition(":")[0]
     found = tpu_devices(kind, of.topology) if of.platform == "tpu" else gpu_devices(kind, of.count)

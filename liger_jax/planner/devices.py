@@ -8,7 +8,9 @@ import re
 import jax
 from jax.sharding import AbstractDevice
 
-from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
+from liger_jax.pallas_kernels.devices import AMPERE, GIB, GPUS, TPUS
+from liger_jax.planner import device_names
+from liger_jax.planner.device_names import ANY_GPU
 
 GPUS_PER_HOST, CHIPS_PER_HOST = 8, 4
 
@@ -39,6 +41,7 @@ class Target:
         capacity_bytes: the memory that a training step may need on each device. On a GPU it is the largest of
             `FRACTIONS` that leaves the context and NCCL their memory, less `RESERVE`. On a TPU it is all that libtpu
             lets a program have.
+        given_bytes: the memory of a GPU where the run says it; `None` where the table does.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Target:
     topology: str
     visible_bytes: int
     capacity_bytes: int
+    given_bytes: int | None = None
 
     def fraction_for(self, needed: int) -> float | None:
         """The smallest of `FRACTIONS` with which JAX's allocator holds a step.
@@ -78,9 +82,9 @@ class Target:
             ('h200:16', 'v5e:2x4')
         """
         kind, _, size = self.name.partition(":")
-        if kind in GPUS:
+        if kind in GPUS or self.given_bytes:
             count = 1 << self.count.bit_length()  # the next power of two
-            return target(f"{kind}:{count}") if count <= MOST_GPUS else None
+            return _gpus(kind, str(count), self.given_bytes) if count <= MOST_GPUS else None
         if kind not in TPUS:  # `here` may have found a device that is not in the tables
             return None
         if not size:
@@ -92,9 +96,9 @@ class Target:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """A GPU's compute capability; (0, 0) for a TPU."""
+        """A GPU's compute capability, which is taken for Ampere's where it is unknown; (0, 0) for a TPU."""
         gpu = GPUS.get(self.name.partition(":")[0])
-        return gpu.capability if gpu else (0, 0)
+        return gpu.capability if gpu else AMPERE if self.given_bytes else (0, 0)
 
     @property
     def description(self) -> AbstractDevice:
@@ -102,11 +106,13 @@ class Target:
         return AbstractDevice(self.kind, None, self.platform)
 
 
-def target(name: str) -> Target:
-    """Devices by name: "h200", "h200:8", "h200:32", "v5e" (one device), "v5e:8x8", "v5p:4x4x4".
+def target(name: str | None = None, memory: str | None = None) -> Target:
+    """Devices by name: "h200", "RTX 4090", "h200:8", "8xh100", "v5e" (one device), "v5e:8x8", "v5p:4x4x4".
 
     Args:
-        name: one of `GPUS`, with a number of them; or one of `TPUS`, with a topology of chips.
+        name: one of `GPUS`, or much like it, with a number of them; one of `TPUS`, with a topology of chips; or "gpu"
+            or `None` for a GPU of which only its memory is known, which is taken for one of Ampere's generation.
+        memory: the memory of each GPU, such as "24GiB", as the driver reports it; `None` for that of the table.
 
     Returns:
         The target; no plugin is needed yet.
@@ -115,18 +121,22 @@ def target(name: str) -> Target:
         ValueError: no such device, or no such number or topology of them.
 
     Example:
-        >>> target("h200:32").topology, target("v5p:4x4x4").count
-        ('1x4x8', 64)
+        >>> target("h200:32").topology, target("v5p:4x4x4").count, target("3090").name, target(memory="24GiB").name
+        ('1x4x8', 64, 'rtx3090', 'gpu')
     """
-    kind, _, size = name.lower().partition(":")
-    if kind in GPUS:
-        return _gpus(kind, size)
-    if kind in TPUS:
-        return _tpus(kind, size)
-    raise ValueError(
-        f"device={name!r} is unknown. GPUs: {', '.join(GPUS)}, with a number as in 'h200:8'; "
-        f"TPUs: {', '.join(TPUS)}, with a topology as in 'v5e:8x8'."
-    )
+    if name is None and memory is None:
+        raise ValueError(
+            "device=None: say which, such as device='rtx4090'; or how much memory, such as memory='24GiB'."
+        )
+    given = None if memory is None else device_names.memory_in_bytes(memory)
+    kind, size = (ANY_GPU, "") if name is None else device_names.known_as(name)
+    if kind == ANY_GPU and given is None:
+        raise ValueError(f"device={name!r}: say how much memory it has, such as memory='24GiB'.")
+    if kind not in TPUS:
+        return _gpus(kind, size, given)
+    if given is not None:
+        raise ValueError(f"memory={memory!r}: a TPU has {TPUS[kind].memory_bytes / GIB:.2f} GiB. Leave memory out.")
+    return _tpus(kind, size)
 
 
 def here() -> Target | None:
@@ -141,8 +151,8 @@ def here() -> Target | None:
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else _memory_of_machine()
     if not limit:
         return None
-    known = [name for name, gpu in {**GPUS, **TPUS}.items() if gpu.kind == device.device_kind]
-    name = known[0] if known else device.platform
+    known = [name for name, row in {**GPUS, **TPUS}.items() if row.kind == device.device_kind]
+    name = known[0] if len(known) == 1 else device.platform  # cards of one name may differ in memory
     return Target(name, device.platform, device.device_kind, 1, limit, "", limit, int(limit * (1 - RESERVE)))
 
 
@@ -153,7 +163,7 @@ def _memory_of_machine() -> int | None:
         return None
 
 
-def _gpus(kind: str, size: str) -> Target:
+def _gpus(kind: str, size: str, given: int | None = None) -> Target:
     count = int(size or 1) if not size or size.isdecimal() else 0
     if count < 1 or count > GPUS_PER_HOST and count % GPUS_PER_HOST:
         raise ValueError(
@@ -162,11 +172,19 @@ def _gpus(kind: str, size: str) -> Target:
         )
     hosts = max(1, count // GPUS_PER_HOST)
     name = kind if count == 1 else f"{kind}:{count}"
-    gpu = GPUS[kind]
-    visible = int(gpu.visible_gib * GIB)
+    gpu = GPUS.get(kind)
+    memory = given or (gpu.memory_bytes if gpu else 0)
+    visible = int(memory - _unseen(memory)) if given or gpu is None else int(gpu.visible_gib * GIB)
+    device_kind = gpu.kind if gpu else f"GPU of {memory / GIB:.1f} GiB"
     outside = CONTEXT_BYTES + (NCCL_BYTES if count > 1 else 0)
-    capacity = max(_usable(f, visible) for f in FRACTIONS if (1 - f) * visible >= outside)
-    return Target(name, "gpu", gpu.kind, count, gpu.memory_bytes, f"1x{hosts}x{count // hosts}", visible, capacity)
+    fractions = [f for f in FRACTIONS if (1 - f) * visible >= outside]
+    capacity = _usable(fractions[-1], visible) if fractions else max(0, int((visible - outside) * (1 - RESERVE)))
+    return Target(name, "gpu", device_kind, count, memory, f"1x{hosts}x{count // hosts}", visible, capacity, given)
+
+
+def _unseen(memory_bytes: int) -> float:
+    """What the driver reports and CUDA does not count, at most: no row of `GPUS` has more of it."""
+    return 0.45 * GIB + 0.007 * memory_bytes
 
 
 def _usable(fraction: float, visible_bytes: int) -> int:

@@ -17,6 +17,7 @@ from liger_jax.planner.step import Run
 STATIC = ("parameters", "gradients", "optimizer state")
 DYNAMIC = ("layer inputs", "attention", "feed-forward", "one layer's work", "copies of parameters", "loss")
 QUANTIZED_BYTES = {"nf4": 1 / 2 + 2 / 64, "int8": 1 + 2 / 64}  # a number, with its share of a block's bfloat16 scale
+_FLOAT32_SCALE = 2 / 64  # more, where a checkpoint brings float32 scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +180,14 @@ class _Parameters:
     def of(cls, run: Run) -> "_Parameters":
         own = own_layers = layers = adapters = 0
         param, held_bytes = jnp.dtype(run.param_dtype).itemsize, 0
+        quantized = QUANTIZED_BYTES[run.quantize] if run.quantize else 0.0
+        quantized += _FLOAT32_SCALE if run.model.quantized else 0.0
         for info, x in run.model.parameters:
             is_split = any(LAYOUT.spec(info, x.shape, run.mesh))
             share = math.prod(x.shape) // (run.mesh["fsdp"] if is_split else 1)
             own += share
             is_kernel = info.kind == "kernel"
-            held_bytes += int(share * (QUANTIZED_BYTES[run.quantize] if is_kernel and run.quantize else param))
+            held_bytes += int(share * (quantized if is_kernel and run.quantize else param))
             if is_kernel and run.lora is not None:
                 adapters += run.lora * x.shape[info.layer_axis] * (x.shape[info.in_axis] + x.shape[info.out_axis])
             if info.stacked:

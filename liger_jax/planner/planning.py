@@ -5,9 +5,17 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from liger_jax.planner import compilers
-from liger_jax.planner.advice import PRECISIONS, Change, advice, changes_to_fit, largest, largest_batch
-from liger_jax.planner.architectures import architecture
+from liger_jax.planner import compilers, defaults
+from liger_jax.planner.advice import (
+    PRECISIONS,
+    Change,
+    adapters_that_fit,
+    advice,
+    changes_to_fit,
+    largest,
+    largest_batch,
+)
+from liger_jax.planner.architectures import Architecture, architecture
 from liger_jax.planner.compiled import Compiled, compile_run
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
@@ -86,13 +94,19 @@ class MemoryPlan:
         """
         return changes_to_fit(self.run, self._correction, precisions)
 
+    @property
+    def adapters_that_fit(self) -> Change | None:
+        """Adapters that fit in the place of all weights; `None` where they are trained already, or do not fit."""
+        return adapters_that_fit(self.run, self._correction)
+
 
 def make_run(
     model: str | os.PathLike[str],
     *,
-    batch: int | None,
-    seq: int | None,
-    device: str,
+    batch: int | None = None,
+    seq: int | None = None,
+    device: str | None = None,
+    memory: str | None = None,
     mesh: str | None = None,
     **options: Any,
 ) -> Run:
@@ -100,9 +114,10 @@ def make_run(
 
     Args:
         model: as `plan` takes it.
-        batch: sequences in a step, over all devices; `None` for the fewest that `search` tries.
-        seq: tokens in a sequence; `None` for the fewest that `search` tries.
+        batch: as `plan` takes it.
+        seq: as `plan` takes it.
         device: as `plan` takes it.
+        memory: as `plan` takes it.
         mesh: as `plan` takes it.
         **options: as `plan` takes them.
 
@@ -112,23 +127,40 @@ def make_run(
     Raises:
         ValueError: a model, device, mesh or option that does not exist or does not fit the others.
     """
-    devices, found = target(device), architecture(model)
+    devices, found = target(device, memory), architecture(model)
+    options = {name: value for name, value in options.items() if value is not None}
     if batch is None:
-        batch = devices.count * max(1, options.get("micro_batches", 1))
+        batch = defaults.batch(devices.count * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
     if seq is None:
-        seq = min(SEQ_UNIT, found.config.longest_sequence)
+        seq = min(defaults.LENGTH, found.config.longest_sequence)
+    options.setdefault("param_dtype", defaults.param_dtype(options.get("lora"), found.dtype))
+    if found.quantized is not None:
+        options = _beside_quantized(found, options)
     for name, size in dict(batch=batch, seq=seq).items():
         if size >= 2**31:
             raise ValueError(f"{name}={size} must be below 2**31: JAX counts in int32.")
     return Run(found, batch, seq, devices, parse_mesh(mesh, devices.count), **options)
 
 
+def _beside_quantized(model: Architecture, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a run whose checkpoint has quantised weights, which stay as they are."""
+    if "lora" not in options:
+        raise ValueError(
+            f"{model.name} holds its weights in {model.quantized}, and quantised weights are not trained. Train "
+            f"adapters: lora={defaults.RANK}."
+        )
+    if options.get("quantize", model.quantized) != model.quantized:
+        raise ValueError(f"quantize={options['quantize']!r}: {model.name} holds its weights in {model.quantized}.")
+    return options | {"quantize": model.quantized}
+
+
 def plan(
     model: str | os.PathLike[str],
     *,
-    batch: int,
-    seq: int,
-    device: str,
+    batch: int | None = None,
+    seq: int | None = None,
+    device: str | None = None,
+    memory: str | None = None,
     mesh: str | None = None,
     level: str = "estimate",
     **options: Any,
@@ -141,16 +173,20 @@ def plan(
     Args:
         model: a name such as "llama-3-8b" or "Qwen/Qwen2-0.5B" (`architectures.MODELS`), or a config.json or its
             folder.
-        batch: sequences in a step, over all devices.
-        seq: tokens in a sequence.
-        device: such as "h200", "h200:8", "v5e:8x8" (`devices.target`).
+        batch: sequences in a step, over all devices; `None` for 8, or the next number that devices and micro-batches
+            divide.
+        seq: tokens in a sequence; `None` for 2,048, or as many as the model takes.
+        device: such as "h200", "rtx4090", "h200:8", "v5e:8x8" (`devices.target`); `None` for a GPU of which only its
+            memory is known.
+        memory: a GPU's memory, such as "24GiB"; `None` for that of the table.
         mesh: such as "data=2,fsdp=8"; `None` for all devices along fsdp, over which parameters, gradients and
             optimizer state are sharded. The batch is sharded over both.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "adamw8bit", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat`
             ("none", "full", "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number), `state_memory`
             ("device", "host"), `packed` (True or False), `lora` (a rank) and `quantize` ("nf4", "int8"), as `Run`
-            explains them.
+            explains them. Without `param_dtype` it is the checkpoint's beside adapters, else float32, as in
+            `liger-jax finetune`.
 
     Returns:
         The plan.
@@ -166,7 +202,7 @@ def plan(
     """
     if level not in LEVELS:
         raise ValueError(f"level={level!r} must be one of {LEVELS}.")
-    run = make_run(model, batch=batch, seq=seq, device=device, mesh=mesh, **options)
+    run = make_run(model, batch=batch, seq=seq, device=device, memory=memory, mesh=mesh, **options)
     both = {loss: dataclasses.replace(run, loss=loss) for loss in LOSSES}
     compiled = {loss: compile_run(each) for loss, each in both.items()} if level == "compiled" else {}
     return MemoryPlan(run, {loss: estimate(each) for loss, each in both.items()}, compiled)

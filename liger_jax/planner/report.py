@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from liger_jax._install import install_command
-from liger_jax.planner.advice import PRECISIONS, options
+from liger_jax.planner.advice import PRECISIONS, Change, options
 from liger_jax.planner.devices import FRACTIONS, GIB, Target
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.planning import MemoryPlan
@@ -17,6 +17,7 @@ _MARKS = dict(zip(STATIC + DYNAMIC, "PGOIAFWCL", strict=True))
 _PALETTE = ("#1f4e79", "#2e75b6", "#9dc3e6", "#548235", "#70ad47", "#a9d18e", "#bfbfbf", "#7f7f7f", "#c00000")
 _COLORS = dict(zip(STATIC + DYNAMIC, _PALETTE, strict=True))
 _WIDTH = 60
+LITTLE = 0.03  # of the memory, below which a step that fits is said to fit by a hair
 
 
 def heading(plan: MemoryPlan) -> str:
@@ -102,11 +103,12 @@ def _marks(plan: MemoryPlan, loss: str, most: int) -> Iterator[str]:
         yield from _MARKS[name] * (round(_WIDTH * done / most) - round(_WIDTH * before / most))
 
 
-def verdict(plan: MemoryPlan) -> str:
+def verdict(plan: MemoryPlan, cure: str = "") -> str:
     """Whether it fits, in one line, with the share of a GPU that JAX must be given for it.
 
     Args:
         plan: what `liger_jax.planner.plan` returns.
+        cure: options with which a run fits that does not.
 
     Returns:
         Such as "Fits: 21.7 of 74.3 GiB on each of 8."
@@ -116,13 +118,28 @@ def verdict(plan: MemoryPlan) -> str:
         return f"Fits: {_needed_of(target, plan.needed)}."
     where = f" on each of {target.count}" if target.count > 1 else ""
     needed, capacity = _apart(plan.needed, target.capacity_bytes)
-    return f"Does not fit: {needed} GiB needed{where}, and a process can have {capacity}."
+    cure = f" It fits with {cure}." if cure else ""
+    return f"Does not fit: {needed} GiB needed{where}, and a process can have {capacity}.{cure}"
+
+
+def is_tight(target: Target, needed: int) -> bool:
+    """Whether a step that fits leaves less than `LITTLE` of the memory.
+
+    Args:
+        target: the devices.
+        needed: bytes of the step on each of them.
+
+    Returns:
+        True if it does.
+    """
+    return 0 <= target.capacity_bytes - needed < LITTLE * target.capacity_bytes
 
 
 def _needed_of(target: Target, needed: int) -> str:
-    """The memory needed, the memory there is, the number of devices, and the setting that JAX needs."""
+    """Needed memory, the memory there is, the number of devices, JAX's setting, and what is left if it is little."""
     where = f" on each of {target.count}" if target.count > 1 else ""
-    return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{_with_share(target, needed)}"
+    left = f", with {1 - needed / target.capacity_bytes:.1%} to spare" if is_tight(target, needed) else ""
+    return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{_with_share(target, needed)}{left}"
 
 
 def _apart(*sizes: int) -> list[str]:
@@ -137,20 +154,24 @@ def _with_share(target: Target, needed: int) -> str:
     return "" if fraction in (None, FRACTIONS[0]) else f" with XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"
 
 
-def text(plan: MemoryPlan, largest_batch: int | None = None) -> str:
-    """The whole text for a terminal: verdict, largest batch, table, bars and advice.
+def text(plan: MemoryPlan, largest_batch: int | None = None, *, details: bool = False) -> str:
+    """The whole text for a terminal: verdict, largest batch, advice, and what was planned.
 
     Args:
         plan: what `liger_jax.planner.plan` returns.
         largest_batch: the largest batch that fits, if it is known; `None` to estimate it.
+        details: whether table and bars of what takes the memory follow.
 
     Returns:
         Lines.
     """
-    parts = [verdict(plan), _largest(plan, largest_batch), "", heading(plan), "", table(plan), "", bars(plan)]
-    parts += ["", plan.advice]
-    if not plan.fits:
-        parts += _to_fit(plan)
+    changes = plan.changes_to_fit()
+    is_cured_here = bool(changes) and changes[-1].run.target == plan.run.target
+    cure = " ".join(change.name for change in changes) if is_cured_here else ""
+    parts = [verdict(plan, cure), _largest(plan, largest_batch)]
+    parts += [] if plan.fits else _to_fit(plan, changes)
+    parts += [plan.advice, "", f"Planned: {heading(plan)}."]
+    parts += ["", table(plan), "", bars(plan), ""] if details else []
     return "\n".join(parts)
 
 
@@ -163,12 +184,17 @@ def _largest(plan: MemoryPlan, known: int | None) -> str:
     return f"Largest batch: {batch}{share} (estimate)."
 
 
-def _to_fit(plan: MemoryPlan) -> list[str]:
-    changes, run = plan.changes_to_fit(), plan.run
+def _to_fit(plan: MemoryPlan, changes: list[Change]) -> list[str]:
+    run, adapters = plan.run, plan.adapters_that_fit
+    instead = []
+    if adapters is not None:
+        needed = _needed_of(run.target, adapters.total_bytes)
+        instead = [f"Or train adapters: {adapters.name}, {needed}."]
     if not changes:
         return [
             f"Nothing here makes it fit, and no number of {run.target.kind}s does. Take a shorter sequence, larger "
-            "devices or a smaller model."
+            "devices or a smaller model.",
+            *instead,
         ]
     width = max(len(change.name) for change in changes)
     lines = ["To make it fit, the cheapest first (estimates):"]
@@ -183,7 +209,7 @@ def _to_fit(plan: MemoryPlan) -> list[str]:
     ):
         last = exact[-1]
         lines.append(f"Or in float32: {options(run, last.run)}, {_needed_of(last.run.target, last.total_bytes)}.")
-    return lines
+    return lines + instead
 
 
 def notes(plan: MemoryPlan) -> list[str]:
@@ -196,12 +222,17 @@ def notes(plan: MemoryPlan) -> list[str]:
         Sentences.
     """
     run, target = plan.run, plan.run.target
+    found = []
+    if plan.fits and is_tight(target, plan.needed) and not plan.compiled:
+        found.append("Note: an estimate may be off by more than what is to spare: ask the compiler, --level compiled.")
+    if run.model.quantized and "unsloth-bnb" in run.model.name.lower():
+        found.append("Note: this checkpoint holds some layers in 16 bits, which is not counted.")
     if target.platform == "gpu" and target.capability < (8, 0) and "bfloat16" in (run.dtype, run.param_dtype):
-        return [
+        found.append(
             f"Note: {target.kind} has no bfloat16 arithmetic. XLA converts to float32 there, which is slow and takes "
             "memory that the formulas do not count: plan with --dtype float32 as well."
-        ]
-    return []
+        )
+    return found
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:

@@ -18,13 +18,14 @@ from liger_jax.models.core.remat import Remat
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.ops.block_quantized import KINDS
+from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.mesh import LAYOUT
-from liger_jax.training import adamw, adamw_8bit, make_step, sgd, stochastic_rounding
+from liger_jax.training import make_step, optimizer_named
+from liger_jax.training.optimizer import OPTIMIZERS
 
 LOSSES = ("fused", "logits")
-OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 REMATS = get_args(Remat)
 STATE_MEMORIES = ("device", "host")
 
@@ -57,13 +58,13 @@ class Run:
     seq: int
     target: Target
     mesh: dict[str, int]
-    optimizer: str = "adamw"
+    optimizer: str = defaults.OPTIMIZER
     state_dtype: str = "float32"
     param_dtype: str = "float32"
-    dtype: str = "bfloat16"
-    remat: str = "full"
+    dtype: str = defaults.DTYPE
+    remat: str = defaults.REMAT
     loss: str = "fused"
-    micro_batches: int = 1
+    micro_batches: int = defaults.MICRO_BATCHES
     state_memory: str = "device"
     packed: bool = False
     lora: int | None = None
@@ -182,11 +183,8 @@ def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
     Returns:
         The transformation.
     """
-    if name == "sgd":
-        return sgd(1e-4, max_norm=None)
-    if name == "adamw8bit":
-        return stochastic_rounding(adamw_8bit(1e-4))
-    return adamw(1e-4, weight_decay=1e-4, max_norm=None, state_dtype=state_dtype)
+    own = dict(state_dtype=state_dtype) if name == "adamw" else {}
+    return optimizer_named(name, 1e-4, weight_decay=1e-4, max_norm=None, **own)
 
 
 def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:

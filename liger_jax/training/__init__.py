@@ -25,6 +25,7 @@ from liger_jax.training.optimizer import constant_schedule as constant_schedule
 from liger_jax.training.optimizer import cosine_schedule as cosine_schedule
 from liger_jax.training.optimizer import held_in as held_in
 from liger_jax.training.optimizer import linear_schedule as linear_schedule
+from liger_jax.training.optimizer import optimizer_named as optimizer_named
 from liger_jax.training.optimizer import sgd as sgd
 from liger_jax.training.packing import pack as pack
 from liger_jax.training.packing import pack_completions as pack_completions

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from liger_jax.training.eight_bit import adamw_8bit
 from liger_jax.training.rounding import stochastic_rounding
 
 Schedule = Callable[[Any], Any]
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 _NOT_DECAYED = ("scale", "bias")  # names of a norm's and a projection's parameters
 
 
@@ -160,6 +162,51 @@ def sgd(
         [[-0.5, -0.5], [-0.5, -0.5]]
     """
     return _finished(optax.sgd(rate), max_norm, None, seed)
+
+
+def optimizer_named(
+    name: str,
+    rate: float | Schedule,
+    *,
+    b2: float = 0.999,
+    weight_decay: float = 0.01,
+    max_norm: float | None = 1.0,
+    state_dtype: Any = None,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer that commands know by its name, with clipped gradients, for parameters in float32 and in bfloat16.
+
+    Args:
+        name: "adamw"; "adamw8bit", which is `adamw_8bit` with what `adamw` has around it; or "sgd".
+        rate: the learning rate, or a schedule.
+        b2: the share of the second moment that a step keeps; "sgd" has none.
+        weight_decay: the share of each weight that a step of rate 1 takes away, but in "sgd".
+        max_norm: a gradient whose norm over all parameters is larger is scaled down to it; `None` to leave it.
+        state_dtype: dtype in which the moments of "adamw" are held; `None` for float32.
+        seed: of the random bits that round parameters in bfloat16.
+
+    Returns:
+        The transformation. Its updates are float32, and it needs `params`.
+
+    Raises:
+        ValueError: no optimizer has this name, or `state_dtype` is given to one whose state has a dtype of its own.
+
+    Example:
+        >>> optimizer = optimizer_named("adamw8bit", 1e-3)
+        >>> params = {"kernel": jnp.ones((64, 512))}
+        >>> updates, state = optimizer.update(params, optimizer.init(params), params)
+        >>> {str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (64, 512)}
+        {'uint8'}
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer={name!r} must be one of {OPTIMIZERS}.")
+    if state_dtype is not None and name != "adamw":
+        raise ValueError(f"state_dtype={state_dtype!r} is for optimizer='adamw', and {name!r} has its own. Pass None.")
+    if name == "sgd":
+        return sgd(rate, max_norm=max_norm, seed=seed)
+    if name == "adamw8bit":
+        return _finished(adamw_8bit(rate, b2=b2, weight_decay=weight_decay), max_norm, None, seed)
+    return adamw(rate, b2=b2, weight_decay=weight_decay, max_norm=max_norm, state_dtype=state_dtype, seed=seed)
 
 
 def held_in(optimizer: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:

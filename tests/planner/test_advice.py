@@ -44,14 +44,42 @@ def test_14_gib_do_not_fit_a_t4_of_which_jax_gets_less():
     assert 13 * GIB < found.capacity_bytes < 0.95 * 14.6 * GIB
 
 
-def test_the_verdict_comes_first_then_the_largest_batch_then_the_table():
-    lines = report.text(plan("llama-3-8b", batch=16, seq=4096, device="h100:8")).splitlines()
+def test_the_verdict_comes_first_then_the_largest_batch_then_advice_and_the_table_if_it_is_asked_for():
+    found = plan("llama-3-8b", batch=16, seq=4096, device="h100:8")
+    lines = report.text(found).splitlines()
     assert re.fullmatch(r"Fits: 20\.4 of 7\d\.\d GiB on each of 8\.", lines[0])
     assert re.fullmatch(r"Largest batch: \d+ with XLA_PYTHON_CLIENT_MEM_FRACTION=0.97 \(estimate\)\.", lines[1])
-    assert lines[3].startswith("llama-3-8b, 16 × 4096 tokens") and lines[5].startswith("GiB on each device")
+    assert lines[2].startswith("Static memory") and lines[4].startswith("Planned: llama-3-8b, 16 × 4096 tokens")
+    detailed = report.text(found, details=True).splitlines()
+    assert detailed[: len(lines)] == lines and detailed[len(lines) + 1].startswith("GiB on each device")
     lines = report.text(plan("llama-3-8b", batch=1, seq=4096, device="t4")).splitlines()
     assert re.fullmatch(r"Does not fit: 121\.9 GiB needed, and a process can have 13\.\d\.", lines[0])
     assert lines[1] == "No batch of 4096 tokens fits (estimate)."
+
+
+def test_a_run_that_does_not_fit_says_in_its_first_line_what_makes_it_fit_here():
+    found = plan("qwen2.5-7b", device="l4", lora=16)
+    lines = report.text(found).splitlines()
+    assert lines[0].endswith(" and a process can have 20.4. It fits with --micro-batches 2.")
+    assert lines[1].startswith("Largest batch: 6 ")
+    assert plan("qwen2.5-7b", device="l4", lora=16, micro_batches=2).fits
+
+
+def test_a_run_that_fits_by_a_hair_says_so():
+    whole = plan("qwen2-0.5b", device="t4")
+    capacity = whole.run.target.capacity_bytes
+    for share, told in ((0.96, ""), (0.98, ", with 2.0% to spare"), (1.0, ", with 0.0% to spare")):
+        needed = {loss: Compiled(int(share * capacity), 0, 0) for loss in whole.estimates}
+        found = dataclasses.replace(whole, compiled=needed)
+        verdict = report.verdict(found)
+        assert verdict.startswith("Fits: ") and verdict.endswith(f"{told}.") and ("spare" in verdict) == bool(told)
+    tight = dataclasses.replace(whole, estimates={k: _scaled(e, 0.98 * capacity) for k, e in whole.estimates.items()})
+    assert any("--level compiled" in note for note in report.notes(tight)) and not report.notes(found)
+
+
+def _scaled(estimate, total):
+    """An estimate with this total."""
+    return dataclasses.replace(estimate, parts={"parameters": int(total)})
 
 
 def test_the_largest_batch_is_the_largest_that_fits():
@@ -76,6 +104,8 @@ def test_advice_that_is_followed_fits(model, device, capsys):
     assert "smaller" not in printed
     steps = [line.split("  ")[1] for line in printed.splitlines() if line.startswith("  --")]
     advised = [(" ".join(steps), re.search("Then it fits: (.*)", printed)[1])]
+    if adapters := re.search("Or train adapters: (.*?), (.*)", printed):
+        advised.append(adapters.groups())
     if in_bfloat16 := re.search("--(state|param)-dtype", advised[0][0]):
         advised.append(re.search("Or in float32: (.*?), (.*)", printed).groups())
     for changes, promised in advised:

@@ -8,6 +8,7 @@ import pytest
 
 from liger_jax.planner import plan
 from liger_jax.planner.architectures import MODELS, architecture
+from liger_jax.planner.model_names import VARIANTS
 
 PUBLISHED = {  # parameters as the models' publishers count them, in billions; of Gemma 3 from 4b on the language part
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98,
@@ -20,6 +21,13 @@ PUBLISHED = {  # parameters as the models' publishers count them, in billions; o
     "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71,
     "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-4b": 4.022, "qwen3-8b": 8.191, "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
+    "llama-7b": 6.738, "llama-13b": 13.02, "tinyllama-1.1b": 1.100, "falcon3-7b": 7.456, "falcon3-10b": 10.31,
+    "smollm-135m": 0.1345, "smollm-360m": 0.3618, "smollm-1.7b": 1.711,
+    "smollm2-135m": 0.1345, "smollm2-360m": 0.3618, "smollm2-1.7b": 1.711,
+    "deepseek-coder-1.3b": 1.346, "deepseek-coder-6.7b": 6.741, "deepseek-coder-33b": 33.34,
+    "yi-6b": 6.061, "yi-1.5-6b": 6.061, "yi-1.5-9b": 8.829, "yi-1.5-34b": 34.39,
+    "ministral-8b-2410": 8.020, "mistral-small-2409": 22.25, "codestral-22b-v0.1": 22.25,
+    "qwen1.5-0.5b": 0.464, "qwen1.5-1.8b": 1.837, "qwen1.5-4b": 3.950, "qwen1.5-7b": 7.721, "qwen1.5-14b": 14.17,
     "gemma-2b": 2.506, "gemma-7b": 8.538, "gemma-2-2b": 2.614, "gemma-2-9b": 9.242, "gemma-2-27b": 27.23,
     "gemma-3-270m": 0.268, "gemma-3-1b": 1.000, "gemma-3-4b": 3.880, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,
 }  # fmt: skip
@@ -35,7 +43,13 @@ def test_models_have_as_many_parameters_as_is_published():
     "name, known",
     {
         "Qwen/Qwen2-0.5B": "qwen2-0.5b",
-        "Qwen/Qwen3-8B-Base": "qwen3-8b",
+        "Qwen/Qwen3-8B": "qwen3-8b",
+        "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "tinyllama-1.1b",
+        "Qwen/Qwen2.5-Coder-7B-Instruct": "qwen2.5-7b-instruct",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "llama-3.1-8b",
+        "unsloth/Llama-3.2-1B-Instruct-bnb-4bit": "llama-3.2-1b",
+        "HuggingFaceH4/zephyr-7b-beta": "mistral-7b-v0.1",
         "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
         "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
         "meta-llama/Meta-Llama-3.1-8B-Instruct": "llama-3.1-8b",
@@ -62,6 +76,88 @@ def test_a_llama_3_takes_8192_positions_and_a_3_1_takes_131072():
 def test_a_name_that_is_nearly_known_is_asked_for(name, meant):
     with pytest.raises(ValueError, match=f"is neither a file nor known. Did you mean '{meant}'"):
         architecture(name)
+
+
+VARIANT_FIELDS = {  # of config.json on Hugging Face: positions, tied head, dtype
+    "Qwen/Qwen2.5-7B": (131072, False, "bfloat16"),
+    "Qwen/Qwen2.5-7B-Instruct": (32768, False, "bfloat16"),
+    "Qwen/Qwen2.5-Math-1.5B": (4096, True, "bfloat16"),
+    "Qwen/Qwen3-8B-Base": (32768, False, "bfloat16"),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (131072, False, "bfloat16"),
+    "meta-llama/Llama-2-7b-chat-hf": (4096, False, "float16"),
+    "google/gemma-2-9b": (8192, True, "float32"),
+    "google/gemma-2-9b-it": (8192, True, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANT_FIELDS)
+def test_variants_of_a_size_keep_their_own_fields(name):
+    found = architecture(name)
+    fields = found.config.longest_sequence, found.config.tie_word_embeddings, found.dtype
+    assert fields == VARIANT_FIELDS[name]
+
+
+def test_every_variant_has_a_model():
+    for name, (key, fields) in VARIANTS.items():
+        assert key in MODELS and name not in MODELS
+        assert architecture(name).config.num_hidden_layers == architecture(key).config.num_hidden_layers
+        assert set(fields) <= {
+            "max_position_embeddings",
+            "tie_word_embeddings",
+            "torch_dtype",
+            "vocab_size",
+            "rope_theta",
+        }
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    {
+        "mistralai/Mixtral-8x7B-v0.1": "is a mixture of experts",
+        "Qwen/Qwen3-30B-A3B": "is a mixture of experts",
+        "deepseek-ai/DeepSeek-R1": "is a mixture of experts",
+        "openai/gpt-oss-20b": "is a mixture of experts",
+        "state-spaces/mamba-2.8b": "is a state-space or recurrent model",
+        "meta-llama/Llama-3.2-11B-Vision-Instruct": "is a model of images beside text",
+        "Qwen/Qwen2.5-VL-7B-Instruct": "is a model of images beside text",
+        "openai/whisper-large-v3": "is a model of sound",
+        "google-t5/t5-small": "is an encoder with a decoder",
+        "Qwen/Qwen3-Embedding-8B": "is an embedding or a reward model",
+        "FacebookAI/roberta-base": "is an encoder",
+        "EleutherAI/pythia-1b": "is of another family, 'pythia'",
+        "gpt-5": "is a model whose weights are not public",
+        "TheBloke/Llama-2-7B-GGUF": "has its weights in GGUF",
+    }.items(),
+)
+def test_a_model_of_another_kind_is_called_by_its_kind(name, kind):
+    with pytest.raises(ValueError) as refusal:
+        architecture(name)
+    assert kind in str(refusal.value) and "Did you mean" not in str(refusal.value)
+
+
+def test_a_name_with_a_known_model_in_it_is_no_other_model():
+    with pytest.raises(ValueError, match="If it was trained from 'llama-3.1-8b', plan with that name"):
+        architecture("NousResearch/Hermes-3-Llama-3.1-8B")
+    with pytest.raises(ValueError) as refusal:
+        architecture("qwen3-9b")
+    assert "Did you mean" not in str(refusal.value)  # no neighbour of another size
+
+
+def test_a_checkpoint_of_bitsandbytes_keeps_its_codes(tmp_path):
+    how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    values = MODELS["qwen2-0.5b"] | {"torch_dtype": "bfloat16", "quantization_config": how}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found, named = (plan(name, device="t4", lora=16) for name in (tmp_path, "unsloth/Qwen2-0.5B-bnb-4bit"))
+    assert found.run.quantize == named.run.quantize == "nf4" and found.needed == named.needed
+    assert found.needed < plan("qwen2-0.5b", device="t4", lora=16).needed
+    with pytest.raises(ValueError, match="holds its weights in nf4, and quantised weights are not trained"):
+        plan(tmp_path, device="t4")
+    with pytest.raises(ValueError, match="quantize='int8': .* holds its weights in nf4"):
+        plan(tmp_path, device="t4", lora=16, quantize="int8")
+    how["bnb_4bit_quant_type"] = "fp4"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type='fp4' must be 'nf4'"):
+        plan(tmp_path, device="t4", lora=16)
 
 
 def test_config_json_is_read(tmp_path):

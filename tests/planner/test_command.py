@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from liger_jax.commands import main
+from liger_jax.commands import _run, main
+from liger_jax.commands._settings import Settings
 from liger_jax.planner import plan, planning
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.compiled import Compiled
@@ -28,7 +29,7 @@ def refused(arguments, capsys):
 
 def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tmp_path):
     picture = tmp_path / "plan.png"
-    assert main([*SMALL, "--packed", "--picture", str(picture)]) == 0
+    assert main([*SMALL, "--packed", "--details", "--picture", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "8 × 512 tokens packed on h200" in printed
     for word in ("Fits: ", "fused", "logits", "parameters", "a process can have", "free", "estimates", "saves"):
@@ -41,7 +42,7 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tm
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (dict(model="gpt-5"), "model='gpt-5' is neither a file nor known.*llama-3-8b"),
+        (dict(model="none-such"), "model='none-such' is neither a file nor known.*llama-3-8b"),
         (dict(device="h300"), "device='h300' is unknown. GPUs: h100.*TPUs: v4"),
         (dict(device="h200:12"), "1 to 8, or a multiple of 8"),
         (dict(device="h200:²"), "1 to 8, or a multiple of 8"),
@@ -125,10 +126,36 @@ def test_the_size_that_is_looked_for_may_be_missing_or_impossible(what, typed, l
     assert f"The largest {what} that fits is {largest}." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given, missing", [("batch", "seq"), ("seq", "batch")])
-def test_a_size_that_nobody_looks_for_is_needed(given, missing, capsys):
-    printed = refused(f"plan --model qwen2-0.5b --device h200 --{given} 8 --search {given}".split(), capsys)
-    assert f"--{missing} is needed, or --search {missing}" in printed
+def test_a_device_or_its_memory_is_needed(capsys):
+    assert "--device is needed, such as --device rtx4090; or" in refused("plan --model qwen2-0.5b".split(), capsys)
+    assert main("plan --model qwen2-0.5b --memory 24GiB".split()) == 0
+    assert " on gpu (GPU of 24.0 GiB, " in capsys.readouterr().out
+    printed = refused("plan --model qwen2-0.5b --memory 24GiB --level compiled".split(), capsys)
+    assert "name one, such as device='rtx4090', beside the memory" in printed
+
+
+def test_what_is_not_said_is_as_in_finetune(capsys):
+    """Both commands count the same run: the batch, its length, and a checkpoint's own dtype beside adapters."""
+    for options, expected in (
+        ("", "float32 parameters"),
+        ("--lora", "adapters of rank 16, adamw (float32 state), bfloat16 parameters"),
+        ("--lora 8 --optimizer adamw8bit", "adapters of rank 8, adamw8bit, bfloat16 parameters"),
+    ):
+        main(f"plan --model qwen2.5-7b --device h200 {options}".split())
+        printed = capsys.readouterr().out
+        settings = Settings("qwen2.5-7b", "text")
+        assert f"{settings.batch} × {settings.length} tokens" in printed and f"remat {settings.remat}" in printed
+        assert expected in printed
+    run = planning.make_run("qwen2.5-7b", device="h200", lora=16)
+    chosen = _run._precision(Settings("qwen2.5-7b", "text", lora=16, dtype=run.dtype), run.model.dtype)
+    assert chosen == dict(dtype=run.dtype, param_dtype=run.param_dtype)
+
+
+def test_an_ambiguous_card_is_told(capsys):
+    main("plan --model qwen2-0.5b --device a100".split())
+    assert "Note: a100 is taken for a100-40g; there is a100-80g, too." in capsys.readouterr().out
+    main("plan --model qwen2-0.5b --device a100-80gb".split())
+    assert "taken for" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_devices_are_named_with_their_number_or_topology():
     assert [target(f"h200:{n}").topology for n in (1, 8, 32)] == ["1x1x1", "1x1x8", "1x4x8"]
     for name, count in {"v5e": 1, "v5e:8x8": 64, "v6e:2x2": 4, "v5p:4x4x4": 64, "tpu7x:2x2x1": 8}.items():
         assert target(name).count == count
-    assert set(GPUS) == {"h100", "h200", "a100-40g", "a100-80g", "l4", "a10", "t4", "b200"}
+    assert {"h100", "h200", "a100-40g", "a100-80g", "l4", "a10", "t4", "b200"} <= set(GPUS)
     assert {"v5e", "v5p", "v6e"} <= set(TPUS)
 
 

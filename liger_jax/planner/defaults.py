@@ -1,0 +1,40 @@
+"""What a training run is where nobody says otherwise: `liger-jax finetune` and `liger-jax plan` both read it here."""
+
+BATCH, MICRO_BATCHES, LENGTH = 8, 1, 2048
+RANK = 16  # of adapters
+OPTIMIZER = "adamw"
+REMAT = "full"
+DTYPE = "bfloat16"  # of the computation on an accelerator
+
+
+def param_dtype(lora: int | None, stored: str) -> str:
+    """The dtype of the weights: float32 where they are trained, and the checkpoint's own beside adapters.
+
+    Args:
+        lora: the adapters' rank; `None` if all weights are trained.
+        stored: the checkpoint's dtype.
+
+    Returns:
+        The dtype's name.
+
+    Example:
+        >>> param_dtype(None, "bfloat16"), param_dtype(16, "bfloat16")
+        ('float32', 'bfloat16')
+    """
+    return "float32" if lora is None else stored
+
+
+def batch(unit: int) -> int:
+    """The sequences of a step.
+
+    Args:
+        unit: what divides the batch, since each device has a share of every micro-batch.
+
+    Returns:
+        The least multiple of `unit` that is at least `BATCH`.
+
+    Example:
+        >>> batch(1), batch(3), batch(16)
+        (8, 9, 16)
+    """
+    return -(-BATCH // unit) * unit
