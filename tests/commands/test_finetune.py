@@ -251,6 +251,18 @@ def test_weights_in_bfloat16_have_the_same_bits_after_a_run_that_was_stopped(sou
     assert stopped == whole
 
 
+@pytest.mark.full
+def test_moments_in_8_bits_are_those_of_a_run_that_was_stopped(source, tmp_path):
+    """The tiny embedding of 320 × 16 numbers is the one parameter that is large enough for codes."""
+    options = f"--data={source.parent / 'texts.jsonl'} --length 32 --batch 4 --steps 4 --optimizer adamw8bit".split()
+    train = lambda out: main(["finetune", f"--model={source}", f"--out={tmp_path / out}", *options])
+    with ctrl_c_in_the_third_step():
+        assert train("stopped") == 128 + signal.SIGINT
+    assert train("stopped") == train("whole") == 0
+    stopped, whole = ((tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("stopped", "whole"))
+    assert stopped == whole
+
+
 def test_a_run_that_cannot_fit_is_refused_with_the_options_that_make_it_fit(source, tmp_path, capsys, monkeypatch):
     size = 3 * 2**20
     small = dataclasses.replace(devices.target("l4"), name="small", memory_bytes=size, capacity_bytes=size)

@@ -52,8 +52,8 @@ def test_flags_that_are_not_passed_change_nothing():
 
 def test_other_flags_reach_their_fields():
     flags = "--pack --batch=4 --length=64 --steps=2 --learning-rate=0.1 --micro-batches=2 --remat=dots".split()
-    training = parsed(*flags, "--dtype=bfloat16", "--param-dtype=float32")
-    precision = dict(dtype="bfloat16", param_dtype="float32")
+    training = parsed(*flags, "--dtype=bfloat16", "--param-dtype=float32", "--optimizer=adamw8bit")
+    precision = dict(dtype="bfloat16", param_dtype="float32", optimizer="adamw8bit")
     assert training == Training(4, 64, 2, 0.1, micro_batches=2, remat="dots", pack=True, **precision)
     options = training.model_options()
     assert (options["dtype"], options["param_dtype"], options["remat"]) == (jnp.bfloat16, jnp.float32, "dots")
