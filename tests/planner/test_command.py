@@ -1,6 +1,8 @@
 """`liger-jax plan` in a terminal: its exit code, and errors that are one sentence."""
 
 import json
+import pathlib
+import re
 import sys
 
 import pytest
@@ -149,6 +151,24 @@ def test_what_is_not_said_is_as_in_finetune(capsys):
     run = planning.make_run("qwen2.5-7b", device="h200", lora=16)
     chosen = _run._precision(Settings("qwen2.5-7b", "text", lora=16, dtype=run.dtype), run.model.dtype)
     assert chosen == dict(dtype=run.dtype, param_dtype=run.param_dtype)
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
+
+
+@pytest.mark.parametrize(
+    "command, first",
+    [
+        ("plan --model qwen2.5-7b --device rtx4090 --lora 16", "Fits:"),
+        ("plan --model meta-llama/Meta-Llama-3-8B --batch 1 --seq 4096 --device l4", "To make it fit"),
+    ],
+)
+def test_the_page_shows_what_the_command_prints(command, first, capsys):
+    page = PAGE.read_text(encoding="utf8")
+    assert command.removeprefix("plan ") in page
+    (shown,) = re.findall(rf"^```\n({first}.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    main(command.split())
+    assert shown in capsys.readouterr().out
 
 
 def test_an_ambiguous_card_is_told(capsys):
