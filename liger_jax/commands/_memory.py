@@ -99,6 +99,8 @@ def _changes(run: Run, frozen: str) -> Iterator[dict[str, Any]]:
             yield dict(micro_batches=parts)
     if run.lora is None and run.param_dtype == "float32":
         yield dict(param_dtype="bfloat16")  # trained with stochastic rounding
+    if run.lora is None and run.optimizer == "adamw":
+        yield dict(optimizer="adamw8bit")
     rank = run.lora or min(defaults.RANK, run.model.config.hidden_size)
     if run.lora is None:
         yield dict(lora=rank, param_dtype=frozen)
@@ -117,7 +119,7 @@ def _changed(run: Run, some: list[dict[str, Any]]) -> Run:
 
 def _options(before: Run, after: Run) -> str:
     """The command's options that turn one run into another."""
-    names = "remat micro_batches lora param_dtype quantize seq".split()
+    names = "remat micro_batches optimizer lora param_dtype quantize seq".split()
     changed = {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
     return " ".join(f"--{_OPTION.get(name, name).replace('_', '-')} {value}" for name, value in changed.items())
 

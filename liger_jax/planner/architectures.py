@@ -98,6 +98,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-small-24b-2501": _MISTRAL | _sizes(5120, 32768, 40, 32, vocab_size=131072, rope_theta=100000000.0),
     "ministral-8b-2410": _MISTRAL | _sizes(4096, 12288, 36, 32, vocab_size=131072, sliding_window=32768),
     "mistral-small-2409": _MISTRAL | _sizes(6144, 16384, 56, 48, vocab_size=32768),
+    "mistral-large-2407": _MISTRAL | _sizes(12288, 28672, 88, 96, vocab_size=32768, max_position_embeddings=131072),
     "codestral-22b-v0.1": _MISTRAL | _sizes(6144, 16384, 56, 48, vocab_size=32768),
     "qwen1.5-0.5b": _QWEN1_5 | _sizes(1024, 2816, 24, 16, 16, tie_word_embeddings=True),
     "qwen1.5-1.8b": _QWEN1_5 | _sizes(2048, 5504, 24, 16, 16),
@@ -257,6 +258,7 @@ def _known(name: str) -> tuple[dict[str, Any], pathlib.Path, str | None]:
     for tried in (known, _untrained(known)):
         key, others = model_names.VARIANTS.get(tried, (tried, {}))
         if key in MODELS:
+            others = others | {"torch_dtype": defaults.DTYPE} if quantized else others  # whatever it was made of
             return {"torch_dtype": defaults.DTYPE} | MODELS[key] | others, pathlib.Path(name), quantized
     raise ValueError(_unknown(name, _untrained(known)))
 

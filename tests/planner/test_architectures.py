@@ -26,7 +26,7 @@ PUBLISHED = {  # parameters as the models' publishers count them, in billions; o
     "smollm2-135m": 0.1345, "smollm2-360m": 0.3618, "smollm2-1.7b": 1.711,
     "deepseek-coder-1.3b": 1.346, "deepseek-coder-6.7b": 6.741, "deepseek-coder-33b": 33.34,
     "yi-6b": 6.061, "yi-1.5-6b": 6.061, "yi-1.5-9b": 8.829, "yi-1.5-34b": 34.39,
-    "ministral-8b-2410": 8.020, "mistral-small-2409": 22.25, "codestral-22b-v0.1": 22.25,
+    "ministral-8b-2410": 8.020, "mistral-small-2409": 22.25, "mistral-large-2407": 122.6, "codestral-22b-v0.1": 22.25,
     "qwen1.5-0.5b": 0.464, "qwen1.5-1.8b": 1.837, "qwen1.5-4b": 3.950, "qwen1.5-7b": 7.721, "qwen1.5-14b": 14.17,
     "gemma-2b": 2.506, "gemma-7b": 8.538, "gemma-2-2b": 2.614, "gemma-2-9b": 9.242, "gemma-2-27b": 27.23,
     "gemma-3-270m": 0.268, "gemma-3-1b": 1.000, "gemma-3-4b": 3.880, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,
@@ -87,6 +87,7 @@ VARIANT_FIELDS = {  # of config.json on Hugging Face: positions, tied head, dtyp
     "meta-llama/Llama-2-7b-chat-hf": (4096, False, "float16"),
     "google/gemma-2-9b": (8192, True, "float32"),
     "google/gemma-2-9b-it": (8192, True, "bfloat16"),
+    "unsloth/gemma-2-9b-bnb-4bit": (8192, True, "bfloat16"),
 }
 
 
