@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from safetensors import SafetensorError
 
-from liger_jax.commands import _log
+from liger_jax.commands import _config, _log
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
 from liger_jax.models.hugging_face.checkpoint import Kept
@@ -26,6 +26,8 @@ from liger_jax.training.steps import holds_a_run
 
 CHECKPOINTS = "checkpoints"
 MODEL, ADAPTERS = "model", "adapters"
+SETTINGS = "settings.toml"
+_HEADING = "The options of the run in this folder, for --config."
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors calls them
 
 
@@ -42,6 +44,9 @@ def check(settings: Settings, source: Path) -> None:
     out, target = Path(settings.out), folder(settings)
     if "csv" in settings.log:
         _log.check_table(out / _log.TABLE)
+    written = out / SETTINGS
+    if written.exists() and not (written.is_file() and written.read_text(errors="replace").startswith(f"# {_HEADING}")):
+        raise UserError(f"{written} is of no run, whose options would replace it. Move it, or pass another --out.")
     if not target.exists():
         return
     if target.samefile(source) or _share_weights(target, source):
@@ -51,6 +56,18 @@ def check(settings: Settings, source: Path) -> None:
             f"The result would replace {target}, and {out / CHECKPOINTS} holds no run that has left it. Move it, or "
             "pass another --out."
         )
+
+
+def write_settings(settings: Settings) -> None:
+    """Writes the file of options in OUT by which the run can be repeated.
+
+    Args:
+        settings: the run.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _config.write(Path(settings.out) / SETTINGS, settings.to_write(), _HEADING)
 
 
 def _share_weights(target: Path, source: Path) -> bool:

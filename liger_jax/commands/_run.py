@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from liger_jax.commands import _data, _memory, _output, _training_rows
+from liger_jax.commands import _data, _memory, _output, _recipe, _training_rows
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
 from liger_jax.commands._log import Log
 from liger_jax.commands._settings import MOST, Settings
@@ -21,8 +21,6 @@ from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.training import (
     Checkpoints,
     Loop,
-    adamw,
-    cosine_schedule,
     identity,
     lock,
     loss_and_accuracy,
@@ -70,8 +68,8 @@ def _finetune(settings: Settings, out: Path) -> int:
     data = _training_rows.lay(settings, tokenizer.pieces(documents, settings.length), documents)
     print(data.summary)
     epochs, steps = settings.epochs_to_train, _steps(settings, data)
-    rate = cosine_schedule(settings.peak_rate, steps)
-    optimizer = adamw(rate, seed=settings.seed)
+    rate = _recipe.schedule(settings, steps)
+    optimizer = _recipe.optimizer(settings, rate)
     rows_of = rows.batches(data.rows, settings.batch, settings.seed, epochs)
     batch_of = lambda step: next(rows.parts(rows_of(step), settings.batch))
     with user_errors():
@@ -80,6 +78,8 @@ def _finetune(settings: Settings, out: Path) -> int:
     if checkpoints.latest_step == steps and _output.is_there(settings, checkpoints.finished):
         print(f"finished: {_output.folder(settings)} is there since step {steps}, the last one; nothing is changed")
         return 0
+    with user_errors():
+        _output.write_settings(settings)
     reading = beside(_read, settings, source, precision)
     with user_errors(), telling("tracing"):
         programs, shapes = _programs(settings, found, precision, optimizer, batch_of(0))
