@@ -1,10 +1,10 @@
-"""The command `liger-jax` and what it can do: `plan`, `data` and `finetune`."""
+"""The command `liger-jax` and what it can do: `plan`, `data`, `finetune`, `generate` and `chat`."""
 
 import argparse
 import functools
 
 from liger_jax._install import version
-from liger_jax.commands import data, finetune, plan
+from liger_jax.commands import chat, data, finetune, generate, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._errors import UserError as UserError
 from liger_jax.commands._errors import training_errors as training_errors
@@ -13,7 +13,7 @@ from liger_jax.commands._errors import writable_folder as writable_folder
 from liger_jax.commands._files import read_texts as read_texts
 from liger_jax.commands._parser import Parser
 
-_COMMANDS = {"plan": plan, "data": data, "finetune": finetune}
+_COMMANDS = {"plan": plan, "data": data, "finetune": finetune, "generate": generate, "chat": chat}
 
 
 def main(argv: list[str] | None = None) -> int:
