@@ -11,6 +11,7 @@ from liger_jax.commands._errors import training_errors as training_errors
 from liger_jax.commands._errors import user_errors as user_errors
 from liger_jax.commands._errors import writable_folder as writable_folder
 from liger_jax.commands._files import read_texts as read_texts
+from liger_jax.commands._hub import tries_told_once
 from liger_jax.commands._parser import Parser
 
 _COMMANDS = {"plan": plan, "data": data, "finetune": finetune, "generate": generate, "chat": chat}
@@ -25,8 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code, which is 2 for whatever the user can mend.
     """
-    args = _parser()[0].parse_args(argv)
-    with compiled_programs_kept(args.cache is not False):
+    args = _parsers()[0].parse_args(argv)
+    with compiled_programs_kept(args.cache is not False), tries_told_once():
         return args.run(args)
 
 
@@ -37,10 +38,10 @@ def option_names() -> frozenset[str]:
     Returns:
         Such as "learning_rate".
     """
-    return frozenset(action.dest for each in _parser()[1] for action in each._actions) - {"help", "config"}
+    return frozenset(action.dest for each in _parsers()[1] for action in each._actions) - {"help", "config"}
 
 
-def _parser() -> tuple[Parser, list[Parser]]:
+def _parsers() -> tuple[Parser, list[Parser]]:
     """The parser, and those of the commands."""
     parser = Parser(prog="liger-jax", description="Kernels and models for training in JAX.")
     parser.add_argument("--version", action="version", version=f"liger-jax {version()}")

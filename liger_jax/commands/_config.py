@@ -49,7 +49,7 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
         elif name in option_names():
             others.append(key)
         else:
-            asked = meant(name, [*known]) or meant(f"--{name}", [f"--{each.replace('_', '-')}" for each in known])
+            asked = meant(f"--{name}", [f"--{each.replace('_', '-')}" for each in known])
             raise UserError(f"--config {path}: {key} is no option of liger-jax {command}.{asked}")
     if others:
         print(f"{path}: not read, as options of other commands: {', '.join(others)}", file=sys.stderr)

@@ -92,18 +92,33 @@ def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
     return all((folder(settings) / name).is_file() for name in found["files"])
 
 
-def record(settings: Settings, target: Path) -> dict[str, Any]:
-    """What `is_there` needs to know of a result.
+def ended_early(settings: Settings, finished: dict[str, Any]) -> bool:
+    """Whether a run has ended before its last step by the patience that it is given now.
+
+    Args:
+        settings: the run.
+        finished: what `record` has returned, by the names of results.
+
+    Returns:
+        Whether it has left its result so.
+    """
+    found = finished.get(folder(settings).name, {})
+    return settings.patience is not None and found.get("patience") == settings.patience
+
+
+def record(settings: Settings, target: Path, early: bool) -> dict[str, Any]:
+    """What `is_there` and `ended_early` need to know of a result.
 
     Args:
         settings: the run.
         target: the result's folder.
+        early: the run ended before its last step.
 
     Returns:
         What JSON holds.
     """
     files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
-    return {"save_dtype": settings.save_dtype, "files": files}
+    return {"save_dtype": settings.save_dtype, "files": files, "patience": settings.patience if early else None}
 
 
 def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
@@ -136,7 +151,7 @@ def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
     out = Path(settings.out)
     if not holds_a_run(out / CHECKPOINTS):
         return []
-    names = [name for name in (MODEL, ADAPTERS, _log.TABLE, _log.EVENTS) if (out / name).exists()]
+    names = [name for name in (MODEL, ADAPTERS, _log.TABLE, _log.EVENTS, _log.WANDB) if (out / name).exists()]
     tuned = source.resolve()
     return [name for name in names if not any((out / name).samefile(path) for path in (tuned, *tuned.parents))]
 
@@ -151,7 +166,7 @@ def clear(settings: Settings, earlier: Sequence[str]) -> None:
     Raises:
         UserError: something cannot be removed.
     """
-    own = {folder(settings).name} | {{"csv": _log.TABLE, "tensorboard": _log.EVENTS}[kind] for kind in settings.log}
+    own = {folder(settings).name} | {_log.PLACES[kind] for kind in settings.log}
     for name in earlier:
         path = Path(settings.out) / name
         if name in own or not path.exists():

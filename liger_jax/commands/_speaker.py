@@ -133,7 +133,7 @@ class Speaker:
 
 
 class _Words:
-    """Tokens become text one after the other. A token's text depends on those before it, and a character may be several.
+    """Tokens become text one by one. A token's text depends on those before it, and a character may be several.
 
     Args:
         tokenizer: the tokens' tokenizer.

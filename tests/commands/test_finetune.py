@@ -232,7 +232,11 @@ def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, 
     data = f"--data={source.parent / 'texts.jsonl'}"
     assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 0
     printed = capsys.readouterr().out  # of 45 rows, 12 steps and then 2 of a tenth of them
-    assert "memory: the run needs" in printed and "5 pieces are held out" in printed
+    assert (
+        "memory: the run needs" in printed
+        and "data: 50 documents in 50 pieces; 45 pieces with " in printed
+        and "; 5 pieces held out" in printed
+    )
     first, last = map(float, re.search(r"14 steps; loss ([\d.]+) → ([\d.]+); model in", printed).groups())
     assert last < first - 1
     assert list((tmp_path / "tensorboard").glob("events.*"))

@@ -97,7 +97,7 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
     path = tmp_path / "settings.toml"
     told = _settings.Settings(
         model='a "quoted"\\ name\x7f\t☃', data="y", pack=True, lora=4, learning_rate=1e-5, log=("csv", "wandb"), seed=7,
-        schedule="linear", warmup=20, clip=0, weight_decay=0.0, samples=2, patience=3, out=str(tmp_path),
+        schedule="linear", warmup=20.0, clip=0.0, weight_decay=0.0, samples=2, patience=3, out=str(tmp_path),
     )  # fmt: skip
     _config.write(path, told.to_write(), "heading")
     assert settings_of(capsys, "--config", path) == told
@@ -113,7 +113,7 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
         ('pack = "yes"', 'pack = "yes" must be true or false.'),
         ("steps = true", "steps = true must be a whole number."),
         ("column = 3", "column = 3 must be a text, in quotes."),
-        ('remat = "ful"', 'remat = "ful" must be one of full, '),
+        ('remat = "ful"', 'remat = "ful" must be one of none, full'),
         ("learning_rate = 1\nlearning-rate = 2", "learning_rate stands there twice, also as learning-rate."),
         ("steps: 1", "is no TOML: "),
         ("[finetune]\nsteps = 1", "finetune is no option of liger-jax finetune."),
