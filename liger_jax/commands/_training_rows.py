@@ -72,11 +72,10 @@ def lay(settings: Settings, pieces: Sequence[Piece], documents: Sequence[Documen
     padding = share_of_padding(found) if settings.pack else 1 - tokens / found["input_ids"].size
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
     count = lambda number, what: f"{number:,} {what}{'' if number == 1 else 's'}"
-    summary = (
-        f"data: {count(len(documents), 'document')} in {count(len(pieces), 'piece')}; {count(len(train), 'piece')} with "
-        f"{tokens:,} tokens in {count(num_rows(found), 'row')} to train on, {padding:.1%} of them padding{hint}; "
-        f"{count(len(held_out), 'piece')} held out"
-    )
+    read = f"{count(len(documents), 'document')} in {count(len(pieces), 'piece')}"
+    trained = f"{count(len(train), 'piece')} with {tokens:,} tokens in {count(num_rows(found), 'row')} to train on"
+    kept = f"{count(len(held_out), 'piece')} held out"
+    summary = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {kept}"
     return TrainingRows(
         train, held_out, found, rows(held_out) if held_out else None, summary + _unused(pieces, documents)
     )
