@@ -44,7 +44,11 @@ def check_wandb() -> None:
     Raises:
         UserError: it is not installed.
     """
-    if importlib.util.find_spec(WANDB) is None:
+    try:
+        found = importlib.util.find_spec(WANDB)
+    except ValueError:  # a module that something has put in its place
+        found = None
+    if found is None:
         raise UserError("--log=wandb needs the package wandb: pip install wandb.")
 
 
