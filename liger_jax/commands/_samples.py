@@ -40,7 +40,8 @@ class Samples:
         rows = np.stack([np.pad(tokens, (width - len(tokens), 0)) for tokens in self._prompts])
         mask = np.stack([np.arange(width) >= width - len(tokens) for tokens in self._prompts])
         stops: Any = tuple(self._tokenizer.stops)
-        out = generate(model, jnp.asarray(rows), attention_mask=mask, max_new_tokens=self._new, eos_token_id=stops)
+        options: Any = dict(attention_mask=jnp.asarray(mask), eos_token_id=stops)
+        out = generate(model, jnp.asarray(rows), max_new_tokens=self._new, **options)
         for number, (prompt, new) in enumerate(zip(self._prompts, np.asarray(out)[:, width:], strict=True), 1):
             ends = np.flatnonzero(np.isin(new, stops))
             text = self._tokenizer.text(new[: ends[0] if ends.size else None].tolist(), special=False)

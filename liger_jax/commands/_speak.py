@@ -1,18 +1,21 @@
 """Texts and conversations of a model in a terminal."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _data
+from liger_jax.commands import _files, _messages
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError, in_one_line
 from liger_jax.commands._generation import Generation
 from liger_jax.commands._speaker import Speaker
 
 _NEW = "/new"
+_JSON_LINES = (".jsonl", ".ndjson")
+_ANSWER = {"role": "assistant", "content": "."}  # stands behind messages while they are checked
 
 
 def generate(options: Generation, prompt: str | None, file: str | None, chat: bool) -> int:
@@ -30,9 +33,7 @@ def generate(options: Generation, prompt: str | None, file: str | None, chat: bo
     Raises:
         UserError: whatever the user can mend.
     """
-    if file is not None and not Path(file).is_file():
-        raise UserError(f"--file={file} is no file.")
-    documents = [Document("--prompt", prompt or "")] if file is None else _data.read(file, "prompt", None)
+    documents = [Document("--prompt", prompt or "")] if file is None else list(_prompts(Path(file)))
     if chat:
         documents = [_as_conversation(document, options.system) for document in documents]
     speaker = Speaker(options)
@@ -73,6 +74,39 @@ def chat(options: Generation) -> int:
             continue
         messages = [*asked, {"role": "assistant", "content": answer.strip()}]
     return 0
+
+
+def _prompts(path: Path) -> Iterator[Document]:
+    """The prompts of a file: its text without the last line's end, or what the lines of JSON hold."""
+    if not path.is_file():
+        raise UserError(f"--file={path} is no file.")
+    (text,) = _files.read_texts(str(path)).values()
+    if path.suffix.lower() not in _JSON_LINES:
+        yield Document(str(path), text.removesuffix("\n"))
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield _prompt(f"{path}, line {number}", line)
+
+
+def _prompt(where: str, line: str) -> Document:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}, is no JSON: {error}.") from error
+    if isinstance(values, dict) and isinstance(values.get("prompt"), str):
+        return Document(where, values["prompt"])
+    if not isinstance(values, dict) or not isinstance(values.get("messages"), list):
+        raise UserError(f"{where}, must hold an object with a prompt, which is a text, or with messages.")
+    try:
+        messages = _messages.messages({"messages": [*values["messages"], _ANSWER]})[:-1]
+        tools = _messages.tools(values.get("tools"))
+        more = _messages.template_values(values.get(_messages.VALUES))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    if not messages or messages[-1]["role"] == "assistant":
+        raise UserError(f"{where}: the last message must be one that the assistant answers.")
+    return Document(where, messages=messages, tools=tools, values=more)
 
 
 def _lines() -> Iterator[str]:

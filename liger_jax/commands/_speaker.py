@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -94,20 +94,20 @@ class Speaker:
         if new < 1 or len(prompt) + new > longest:
             more = f", and --max-new-tokens={asked} come to them" if asked else ""
             raise UserError(f"{document.where} has {len(prompt):,} tokens{more}: the model takes {longest:,} in all.")
-        words = _Words(self.tokenizer, prompt)
+        words = _Words(lambda tokens: self.tokenizer.text(tokens, special=False), prompt)
         start = first = time.perf_counter()
-        count = 0
+        count, has_ended = 0, False
         for token in self._tokens(prompt, new, longest):
             if token < 0:
                 raise UserError("The model's logits are NaN. Its weights may be damaged, or try --dtype float32.")
             count += 1
             if count == 1:
                 first = time.perf_counter()
-            if token in self.tokenizer.stops:
+            if has_ended := token in self.tokenizer.stops:
                 break
             yield words.of(token)
         yield words.rest()
-        self._tell(count, new, first - start, time.perf_counter() - first)
+        self._tell(count, None if has_ended else new, first - start, time.perf_counter() - first)
 
     def _tokens(self, prompt: np.ndarray, new: int, longest: int) -> Iterator[int]:
         """The new tokens. Prompts are padded to a few lengths, so that few programs are compiled."""
@@ -122,13 +122,13 @@ class Speaker:
         self._texts += 1
         stops = [stop for stop in self.tokenizer.stops if stop < self._model.config.vocab_size]
         with user_errors():
-            tokens = stream(self._model, np.pad(prompt, (padding, 0))[None], eos_token_id=stops, **options)
+            tokens = stream(self._model, jnp.pad(prompt, (padding, 0))[None], eos_token_id=stops, **options)
         return (int(token[0]) for token in tokens)
 
     @staticmethod
-    def _tell(count: int, most: int, until_first: float, seconds: float) -> None:
+    def _tell(count: int, cut_at: int | None, until_first: float, seconds: float) -> None:
         rate = f", then {(count - 1) / seconds:,.1f} tokens/s" if count > 1 else ""
-        cut = f"; --max-new-tokens={most} cuts it off" if count == most else ""
+        cut = "" if cut_at is None else f"; --max-new-tokens={cut_at} cuts it off"
         print(f"[{count} tokens: the first after {until_first:.2f} s{rate}{cut}]", file=sys.stderr)
 
 
@@ -136,17 +136,14 @@ class _Words:
     """Tokens become text one by one. A token's text depends on those before it, and a character may be several.
 
     Args:
-        tokenizer: the tokens' tokenizer.
+        text: the text of tokens.
         prompt: the tokens before them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray):
-        self._text = lambda tokens: tokenizer.text(tokens, special=False)
+    def __init__(self, text: Callable[[list[int]], str], prompt: np.ndarray):
+        self._text = text
         self._tokens = prompt[-8:].tolist()
-        self._begin, self._told = (
-            0,
-            len(self._tokens),
-        )  # from where on tokens are decoded, and up to where they are told
+        self._begin, self._told = 0, len(self._tokens)  # from where on tokens are decoded, and up to where told
 
     def of(self, token: int) -> str:
         """The text that a token adds, which is empty within a character."""

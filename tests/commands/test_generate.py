@@ -34,7 +34,7 @@ def source(tmp_path_factory):
 def run(source, tmp_path_factory):
     """A run's folder with adapters that change what the model says."""
     model = AutoModelForCausalLM.from_pretrained(source)
-    add_lora(model, 2, rngs=nnx.Rngs(1))
+    add_lora(model, 2, alpha=4, rngs=nnx.Rngs(1))
     for _, each in nnx.iter_graph(model):
         if isinstance(each, nnx.LoRAParam):
             each.set_value(jax.random.normal(jax.random.key(each.get_value().size), each.get_value().shape))
@@ -97,6 +97,21 @@ def test_a_file_holds_prompts_and_conversations(source, capsys, tmp_path):
     assert second.partition("\n")[2].strip("\n") == answer.strip("\n")
 
 
+@pytest.mark.parametrize(
+    ["line", "sentence"],
+    [
+        ("{", "line 1, is no JSON"),
+        ('{"text": "one"}', "line 1, must hold an object with a prompt, which is a text, or with messages."),
+        ('{"messages": [{"role": "assistant", "content": "one"}]}', "line 1: the last message must be one that the"),
+        ('{"messages": [{"role": "user", "content": 1}]}', "line 1: message 1, the user's,"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(line, sentence, source, capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(line)
+    assert main(["generate", f"--model={source}", f"--file={tmp_path / 'prompts.jsonl'}"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_chat_remembers_what_was_said_until_a_new_one_begins(source, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one two\n\nand?\n/new\none two\n"))
     assert main(["chat", f"--model={source}", "--max-new-tokens=6"]) == 0
@@ -110,16 +125,13 @@ def test_a_chat_remembers_what_was_said_until_a_new_one_begins(source, capsys, m
 def test_characters_of_several_tokens_come_whole_and_nothing_is_lost(source):
     inner = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
 
-    class Both:
-        def text(self, tokens, special):
-            return inner.decode(tokens, skip_special_tokens=not special)
-
+    text = lambda tokens: inner.decode(tokens, skip_special_tokens=True)
     ids = inner.encode("one ☃☃ two").ids
-    words = _Words(Both(), np.asarray(inner.encode("ten").ids))
+    words = _Words(text, np.asarray(inner.encode("ten").ids))
     parts = [words.of(token) for token in ids[:-1]]
     assert "".join(parts) + words.rest() + words.of(ids[-1]) == "one ☃☃ two"
     assert "☃" in parts and "" in parts and not any("\ufffd" in part for part in parts)
-    words = _Words(Both(), np.asarray(inner.encode("ten").ids))
+    words = _Words(text, np.asarray(inner.encode("ten").ids))
     assert [words.of(inner.encode("☃").ids[0]), words.rest()] == ["", "\ufffd"]  # a text that ends within a character
 
 

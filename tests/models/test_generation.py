@@ -346,7 +346,7 @@ def test_tokens_are_drawn_from_the_top_k_likeliest_and_top_p_counts_among_them(t
     ids=["likeliest", "random"],
 )
 def test_a_stream_yields_the_tokens_of_generate_and_ends_with_the_last_row(options, rng):
-    model, prompts = make_model(), rng.integers(0, 29, MASK.shape)
+    model, prompts = make_model(), jnp.asarray(rng.integers(0, 29, MASK.shape), jnp.int32)
     options = dict(attention_mask=jnp.asarray(MASK), max_new_tokens=9, **options)
     free = np.asarray(generate(model, prompts, **options, eos_token_id=()))[:, 8:]
     np.testing.assert_array_equal(np.stack([*stream(model, prompts, **options, eos_token_id=())], axis=1), free)
