@@ -16,6 +16,8 @@ from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import add_lora, load_adapters, save_adapters
 from tests.commands import _tiny
 
+WIDTH = 64  # prompts are padded, so that one program serves all
+
 
 @pytest.fixture(scope="module", autouse=True)
 def each_program_is_compiled_once(caches):
@@ -53,8 +55,9 @@ def expected(source, prompt, count, adapters=None, **options):
     stops = [tokenizer.token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>")]
     if options:
         options["key"] = jax.random.fold_in(jax.random.key(0), 0)
-    out = model.generate(jnp.asarray([ids]), max_new_tokens=count, eos_token_id=stops, **options)
-    new = out[0, len(ids) :].tolist()
+    padded = jnp.asarray([[0] * (WIDTH - len(ids)) + ids])
+    options |= dict(attention_mask=jnp.arange(WIDTH)[None] >= WIDTH - len(ids), eos_token_id=stops)
+    new = model.generate(padded, max_new_tokens=count, **options)[0, WIDTH:].tolist()
     new = new[: next((i for i, token in enumerate(new) if token in stops), count)]
     return tokenizer.decode(new, skip_special_tokens=True)
 
@@ -65,21 +68,19 @@ def generated(capsys, *arguments):
     return capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, dict(temperature=2.0, top_k=20), dict(temperature=2.0, top_p=0.9)], ids=["likeliest", "k", "p"]
-)
+@pytest.mark.parametrize("options", [{}, dict(temperature=2.0, top_k=20)], ids=["likeliest", "random"])
 def test_a_text_goes_on_as_the_model_s_own_generate(source, capsys, options):
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    printed = generated(capsys, "--model", source, "--prompt", _tiny.text(5), "--max-new-tokens=20", *given)
-    assert printed.out == expected(source, _tiny.text(5), 20, **options) + "\n" and len(printed.out) > 10
+    printed = generated(capsys, "--model", source, "--prompt", _tiny.text(5), "--max-new-tokens=8", *given)
+    assert printed.out == expected(source, _tiny.text(5), 8, **options) + "\n" and len(printed.out) > 4
     assert f"reading {source} … " in printed.err and " tokens/s" in printed.err
 
 
 def test_adapters_speak_with_the_model_that_they_name_and_their_chat_template(source, run, capsys):
     prompt = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n"
-    options = ["--chat", "--system=be brief", "--prompt=one two", "--max-new-tokens=20"]
+    options = ["--chat", "--system=be brief", "--prompt=one two", "--max-new-tokens=8"]
     printed = generated(capsys, "--model", run, *options)
-    assert printed.out.strip("\n") == expected(source, prompt, 20, run / "adapters").strip("\n")
+    assert printed.out.strip("\n") == expected(source, prompt, 8, run / "adapters").strip("\n")
     assert printed.out != generated(capsys, "--model", source, *options).out
     assert printed.out == generated(capsys, "--model", run / "adapters", "--base", source, *options).out
 
@@ -114,11 +115,11 @@ def test_a_line_that_is_no_prompt_is_named(line, sentence, source, capsys, tmp_p
 
 def test_a_chat_remembers_what_was_said_until_a_new_one_begins(source, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one two\n\nand?\n/new\none two\n"))
-    assert main(["chat", f"--model={source}", "--max-new-tokens=6"]) == 0
+    assert main(["chat", f"--model={source}", "--max-new-tokens=8"]) == 0
     printed = capsys.readouterr().out
-    first = expected(source, "<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n", 6)
+    first = expected(source, "<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n", 8)
     history = f"<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n{first.strip()}<|im_end|>\n"
-    second = expected(source, f"{history}<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n", 6)
+    second = expected(source, f"{history}<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n", 8)
     assert printed == f"{first}\n{second}\n{first}\n"
 
 
