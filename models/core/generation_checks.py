@@ -60,10 +60,10 @@ def check_prompts(config: Any, input_ids: jax.Array, mask: jax.Array, max_new_to
         )
     if any(isinstance(x, Tracer) or not x.is_fully_addressable for x in (input_ids, mask)):
         return  # a wrong id then makes logits NaN, and tokens −1
-    ids, mask = np.asarray(input_ids), np.asarray(mask)
-    if not mask.any(axis=1).all():
-        raise ValueError(f"generate: attention_mask leaves row {mask.any(axis=1).argmin()} no token. Give it one.")
-    wrong = ids[mask & ((ids < 0) | (ids >= config.vocab_size))]
+    ids, is_token = np.asarray(input_ids), np.asarray(mask)
+    if not is_token.any(axis=1).all():
+        raise ValueError(f"generate: attention_mask leaves row {is_token.any(axis=1).argmin()} no token. Give it one.")
+    wrong = ids[is_token & ((ids < 0) | (ids >= config.vocab_size))]
     if wrong.size:
         raise ValueError(
             f"generate: input_ids holds {wrong[0]}, which is no token in [0, {config.vocab_size}). "
