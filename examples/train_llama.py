@@ -180,7 +180,9 @@ def make_model(model: dict[str, int], vocab_size: int, training: Training) -> Ll
 
 
 def make_optimizer(training: Training) -> optax.GradientTransformation:
-    """AdamW, or with moments in 8 bits, with warm-up, cosine decay and clipped gradients; it rounds parameters in bfloat16 stochastically.
+    """AdamW, or the one with moments in 8 bits, with warm-up, cosine decay and clipped gradients.
+
+    Parameters in bfloat16 are rounded stochastically.
 
     Args:
         training: says how many steps, and the rate.

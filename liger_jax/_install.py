@@ -1,11 +1,26 @@
-"""How to install what is missing: the pip command for the way in which this copy of liger-jax was installed."""
+"""This copy of liger-jax: its version, and the pip command that installs what is missing beside it."""
 
 import importlib.metadata
 import json
 import pathlib
 import shlex
+import tomllib
 
 NAME = "liger-jax"
+
+
+def version() -> str:
+    """The version of this copy of liger-jax: a checkout's own, whatever is installed beside it.
+
+    Returns:
+        Such as "0.1.0".
+    """
+    if (project := _checkout() / "pyproject.toml").is_file():
+        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
+    try:
+        return importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:  # a copied folder
+        return "of no known version"
 
 
 def install_command(extra: str) -> str:
@@ -20,7 +35,7 @@ def install_command(extra: str) -> str:
     Returns:
         The command, quoted for a shell.
     """
-    folder = pathlib.Path(__file__).resolve().parents[1]
+    folder = _checkout()
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
     try:
@@ -29,6 +44,11 @@ def install_command(extra: str) -> str:
         source = None
     reference = _reference(json.loads(source)) if source else ""
     return f"pip install {shlex.quote(f'{NAME}[{extra}]{reference}')}"
+
+
+def _checkout() -> pathlib.Path:
+    """The folder that holds the package, which has a pyproject.toml if it is a checkout."""
+    return pathlib.Path(__file__).resolve().parents[1]
 
 
 def _reference(source: dict) -> str:

@@ -4,6 +4,7 @@ from liger_jax.models.auto import AutoModelForCausalLM as AutoModelForCausalLM
 from liger_jax.models.causal_lm import CausalLM as CausalLM
 from liger_jax.models.core.cache import KVCache as KVCache
 from liger_jax.models.core.generation import generate as generate
+from liger_jax.models.core.generation import stream as stream
 from liger_jax.models.core.kernel_options import KernelOptions as KernelOptions
 from liger_jax.models.core.layout import Layout as Layout
 from liger_jax.models.core.output import CausalLMOutput as CausalLMOutput

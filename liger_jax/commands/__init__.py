@@ -1,14 +1,20 @@
-"""The command `liger-jax` and what it can do: `plan`, `data` and `finetune`."""
+"""The command `liger-jax` and what it can do: `plan`, `data`, `finetune`, `generate`, `chat` and `doctor`."""
 
 import argparse
+import functools
 
-from liger_jax.commands import data, finetune, plan
+from liger_jax._install import version
+from liger_jax.commands import chat, data, doctor, finetune, generate, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._errors import UserError as UserError
 from liger_jax.commands._errors import training_errors as training_errors
 from liger_jax.commands._errors import user_errors as user_errors
 from liger_jax.commands._errors import writable_folder as writable_folder
 from liger_jax.commands._files import read_texts as read_texts
+from liger_jax.commands._hub import tries_told_once
+from liger_jax.commands._parser import Parser
+
+_COMMANDS = {"plan": plan, "data": data, "finetune": finetune, "generate": generate, "chat": chat, "doctor": doctor}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,16 +26,39 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code, which is 2 for whatever the user can mend.
     """
-    parser = argparse.ArgumentParser(prog="liger-jax", description="Kernels and models for training in JAX.")
-    commands = parser.add_subparsers(required=True)
-    for command in (plan, data, finetune):
-        name = command.__name__.rpartition(".")[2]
+    args = _parsers()[0].parse_args(argv)
+    with compiled_programs_kept(args.cache is not False), tries_told_once():
+        return args.run(args)
+
+
+@functools.cache
+def option_names() -> frozenset[str]:
+    """The names of all commands' options, as a file of options may have them.
+
+    Returns:
+        Such as "learning_rate".
+    """
+    return frozenset(action.dest for each in _parsers()[1] for action in each._actions) - {"help", "config"}
+
+
+def _parsers() -> tuple[Parser, list[Parser]]:
+    """The parser, and those of the commands."""
+    parser = Parser(prog="liger-jax", description="Kernels and models for training in JAX.")
+    parser.add_argument("--version", action="version", version=f"liger-jax {version()}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    parsers = []
+    for name, command in _COMMANDS.items():
         subparser = commands.add_parser(
-            name, help=command.SUMMARY, epilog=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=command.SUMMARY,
+            epilog=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            alternatives=getattr(command, "ALTERNATIVES", ()),
         )
         command.add_arguments(subparser)
-        subparser.add_argument("--no-cache", action="store_true", help="compile anew, and keep no compiled programs")
+        add = subparser.add_argument
+        add("--config", metavar="FILE", help="a TOML file of these options; those of the command line come first")
+        add("--cache", action="store_true", help="keep compiled programs for the next start (default: yes)")
         subparser.set_defaults(run=command.run)
-    args = parser.parse_args(argv)
-    with compiled_programs_kept(not args.no_cache):
-        return args.run(args)
+        parsers.append(subparser)
+    return parser, parsers

@@ -102,6 +102,26 @@ class ChatTemplate:
             return text, [(span.begin, span.end) for span in spans]
         raise failed or UserError("The conversation has no messages.")
 
+    def prompt(self, messages: Sequence[Any], tools: Any = None, values: Mapping[str, Any] | None = None) -> str:
+        """The text of a conversation up to the words that the assistant is to say.
+
+        Args:
+            messages: as in `render`.
+            tools: as in `render`.
+            values: as in `render`.
+
+        Returns:
+            The text, with what the template adds for an answer.
+
+        Raises:
+            UserError: the template refuses the messages.
+        """
+        self._environment.clock.start()
+        try:
+            return Layout(self._text(messages, {"tools": tools, **(values or {})}, prompt=True)).text
+        except OverBudget as error:
+            raise UserError(f"The chat template {error} for one conversation. Pass a model with another.") from None
+
     def _rendered(self, messages: Sequence[Any], values: Mapping[str, Any]) -> tuple[str, list[Span]]:
         layout = Layout(self._text(messages, values))
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]

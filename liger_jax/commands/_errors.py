@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from liger_jax._install import install_command
@@ -50,6 +52,29 @@ def in_one_line(error: Exception) -> str:
         half = _LONGEST // 2
         text = f"{text[:half]} … ({len(text) - 2 * half:,} characters are left out) … {text[-half:]}"
     return " ".join(text.split())
+
+
+def exit_code(command: str, work: Callable[[], int]) -> int:
+    """Does a command's work, and prints an error that the user can mend as one sentence.
+
+    Args:
+        command: its name.
+        work: returns the exit code.
+
+    Returns:
+        That code; 2 for an error, 130 for Ctrl-C, and 1 if nobody reads the output any more.
+    """
+    try:
+        return work()
+    except UserError as error:
+        print(f"liger-jax {command}:", in_one_line(error), file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # who reads it, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
 
 
 class UserError(ValueError):

@@ -1,14 +1,19 @@
-"""Each step's figures, for the progress bar, a table and TensorBoard."""
+"""Each step's figures, for a table, TensorBoard and Weights & Biases."""
 
 import contextlib
 import csv
-from collections.abc import Sequence
+import importlib
+import importlib.util
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from liger_jax.commands._errors import UserError, needed_packages
 
-TABLE, EVENTS = "log.csv", "tensorboard"
+TABLE, EVENTS, WANDB = "log.csv", "tensorboard", "wandb"
+PLACES = {"csv": TABLE, "tensorboard": EVENTS, "wandb": WANDB}
+_ID = "run_id"  # a file in the folder `WANDB`
 FIELDS = (
     "step", "loss", "token_accuracy", "learning_rate", "tokens_per_second", "memory_gib",
     "eval_loss", "eval_perplexity", "eval_token_accuracy",
@@ -33,20 +38,42 @@ def check_table(path: Path) -> None:
         raise UserError(f"{path} is no log of a run, which would replace it. Move it, or pass another --out.")
 
 
+def check_wandb() -> None:
+    """Looks at the start of a run for the package of Weights & Biases, which no extra installs.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(WANDB)
+    except ValueError:  # a module that something has put in its place
+        found = None
+    if found is None:
+        raise UserError("--log=wandb needs the package wandb: pip install wandb.")
+
+
 class Log:
     """Where each step's figures go. A context, which closes the files.
 
     Args:
-        kinds: "csv" for log.csv, "tensorboard" for a folder of that name.
+        kinds: "csv" for log.csv, "tensorboard" and "wandb" for folders of these names.
         folder: where both lie.
         earlier: figures of the steps before, as a resumed run has them; what the files hold beyond them is dropped.
+        config: what Weights & Biases shows as the run's options.
 
     Raises:
-        UserError: a file cannot be written, or TensorBoard's writer is not installed.
+        UserError: a file cannot be written, a package is not installed, or Weights & Biases refuses the run.
     """
 
-    def __init__(self, kinds: Sequence[str], folder: Path, earlier: Sequence[dict[str, Any]]):
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        folder: Path,
+        earlier: Sequence[dict[str, Any]],
+        config: Mapping[str, Any] | None = None,
+    ):
         self._file = self._table = self._events = None
+        self._wandb = _wandb_run(folder, bool(earlier), config or {}) if "wandb" in kinds else None
         if "csv" in kinds:
             try:
                 self._file = (folder / TABLE).open("w", newline="", encoding="utf-8")
@@ -68,6 +95,8 @@ class Log:
         for file in (self._file, self._events):
             if file is not None:
                 file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def write(self, figures: dict[str, Any]) -> None:
         """Adds a step.
@@ -88,3 +117,26 @@ class Log:
             for name, value in figures.items():
                 if name != "step":
                     self._events.add_scalar(name, value, figures["step"])
+        if self._wandb is not None:
+            self._wandb.log({name: value for name, value in figures.items() if name != "step"}, step=figures["step"])
+
+
+def _wandb_run(folder: Path, goes_on: bool, config: Mapping[str, Any]) -> Any:
+    """The run at Weights & Biases: the same one if it goes on. What it has of a later step than ours stays."""
+    check_wandb()
+    wandb: Any = importlib.import_module(WANDB)
+    path = folder / WANDB / _ID
+    try:
+        path.parent.mkdir(exist_ok=True)
+        if not (goes_on and path.is_file()):
+            path.write_text(uuid.uuid4().hex[:12])
+        return wandb.init(
+            project="liger-jax",
+            name=folder.resolve().name,
+            dir=str(folder),
+            id=path.read_text(),
+            resume="allow",
+            config=dict(config),
+        )
+    except Exception as error:  # whatever the package, the network and its account may raise
+        raise UserError(f"--log=wandb: {error} Log in by `wandb login`, or set WANDB_MODE=offline.") from error

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from safetensors import SafetensorError
 
-from liger_jax.commands import _log
+from liger_jax.commands import _config, _log
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
 from liger_jax.models.hugging_face.checkpoint import Kept
@@ -26,6 +26,8 @@ from liger_jax.training.steps import holds_a_run
 
 CHECKPOINTS = "checkpoints"
 MODEL, ADAPTERS = "model", "adapters"
+SETTINGS = "settings.toml"
+_HEADING = "The options of the run in this folder, for --config."
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors calls them
 
 
@@ -42,6 +44,9 @@ def check(settings: Settings, source: Path) -> None:
     out, target = Path(settings.out), folder(settings)
     if "csv" in settings.log:
         _log.check_table(out / _log.TABLE)
+    written = out / SETTINGS
+    if written.exists() and not (written.is_file() and written.read_text(errors="replace").startswith(f"# {_HEADING}")):
+        raise UserError(f"{written} is of no run, whose options would replace it. Move it, or pass another --out.")
     if not target.exists():
         return
     if target.samefile(source) or _share_weights(target, source):
@@ -51,6 +56,18 @@ def check(settings: Settings, source: Path) -> None:
             f"The result would replace {target}, and {out / CHECKPOINTS} holds no run that has left it. Move it, or "
             "pass another --out."
         )
+
+
+def write_settings(settings: Settings) -> None:
+    """Writes the file of options in OUT by which the run can be repeated.
+
+    Args:
+        settings: the run.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _config.write(Path(settings.out) / SETTINGS, settings.to_write(), _HEADING)
 
 
 def _share_weights(target: Path, source: Path) -> bool:
@@ -75,18 +92,33 @@ def is_there(settings: Settings, finished: dict[str, Any]) -> bool:
     return all((folder(settings) / name).is_file() for name in found["files"])
 
 
-def record(settings: Settings, target: Path) -> dict[str, Any]:
-    """What `is_there` needs to know of a result.
+def ended_early(settings: Settings, finished: dict[str, Any]) -> bool:
+    """Whether a run has ended before its last step by the patience that it is given now.
+
+    Args:
+        settings: the run.
+        finished: what `record` has returned, by the names of results.
+
+    Returns:
+        Whether it has left its result so.
+    """
+    found = finished.get(folder(settings).name, {})
+    return settings.patience is not None and found.get("patience") == settings.patience
+
+
+def record(settings: Settings, target: Path, early: bool) -> dict[str, Any]:
+    """What `is_there` and `ended_early` need to know of a result.
 
     Args:
         settings: the run.
         target: the result's folder.
+        early: the run ended before its last step.
 
     Returns:
         What JSON holds.
     """
     files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
-    return {"save_dtype": settings.save_dtype, "files": files}
+    return {"save_dtype": settings.save_dtype, "files": files, "patience": settings.patience if early else None}
 
 
 def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
@@ -119,7 +151,7 @@ def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
     out = Path(settings.out)
     if not holds_a_run(out / CHECKPOINTS):
         return []
-    names = [name for name in (MODEL, ADAPTERS, _log.TABLE, _log.EVENTS) if (out / name).exists()]
+    names = [name for name in (MODEL, ADAPTERS, _log.TABLE, _log.EVENTS, _log.WANDB) if (out / name).exists()]
     tuned = source.resolve()
     return [name for name in names if not any((out / name).samefile(path) for path in (tuned, *tuned.parents))]
 
@@ -134,7 +166,7 @@ def clear(settings: Settings, earlier: Sequence[str]) -> None:
     Raises:
         UserError: something cannot be removed.
     """
-    own = {folder(settings).name} | {{"csv": _log.TABLE, "tensorboard": _log.EVENTS}[kind] for kind in settings.log}
+    own = {folder(settings).name} | {_log.PLACES[kind] for kind in settings.log}
     for name in earlier:
         path = Path(settings.out) / name
         if name in own or not path.exists():

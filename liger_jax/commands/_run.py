@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from liger_jax.commands import _data, _memory, _output, _training_rows
+from liger_jax.commands import _data, _memory, _output, _recipe, _samples, _training_rows
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
-from liger_jax.commands._log import Log
+from liger_jax.commands._log import Log, check_wandb
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
@@ -22,12 +22,10 @@ from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.training import (
     Checkpoints,
     Loop,
-    cosine_schedule,
     identity,
     lock,
     loss_and_accuracy,
     make_step,
-    optimizer_named,
     rows,
     score_sums,
     scoring,
@@ -52,6 +50,8 @@ def finetune(settings: Settings) -> int:
         UserError: whatever the user can mend.
     """
     need("orbax.checkpoint", "tqdm")
+    if "wandb" in settings.log:
+        check_wandb()
     out = Path(settings.out)
     writable_folder(out)
     with lock.held(out):
@@ -71,16 +71,19 @@ def _finetune(settings: Settings, out: Path) -> int:
     data = _training_rows.lay(settings, tokenizer.pieces(documents, settings.length), documents)
     print(data.summary)
     epochs, steps = settings.epochs_to_train, _steps(settings, data)
-    rate = cosine_schedule(settings.peak_rate, steps)
-    optimizer = optimizer_named(settings.optimizer, rate, seed=settings.seed)
+    rate = _recipe.schedule(settings, steps)
+    optimizer = _recipe.optimizer(settings, rate)
     rows_of = rows.batches(data.rows, settings.batch, settings.seed, epochs)
     batch_of = lambda step: next(rows.parts(rows_of(step), settings.batch))
     with user_errors():
         checkpoints = _checkpoints(settings, source, steps, documents, data)
     checkpoints.check()
-    if checkpoints.latest_step == steps and _output.is_there(settings, checkpoints.finished):
-        print(f"finished: {_output.folder(settings)} is there since step {steps}, the last one; nothing is changed")
+    latest, finished = checkpoints.latest_step, checkpoints.finished
+    if (latest == steps or _output.ended_early(settings, finished)) and _output.is_there(settings, finished):
+        print(f"finished: {_output.folder(settings)} is there since step {latest}, the last one; nothing is changed")
         return 0
+    with user_errors():
+        _output.write_settings(settings)
     reading = beside(_read, settings, source, precision)
     with user_errors(), telling("tracing"):
         programs, shapes = _programs(settings, found, precision, optimizer, batch_of(0))
@@ -91,7 +94,7 @@ def _finetune(settings: Settings, out: Path) -> int:
     state, keeps = (params, jax.jit(optimizer.init)(params)), model.kept
     del model, params  # a step overwrites the state in place: nothing else may hold it
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        state = _shapes(state)
     state, log = _restored(checkpoints, state)
 
     with telling("compiling"), memory_errors("while the step was compiled."):
@@ -101,7 +104,8 @@ def _finetune(settings: Settings, out: Path) -> int:
     held_out = [] if data.held_out_rows is None else list(rows.parts(data.held_out_rows, size))
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
-    with Log(settings.log, out, log["steps"]) as files:
+    samples = _samples.Samples(data.held_out[: settings.samples], tokenizer, found.config.longest_sequence)
+    with Log(settings.log, out, log["steps"], settings.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: step(state, batch, frozen),
             batch_of=batch_of,
@@ -109,6 +113,8 @@ def _finetune(settings: Settings, out: Path) -> int:
             checkpoints=checkpoints,
             every=settings.every,
             evaluate=lambda params: score(params, held_out) if held_out else {},
+            patience=settings.patience,
+            show=lambda params, write: settings.samples and samples.show(nnx.merge(graph, params, frozen), write),
             check=lambda params, step: score(params, its_rows(step))["eval_loss"],
             rate=rate,
             write=files.write,
@@ -119,16 +125,21 @@ def _finetune(settings: Settings, out: Path) -> int:
     if stopped_by:
         print(f"stopped after step {done} of {steps}, which is saved; the same command goes on from there")
         return 128 + stopped_by
+    early, best = done < steps, checkpoints.best
+    if early and best is not None:
+        print(f"stopped after step {done} of {steps}: step {best[0]} had the least held-out loss, and is taken")
+        done, state = best[0], _shapes(state)
+        state, _ = checkpoints.read(done, state)
     tuned = nnx.merge(graph, state[0], frozen)
     tuned.kept = keeps
     del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, source, tokenizer.stops)
-    checkpoints.finish(target.name, _output.record(settings, target))
+    checkpoints.finish(target.name, _output.record(settings, target, early))
     _output.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
-    first, last = log["steps"][0]["loss"], log["steps"][-1]["loss"]
+    first, last = log["steps"][0]["loss"], log["steps"][done - 1]["loss"]
     print(f"{done} steps; loss {first:.3f} → {last:.3f}; {target.name} in {target}")
-    if (best := checkpoints.best) is not None and best[0] != done:
+    if best is not None and best[0] != done:
         there = out / _output.CHECKPOINTS / str(best[0])
         print(
             f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, with "
@@ -184,6 +195,11 @@ def _restored(checkpoints: Checkpoints, state: Any) -> tuple[Any, dict[str, Any]
         return state, {"steps": []}
     print(f"resumed at step {checkpoints.latest_step}")
     return found
+
+
+def _shapes(state: Any) -> Any:
+    """What a checkpoint is read by, when the arrays are to go."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def _precision(settings: Settings, stored: str) -> dict[str, str]:

@@ -6,18 +6,26 @@ import math
 from typing import Any
 
 from liger_jax.commands._errors import UserError
+from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
+from liger_jax.planner.step import REMATS
 
 DTYPES = ("float32", "bfloat16")
 SAVE_DTYPES = (*DTYPES, "float16")
 OPTIMIZERS = ("adamw", "adamw8bit")
-LOGS = ("csv", "tensorboard")
+LOGS = ("csv", "tensorboard", "wandb")
+SCHEDULES = ("cosine", "linear", "constant")
 MOST = 2**31 - 1  # JAX counts in int32
 _BOUNDS = dict(
     length=(2, MOST), batch=(1, MOST), micro_batches=(1, MOST), steps=(1, MOST), lora=(1, 2**16), every=(1, MOST),
-    keep=(1, MOST), seed=(0, 2**32 - 1),
+    keep=(1, MOST), seed=(0, 2**32 - 1), samples=(0, 2**16), patience=(1, MOST),
 )  # fmt: skip
 _MOST_FLOAT = 3.4e38  # of float32
+# What may change when a run is continued: where figures and results go, and how often it saves and looks at itself.
+_NOT_OF_THE_RUN = (
+    "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify",
+)  # fmt: skip
+ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +48,17 @@ class Settings:
         steps: training steps; `None` for what `epochs` says.
         learning_rate: the peak; `None` for 2e-4 with adapters and 1e-5 without.
         optimizer: "adamw", or "adamw8bit", whose moments have 8 bits.
+        schedule: how the rate goes on behind the peak, a name of `SCHEDULES`.
+        warmup: the share of the steps in which the rate rises, or from 1 on their number.
+        weight_decay: the share of each weight that a step of rate 1 takes away.
+        clip: a gradient with a larger norm is scaled down to it; 0 to leave all as they are.
         remat: what layers keep for the backward.
         dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
         eval_share: the share of the data that is held out and scored.
         every: steps between checkpoints, each with an evaluation.
+        samples: how many held-out rows are continued and printed at each evaluation.
+        patience: the run ends once so many evaluations have not improved the held-out loss; `None` for all steps.
         keep: how many of the newest checkpoints are kept, beside the one with the least held-out loss.
         seed: seed of the adapters, the held-out data, the order of the rows and the rounding of bfloat16 weights.
         log: where each step's figures go, names of `LOGS`.
@@ -73,11 +87,17 @@ class Settings:
     steps: int | None = None
     learning_rate: float | None = None
     optimizer: str = defaults.OPTIMIZER
+    schedule: str = "cosine"
+    warmup: float = 0.03
+    weight_decay: float = 0.01
+    clip: float = 1.0
     remat: str = defaults.REMAT
     dtype: str | None = None
     param_dtype: str | None = None
     eval_share: float = 0.02
     every: int = 100
+    samples: int = 0
+    patience: int | None = None
     keep: int = 1
     seed: int = 0
     log: tuple[str, ...] = ("csv",)
@@ -108,12 +128,22 @@ class Settings:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number above 0.")
             if value is not None and value > _MOST_FLOAT:
                 raise UserError(f"--{name.replace('_', '-')}={value} is more than a float32 holds.")
+        for name in ("warmup", "weight_decay", "clip"):
+            if not 0 <= (value := getattr(self, name)) <= _MOST_FLOAT:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number, at least 0.")
+        if self.warmup > 1 and self.warmup % 1:
+            raise UserError(f"--warmup={self.warmup} must be a share of the steps below 1, or a whole number of steps.")
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"--schedule={self.schedule} must be one of {', '.join(SCHEDULES)}.")
         if self.steps is not None and self.epochs is not None:
             raise UserError(
                 f"--steps={self.steps} and --epochs={self.epochs} both say how long the run is. Pass one of them."
             )
         if not 0 <= self.eval_share < 1:
             raise UserError(f"--eval-share={self.eval_share} must be in [0, 1); 0 holds nothing out.")
+        for name in ("samples", "patience"):
+            if getattr(self, name) and not self.eval_share:
+                raise UserError(f"--{name} is for data that is held out, and --eval-share=0 holds out none.")
         for name in ("lora_alpha", "quantize", "merge"):
             if getattr(self, name) and self.lora is None:
                 raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
@@ -147,6 +177,15 @@ class Settings:
                 f"--length={self.length} is more than the {longest} positions of {model}. Pass --length {longest}."
             )
 
+    def to_write(self) -> dict[str, Any]:
+        """The settings as a file of options has them.
+
+        Returns:
+            Values by name; `None` where the default depends on others. A file neither starts a run over nor has all
+            weights read.
+        """
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("fresh", "verify")}
+
     def of_the_run(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is continued.
 
@@ -156,7 +195,7 @@ class Settings:
         return {
             name: value
             for name, value in (dataclasses.asdict(self) | {"epochs": self.epochs_to_train}).items()
-            if name not in ("log", "out", "fresh", "every", "keep", "merge", "save_dtype", "verify")
+            if name not in _NOT_OF_THE_RUN
         }
 
 
@@ -173,6 +212,69 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
     add("--length", type=int, help="tokens in a row (default: 2048)")
     add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
     add("--seed", type=int, help="of all that is random (default: 0)")
+
+
+def add_training_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of every command that trains a model on data: one for each field of `Settings`.
+
+    Args:
+        command: its parser.
+    """
+    add = command.add_argument
+    add("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
+    add("--data", required=True, help="text, or JSON lines of text or messages: a file, a quoted glob, a dataset's id")
+    add_data_arguments(command)
+    _add_model_arguments(command)
+    _add_step_arguments(command)
+    _add_run_arguments(command)
+
+
+def _add_model_arguments(command: argparse.ArgumentParser) -> None:
+    """What is trained, and in which precision."""
+    add = command.add_argument
+    add(
+        "--lora",
+        type=int,
+        nargs="?",
+        const=defaults.RANK,
+        metavar="RANK",
+        help="train adapters of this rank (default: 16)",
+    )
+    add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
+    add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
+    add("--remat", choices=REMATS, help="what layers keep for the backward (default: full, which keeps least)")
+    add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
+    add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
+
+
+def _add_step_arguments(command: argparse.ArgumentParser) -> None:
+    """How many steps there are, and what a step does."""
+    add = command.add_argument
+    add("--batch", type=int, help="rows in a step (default: 8)")
+    add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")
+    add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
+    add("--steps", type=int, help="training steps, in the place of --epochs")
+    add("--learning-rate", type=float, help="the peak (default: 1e-5, with --lora 2e-4)")
+    add("--optimizer", choices=OPTIMIZERS, help="adamw8bit holds its moments in 8 bits (default: adamw)")
+    add("--schedule", choices=SCHEDULES, help="of the rate behind its peak (default: cosine, down to a tenth)")
+    add("--warmup", type=float, help="share of the steps in which the rate rises, or their number (default: 0.03)")
+    add("--weight-decay", type=float, help="share of a weight that a step of rate 1 takes away (default: 0.01)")
+    add("--clip", type=float, help="largest norm of a gradient, 0 for any (default: 1)")
+
+
+def _add_run_arguments(command: argparse.ArgumentParser) -> None:
+    """What a run looks at, prints and leaves."""
+    add = command.add_argument
+    add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
+    add("--samples", type=int, metavar="N", help="held-out rows that are continued at each evaluation (default: 0)")
+    add("--patience", type=int, metavar="N", help="stop after N evaluations without a smaller held-out loss")
+    add("--keep", type=int, help="newest checkpoints to keep, beside the best by held-out loss (default: 1)")
+    add("--log", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(LOGS)}, with commas (default: csv)")
+    add("--out", help="folder for checkpoints, logs and the result (default: runs/finetune)")
+    add("--merge", action="store_true", help="add the adapters to the weights in the result")
+    add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
+    add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
+    add("--verify", action="store_true", help="read all weights to know that the model is still the run's")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

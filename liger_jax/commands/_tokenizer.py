@@ -112,9 +112,42 @@ class Tokenizer:
             raise UserError("The data has no token to train on: each is predicted from those before it.")
         return scored
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+    def prompt(self, document: Document) -> np.ndarray:
+        """The tokens behind which a model goes on with a text, or answers a conversation.
+
+        Args:
+            document: the text or the conversation.
+
+        Returns:
+            (tokens,) int32.
+
+        Raises:
+            UserError: there are no tokens, one is not in the model's vocabulary, there is no chat template, or it
+                fails.
+        """
+        if (messages := document.messages) is None:
+            text = document.text
+        else:
+            with needed_packages():
+                from liger_jax.commands._chat import ChatTemplate
+            template = ChatTemplate(self._chosen(self._chat_templates(), document.tools), self._special)
+            text = template.prompt(messages, document.tools, document.values)
+        with _failures():
+            ids = self._tokenizer.encode(text, add_special_tokens=messages is None).ids
+        if messages is None and ids[-1:] == [self._eos] and not text.endswith(self._special.get("eos_token", "\0")):
+            ids = ids[:-1]  # some tokenizers end each text
+        if not ids:
+            raise UserError(f"{document.where} has no tokens, and a model goes on behind at least one.")
+        return self._checked(ids, document)
+
+    def text(self, tokens: Sequence[int], special: bool = True) -> str:
+        """The text of tokens, with the special ones or without."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._chat_templates())
 
     def _texts(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
         pieces, texts = [], [document.text for document in documents]

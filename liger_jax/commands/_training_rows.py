@@ -71,12 +71,11 @@ def lay(settings: Settings, pieces: Sequence[Piece], documents: Sequence[Documen
     found, tokens = rows(train), sum(len(piece.tokens) for piece in train)
     padding = share_of_padding(found) if settings.pack else 1 - tokens / found["input_ids"].size
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
-    are_held_out = "piece is held out" if len(held_out) == 1 else "pieces are held out"
-    read = "1 document" if len(documents) == 1 else f"{len(documents):,} documents"
-    summary = (
-        f"data: {read}; {tokens:,} tokens in {num_rows(found):,} rows to train on, "
-        f"{padding:.1%} of them padding{hint}; {len(held_out):,} {are_held_out}"
-    )
+    count = lambda number, what: f"{number:,} {what}{'' if number == 1 else 's'}"
+    read = f"{count(len(documents), 'document')} in {count(len(pieces), 'piece')}"
+    trained = f"{count(len(train), 'piece')} with {tokens:,} tokens in {count(num_rows(found), 'row')} to train on"
+    kept = f"{count(len(held_out), 'piece')} held out"
+    summary = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {kept}"
     return TrainingRows(
         train, held_out, found, rows(held_out) if held_out else None, summary + _unused(pieces, documents)
     )

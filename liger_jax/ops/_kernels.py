@@ -9,10 +9,12 @@ chosen, with its static options. The op's differentiation rules take it as a sta
     y = kernel.run(*kernel.guarded(x, scale))
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +30,35 @@ _PLATFORM_OF = {"triton": "gpu", "mosaic_gpu": "gpu", "cudnn": "gpu", "mosaic_tp
 _PARTITIONED = ("xla", "cudnn")  # the compiler splits these over a mesh; they have no interpreter
 _DIFFERENTIABLE = (*_PARTITIONED, "splash")  # splash is JAX's own, and says itself that it is not partitioned
 _SECOND_DERIVATIVES = "pass implementation='xla', which is plain JAX"
+
+
+_noted: contextvars.ContextVar[list["Chosen"] | None] = contextvars.ContextVar("noted", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What an op chose for a case.
+
+    Attributes:
+        op: the op's public name.
+        name: the implementation's.
+        others: by the names of the other ones, why they cannot run the case; `None` for one that could.
+    """
+
+    op: str
+    name: str
+    others: Mapping[str, str | None]
+
+
+@contextlib.contextmanager
+def choices_noted() -> Iterator[list[Chosen]]:
+    """A context that notes, in the list that it gives, what each op in it chooses."""
+    noted: list[Chosen] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +153,9 @@ class Kernels:
         for name in candidates:
             reason = self._why_not(name, place, inputs, case)
             if reason is None:
+                if (noted := _noted.get()) is not None:
+                    others = {other: self._why_not(other, place, inputs, case) for other in self.modules}
+                    noted.append(Chosen(self.op, name, {other: why for other, why in others.items() if other != name}))
                 return self.named(name)
             reasons.append(f"{name!r}: {reason}")
             if implementation is not None and name != candidates[-1]:

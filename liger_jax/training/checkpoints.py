@@ -140,6 +140,27 @@ class Checkpoints:
             raise CheckpointError(_told(*damaged[0])) from damaged[0][1]
         return None
 
+    def read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Reads the checkpoint of a step that is kept, such as that of `best`.
+
+        Args:
+            step: its number.
+            like: as in `restore`.
+
+        Returns:
+            State and log.
+
+        Raises:
+            CheckpointError: it is another run's, or is damaged.
+        """
+        path = self._steps()[step]
+        try:
+            return self._read(path, like)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever orbax makes of a damaged file
+            raise CheckpointError(_told(path, error)) from error
+
     def save(self, step: int, state: Any, log: dict[str, Any], score: float | None = None) -> None:
         """Writes a checkpoint, then drops those that are not kept; a step that is there already is left alone.
 

@@ -52,6 +52,8 @@ class Loop:
         seconds: seconds after which the next step is followed by a save, too; `None` for no such time.
         evaluate: the scores of parameters, by names that begin with "eval_"; `None` for no scores. A run that begins is
             scored before its first step.
+        patience: the loop ends once so many evaluations have not brought `eval_loss` below its least; `None` for never.
+        show: is called after each evaluation with the parameters and a function that prints a text.
         check: the loss of parameters after so many steps, which must be finite for a save. A step's own loss is that
             before its update.
         rate: the learning rate of a step, from 0.
@@ -82,6 +84,8 @@ class Loop:
     every: int | None = None
     seconds: int | float | None = None
     evaluate: Callable[[Any], Mapping[str, float]] | None = None
+    patience: int | None = None
+    show: Callable[[Any, Callable[[str], Any]], Any] | None = None
     check: Callable[[Any, int], float] | None = None
     rate: Schedule | None = None
     write: Callable[[dict[str, Any]], Any] | None = None
@@ -110,14 +114,14 @@ class Loop:
             if not figures and self.evaluate is not None:
                 with telling("scoring what is held out"):
                     scores = self.evaluate(state[0])
-                _tell(print, 0, scores)
+                self._tell(print, 0, scores, state[0])
             saved_at = time.monotonic()
             with self._bar(len(figures)) as bar:
-                while len(figures) < self.steps and not received:
+                while not self.is_over(figures) and not received:
                     state, found = self._one(state, len(figures) + 1)
                     if is_due := self._is_due(found["step"], saved_at):
                         found |= (scores := {} if self.evaluate is None else self.evaluate(state[0]))
-                        _tell(bar.write, found["step"], scores)
+                        self._tell(bar.write, found["step"], scores, state[0])
                     figures.append(found)
                     if self.write is not None:
                         self.write(found)
@@ -128,7 +132,28 @@ class Loop:
                         saved_at = time.monotonic()
             if received:
                 self._save(state, log)
-        return state, received[0] if len(figures) < self.steps else 0
+        return state, 0 if self.is_over(figures) else received[0]
+
+    def is_over(self, figures: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a run with these figures has all its steps, or has stopped to improve for `patience` evaluations.
+
+        Args:
+            figures: those of the steps that are done.
+
+        Returns:
+            Whether no step follows.
+        """
+        losses = [each["eval_loss"] for each in figures if "eval_loss" in each]
+        losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+        is_stuck = self.patience is not None and losses and len(losses) - losses.index(min(losses)) > self.patience
+        return len(figures) >= self.steps or bool(is_stuck)
+
+    def _tell(self, write, step, scores, params):
+        if scores:
+            told = (_in_words(name.removeprefix("eval_"), value) for name, value in scores.items())
+            write(f"step {step}: held out: {', '.join(told)}")
+        if self.show is not None:
+            self.show(params, write)
 
     def _one(self, state, number):
         batch = self.batch_of(number - 1)
@@ -238,9 +263,3 @@ class _NoBar(contextlib.nullcontext):
 
 def _in_words(name: str, value: float) -> str:
     return _WORDS.get(name, name.replace("_", " ") + " {:.3f}").format(value)
-
-
-def _tell(write: Callable[[str], Any], step: int, scores: Mapping[str, float]) -> None:
-    if scores:
-        told = (_in_words(name.removeprefix("eval_"), value) for name, value in scores.items())
-        write(f"step {step}: held out: {', '.join(told)}")

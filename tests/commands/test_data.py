@@ -97,7 +97,7 @@ def test_bad_data_is_one_sentence_that_says_where(source, tmp_path, capsys, name
         (["--length=513"], "--length=513 is more than the 512 positions of"),
         (["--quantize=nf4"], "--quantize is for adapters: pass --lora, such as --lora 16, as well."),
         (["--merge"], "--merge is for adapters"),
-        (["--log=csv,wandb"], "--log=csv,wandb: 'wandb' must be one of csv, tensorboard."),
+        (["--log=csv,mlflow"], "--log=csv,mlflow: 'mlflow' must be one of csv, tensorboard, wandb."),
         (["--eval-share=1"], "--eval-share=1.0 must be in [0, 1); 0 holds nothing out."),
         (["--learning-rate=nan"], "--learning-rate=nan must be a finite number above 0."),
         (["--model=./nowhere"], "no such folder: './nowhere'"),

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import signal
+import sys
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import UserError, _cache, _run, main
+from liger_jax.commands import UserError, _cache, _log, _run, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
@@ -232,7 +233,11 @@ def test_text_is_learnt_by_all_weights_with_its_figures_for_tensorboard(source, 
     data = f"--data={source.parent / 'texts.jsonl'}"
     assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 0
     printed = capsys.readouterr().out  # of 45 rows, 12 steps and then 2 of a tenth of them
-    assert "memory: the run needs" in printed and "5 pieces are held out" in printed
+    assert (
+        "memory: the run needs" in printed
+        and "data: 50 documents in 50 pieces; 45 pieces with " in printed
+        and "; 5 pieces held out" in printed
+    )
     first, last = map(float, re.search(r"14 steps; loss ([\d.]+) → ([\d.]+); model in", printed).groups())
     assert last < first - 1
     assert list((tmp_path / "tensorboard").glob("events.*"))
@@ -324,3 +329,62 @@ def test_weights_whose_loss_is_not_finite_are_never_saved(source, tmp_path, caps
     data = f"--data={source.parent / 'texts.jsonl'}"
     assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 2
     assert "after step 1, so training stops. There is no checkpoint yet." in capsys.readouterr().err
+
+
+class Wandb:
+    """What the package would be told."""
+
+    def __init__(self):
+        self.runs, self.figures, self.ended = [], [], 0
+
+    def init(self, **options):
+        self.runs.append(options)
+        return self
+
+    def log(self, figures, step):
+        self.figures.append((step, figures))
+
+    def finish(self):
+        self.ended += 1
+
+
+def test_a_run_stops_early_with_the_best_weights_and_shows_samples(source, tmp_path, capsys, monkeypatch):
+    """By the options of its own file, which goes on with it, and begins another."""
+    told, losses = Wandb(), iter([5.0, 4.0, 9.0, 3.0, 9.0, 8.0, 9.0, 7.0, 9.0])
+    monkeypatch.setitem(sys.modules, "wandb", told)
+    monkeypatch.setattr(_log, "check_wandb", lambda: None)
+    monkeypatch.setattr(_run, "check_wandb", lambda: None)
+    with monkeypatch.context() as patch:
+        scores = lambda: {"eval_loss": next(losses), "eval_perplexity": 1.0, "eval_token_accuracy": 0.0}
+        patch.setattr(_run, "scoring", lambda sums, frozen: lambda params, parts: scores())
+        options = "--every=1 --patience=2 --samples=1 --log=csv,wandb --schedule=constant --warmup=0 --seed=3".split()
+        assert chat(source, tmp_path / "run", *options) == 0
+    printed = capsys.readouterr().out
+    assert "stopped after step 4 of 6: step 2 had the least held-out loss, and is taken\n" in printed
+    assert len(re.findall(r"^sample 1: user .* assistant ▸ ", printed, re.MULTILINE)) == 5, printed
+    assert len({row["learning_rate"] for row in figures_of(tmp_path / "run")}) == 1
+    assert [step for step, _ in told.figures] == [1, 2, 3, 4] and told.ended == 1
+    assert told.runs[0]["config"]["patience"] == 2 and told.runs[0]["name"] == "run"
+
+    config = f"--config={tmp_path / 'run' / 'settings.toml'}"
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != ".lock"}
+    assert main(["finetune", config]) == 0
+    assert "is there since step 4, the last one; nothing is changed" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+    other = ["--steps=2", "--log=csv", "--samples=0", f"--out={tmp_path / 'other'}"]
+    assert main(["finetune", config, *other]) == 0
+    ours, others = (load_file(tmp_path / out / "adapters" / "adapter_model.safetensors") for out in ("run", "other"))
+    jax.tree.map(np.testing.assert_array_equal, ours, others)  # at a constant rate two steps are the same
+
+
+def test_settings_of_no_run_are_not_replaced(source, tmp_path, capsys):
+    (tmp_path / "settings.toml").write_text("steps = 3")
+    assert chat(source, tmp_path) == 2
+    assert "settings.toml is of no run, whose options would replace it" in capsys.readouterr().err
+
+
+def test_wandb_that_is_not_installed_is_told_before_anything_is_read(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["finetune", "--model=none", "--data=none", f"--out={tmp_path}", "--log=wandb"]) == 2
+    assert capsys.readouterr().err == "liger-jax finetune: --log=wandb needs the package wandb: pip install wandb.\n"

@@ -46,7 +46,7 @@ def test_a_conversation_is_shown_with_its_answers_underlined(source, capsys):
         "<|im_start|>assistant↵\nthree four five<|im_end|>↵\n~~~~~~~~~~~~~~~~~~~~~~~~~\n"
         "── 6 places of padding\n"
     )
-    assert "data: 12 documents; 693 tokens in 12 rows to train on" in printed
+    assert "data: 12 documents in 12 pieces; 12 pieces with 693 tokens in 12 rows to train on" in printed
 
 
 def test_a_terminal_shows_scored_tokens_in_green_unless_colours_are_off(source, capsys, monkeypatch):
@@ -124,7 +124,7 @@ def test_check_names_every_line_that_would_be_refused(source, capsys, tmp_path):
     assert not error and [line.split(",")[1] for line in printed.splitlines() if line.startswith(str(file))] == [
         " line 1", " line 11: no message is the assistant's", " line 12"
     ]  # fmt: skip
-    assert "data: 10 documents;" in printed and printed.endswith("\n3 of 13 documents would be refused\n")
+    assert "data: 10 documents in " in printed and printed.endswith("\n3 of 13 documents would be refused\n")
     assert main(["data", f"--model={source}", str(file), "--length=64"]) == 2  # as a run, which ends with the first
     assert capsys.readouterr().err.startswith(f"liger-jax data: {file}, line 1, holds a list")
     file.write_text(good)

@@ -23,6 +23,7 @@ from liger_jax.models import (
     MistralConfig,
     MistralForCausalLM,
     generate,
+    stream,
 )
 from liger_jax.models.core.cache import cached_attention
 from liger_jax.models.core.generation import draw
@@ -322,6 +323,42 @@ def test_tokens_are_drawn_from_the_fewest_likeliest_that_reach_top_p(p, top_p, e
     assert_drawn_from(draw(key, logits, jnp.float32(temperature), top_p), np.asarray(expected))
 
 
+@pytest.mark.parametrize(
+    ["top_k", "top_p", "expected"],
+    [
+        (3, None, [0, 4 / 9, 2 / 9, 3 / 9]),
+        (1, None, [0, 1, 0, 0]),
+        (9, None, [0.1, 0.4, 0.2, 0.3]),
+        (3, 0.45, [0, 4 / 7, 0, 3 / 7]),  # the likeliest of three has 4/9
+        (3, 0.4, [0, 1, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_from_the_top_k_likeliest_and_top_p_counts_among_them(top_k, top_p, expected, rng):
+    key = jax.random.key(int(rng.integers(2**31)))
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.1, 0.4, 0.2, 0.3])), (DRAWS, 4))
+    top_p = None if top_p is None else jnp.float32(top_p)
+    assert_drawn_from(draw(key, logits, jnp.float32(1), top_p, jnp.int32(top_k)), np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(temperature=0.9, top_p=0.9, top_k=20, key=jax.random.key(0))],
+    ids=["likeliest", "random"],
+)
+def test_a_stream_yields_the_tokens_of_generate_and_ends_with_the_last_row(options, rng):
+    model, prompts = make_model(), jnp.asarray(rng.integers(0, 29, MASK.shape), jnp.int32)
+    options = dict(attention_mask=jnp.asarray(MASK), max_new_tokens=9, **options)
+    free = np.asarray(generate(model, prompts, **options, eos_token_id=()))[:, 8:]
+    np.testing.assert_array_equal(np.stack([*stream(model, prompts, **options, eos_token_id=())], axis=1), free)
+    stops = sorted({int(row[3]) for row in free})
+    ended = np.asarray(generate(model, prompts, **options, eos_token_id=stops, pad_token_id=60))[:, 8:]
+    found = np.stack([*stream(model, prompts, **options, eos_token_id=stops, pad_token_id=60)], axis=1)
+    assert found.shape[1] <= 4
+    np.testing.assert_array_equal(found, ended[:, : found.shape[1]])
+    with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):  # before it is asked for a token
+        stream(model, prompts, max_new_tokens=0)
+
+
 def test_both_of_two_random_tokens_have_the_model_s_probabilities(rng):
     model, prompt = make_model(), random_tokens(rng, batch=1, length=3)
     options = dict(temperature=0.8, top_p=0.9, key=jax.random.key(int(rng.integers(2**31))))
@@ -345,7 +382,9 @@ def test_both_of_two_random_tokens_have_the_model_s_probabilities(rng):
         (dict(temperature=1.0), "temperature=1.0 draws random tokens, and key is None. Pass key="),
         (dict(top_p=0.0), r"top_p=0.0 must lie in \(0, 1\]"),
         (dict(top_p=1.5), r"top_p=1.5 must lie in \(0, 1\]"),
-        (dict(top_p=0.5), "temperature=0 takes the likeliest token, and key and top_p would be ignored"),
+        (dict(top_p=0.5), "temperature=0 takes the likeliest token, and key, top_p and top_k would be ignored"),
+        (dict(top_k=3), "temperature=0 takes the likeliest token, and key, top_p and top_k would be ignored"),
+        (dict(top_k=0), "top_k=0 must be at least 1"),
         (dict(key=0), "temperature=0 takes the likeliest token"),
         (dict(pad_token_id=0), "pad_token_id=0 is given without eos_token_id"),
         (dict(eos_token_id=61), r"eos_token_id or pad_token_id is 61, and must lie in \[0, 61\)"),

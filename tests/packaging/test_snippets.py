@@ -14,6 +14,7 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```$)?", re.DOTALL | re.MULTILINE)
 ALONE = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("models/*/README.md"))]
+IGNORED = (CHECKOUT / ".gitignore").read_text(encoding="utf-8").splitlines()
 PAGES = [page for page in sorted(CHECKOUT.glob("docs/*.md")) if FENCE.search(page.read_text(encoding="utf-8"))]
 
 
@@ -50,3 +51,11 @@ def test_examples_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     names = {"__name__": "example"}
     for fence in FENCE.finditer(page.read_text(encoding="utf-8")):
         run(page, fence, names)
+    if page.name == "getting-started.md":
+        made = {path.name for path in tmp_path.iterdir()}
+        assert made and made <= {line.strip("/") for line in IGNORED}, "to be ignored by git in a checkout"
+
+
+def test_git_ignores_the_folders_of_getting_started():
+    page = (CHECKOUT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    assert "python3 -m venv .env" in page and ".env/" in IGNORED and "runs/" in IGNORED

@@ -53,6 +53,33 @@ def test_the_checkpoint_with_the_least_held_out_loss_stays_beside_the_last(tmp_p
     assert steps_in(tmp_path / "run") == [2, 5] and checkpoints.best == (2, 0.0)
 
 
+def test_a_loss_that_is_no_longer_less_ends_the_loop_and_the_best_can_be_read(tmp_path):
+    checkpoints, shown = Checkpoints(tmp_path / "run", {}), []
+    options = dict(
+        evaluate=lambda params: {"eval_loss": abs(float(params) - 2)},
+        every=1,
+        steps=9,
+        checkpoints=checkpoints,
+        show=lambda params, write: shown.append(float(params)),
+    )
+    log = {"steps": []}
+    state, stopped_by = loop(patience=2, **options).run(start(), log)
+    assert float(state[0]) == len(log["steps"]) == 4 and stopped_by == 0 and shown == [0, 1, 2, 3, 4]
+    assert float(checkpoints.read(2, start())[0][0]) == 2
+    state, _ = loop(patience=2, **options).run(state, log)  # is over as it begins
+    assert float(state[0]) == 4
+    state, _ = loop(patience=3, **options).run(state, log)
+    assert float(state[0]) == 5
+    state, _ = loop(**options).run(state, log)
+    assert float(state[0]) == 9
+
+
+def test_losses_that_are_not_finite_count_as_no_improvement():
+    figures = [{"eval_loss": loss} for loss in (3.0, float("nan"), float("inf"))]
+    assert not loop(patience=3).is_over(figures) and loop(patience=2).is_over(figures)
+    assert not loop(patience=1).is_over([{"loss": 1.0}] * 4) and loop(patience=1).is_over([{"loss": 1.0}] * 5)
+
+
 @pytest.fixture
 def saves(monkeypatch):
     """Checkpoints whose saves are counted, and not written."""

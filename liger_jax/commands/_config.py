@@ -1,0 +1,121 @@
+"""A file of options in TOML, which every command reads, and which a run writes.
+
+learning_rate = 1e-4
+lora = 16
+log = ["csv", "tensorboard"]
+pack = true
+"""
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_jax.commands._errors import UserError
+
+_NO_OPTIONS = ("help", "config")
+_KINDS: Any = {int: "a whole number", float: "a number"}
+
+
+def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    """Reads a file of options.
+
+    Args:
+        path: the file.
+        command: the command's name.
+        actions: its arguments by their names in the parsed result.
+
+    Returns:
+        The values by name, as parsing the command line would give them. Options that only other commands have are left
+        out, and a line says so.
+
+    Raises:
+        UserError: the file cannot be read, no command has an option of a name in it, or a value is not one of it.
+    """
+    from liger_jax.commands import option_names
+    from liger_jax.commands._parser import meant
+
+    known = {name: action for name, action in actions.items() if name not in _NO_OPTIONS}
+    found, others = {}, []
+    for key, value in _table(path).items():
+        name = key.removeprefix("--").replace("-", "_")
+        if name in found:
+            raise UserError(f"--config {path}: {name} stands there twice, also as {key}. Keep one of them.")
+        if name in known:
+            found[name] = _value(f"--config {path}: {key}", known[name], value)
+        elif name in option_names():
+            others.append(key)
+        else:
+            asked = meant(f"--{name}", [f"--{each.replace('_', '-')}" for each in known])
+            raise UserError(f"--config {path}: {key} is no option of liger-jax {command}.{asked}")
+    if others:
+        print(f"{path}: not read, as options of other commands: {', '.join(others)}", file=sys.stderr)
+    return found
+
+
+def write(path: Path, options: Mapping[str, Any], heading: str) -> None:
+    """Writes a file of options.
+
+    Args:
+        path: the file.
+        options: strings, numbers, booleans and sequences of strings by name; those that are `None` are left out.
+        heading: what a reader of the file should know.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines = [f"# {heading}", *(f"{name} = {_toml(value)}" for name, value in options.items() if value is not None)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+def _table(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a null in the name
+        raise UserError(f"--config {path} is no TOML: {error}. A line is such as: learning_rate = 1e-4") from error
+
+
+def _value(where: str, action: argparse.Action, value: Any) -> Any:
+    """A value of the file as the argument's own type."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise UserError(f"{where} = {json.dumps(value, default=str)} must be true or false.")
+        return value
+    if value is True and action.nargs == "?" and action.const is not None:
+        return action.const
+    if isinstance(value, list):
+        if action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction):
+            return [_one(where, action, each) for each in value]
+        value = ",".join(map(str, value))
+    found = _one(where, action, value)
+    return [found] if action.nargs in ("+", "*") else found
+
+
+def _one(where: str, action: argparse.Action, value: Any) -> Any:
+    shown = f"{where} = {json.dumps(value, default=str, ensure_ascii=False)}"
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(f"{shown} must be {_KINDS.get(action.type, 'a text')}.")
+    if not isinstance(value, str) and action.type is None and not action.choices:
+        raise UserError(f"{shown} must be a text, in quotes.")
+    try:
+        found = action.type(str(value)) if callable(action.type) else str(value)
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        raise UserError(f"{shown} must be {_KINDS.get(action.type, 'a text')}.") from error
+    if action.choices is not None and found not in action.choices:
+        raise UserError(f"{shown} must be one of {', '.join(map(str, action.choices))}.")
+    return found
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):  # a JSON string is one of TOML, but for one character that TOML wants escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value)

@@ -1,0 +1,92 @@
+"""What `liger-jax generate` and `liger-jax chat` are told alike: which model speaks, and how its tokens are chosen."""
+
+import argparse
+import dataclasses
+import math
+
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import DTYPES, MOST
+from liger_jax.ops.block_quantized import KINDS
+
+MOST_NEW_TOKENS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Who speaks, and how.
+
+    Attributes:
+        model: a folder of a run, a checkpoint or adapters, or an id such as "org/name".
+        base: the model that adapters belong to; `None` for the one that they name.
+        quantize: how the weights of layers are held, "nf4" or "int8"; `None` for as they are.
+        dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
+        max_new_tokens: the most tokens of a text; `None` for `MOST_NEW_TOKENS`, or for what the model still takes.
+        temperature: 0 takes the likeliest token.
+        top_p: the share of the likeliest tokens' probability that is drawn from.
+        top_k: how many of the likeliest tokens are drawn from; `None` for all.
+        seed: seed of random tokens.
+        system: the first message of a conversation; `None` for none.
+
+    Raises:
+        UserError: a value is out of its range, or does not go with another.
+    """
+
+    model: str
+    base: str | None = None
+    quantize: str | None = None
+    dtype: str | None = None
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+    system: str | None = None
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "top_k"):
+            if (value := getattr(self, name)) is not None and not 1 <= value <= MOST:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1 and at most {MOST}.")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"--temperature={self.temperature} must be 0, for the likeliest token, or a number above.")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p={self.top_p} must be above 0 and at most 1.")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed={self.seed} must be at least 0 and below 2**32.")
+        for name, given in (("top-p", self.top_p != 1), ("top-k", self.top_k is not None)):
+            if given and self.temperature == 0:
+                raise UserError(f"--{name} is for random tokens: pass --temperature, such as --temperature 0.7, too.")
+
+
+def add_generation_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say which model speaks, and how: one for each field of `Generation`.
+
+    Args:
+        command: a parser.
+    """
+    add = command.add_argument
+    add("--model", required=True, help="a run's --out, a checkpoint's or adapters' folder, or an id")
+    add("--base", metavar="MODEL", help="the model that adapters belong to (default: the one that they name)")
+    add("--quantize", choices=KINDS, help="hold the weights of layers in 4 or 8 bits")
+    add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
+    add("--max-new-tokens", type=int, metavar="N", help=f"the most tokens of a text (default: {MOST_NEW_TOKENS})")
+    add("--temperature", type=float, help="0 for the likeliest tokens, or such as 0.7 for random ones (default: 0)")
+    add("--top-p", type=float, help="draw from the likeliest tokens with this probability together (default: 1)")
+    add("--top-k", type=int, help="draw from so many of the likeliest tokens (default: all)")
+    add("--seed", type=int, help="of random tokens (default: 0)")
+    add("--system", metavar="TEXT", help="the first message of a conversation, which says how to answer")
+
+
+def generation_of(args: argparse.Namespace) -> Generation:
+    """Who speaks, and how.
+
+    Args:
+        args: parsed arguments, of which those that `Generation` does not have are passed over.
+
+    Returns:
+        The values, with defaults for what was not given.
+
+    Raises:
+        UserError: a value is out of its range, or does not go with another.
+    """
+    fields = {field.name for field in dataclasses.fields(Generation)}
+    return Generation(**{k: v for k, v in vars(args).items() if k in fields and v is not None})

@@ -1,0 +1,40 @@
+"""Hugging Face's hub, which tells of each of its many tries to reach a network that is not there."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+_LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
+_TRIES = ("thrown while requesting", "Retrying", "Rate limited")  # what each try is told by
+
+
+class _Once(logging.Filter):
+    """Lets the first warning of tries through."""
+
+    def __init__(self):
+        super().__init__()
+        self._told = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if not any(words in text for words in _TRIES):
+            return True
+        if self._told:
+            return False
+        self._told = True
+        record.msg, record.args = f"{text.rstrip('. ')}. It is tried again for some seconds, and not told again.", ()
+        return True
+
+
+@contextlib.contextmanager
+def tries_told_once() -> Iterator[None]:
+    """A context in which all tries to reach the hub are one warning."""
+    once = _Once()
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(once)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(once)

@@ -1,0 +1,141 @@
+"""What this machine has for JAX, and what of it is broken."""
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from liger_jax._install import NAME, install_command, version
+
+SHOWN = ("jax", "jaxlib", "flax", "optax", "chex", "jaxtyping", "safetensors", "tokenizers", "orbax-checkpoint")
+_CUDA_LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")  # the plugin's extra brings them
+_PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What was found.
+
+    Attributes:
+        versions: of all packages that are installed, by their names.
+        has_driver: whether NVIDIA's driver is here.
+        platforms: what JAX_PLATFORMS says; empty if nothing.
+        devices: the devices that JAX finds, in words.
+        platform: theirs; empty if JAX finds none.
+        error: why JAX finds none; empty if it does.
+    """
+
+    versions: Mapping[str, str]
+    has_driver: bool
+    platforms: str
+    devices: tuple[str, ...]
+    platform: str
+    error: str = ""
+
+    @property
+    def plugins(self) -> dict[str, str]:
+        """The versions of JAX's plugins for GPUs by their names."""
+        return {name: found for name, found in self.versions.items() if _PLUGIN.fullmatch(name)}
+
+
+def found() -> Machine:
+    """Looks at this machine.
+
+    Returns:
+        What it has.
+    """
+    versions = {}
+    for each in importlib.metadata.distributions():
+        with contextlib.suppress(Exception):  # a damaged one has no name
+            versions.setdefault(each.metadata["Name"].lower().replace("_", "-"), each.version)
+    versions |= {NAME: version()}
+    try:
+        devices, error = jax.devices(), ""
+    except RuntimeError as raised:
+        devices, error = [], " ".join(str(raised).split())
+    return Machine(
+        versions=versions,
+        has_driver=_has_driver(),
+        platforms=os.environ.get("JAX_PLATFORMS", ""),
+        devices=tuple(f"{device.platform} {device.id}: {device.device_kind}" for device in devices),
+        platform=jax.default_backend() if devices else "",
+        error=error,
+    )
+
+
+def problems(machine: Machine, requirements: Mapping[str, str] | None = None) -> list[str]:
+    """What is broken, each with its cure.
+
+    Args:
+        machine: what was found.
+        requirements: the versions that liger-jax and JAX need, by package, such as ">=0.10.2,<0.13"; `None` for those
+            that they tell.
+
+    Returns:
+        Sentences; none if all is well.
+    """
+    wrong = _wrong_versions(machine, _requirements() if requirements is None else requirements)
+    jaxlib = machine.versions.get("jaxlib", "")
+    wrong += [
+        f"{name} is {found}, and jaxlib is {jaxlib}: JAX does not use a plugin of another version. "
+        f"pip install --upgrade 'jax[cuda13]=={machine.versions.get('jax', jaxlib)}'"
+        for name, found in machine.plugins.items()
+        if found != jaxlib
+    ]
+    for_gpus = not machine.platforms or any(name in machine.platforms for name in ("cuda", "gpu"))
+    has_libraries = any(name in machine.versions for name in _CUDA_LIBRARIES)
+    if for_gpus and machine.plugins and has_libraries and not machine.has_driver:
+        wrong.append(
+            f"{min(machine.plugins)} is installed, and NVIDIA's driver is not: libcuda.so.1 cannot be loaded. Install "
+            "the driver, in a container pass the GPUs on, or set JAX_PLATFORMS=cpu."
+        )
+    elif for_gpus and machine.has_driver and not machine.plugins:
+        wrong.append(f"NVIDIA's driver is here, and JAX has no plugin for it: {install_command('cuda')}.")
+    elif for_gpus and machine.has_driver and machine.platform == "cpu":
+        wrong.append("NVIDIA's driver and JAX's plugin are here, and JAX finds no GPU. JAX_PLATFORMS=cuda says why.")
+    if machine.error:
+        wrong.append(f"JAX finds no device: {machine.error}")
+    return wrong
+
+
+def _has_driver() -> bool:
+    if not Path("/proc/driver/nvidia/version").exists() and not any(Path("/dev").glob("nvidia[0-9]*")):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _wrong_versions(machine: Machine, requirements: Mapping[str, str]) -> list[str]:
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        return []
+    wrong = []
+    for name, needed in requirements.items():
+        if (has := machine.versions.get(name)) is None:
+            wrong.append(f"{name} is not installed: pip install '{name}{needed}'.")
+        elif not SpecifierSet(needed).contains(has, prereleases=True):
+            wrong.append(f"{name} is {has}, and {needed} is needed: pip install '{name}{needed}'.")
+    return wrong
+
+
+def _requirements() -> dict[str, str]:
+    """What liger-jax and JAX say that they need, as far as they are installed."""
+    texts = []
+    for package in (NAME, "jax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            texts += importlib.metadata.requires(package) or []
+    needed: dict[str, list[str]] = {}
+    for text in texts:
+        if ";" not in text and (parts := re.fullmatch(r"([\w.-]+)\s*\(?([^()\[\]]*)\)?", text)):
+            needed.setdefault(parts[1].lower().replace("_", "-"), []).append(parts[2].replace(" ", ""))
+    return {name: ",".join(filter(None, limits)) for name, limits in needed.items()}

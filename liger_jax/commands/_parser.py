@@ -1,0 +1,170 @@
+"""The parser of the command line: what it does not know it answers with the name that was meant.
+
+A switch such as --pack has a second form, --no-pack, by which the command line overrules a file of options.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from liger_jax.commands import _config
+from liger_jax.commands._errors import UserError
+
+# What other trainers call our options. Each names those that may be meant, of which a command has one or none.
+_ELSEWHERE = {
+    "--lr": ("--learning-rate",),
+    "--max-steps": ("--steps",),
+    "--num-steps": ("--steps",),
+    "--num-train-epochs": ("--epochs",),
+    "--num-epochs": ("--epochs",),
+    "--batch-size": ("--batch",),
+    "--bs": ("--batch",),
+    "--per-device-train-batch-size": ("--batch",),
+    "--gradient-accumulation-steps": ("--micro-batches",),
+    "--grad-accum": ("--micro-batches",),
+    "--max-length": ("--length", "--seq", "--max-new-tokens"),
+    "--max-seq-length": ("--length", "--seq"),
+    "--seq-len": ("--length", "--seq"),
+    "--seq-length": ("--length", "--seq"),
+    "--cutoff-len": ("--length",),
+    "--max-tokens": ("--max-new-tokens",),
+    "--model-name-or-path": ("--model",),
+    "--base-model": ("--model",),
+    "--dataset": ("--data",),
+    "--dataset-name": ("--data",),
+    "--train-file": ("--data",),
+    "--text-column": ("--column",),
+    "--dataset-text-field": ("--column",),
+    "--packing": ("--pack",),
+    "--output": ("--out",),
+    "--output-dir": ("--out",),
+    "--rank": ("--lora",),
+    "--lora-r": ("--lora",),
+    "--lora-rank": ("--lora",),
+    "--use-peft": ("--lora",),
+    "--load-in-4bit": ("--quantize",),
+    "--load-in-8bit": ("--quantize",),
+    "--gradient-checkpointing": ("--remat",),
+    "--scheduler": ("--schedule",),
+    "--lr-scheduler": ("--schedule",),
+    "--lr-scheduler-type": ("--schedule",),
+    "--warmup-ratio": ("--warmup",),
+    "--warmup-steps": ("--warmup",),
+    "--wd": ("--weight-decay",),
+    "--max-grad-norm": ("--clip",),
+    "--grad-clip": ("--clip",),
+    "--save-total-limit": ("--keep",),
+    "--save-steps": ("--every",),
+    "--eval-steps": ("--every",),
+    "--early-stopping": ("--patience",),
+    "--report-to": ("--log",),
+    "--bf16": ("--dtype",),
+    "--overwrite-output-dir": ("--fresh",),
+    "--accelerator": ("--device",),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, with whole names of options only, and errors that name what was meant.
+
+    Args:
+        alternatives: names of options of which a run takes one: one on the command line overrules the other in a file.
+        **options: argparse's.
+    """
+
+    def __init__(self, *args: Any, alternatives: Sequence[Sequence[str]] = (), **options: Any):
+        super().__init__(*args, **options, allow_abbrev=False)
+        self.alternatives = alternatives
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Adds an argument, as argparse does; a switch gets its second form, and is `None` if neither is given."""
+        if options.get("action") == "store_true":
+            options |= {"action": argparse.BooleanOptionalAction}
+        return super().add_argument(*names, **options)
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # argparse's has overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parses, as argparse does; `args` may name a file of options, and nothing may be left over."""
+        args = list(sys.argv[1:] if args is None else args)
+        self._check_names(args)
+        if self._has("--config"):
+            try:
+                self._take_file(args)
+            except UserError as error:
+                self.exit(2, f"{self.prog}: {error}\n")
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}.")
+        return found, left
+
+    def _has(self, name: str) -> bool:
+        return name in self._option_string_actions
+
+    def _check_names(self, args: Iterable[str]) -> None:
+        for arg in args:
+            if arg == "--" or self._subparsers is not None and not arg.startswith("-"):
+                return  # what follows is data, or the command's
+            if _is_option(arg) and not self._has(_name(arg)) and not self._has(arg[:2]):
+                hint = meant(_name(arg), self._option_string_actions)
+                if not hint and self._subparsers is not None:
+                    hint = " Options stand behind the command, as in: liger-jax plan --help"
+                self.error(f"unrecognized option: {_name(arg)}.{hint}")
+
+    def _take_file(self, args: Sequence[str]) -> None:
+        """Makes the options of the file that --config names the defaults of this call."""
+        places = [i for i, arg in enumerate(args) if _name(arg) == "--config"]
+        if len(places) > 1:
+            raise UserError("--config is given more than once. Write the options into one file.")
+        if not places or args[places[0]] == "--config" and places[0] + 1 == len(args):  # argparse asks for its value
+            return
+        path = args[places[0]].partition("=")[2] or args[places[0] + 1]
+        values = _config.read(path, self.prog.rpartition(" ")[2], {action.dest: action for action in self._actions})
+        given = {self._option_string_actions[name].dest for name in map(_name, args) if self._has(name)}
+        for names in self.alternatives:
+            if given.intersection(names):
+                given.update(names)
+        values = {name: value for name, value in values.items() if name not in given}
+        for action in self._actions:
+            action.required = action.required and action.dest not in values
+        self.set_defaults(**values)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with the usage and the message, in which a mistyped command is told the one that was meant."""
+        if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            message += meant(found[1], re.findall(r"[\w.-]+", found[2]))
+        super().error(message)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """A question that names what was meant.
+
+    Args:
+        name: what was typed.
+        known: what might have been.
+
+    Returns:
+        The question behind a space; empty if nothing is near.
+
+    Example:
+        >>> meant("--modle", ["--model", "--data"]), meant("--lr", ["--learning-rate"]), meant("--bs", ["--out"])
+        (' Did you mean --model?', ' Did you mean --learning-rate?', '')
+    """
+    known = list(known)
+    spelled = name.replace("_", "-").lower()
+    near = [spelled] if spelled in known else [each for each in _ELSEWHERE.get(spelled, ()) if each in known]
+    near = near or [each for each in known if each.startswith(spelled) and len(spelled) > 3]
+    near = near or difflib.get_close_matches(spelled, known, n=1, cutoff=0.7)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def _name(arg: str) -> str:
+    return arg.partition("=")[0]
+
+
+def _is_option(arg: str) -> bool:
+    """Whether an argument has the form of an option; a negative number and a text with spaces have not."""
+    return re.match(r"-[-a-zA-Z]", arg) is not None and " " not in _name(arg)

@@ -1,0 +1,49 @@
+"""The learning rates and the optimizer of a run, from its settings."""
+
+from typing import Any
+
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
+from liger_jax.training import constant_schedule, cosine_schedule, linear_schedule, optimizer_named
+
+_SCHEDULES = {"cosine": cosine_schedule, "linear": linear_schedule, "constant": constant_schedule}
+
+
+def schedule(settings: Settings, steps: int) -> Any:
+    """The learning rate of each step.
+
+    Args:
+        settings: the run.
+        steps: how many steps it has.
+
+    Returns:
+        A function of the step, from 0.
+
+    Raises:
+        UserError: the rate would rise in more steps than there are.
+    """
+    share = settings.warmup
+    if share >= 1:
+        if share > steps:
+            raise UserError(f"--warmup={share:g} steps are more than the {steps} of the run. Pass fewer, or a share.")
+        share = (share - 0.5) / steps  # schedules round up: this is so many steps whatever a division leaves
+    return _SCHEDULES[settings.schedule](settings.peak_rate, steps, warm_up=share)
+
+
+def optimizer(settings: Settings, rate: Any) -> Any:
+    """The optimizer.
+
+    Args:
+        settings: the run.
+        rate: its learning rates.
+
+    Returns:
+        The transformation.
+    """
+    return optimizer_named(
+        settings.optimizer,
+        rate,
+        weight_decay=settings.weight_decay,
+        max_norm=settings.clip or None,
+        seed=settings.seed,
+    )

@@ -1,0 +1,67 @@
+"""How a model goes on with rows that are held out, which a run prints at each evaluation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from liger_jax.commands._tokenizer import Piece, Tokenizer
+from liger_jax.models import generate
+from liger_jax.ops.labels import IGNORE_INDEX
+
+NEW_TOKENS = 64
+_MOST_OF_TEXT = 32  # tokens of a text that are given; of a conversation it is all that stands before the first answer
+_SHOWN = 80  # characters of what is given
+
+
+class Samples:
+    """Held-out rows whose beginnings a model is given.
+
+    Args:
+        pieces: the rows' pieces, the first of which are taken.
+        tokenizer: their tokenizer.
+        longest: the most tokens that the model takes.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], tokenizer: Tokenizer, longest: int):
+        self._tokenizer, self._new = tokenizer, min(NEW_TOKENS, max(1, longest // 2))
+        self._prompts = [beginning(piece)[-(longest - self._new) :] for piece in pieces]
+
+    def show(self, model: nnx.Module, write: Callable[[str], Any]) -> None:
+        """Prints how a model goes on with each of them, by its likeliest tokens.
+
+        Args:
+            model: the model.
+            write: prints a text.
+        """
+        width = max(map(len, self._prompts))
+        rows = np.stack([np.pad(tokens, (width - len(tokens), 0)) for tokens in self._prompts])
+        mask = np.stack([np.arange(width) >= width - len(tokens) for tokens in self._prompts])
+        stops: Any = tuple(self._tokenizer.stops)
+        options: Any = dict(attention_mask=jnp.asarray(mask), eos_token_id=stops)
+        out = generate(model, jnp.asarray(rows), max_new_tokens=self._new, **options)
+        for number, (prompt, new) in enumerate(zip(self._prompts, np.asarray(out)[:, width:], strict=True), 1):
+            ends = np.flatnonzero(np.isin(new, stops))
+            text = self._tokenizer.text(new[: ends[0] if ends.size else None].tolist(), special=False)
+            given = self._tokenizer.text(prompt.tolist(), special=False)
+            write(f"sample {number}: {_in_line(given)[-_SHOWN:]} ▸ {_in_line(text)}")
+
+
+def beginning(piece: Piece) -> np.ndarray:
+    """What a model is given of a piece.
+
+    Args:
+        piece: a text or a conversation.
+
+    Returns:
+        The first tokens: of a conversation all before the first answer, of a text the first half.
+    """
+    if piece.document is not None and piece.document.messages is not None:
+        return piece.tokens[: 1 + int(np.argmax(piece.labels[1:] != IGNORE_INDEX))]
+    return piece.tokens[: min(_MOST_OF_TEXT, max(1, len(piece.tokens) // 2))]
+
+
+def _in_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,149 @@
+"""Texts and conversations of a model in a terminal."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from liger_jax.commands import _files, _messages
+from liger_jax.commands._data import Document
+from liger_jax.commands._errors import UserError, in_one_line
+from liger_jax.commands._generation import Generation
+from liger_jax.commands._speaker import Speaker
+
+_NEW = "/new"
+_JSON_LINES = (".jsonl", ".ndjson")
+_ANSWER = {"role": "assistant", "content": "."}  # stands behind messages while they are checked
+
+
+def generate(options: Generation, prompt: str | None, file: str | None, chat: bool) -> int:
+    """Prints how the model goes on with each prompt.
+
+    Args:
+        options: which model, and how its tokens are chosen.
+        prompt: the prompt, if it is not in a file.
+        file: the file with prompts.
+        chat: prompts are messages.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        UserError: whatever the user can mend.
+    """
+    documents = [Document("--prompt", prompt or "")] if file is None else list(_prompts(Path(file)))
+    if chat:
+        documents = [_as_conversation(document, options.system) for document in documents]
+    speaker = Speaker(options)
+    if any(document.messages is not None for document in documents):
+        speaker.check_template()
+    for document in documents:
+        if len(documents) > 1:
+            print(f"── {document.where}")
+        _said(speaker.say(document))
+    return 0
+
+
+def chat(options: Generation) -> int:
+    """Answers one line after another, until the input ends.
+
+    Args:
+        options: which model, and how its tokens are chosen.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        UserError: the model cannot be used, or has no chat template.
+    """
+    speaker = Speaker(options)
+    speaker.check_template()
+    beginning = _system(options.system)
+    messages = list(beginning)
+    for line in _lines():
+        if line == _NEW:
+            messages = list(beginning)
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            answer = _said(speaker.say(Document("The conversation", messages=asked)), stoppable=True)
+        except UserError as error:
+            print(f"{in_one_line(error)} {_NEW} begins another conversation.", file=sys.stderr)
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer.strip()}]
+    return 0
+
+
+def _prompts(path: Path) -> Iterator[Document]:
+    """The prompts of a file: its text without the last line's end, or what the lines of JSON hold."""
+    if not path.is_file():
+        raise UserError(f"--file={path} is no file.")
+    (text,) = _files.read_texts(str(path)).values()
+    if path.suffix.lower() not in _JSON_LINES:
+        yield Document(str(path), text.removesuffix("\n"))
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield _prompt(f"{path}, line {number}", line)
+
+
+def _prompt(where: str, line: str) -> Document:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}, is no JSON: {error}.") from error
+    if isinstance(values, dict) and isinstance(values.get("prompt"), str):
+        return Document(where, values["prompt"])
+    if not isinstance(values, dict) or not isinstance(values.get("messages"), list):
+        raise UserError(f"{where}, must hold an object with a prompt, which is a text, or with messages.")
+    try:
+        messages = _messages.messages({"messages": [*values["messages"], _ANSWER]})[:-1]
+        tools = _messages.tools(values.get("tools"))
+        more = _messages.template_values(values.get(_messages.VALUES))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    if not messages or messages[-1]["role"] == "assistant":
+        raise UserError(f"{where}: the last message must be one that the assistant answers.")
+    return Document(where, messages=messages, tools=tools, values=more)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, without empty lines."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  lines can be edited then; Windows has none
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _said(parts: Iterator[str], stoppable: bool = False) -> str:
+    """Prints the parts of a text as they come, and returns the whole. Ctrl-C may end it."""
+    said: list[str] = []
+    try:
+        for part in parts:
+            said.append(part)
+            print(part, end="", flush=True)
+    except KeyboardInterrupt:
+        if not stoppable:
+            raise
+    finally:
+        if said:
+            print(flush=True)
+    return "".join(said)
+
+
+def _as_conversation(document: Document, system: str | None) -> Document:
+    if document.messages is not None:
+        return document
+    return Document(document.where, messages=[*_system(system), {"role": "user", "content": document.text}])
+
+
+def _system(text: str | None) -> list[dict[str, Any]]:
+    return [] if text is None else [{"role": "system", "content": text}]

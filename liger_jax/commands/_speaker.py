@@ -1,0 +1,201 @@
+"""A model that speaks: a checkpoint, or adapters and the model that they belong to, with their tokenizer."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from liger_jax.commands._data import Document
+from liger_jax.commands._errors import UserError, user_errors
+from liger_jax.commands._generation import MOST_NEW_TOKENS, Generation
+from liger_jax.commands._output import ADAPTERS, CHECKPOINTS, MODEL
+from liger_jax.commands._tokenizer import FILE, Tokenizer
+from liger_jax.models import AutoModelForCausalLM, stream
+from liger_jax.models.hugging_face.checkpoint import CONFIG
+from liger_jax.models.hugging_face.config_json import loads
+from liger_jax.models.hugging_face.source import Source, find
+from liger_jax.models.lora import load_adapters
+from liger_jax.training.waiting import telling
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_LEAST_SLOTS = 64  # of a prompt; from there on each program takes prompts of up to twice as many tokens
+_UNFINISHED = "\ufffd"  # stands for a character of which not all tokens are there
+_TOLD = Document("", messages=[{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}])
+
+
+class Speaker:
+    """A model with its tokenizer.
+
+    Args:
+        options: which model, and how its tokens are chosen.
+
+    Attributes:
+        tokenizer: its tokenizer.
+
+    Raises:
+        UserError: the folder holds neither a model nor adapters, or one of its files cannot be used.
+    """
+
+    def __init__(self, options: Generation):
+        self._options, self._texts = options, 0
+        with user_errors():
+            found = _result(options.model)
+            adapters = found if isinstance(found, Source) and _has(found, _ADAPTER_CONFIG) else None
+            if options.base is not None and adapters is None:
+                raise UserError(f"--base is for adapters, and {options.model} has no {_ADAPTER_CONFIG}.")
+            source = find(found if adapters is None else _base(adapters, options.base))
+            dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+            stops = list(source.stops)
+            what = str(source.folder if adapters is None else f"{source.folder} with the adapters of {adapters.folder}")
+            with contextlib.redirect_stdout(sys.stderr), telling(f"reading {what}"):
+                self._model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, quantize=options.quantize)
+                if adapters is not None:
+                    load_adapters(self._model, adapters.folder)
+                    stops += _stops(adapters)
+            files = adapters if adapters is not None and adapters.tokenizer[FILE] is not None else source
+        self.tokenizer = Tokenizer(files, self._model.config.vocab_size, stops)
+
+    def check_template(self) -> None:
+        """Looks for a chat template, and learns from it what ends an answer.
+
+        Raises:
+            UserError: there is none.
+        """
+        if not self.tokenizer.has_template:
+            raise UserError(
+                f"The tokenizer of {self._options.model} has no chat template, so that nothing says how a conversation "
+                "is written. liger-jax generate goes on with texts."
+            )
+        # If it takes no such conversation, or nothing proves what ends its answers, the model's own stops are all.
+        with contextlib.suppress(UserError), contextlib.redirect_stdout(sys.stderr):
+            self.tokenizer.pieces([_TOLD], 2**30)
+
+    def say(self, document: Document) -> Iterator[str]:
+        """Goes on with a text or a conversation.
+
+        Args:
+            document: the text or the conversation.
+
+        Yields:
+            The new text in parts.
+
+        Raises:
+            UserError: the text is too long for the model, or `Tokenizer.prompt` refuses it.
+        """
+        prompt = self.tokenizer.prompt(document)
+        longest, asked = self._model.config.longest_sequence, self._options.max_new_tokens
+        new = min(MOST_NEW_TOKENS, longest - len(prompt)) if asked is None else asked
+        if new < 1 or len(prompt) + new > longest:
+            more = f", and --max-new-tokens={asked} come to them" if asked else ""
+            raise UserError(f"{document.where} has {len(prompt):,} tokens{more}: the model takes {longest:,} in all.")
+        words = _Words(lambda tokens: self.tokenizer.text(tokens, special=False), prompt)
+        start = first = time.perf_counter()
+        count, has_ended = 0, False
+        for token in self._tokens(prompt, new, longest):
+            if token < 0:
+                raise UserError("The model's logits are NaN. Its weights may be damaged, or try --dtype float32.")
+            count += 1
+            if count == 1:
+                first = time.perf_counter()
+            if has_ended := token in self.tokenizer.stops:
+                break
+            yield words.of(token)
+        yield words.rest()
+        self._tell(count, None if has_ended else new, first - start, time.perf_counter() - first)
+
+    def _tokens(self, prompt: np.ndarray, new: int, longest: int) -> Iterator[int]:
+        """The new tokens. Prompts are padded to a few lengths, so that few programs are compiled."""
+        slots = max(len(prompt), min(longest - new, max(_LEAST_SLOTS, 1 << (len(prompt) - 1).bit_length())))
+        padding = slots - len(prompt)
+        options = dict(max_new_tokens=new, attention_mask=jnp.arange(slots)[None] >= padding)
+        if self._options.temperature > 0:
+            key = jax.random.fold_in(jax.random.key(self._options.seed), self._texts)
+            options |= dict(
+                temperature=self._options.temperature, top_p=self._options.top_p, top_k=self._options.top_k, key=key
+            )
+        self._texts += 1
+        stops = [stop for stop in self.tokenizer.stops if stop < self._model.config.vocab_size]
+        with user_errors():
+            tokens = stream(self._model, jnp.pad(prompt, (padding, 0))[None], eos_token_id=stops, **options)
+        return (int(token[0]) for token in tokens)
+
+    @staticmethod
+    def _tell(count: int, cut_at: int | None, until_first: float, seconds: float) -> None:
+        rate = f", then {(count - 1) / seconds:,.1f} tokens/s" if count > 1 else ""
+        cut = "" if cut_at is None else f"; --max-new-tokens={cut_at} cuts it off"
+        print(f"[{count} tokens: the first after {until_first:.2f} s{rate}{cut}]", file=sys.stderr)
+
+
+class _Words:
+    """Tokens become text one by one. A token's text depends on those before it, and a character may be several.
+
+    Args:
+        text: the text of tokens.
+        prompt: the tokens before them.
+    """
+
+    def __init__(self, text: Callable[[list[int]], str], prompt: np.ndarray):
+        self._text = text
+        self._tokens = prompt[-8:].tolist()
+        self._begin, self._told = 0, len(self._tokens)  # from where on tokens are decoded, and up to where told
+
+    def of(self, token: int) -> str:
+        """The text that a token adds, which is empty within a character."""
+        self._tokens.append(token)
+        return "" if self._new().endswith(_UNFINISHED) else self._tell()
+
+    def rest(self) -> str:
+        """What an unfinished character has left."""
+        return self._tell()
+
+    def _new(self) -> str:
+        before = self._text(self._tokens[self._begin : self._told])
+        return self._text(self._tokens[self._begin :])[len(before) :]
+
+    def _tell(self) -> str:
+        text = self._new()
+        self._begin, self._told = self._told, len(self._tokens)
+        return text
+
+
+def _has(source: Source, name: str) -> bool:
+    return (source.folder / name).is_file()
+
+
+def _result(name: str) -> Source | str:
+    """The folder with a model or adapters: the one that is named, or what a run has left in it. Else an id."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return name
+    for place in (folder, folder / MODEL, folder / ADAPTERS):
+        if (place / _ADAPTER_CONFIG).is_file() or (place / CONFIG).is_file():
+            return Source(place)
+    if (folder / CHECKPOINTS).is_dir():
+        raise UserError(f"{name} holds a run that has not come to its end. The same command as before goes on with it.")
+    return name
+
+
+def _base(adapters: Source, asked: str | None) -> str:
+    """The model that adapters belong to."""
+    path = adapters.folder / _ADAPTER_CONFIG
+    base = asked or loads(path.read_bytes(), path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{path} names no model that the adapters belong to. Name it: --base.")
+    try:
+        return find(base).folder.as_posix()
+    except (OSError, ImportError) as error:
+        raise UserError(
+            f"The model {base!r}, which the adapters belong to: {error} --base names another place."
+        ) from error
+
+
+def _stops(adapters: Source) -> list[int]:
+    """The tokens that end a text by the adapters' own generation_config.json."""
+    stops = json.loads(adapters.generation or "{}").get("eos_token_id")
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]

@@ -1,0 +1,42 @@
+"""`liger-jax chat`: talks with a model.
+
+liger-jax chat --model runs/finetune
+liger-jax chat --model Qwen/Qwen2.5-0.5B-Instruct --system 'Answer in rhymes.' --temperature 0.7
+
+/new begins another conversation, Ctrl-C ends an answer, and Ctrl-D ends the talk.
+"""
+
+import argparse
+
+from liger_jax.commands._errors import exit_code, needed_packages
+from liger_jax.commands._generation import add_generation_arguments, generation_of
+
+SUMMARY = "talk with a model"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `liger-jax chat`.
+
+    Args:
+        command: its parser.
+    """
+    add_generation_arguments(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talks until the input ends.
+
+    Args:
+        args: the parsed arguments that `add_arguments` has added.
+
+    Returns:
+        The exit code: 0, or 2 for what the user can mend.
+    """
+
+    def work():
+        options = generation_of(args)
+        with needed_packages():
+            from liger_jax.commands import _speak
+        return _speak.chat(options)
+
+    return exit_code("chat", work)

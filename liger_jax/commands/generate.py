@@ -1,0 +1,52 @@
+"""`liger-jax generate`: goes on with a text, or answers a message.
+
+liger-jax generate --model runs/finetune --prompt 'Once upon a time'
+liger-jax generate --model Qwen/Qwen2.5-0.5B-Instruct --chat --prompt 'Who wrote Faust?' --temperature 0.7 --top-k 50
+liger-jax generate --model runs/finetune --file prompts.jsonl --max-new-tokens 100
+
+A file of JSON lines holds a prompt or messages in each; another file is one prompt. The text goes to the standard
+output, and its length and speed to the standard error.
+"""
+
+import argparse
+
+from liger_jax.commands._errors import UserError, exit_code, needed_packages
+from liger_jax.commands._generation import add_generation_arguments, generation_of
+
+SUMMARY = "go on with a text, or answer a message"
+ALTERNATIVES = (("prompt", "file"),)
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `liger-jax generate`.
+
+    Args:
+        command: its parser.
+    """
+    add_generation_arguments(command)
+    command.add_argument("--prompt", metavar="TEXT", help="what to go on with")
+    command.add_argument("--file", help="the same from a file: a text, or JSON lines with a prompt or messages")
+    command.add_argument("--chat", action="store_true", help="the prompt is a message, for the chat template")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates.
+
+    Args:
+        args: the parsed arguments that `add_arguments` has added.
+
+    Returns:
+        The exit code: 0, or 2 for what the user can mend.
+    """
+
+    def work():
+        options = generation_of(args)
+        if (args.prompt is None) == (args.file is None):
+            raise UserError("Pass --prompt TEXT or --file FILE, one of them.")
+        if options.system is not None and not args.chat and args.prompt is not None:
+            raise UserError("--system is for conversations: pass --chat as well.")
+        with needed_packages():
+            from liger_jax.commands import _speak
+        return _speak.generate(options, args.prompt, args.file, bool(args.chat))
+
+    return exit_code("generate", work)

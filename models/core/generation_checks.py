@@ -1,0 +1,71 @@
+"""What `generate` and `stream` refuse of their arguments."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+
+def check_choice(max_new_tokens: int, temperature: float, top_p: float, top_k: int | None, key: Any) -> None:
+    """Raises a ValueError unless tokens can be chosen so."""
+    if max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens={max_new_tokens} must be at least 1.")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(
+            f"generate: temperature={temperature} must be 0, for the likeliest token, or positive and finite, since "
+            "logits are divided by it."
+        )
+    if not 0 < top_p <= 1:
+        raise ValueError(f"generate: top_p={top_p} must lie in (0, 1]; pass 1.0 to draw from all tokens.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"generate: top_k={top_k} must be at least 1; pass None to draw from all tokens.")
+    if temperature == 0 and (top_p != 1 or top_k is not None or key is not None):
+        raise ValueError(
+            "generate: temperature=0 takes the likeliest token, and key, top_p and top_k would be ignored. "
+            "Leave them out, or pass a positive temperature."
+        )
+    if temperature > 0 and key is None:
+        raise ValueError(
+            f"generate: temperature={temperature} draws random tokens, and key is None. "
+            "Pass key=jax.random.key(0), or temperature=0 for the likeliest token."
+        )
+
+
+def check_ends(vocab_size: int, stops: tuple[int, ...], pad: int, pad_token_id: int | None) -> None:
+    """Raises a ValueError unless rows can end with these tokens, and be filled up with that one."""
+    if pad_token_id is not None and not stops:
+        raise ValueError(
+            f"generate: pad_token_id={pad_token_id} is given without eos_token_id, nor does the model have one: "
+            "no row ends early and nothing is padded. Padding in input_ids is what attention_mask says."
+        )
+    wrong = [token for token in (*stops, pad) if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(f"generate: eos_token_id or pad_token_id is {wrong[0]}, and must lie in [0, {vocab_size}).")
+
+
+def check_prompts(config: Any, input_ids: jax.Array, mask: jax.Array, max_new_tokens: int) -> None:
+    """Raises a ValueError unless the model can continue these rows by so many tokens."""
+    if mask.shape != input_ids.shape or 0 in mask.shape:
+        raise ValueError(
+            f"generate: input_ids has shape {input_ids.shape} and attention_mask {mask.shape}; both must be (batch, "
+            "length), with at least one row and one token."
+        )
+    total = input_ids.shape[1] + max_new_tokens
+    if total > config.longest_sequence:
+        raise ValueError(
+            f"generate: {input_ids.shape[1]} positions of input_ids and max_new_tokens={max_new_tokens} are more than "
+            f"the {config.longest_sequence} that the model takes (max_position_embeddings and rope_scaling). Ask for "
+            "fewer, or shorten the prompts."
+        )
+    if any(isinstance(x, Tracer) or not x.is_fully_addressable for x in (input_ids, mask)):
+        return  # a wrong id then makes logits NaN, and tokens −1
+    ids, is_token = np.asarray(input_ids), np.asarray(mask)
+    if not is_token.any(axis=1).all():
+        raise ValueError(f"generate: attention_mask leaves row {is_token.any(axis=1).argmin()} no token. Give it one.")
+    wrong = ids[is_token & ((ids < 0) | (ids >= config.vocab_size))]
+    if wrong.size:
+        raise ValueError(
+            f"generate: input_ids holds {wrong[0]}, which is no token in [0, {config.vocab_size}). "
+            "Mask padding with attention_mask."
+        )

@@ -1,0 +1,142 @@
+"""The command line itself: its version, names that are not known, and files of options."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from liger_jax.commands import _config, _parser, _settings, main
+from liger_jax.commands.finetune import add_arguments
+from tests.commands import _tiny
+
+PLAN = "--batch 8 --seq 512 --device h200".split()
+
+
+def said(capsys, *arguments):
+    """What a call prints that argparse ends, and its exit code."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return printed.out + printed.err, stopped.value.code
+
+
+def test_version_is_the_project_s(capsys):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert said(capsys, "--version") == (f"liger-jax {project['version']}\n", 0)
+
+
+@pytest.mark.parametrize(
+    ["arguments", "meant"],
+    [
+        ("finetune --lr 1e-4", "--learning-rate"),
+        ("finetune --max-steps=3", "--steps"),
+        ("finetune --model x --modle y", "--model"),
+        ("finetune --learning_rate 1", "--learning-rate"),
+        ("finetune --learning 1", "--learning-rate"),  # no option has a short form
+        ("plan --max-length 3", "--seq"),
+        ("data --max-length 3", "--length"),
+        ("fintune --model x", "finetune"),
+    ],
+)
+def test_what_is_mistyped_is_told_with_the_command_s_usage(arguments, meant, capsys):
+    printed, code = said(capsys, *arguments.split())
+    assert code == 2 and printed.endswith(f" Did you mean {meant}?\n"), printed
+    command = arguments.split()[0]
+    assert printed.startswith(f"usage: liger-jax {command} " if command != "fintune" else "usage: liger-jax [-h]")
+
+
+def test_names_of_other_trainers_lead_to_options_that_there_are():
+    parser = _parser.Parser()
+    add_arguments(parser)
+    ours = {*parser._option_string_actions} | {"--seq", "--device", "--max-new-tokens"}
+    for name, meant in _parser._ELSEWHERE.items():
+        assert ours.issuperset(meant) and name not in ours
+
+
+def test_what_is_nothing_like_an_option_is_only_refused(capsys):
+    assert "unrecognized option: --zzz.\n" in said(capsys, "finetune", "--zzz")[0]
+    assert "Options stand behind the command" in said(capsys, "--model", "x", "finetune")[0]
+    assert "unrecognized arguments: chats.jsonl." in said(capsys, *"finetune --model x --data y chats.jsonl".split())[0]
+
+
+# --- files of options -------------------------------------------------------------------------------------------------
+
+
+def settings_of(capsys, *arguments):
+    """What a training command would run with."""
+    parser = _parser.Parser(prog="liger-jax finetune", alternatives=_settings.ALTERNATIVES)
+    add_arguments(parser)
+    parser.add_argument("--config")
+    return _settings.settings_of(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Writes a file of options and returns `--config` with it."""
+
+    def write(text):
+        (tmp_path / "options.toml").write_text(text, encoding="utf-8")
+        return "--config", str(tmp_path / "options.toml")
+
+    return write
+
+
+def test_options_of_the_command_line_overrule_those_of_the_file(capsys, options):
+    file = options('model = "x"\ndata = "y"\nlearning-rate = 1e-3\npack = true\nepochs = 2\nlora = true\nlog = ["csv"]')
+    found = settings_of(capsys, *file)
+    assert (found.model, found.learning_rate, found.pack, found.epochs, found.lora) == ("x", 1e-3, True, 2.0, 16)
+    found = settings_of(capsys, *file, "--no-pack", "--steps=3", "--learning-rate=0.1", "--log=tensorboard")
+    assert (found.learning_rate, found.pack, found.steps, found.epochs, found.log) == (
+        0.1, False, 3, None, ("tensorboard",),
+    )  # fmt: skip
+
+
+def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
+    path = tmp_path / "settings.toml"
+    told = _settings.Settings(
+        model='a "quoted"\\ name\x7f\t☃', data="y", pack=True, lora=4, learning_rate=1e-5, log=("csv", "wandb"), seed=7,
+        schedule="linear", warmup=20.0, clip=0.0, weight_decay=0.0, samples=2, patience=3, out=str(tmp_path),
+    )  # fmt: skip
+    _config.write(path, told.to_write(), "heading")
+    assert settings_of(capsys, "--config", path) == told
+
+
+@pytest.mark.parametrize(
+    ["text", "sentence"],
+    [
+        ("learning_rat = 1", "learning_rat is no option of liger-jax finetune. Did you mean --learning-rate?"),
+        ("lr = 1", "lr is no option of liger-jax finetune. Did you mean --learning-rate?"),
+        ("steps = 1.5", "steps = 1.5 must be a whole number."),
+        ('learning_rate = "much"', 'learning_rate = "much" must be a number.'),
+        ('pack = "yes"', 'pack = "yes" must be true or false.'),
+        ("steps = true", "steps = true must be a whole number."),
+        ("column = 3", "column = 3 must be a text, in quotes."),
+        ('remat = "ful"', 'remat = "ful" must be one of none, full'),
+        ("learning_rate = 1\nlearning-rate = 2", "learning_rate stands there twice, also as learning-rate."),
+        ("steps: 1", "is no TOML: "),
+        ("[finetune]\nsteps = 1", "finetune is no option of liger-jax finetune."),
+    ],
+)
+def test_a_file_that_is_wrong_is_one_sentence(capsys, options, text, sentence):
+    printed, code = said(capsys, "finetune", *options(text))
+    assert code == 2 and printed.startswith("liger-jax finetune: --config ") and printed.count("\n") == 1
+    assert sentence in printed
+
+
+def test_a_file_must_be_there_and_be_one(capsys, options):
+    assert "--config none.toml cannot be read: No such file" in said(capsys, "plan", "--config=none.toml")[0]
+    assert "--config is given more than once" in said(capsys, "plan", *options(""), *options(""))[0]
+    assert "argument --config: expected one argument" in said(capsys, "plan", "--config")[0]
+
+
+def test_every_command_takes_a_file(capsys, options, tmp_path):
+    folder = _tiny.checkpoint(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text(_tiny.chats(4))
+    file = options(f'model = "{folder}"\ndata = "{tmp_path / "chats.jsonl"}"\nlength = 64\nbatch = 4\nrows = 1\n')
+    assert main(["data", *file]) == 0
+    printed = capsys.readouterr()
+    assert len(re.findall(r"^row \d", printed.out, re.MULTILINE)) == 1
+    assert printed.err == f"{file[1]}: not read, as options of other commands: batch\n"
+    assert main(["plan", *options('model = "qwen2-0.5b"'), *PLAN]) == 0
