@@ -17,6 +17,7 @@ from liger_jax.ops.block_quantized import BlockQuantized
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LANGUAGE_PART = "language_model."  # of a multimodal checkpoint
+_DECODER, _OF_DECODER = "model.", ("embed_tokens.", "layers.", "norm.")
 FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
 _STRIP = 64  # rows that are transposed at a time
 _COMPARED = 4096  # rows that are compared at a time
@@ -33,14 +34,17 @@ def language_part(names: Iterable[str]) -> dict[str, str]:
     """The names of tensors, by their names in a language model.
 
     In a multimodal checkpoint the language part's names have "language_model.model." or "model.language_model." for
-    "model.". All other names except the head's belong to other parts, and are left out.
+    "model.". All other names except the head's belong to other parts, and are left out. A checkpoint that was saved
+    without a head, as by transformers' `LlamaModel`, has no "model." before its names.
     """
-    names = list(names)
-    if not any(_LANGUAGE_PART in name for name in names):
-        return {name: name for name in names}
-    of_head = _HEAD.removesuffix("weight")
-    own = (name for name in names if _LANGUAGE_PART in name or of_head in name)
-    return {name.replace(_LANGUAGE_PART, "", 1): name for name in own}
+    names = {name: name for name in names}
+    if any(_LANGUAGE_PART in name for name in names):
+        of_head = _HEAD.removesuffix("weight")
+        own = (name for name in names if _LANGUAGE_PART in name or of_head in name)
+        names = {name.replace(_LANGUAGE_PART, "", 1): name for name in own}
+    if any(name.startswith(_DECODER) for name in names):
+        return names
+    return {_DECODER + own if own.startswith(_OF_DECODER) else own: name for own, name in names.items()}
 
 
 def has_a_head_of_its_own(folder: pathlib.Path) -> bool:

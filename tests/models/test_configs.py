@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import pathlib
 import pickle
 
 import jax
@@ -21,7 +22,7 @@ from liger_jax.models import (
     MistralConfig,
     Qwen2Config,
 )
-from liger_jax.models.hugging_face import checkpoint, config_json
+from liger_jax.models.hugging_face import checkpoint, config_json, passed_over
 from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
 
 FAMILIES = {
@@ -176,6 +177,48 @@ def test_layer_types_that_do_not_fit_are_refused():
 def test_fields_of_another_type_or_out_of_range_are_all_named(fields, message, unchecked_types):
     with pytest.raises(ValueError, match=f"^Gemma3TextConfig: .*{message}"):
         Gemma3TextConfig(**{**SIZES, **fields})
+
+
+def test_biases_are_read_where_transformers_has_them_and_passed_over_elsewhere():
+    both = {"attention_bias": True, "mlp_bias": True}
+    assert config_json.read(both, LlamaConfig, {}).mlp_bias
+    assert not config_json.read(dict.fromkeys(both), LlamaConfig, {}).attention_bias  # null
+    with pytest.warns(UserWarning, match="config.json: mlp_bias=True changes nothing, here as in transformers"):
+        assert config_json.read(both, Gemma2Config, {}).attention_bias
+    with pytest.warns(UserWarning, match="attention_bias=True, mlp_bias=True changes nothing"):
+        config = config_json.read(both, MistralConfig, {})
+    assert not config.attention_bias and "mlp_bias" not in config_json.write(config, {}, "", "float32")
+    with pytest.raises(ValueError, match="Qwen2Config: attention_bias=True must be False: this family has no such"):
+        Qwen2Config(attention_bias=True)
+
+
+def test_every_bias_of_a_config_is_a_parameter_that_counts(rng):
+    config = LlamaConfig(**SIZES | {"attention_bias": True, "mlp_bias": True, "initializer_range": 0.5})
+    model = models.LlamaForCausalLM(config, rngs=nnx.Rngs(0))
+    tokens, biases = jnp.arange(6)[None], []
+    logits = lambda: np.asarray(model(tokens).logits)
+    before = logits()
+    for path, parameter in nnx.to_flat_state(nnx.state(model)):
+        if path[-1] == "bias":
+            biases.append(path[-2])
+            parameter.set_value(jnp.asarray(rng.normal(size=parameter.shape), jnp.float32))
+            assert biases[-1] == "k_proj" or np.abs(logits() - before).max() > 1e-3  # softmax drops much of a key's
+            before = logits()
+    assert sorted(biases) == sorted([f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")])
+
+
+def test_a_dtype_may_have_torch_s_name():
+    path = pathlib.Path("config.json")
+    assert config_json.dtype_of({"torch_dtype": "torch.bfloat16"}, path) == "bfloat16"
+    with pytest.raises(ValueError, match="torch_dtype='int8' must be one of"):
+        config_json.dtype_of({"torch_dtype": "torch.int8"}, path)
+
+
+def test_fields_that_transformers_does_not_compute_with_are_passed_over():
+    with pytest.warns(UserWarning, match="pretraining_tp=2 changes nothing, here as in transformers"):
+        config_json.read({"pretraining_tp": 2, "attention_dropout": 0.1}, LlamaConfig, {})
+    config_json.read({"pretraining_tp": 1, "attention_dropout": 0.0}, LlamaConfig, {})  # without a warning
+    assert passed_over.dropout({"attention_dropout": 0.0}) is None
 
 
 def test_numbers_of_another_library_become_python_s(unchecked_types):
