@@ -39,7 +39,7 @@ class BlockQuantized:
 
     Attributes:
         codes: uint8, two to a byte along the blocks' axis, the even one in the low bits; or int8.
-        scales: bfloat16, one for each block.
+        scales: one for each block, bfloat16 or, as in bitsandbytes' checkpoints, float32.
         kind: "nf4" or "int8".
         axis: the axis of the blocks, −2 of a kernel (in, out) or −1 of a head (V, D).
         dtype: dtype of the weight that it was made of.
@@ -75,7 +75,9 @@ class BlockQuantized:
         return self.astype(self.dtype)
 
     def astype(self, dtype: Any) -> Array:
-        """The weight: code_book[codes]·scales, computed in float32 and rounded once.
+        """The weight: code_book[codes]·scales, computed in float32 and rounded to the weight's own dtype.
+
+        If `dtype` is smaller, it is rounded to that alone.
 
         Args:
             dtype: a float dtype.
@@ -86,8 +88,10 @@ class BlockQuantized:
         values = _nf4_values(_unpacked(self.codes, self.axis)) if self.kind == "nf4" else _int8_values(self.codes)
         blocks = values.reshape(_blocked(self.shape, self.axis, self.scales.shape[self.axis]))
         scales = jnp.expand_dims(self.scales.astype(jnp.float32), _after(self.axis, self.ndim))
-        # The barrier keeps XLA from fusing this into a product, where each tile of tokens would make the weight again.
-        return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(dtype))
+        rounded = self.dtype if jnp.dtype(self.dtype).itemsize <= jnp.dtype(dtype).itemsize else dtype
+        # The barrier keeps XLA from fusing this into a product, where each tile of tokens would make the weight again,
+        # and from leaving out the rounding.
+        return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(rounded)).astype(dtype)
 
 
 def block_quantized(weight: Float[Array, "..."], kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:

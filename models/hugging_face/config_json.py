@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from liger_jax.models.core import config_fields
-from liger_jax.models.hugging_face import passed_over, rope_fields
+from liger_jax.models.hugging_face import nf4, passed_over, rope_fields
 
 Config = TypeVar("Config")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # of a multimodal model
 _MAY_BE_NULL = ("attention_bias", "mlp_bias")  # for False
 
 
@@ -79,7 +80,7 @@ def language_part(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, An
         raise ValueError(f"{path}: text_config={config_fields.short(part)} must be an object, {{…}}.")
     shared = values
     if part:
-        shared = {name: values[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in values}
+        shared = {name: values[name] for name in _OF_THE_WHOLE if name in values}
         if shared.get("tie_word_embeddings"):  # the whole model's head is what counts, and its files say if it differs
             part = part | {"tie_word_embeddings": True}
     found = {**shared, **part}
@@ -137,6 +138,8 @@ def read(
     ]
     never = getattr(config_type, "never", ())
     passed_over.say(values, never)
+    if (problem := nf4.problem(values)) is not None:
+        wrong.append(problem)
     fields = {field.name for field in dataclasses.fields(config_type)}
     values = {name: value for name, value in values.items() if not (value is None and name in _MAY_BE_NULL)}
     taken = fields - rope_fields.NAMES - set(never)

@@ -13,9 +13,10 @@ from liger_jax.models.hugging_face import checkpoint, config_json
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION, INDEX, SAVING, TEMPLATES, TOKENIZER, Kept
 
 # Fields of config.json that are not kept: `config_json.write` writes the first three under other names, the others name
-# files that a save does not write, or ask a reader to run code that is not in them.
+# files that a save does not write, say how weights are quantised that a save writes dense, or ask a reader to run code
+# that is not in them.
 _CODE = ("auto_map", "trust_remote_code")
-_NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights", *_CODE)
+_NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights", "quantization_config", *_CODE)
 
 
 class Source:
@@ -50,6 +51,11 @@ class Source:
     def multimodal(self) -> bool:
         """Whether config.json describes a multimodal model, of which we have the language part."""
         return bool(self._whole_config.get("text_config"))
+
+    @property
+    def is_nf4(self) -> bool:
+        """Whether the projections are bitsandbytes' nf4, by config.json; `config_json.read` refuses other kinds."""
+        return bool(self.config.get("quantization_config"))
 
     @property
     def dtype(self) -> str:
