@@ -125,7 +125,9 @@ class Nf4Tensor:
     def _checked(self, what: str, array: np.ndarray, size: int) -> np.ndarray:
         if array.size == size:
             return array
-        raise ValueError(f"from_pretrained: {self.name} of shape {self.get_shape()} needs {size} {what}, not {array.size}.")
+        raise ValueError(
+            f"from_pretrained: {self.name} of shape {self.get_shape()} needs {size} {what}, not {array.size}."
+        )
 
 
 def with_dense_views(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,9 @@ def say(values: Mapping[str, Any], never: tuple[str, ...]) -> None:
         values: the fields of config.json.
         never: fields that transformers does not read in this family.
     """
-    asked = [name for name in _UNREAD if values.get(name) not in (None, 1)] + [name for name in never if values.get(name)]
+    asked = [name for name in _UNREAD if values.get(name) not in (None, 1)] + [
+        name for name in never if values.get(name)
+    ]
     if asked:
         shown = ", ".join(f"{name}={short(values[name])}" for name in asked)
         warnings.warn(f"config.json: {shown} changes nothing, here as in transformers.", stacklevel=2)
