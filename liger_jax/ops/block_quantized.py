@@ -75,9 +75,9 @@ class BlockQuantized:
         return self.astype(self.dtype)
 
     def astype(self, dtype: Any) -> Array:
-        """The weight: code_book[codes]·scales, computed in float32 and rounded to the weight's own dtype.
+        """The weight: code_book[codes]·scales, computed in float32 and rounded once.
 
-        If `dtype` is smaller, it is rounded to that alone.
+        With float32 scales it is first rounded to the weight's own dtype, if that is not wider, as in bitsandbytes.
 
         Args:
             dtype: a float dtype.
@@ -88,7 +88,8 @@ class BlockQuantized:
         values = _nf4_values(_unpacked(self.codes, self.axis)) if self.kind == "nf4" else _int8_values(self.codes)
         blocks = values.reshape(_blocked(self.shape, self.axis, self.scales.shape[self.axis]))
         scales = jnp.expand_dims(self.scales.astype(jnp.float32), _after(self.axis, self.ndim))
-        rounded = self.dtype if jnp.dtype(self.dtype).itemsize <= jnp.dtype(dtype).itemsize else dtype
+        is_rounded_first = self.scales.dtype == jnp.float32 and self.dtype.itemsize <= jnp.dtype(dtype).itemsize
+        rounded = self.dtype if is_rounded_first else dtype
         # The barrier keeps XLA from fusing this into a product, where each tile of tokens would make the weight again,
         # and from leaving out the rounding.
         return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(rounded)).astype(dtype)
