@@ -228,19 +228,25 @@ def _layers(like: Any, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def _fields(weight: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON object beside a weight, checked."""
-    problem = "lacks absmax or quant_map" if not {".absmax", ".quant_map"} <= parts.keys() else ""
     try:
         fields = json.loads(bytes(parts[f"{_STATE}nf4"][:]))
-        integers = [fields["blocksize"], *fields["shape"]]
-        if ".nested_absmax" in parts:
-            integers.append(fields["nested_blocksize"])
-            problem = problem or ("" if math.isfinite(fields["nested_offset"]) else "has no finite nested_offset")
-            problem = problem or ("" if ".nested_quant_map" in parts else "lacks nested_quant_map")
-        good = all(type(size) is int and size > 0 for size in integers) and len(fields["shape"]) == 2
-        if not good or fields["dtype"] not in _DTYPES:
-            problem = f"says {short(fields)}"
+        problem = _problem_of(fields, parts)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = f"has a damaged quant_state ({type(error).__name__}: {error})"
+        fields, problem = {}, f"has a damaged quant_state ({type(error).__name__}: {error})"
     if problem:
         raise ValueError(f"from_pretrained: the nf4 weight {weight} {problem}.")
     return fields
+
+
+def _problem_of(fields: dict[str, Any], parts: Mapping[str, Any]) -> str | None:
+    """What is wrong with a weight's JSON object, or with the tensors beside it."""
+    needed, sizes = {".absmax", ".quant_map"}, [fields["blocksize"], *fields["shape"]]
+    if ".nested_absmax" in parts:
+        needed.add(".nested_quant_map")
+        sizes.append(fields["nested_blocksize"])
+        if not math.isfinite(fields["nested_offset"]):
+            return "has no finite nested_offset"
+    if absent := sorted(needed - parts.keys()):
+        return f"lacks {absent}"
+    is_whole = all(type(size) is int and size > 0 for size in sizes) and len(fields["shape"]) == 2
+    return None if is_whole and fields["dtype"] in _DTYPES else f"says {short(fields)}"
