@@ -23,7 +23,7 @@ from liger_jax.models import (
     Qwen2Config,
 )
 from liger_jax.models.hugging_face import checkpoint, config_json, passed_over
-from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope, rope_table
 
 FAMILIES = {
     name: getattr(models, name) for name in dir(models) if name.endswith("ForCausalLM") and not name.startswith("Auto")
@@ -309,6 +309,38 @@ OF_TYPES = {FULL: {"rope_theta": 7.0, "rope_type": "default"}, SLIDING: {"rope_t
 def test_rope_scaling_beside_rope_parameters_counts(config_type, values, theta, scaling):
     config = config_json.read({"max_position_embeddings": 64, **values}, config_type, {})
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+EXTRA = dict(
+    attn_factor=0.87, finetuned=True, alpha=1000.0, original_max_position_embeddings=32, beta_fast=20.0, mscale=0.7,
+    mscale_all_dim=0.9, attention_factor=1.3, low_freq_factor=1.0, high_freq_factor=4.0, short_factor=[1.0],
+    mrope_section=[2, 1, 1], truncate=False, partial_rotary_factor=1.0, rope_theta=500.0,
+)  # fmt: skip
+OF_KINDS = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore:config.json")
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", OF_KINDS)
+def test_every_key_of_a_scaling_means_what_it_means_in_transformers(kind):
+    torch = importlib.import_module("torch")
+    llama = importlib.import_module("transformers.models.llama")
+    values = dict(hidden_size=32, num_attention_heads=2, max_position_embeddings=128, rope_theta=10000.0)
+    for key in (None, *EXTRA):
+        scaling = {"rope_type": kind, **OF_KINDS[kind], **({} if key is None else {key: EXTRA[key]})}
+        given = values | {"rope_scaling": scaling}
+        theirs = llama.modeling_llama.LlamaRotaryEmbedding(llama.LlamaConfig.from_dict(copy.deepcopy(given)))
+        expected = theirs(torch.zeros(1, 200, 1), torch.arange(200)[None])[0].numpy()
+        config = config_json.read(given, LlamaConfig, {})
+        found, _ = rope_table(jnp.arange(200)[None], 16, theta=config.rope_theta, scaling=config.rope_scaling)
+        np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=str(scaling))
 
 
 @pytest.mark.parametrize(
