@@ -63,8 +63,8 @@ def finetune(settings: Settings) -> int:
 def _finetune(settings: Settings, out: Path) -> int:
     with user_errors():
         source = find(settings.model)
-        settings = _as_stored(settings, source)
         _output.check(settings, source.folder)
+        settings = _as_stored(settings, source)
         precision = _precision(settings, source.dtype)
         found = architecture_of(source)
         settings.check_length(found.name, found.config.longest_sequence)

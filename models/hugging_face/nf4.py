@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from liger_jax.ops.block_quantized import NF4, BlockQuantized
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", f"{_STATE}nf4")
+_STRIP = 64  # rows that are transposed at a time
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors calls them
 
 
@@ -195,8 +196,8 @@ def read(info: ParameterInfo, like: BlockQuantized, tensors: Mapping[str, Any], 
         The parameter.
     """
     found = [tensors[name] for name in info.tensor_names]
-    codes = _layers(like.codes, [_swapped(tensor.codes()) for tensor in found])
-    scales = _layers(like.scales, [tensor.scales() for tensor in found])
+    codes = _layers(like.codes, (_swapped(tensor.codes()) for tensor in found))
+    scales = _layers(like.scales, (tensor.scales() for tensor in found))
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * (like.codes.ndim - len(sharding.spec))]
         if spec[-1] is None:
@@ -217,12 +218,14 @@ def _swapped(codes: np.ndarray) -> np.ndarray:
     return (codes << 4) | (codes >> 4)
 
 
-def _layers(like: Any, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The transposed parts, stacked if there is an axis of layers."""
+def _layers(like: Any, parts: Iterable[np.ndarray]) -> np.ndarray:
+    """The transposed parts, stacked if there is an axis of layers. Rows are copied a few at a time, as in `weights`."""
     whole = np.empty(like.shape, like.dtype)
     for i, part in enumerate(parts):
         target = whole[i] if whole.ndim > 2 else whole
-        target[...] = part.reshape(target.shape[::-1]).T
+        rows = part.reshape(target.shape[::-1])
+        for row in range(0, len(rows), _STRIP):
+            target[:, row : row + _STRIP] = rows[row : row + _STRIP].T
     return whole
 
 
