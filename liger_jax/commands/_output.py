@@ -135,7 +135,8 @@ def most_bytes(settings: Settings, source: Source, trained: Any) -> int:
     own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trained))
     if settings.lora is None or not settings.merge:
         return own
-    return source.weight_bytes * (2 if settings.save_dtype == "float32" else 1)
+    dense = source.weight_bytes * (4 if source.is_nf4 else 1)
+    return dense * (2 if settings.save_dtype == "float32" else 1)
 
 
 def of_earlier_runs(settings: Settings, source: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """A fine-tuning run from its settings to the folder that it leaves."""
 
+import dataclasses
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from liger_jax.commands import _data, _memory, _output, _recipe, _samples, _training_rows
+from liger_jax.commands import _data, _longer, _memory, _output, _recipe, _samples, _training_rows
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
 from liger_jax.commands._log import Log, check_wandb
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
+from liger_jax.models.hugging_face.passed_over import dropout
 from liger_jax.models.hugging_face.source import Source, find
+from liger_jax.models.hugging_face.weights import quantized_as_in
 from liger_jax.models.lora import add_lora
 from liger_jax.models.quantized import quantize
 from liger_jax.planner import defaults
@@ -62,10 +65,13 @@ def _finetune(settings: Settings, out: Path) -> int:
     with user_errors():
         source = find(settings.model)
         _output.check(settings, source.folder)
+        settings = _as_stored(settings, source)
         precision = _precision(settings, source.dtype)
         found = architecture_of(source)
         settings.check_length(found.name, found.config.longest_sequence)
         _memory.check(settings, found, **precision, stored=source.dtype)
+    if (line := dropout(source.config)) is not None:
+        print(line)
     documents = _data.read(settings.data, settings.column, settings.subset)
     tokenizer = _training_rows.tokenizer(source, found)
     data = _training_rows.lay(settings, tokenizer.pieces(documents, settings.length), documents)
@@ -79,14 +85,20 @@ def _finetune(settings: Settings, out: Path) -> int:
         checkpoints = _checkpoints(settings, source, steps, documents, data)
     checkpoints.check()
     latest, finished = checkpoints.latest_step, checkpoints.finished
-    if (latest == steps or _output.ended_early(settings, finished)) and _output.is_there(settings, finished):
-        print(f"finished: {_output.folder(settings)} is there since step {latest}, the last one; nothing is changed")
+    early = _output.ended_early(settings, finished)
+    if (latest == steps or early) and _output.is_there(settings, finished):
+        why = "where --patience ended it" if early else "the last one"
+        cure = "Another --patience goes" if early else "More --steps or --epochs go"
+        print(
+            f"finished: {_output.folder(settings)} is there since step {latest}, {why}; nothing is changed. {cure} on "
+            "from it"
+        )
         return 0
     with user_errors():
         _output.write_settings(settings)
     reading = beside(_read, settings, source, precision)
     with user_errors(), telling("tracing"):
-        programs, shapes = _programs(settings, found, precision, optimizer, batch_of(0))
+        programs, shapes = _programs(settings, source, found, precision, optimizer, batch_of(0))
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
@@ -95,7 +107,11 @@ def _finetune(settings: Settings, out: Path) -> int:
     del model, params  # a step overwrites the state in place: nothing else may hold it
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = _shapes(state)
+    before = checkpoints.latest_settings
     state, log = _restored(checkpoints, state)
+    done, last = len(log["steps"]), log["steps"][-1].get("learning_rate") if log["steps"] else None
+    for line in _longer.lines(before, done, last, steps, rate, rows.num_rows(data.rows)):
+        print(line)
 
     with telling("compiling"), memory_errors("while the step was compiled."):
         step, sums = (program.result() for program in programs)
@@ -148,6 +164,19 @@ def _finetune(settings: Settings, out: Path) -> int:
     return 0
 
 
+def _as_stored(settings: Settings, source: Source) -> Settings:
+    """The settings for weights that are nf4 already, if these are."""
+    if not source.is_nf4:
+        return settings
+    if settings.lora is None:
+        raise UserError(
+            f"The weights of {settings.model} are nf4, and stay as they are. Pass --lora, such as --lora 16."
+        )
+    if settings.quantize == "int8":
+        raise UserError(f"--quantize=int8, but the weights of {settings.model} are nf4 already. Leave it out.")
+    return dataclasses.replace(settings, quantize="nf4")
+
+
 def _steps(settings: Settings, data: _training_rows.TrainingRows) -> int:
     if settings.steps is not None:
         return settings.steps
@@ -174,7 +203,7 @@ def _checkpoints(
     }
     earlier = _output.of_earlier_runs(settings, source.folder)
     folder = Path(settings.out) / _output.CHECKPOINTS
-    options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep)
+    options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep, growing=_longer.GROWING)
     return Checkpoints(folder, settings.of_the_run() | made_of, **options)
 
 
@@ -235,7 +264,12 @@ def _trained(settings: Settings) -> Any:
 
 
 def _programs(
-    settings: Settings, found: Architecture, precision: dict[str, str], optimizer: Any, batch: rows.Rows
+    settings: Settings,
+    source: Source,
+    found: Architecture,
+    precision: dict[str, str],
+    optimizer: Any,
+    batch: rows.Rows,
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone.
 
@@ -245,7 +279,9 @@ def _programs(
 
     def make():
         model = found.family(found.config, **options, remat=settings.remat, rngs=nnx.Rngs(0))
-        if settings.quantize is not None:
+        if source.is_nf4:
+            quantized_as_in(source.folder, model)
+        elif settings.quantize is not None:
             quantize(model, settings.quantize)
         if settings.lora is not None:
             _add_adapters(model, settings.lora, settings)

@@ -39,7 +39,7 @@ class BlockQuantized:
 
     Attributes:
         codes: uint8, two to a byte along the blocks' axis, the even one in the low bits; or int8.
-        scales: bfloat16, one for each block.
+        scales: one for each block, bfloat16 or, as in bitsandbytes' checkpoints, float32.
         kind: "nf4" or "int8".
         axis: the axis of the blocks, −2 of a kernel (in, out) or −1 of a head (V, D).
         dtype: dtype of the weight that it was made of.
@@ -77,6 +77,8 @@ class BlockQuantized:
     def astype(self, dtype: Any) -> Array:
         """The weight: code_book[codes]·scales, computed in float32 and rounded once.
 
+        With float32 scales it is first rounded to the weight's own dtype, if that is not wider, as in bitsandbytes.
+
         Args:
             dtype: a float dtype.
 
@@ -86,8 +88,11 @@ class BlockQuantized:
         values = _nf4_values(_unpacked(self.codes, self.axis)) if self.kind == "nf4" else _int8_values(self.codes)
         blocks = values.reshape(_blocked(self.shape, self.axis, self.scales.shape[self.axis]))
         scales = jnp.expand_dims(self.scales.astype(jnp.float32), _after(self.axis, self.ndim))
-        # The barrier keeps XLA from fusing this into a product, where each tile of tokens would make the weight again.
-        return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(dtype))
+        is_rounded_first = self.scales.dtype == jnp.float32 and self.dtype.itemsize <= jnp.dtype(dtype).itemsize
+        rounded = self.dtype if is_rounded_first else dtype
+        # The barrier keeps XLA from fusing this into a product, where each tile of tokens would make the weight again,
+        # and from leaving out the rounding.
+        return jax.lax.optimization_barrier((blocks * scales).reshape(self.shape).astype(rounded)).astype(dtype)
 
 
 def block_quantized(weight: Float[Array, "..."], kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:

@@ -30,6 +30,7 @@ class Checkpoints:
         fresh: whether to start over even if there is a checkpoint, which goes once the first new one stands.
         earlier: names of what the run that is started over has left elsewhere.
         keep: how many of the newest checkpoints are kept, beside the one with the least score.
+        growing: names of settings that may be larger than in the checkpoint, such as the number of steps.
 
     Raises:
         FolderError: nothing can be written to the folder.
@@ -53,13 +54,14 @@ class Checkpoints:
         fresh: bool = False,
         earlier: Sequence[str] = (),
         keep: int = 1,
+        growing: Sequence[str] = (),
     ):
         check_writable(folder)
         for path in folder.iterdir():
             if steps.number_of(path) is not None and not steps.is_checkpoint(path):
                 raise ForeignStepError(f"{path} is no checkpoint of a run.")
         self._orbax, self._earlier, self._keep = _orbax(), list(earlier), keep
-        self._folder, self._fresh = folder, fresh
+        self._folder, self._fresh, self._growing = folder, fresh, tuple(growing)
         self._settings = json.loads(json.dumps(settings))
 
     @property
@@ -82,15 +84,17 @@ class Checkpoints:
         Raises:
             CheckpointError: it is another run's, and the message names all that differs.
         """
+        if settings := self.latest_settings:
+            check_same(self._folder, settings, self._settings, self._growing)
+
+    @property
+    def latest_settings(self) -> dict[str, Any]:
+        """The settings with which the newest checkpoint was saved; none where there is no whole one."""
         found = self._steps()
-        if not found:
-            return
-        path = found[max(found)]
         try:
-            about = self._read_json(path)[ABOUT]
+            return self._read_json(found[max(found)])[ABOUT]["settings"] if found else {}
         except Exception:  # `restore` says what is damaged, and which step is whole
-            return
-        check_same(self._folder, about["settings"], self._settings)
+            return {}
 
     def check_space(self, like: Any, beside_bytes: int) -> None:
         """Looks for room for the checkpoints of a run.
@@ -289,7 +293,7 @@ class Checkpoints:
         """State and log of a step, which are what was saved."""
         ocp = self._orbax
         about, log = self._read_json(path, LOG).values()
-        check_same(self._folder, about["settings"], self._settings)
+        check_same(self._folder, about["settings"], self._settings, self._growing)
         if digests.of_json(log) != about[LOG]:
             raise ValueError("its log is not what was saved")
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in jax.tree.leaves(like)]

@@ -59,13 +59,14 @@ def of_whole_weights(folder: Path, names: Sequence[str]) -> dict[str, str]:
     return {f"all of {name}": digest for name, digest in _each(folder, names, _whole).items()}
 
 
-def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], growing: Sequence[str] = ()) -> None:
     """Checks that a run which goes on is the run that began.
 
     Args:
         folder: its checkpoints, for the message.
         old: what it began with.
         new: what it has now.
+        growing: names of numbers that may have become larger. `None` for such a number means that another one counts.
 
     Raises:
         CheckpointError: something differs. The message names it.
@@ -76,11 +77,16 @@ def check_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> 
     names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
     # Files are read whole only if asked: where one side has not done it, there is nothing to compare.
     names = [name for name in names if not name.startswith("all of ") or name in old and name in new]
+    names = [name for name in names if name not in growing or _is_less(new.get(name), old.get(name))]
     if not names:
         return
     told = [f"{name}={_told(old.get(name))} became {_told(new.get(name))}" for name in names[:_NAMED]]
     more = [f"{len(names) - _NAMED} more differ"] if len(names) > _NAMED else []
     raise CheckpointError(f"{folder} holds another run: {', '.join(told + more)}.")
+
+
+def _is_less(new: Any, old: Any) -> bool:
+    return new is not None and old is not None and new < old
 
 
 def _told(value: Any) -> str:

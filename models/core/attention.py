@@ -68,10 +68,11 @@ class Attention(nnx.Module):
         self.kernels = kernels
         width, self.head_width = config.hidden_size, config.head_dim
         query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = linear(width, query_width, use_bias=config.qkv_bias)
-        self.k_proj = linear(width, kv_width, use_bias=config.qkv_bias)
-        self.v_proj = linear(width, kv_width, use_bias=config.qkv_bias)
-        self.o_proj = linear(query_width, width)
+        qkv_bias = config.qkv_bias or config.attention_bias
+        self.q_proj = linear(width, query_width, use_bias=qkv_bias)
+        self.k_proj = linear(width, kv_width, use_bias=qkv_bias)
+        self.v_proj = linear(width, kv_width, use_bias=qkv_bias)
+        self.o_proj = linear(query_width, width, use_bias=config.attention_bias)
         self.q_norm = norm(self.head_width) if config.qk_norm else None
         self.k_norm = norm(self.head_width) if config.qk_norm else None
         self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping

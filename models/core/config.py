@@ -36,6 +36,8 @@ class LlamaConfig:
         initializer_range: standard deviation of the initial weights.
         logit_scale: a factor of the logits, in every result and loss. Cohere's config.json has this name. Granite's has
             the inverse, under the name `logits_scaling`.
+        attention_bias: whether the projections to queries, keys and values, and that of attention's result, add biases.
+        mlp_bias: whether the three projections of the feed-forward add biases.
 
     Raises:
         ValueError: fields have a wrong type, are out of range or do not fit together; the message lists them all. A
@@ -61,9 +63,12 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     logit_scale: float = 1.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
     # The fields that followed from others. It is no field: dataclasses.replace takes it from the old config.
     _followed: dataclasses.InitVar[Mapping[str, Any] | None] = dataclasses.field(default=None, kw_only=True)
 
+    never: ClassVar[tuple[str, ...]] = ()  # fields that are False in the family, whatever config.json says
     # LLaMA's values. Other families override them, by constants or by fields of their configs.
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
@@ -175,6 +180,9 @@ class LlamaConfig:
             in_training = getattr(scaling, "original_max_position_embeddings", self.max_position_embeddings)
             if scaling.factor * in_training > most:
                 yield f"rope_scaling={scaling} reaches more than the {most} positions that int32 counts"
+        for name in self.never:
+            if getattr(self, name):
+                yield f"{name}=True must be False: this family has no such biases"
         types, num_layers = self.layer_types or (), self.num_hidden_layers
         if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
             yield (

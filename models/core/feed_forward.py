@@ -54,9 +54,9 @@ class DenseFeedForward(nnx.Module):
         self, config: Any, kernels: KernelOptions, *, linear: Callable[..., nnx.Module], remat: Remat, scan: bool
     ):
         width, inner_width = config.hidden_size, config.intermediate_size
-        self.gate_proj = linear(width, inner_width)
-        self.up_proj = linear(width, inner_width)
-        self.down_proj = linear(inner_width, width)
+        self.gate_proj = linear(width, inner_width, use_bias=config.mlp_bias)
+        self.up_proj = linear(width, inner_width, use_bias=config.mlp_bias)
+        self.down_proj = linear(inner_width, width, use_bias=config.mlp_bias)
         self.activation, self.kernels = config.gate, kernels
         self.fused, self.recomputed = may_fuse(kernels, remat, scan), remat != "none"
 

@@ -26,6 +26,7 @@ class GemmaConfig(LlamaConfig):
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = True
 
+    never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     norm_offset: ClassVar[float] = 1.0
     norm_casting_mode: ClassVar[str] = "gemma"
     gate: ClassVar[str] = "gelu_tanh"

@@ -3,10 +3,7 @@
 from typing import Any
 
 _ALL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "attention_dropout": (0.0,),
     "use_bidirectional_attention": (None, False),
-    "quantization_config": (None,),
     "is_causal": (None, True),
 }
 _GELU = "gelu_pytorch_tanh"

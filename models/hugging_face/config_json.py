@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from liger_jax.models.core import config_fields
-from liger_jax.models.hugging_face import rope_fields
+from liger_jax.models.hugging_face import nf4, passed_over, rope_fields
 
 Config = TypeVar("Config")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # of a multimodal model
+_MAY_BE_NULL = ("attention_bias", "mlp_bias")  # for False
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def language_part(values: Mapping[str, Any], path: pathlib.Path) -> dict[str, An
         raise ValueError(f"{path}: text_config={config_fields.short(part)} must be an object, {{…}}.")
     shared = values
     if part:
-        shared = {name: values[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in values}
+        shared = {name: values[name] for name in _OF_THE_WHOLE if name in values}
         if shared.get("tie_word_embeddings"):  # the whole model's head is what counts, and its files say if it differs
             part = part | {"tie_word_embeddings": True}
     found = {**shared, **part}
@@ -102,6 +104,7 @@ def dtype_of(values: Mapping[str, Any], path: pathlib.Path) -> str:
     """
     name = "dtype" if values.get("dtype") is not None else "torch_dtype"
     dtype = "float32" if values.get(name) is None else values[name]
+    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     if dtype not in DTYPES:
         raise ValueError(f"{path}: {name}={config_fields.short(dtype)} must be one of {list(DTYPES)}.")
     return dtype
@@ -133,8 +136,14 @@ def read(
         for name, allowed in fixed.items()
         if name in values and values[name] not in allowed
     ]
+    never = getattr(config_type, "never", ())
+    passed_over.say(values, never)
+    if (problem := nf4.problem(values)) is not None:
+        wrong.append(problem)
     fields = {field.name for field in dataclasses.fields(config_type)}
-    arguments = {name: value for name, value in values.items() if name in fields - rope_fields.NAMES} | rope
+    values = {name: value for name, value in values.items() if not (value is None and name in _MAY_BE_NULL)}
+    taken = fields - rope_fields.NAMES - set(never)
+    arguments = {name: value for name, value in values.items() if name in taken} | rope
     if (divisor := values.get("logits_scaling")) is not None:  # Granite's
         problems = config_fields.problems(config_type, {"logit_scale": divisor})
         wrong += [problem.replace("logit_scale", "logits_scaling", 1) for problem in problems]
@@ -173,6 +182,8 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if values["logit_scale"] == 1.0:  # which no other family's config.json has
         del values["logit_scale"]
+    for name in config.never:
+        del values[name]
     values |= rope_fields.write(values.pop("rope_scaling"), config.max_position_embeddings)
     if "use_sliding_window" in values:  # where it is false transformers has no window, whatever layer_types says
         values["use_sliding_window"] |= "sliding_attention" in config.layer_types

@@ -59,7 +59,8 @@ class Pretrained(nnx.Module):
                 "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
                 `PartitionSpec` has the structure of `nnx.state(model)`. `None` puts whole parameters on every device.
             quantize: "nf4" or "int8" for projections in 4 or 8 bits, as `quantized.quantize` makes them. Each is
-                quantised before the next is read, so that a device holds one dense parameter at a time.
+                quantised before the next is read, so that a device holds one dense parameter at a time. Projections
+                that bitsandbytes has quantised to nf4 stay so with `None`, too, bit for bit.
             kernels: which ops run as kernels.
             remat: what each layer keeps for the backward, as in the constructor.
             scan_layers: stack the layers' parameters and scan over them.
@@ -78,9 +79,14 @@ class Pretrained(nnx.Module):
                 unknown, or its blocks of 64 do not divide a projection's input.
             ImportError: an id is given, and `huggingface_hub` is not installed.
         """
+        source = find(path_or_id)
         if quantize is not None:
             quantized.check_kind("from_pretrained", quantize)
-        source = find(path_or_id)
+            if source.is_nf4 and quantize != "nf4":
+                raise ValueError(
+                    f"from_pretrained: quantize={quantize!r}, but {source.folder} is nf4 already. Leave it out."
+                )
+            quantize = None if source.is_nf4 else quantize
         folder = source.folder
         config, stored_dtype, kept = _described(cls, source)
         config_in_files.check(config, weights.shapes(folder), folder)

@@ -10,12 +10,22 @@ from typing import Any
 
 from liger_jax.models.core.config_fields import short
 from liger_jax.models.hugging_face import checkpoint, config_json
-from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION, INDEX, SAVING, TEMPLATES, TOKENIZER, Kept
+from liger_jax.models.hugging_face.checkpoint import (
+    ADAPTERS,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    SAVING,
+    TEMPLATES,
+    TOKENIZER,
+    Kept,
+)
 
 # Fields of config.json that are not kept: `config_json.write` writes the first three under other names, the others name
-# files that a save does not write, or ask a reader to run code that is not in them.
+# files that a save does not write, say how weights are quantised that a save writes dense, or ask a reader to run code
+# that is not in them.
 _CODE = ("auto_map", "trust_remote_code")
-_NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights", *_CODE)
+_NOT_KEPT = ("dtype", "rope_parameters", "rope_scaling", "transformers_weights", "quantization_config", *_CODE)
 
 
 class Source:
@@ -50,6 +60,11 @@ class Source:
     def multimodal(self) -> bool:
         """Whether config.json describes a multimodal model, of which we have the language part."""
         return bool(self._whole_config.get("text_config"))
+
+    @property
+    def is_nf4(self) -> bool:
+        """Whether the projections are bitsandbytes' nf4, by config.json; `config_json.read` refuses other kinds."""
+        return bool(self.config.get("quantization_config"))
 
     @property
     def dtype(self) -> str:
@@ -222,6 +237,10 @@ def _why_no_config(folder: pathlib.Path) -> str:
             f"from_pretrained: {folder} has no {CONFIG}, since the first save into it was cut off. Save the model "
             "again."
         )
+    results = (("model", CONFIG), ("adapters", ADAPTERS.config))  # of `liger-jax finetune`
+    for name, config in results:
+        if (folder / name / config).is_file():
+            return f"from_pretrained: {folder} is the folder of a run. Its result is {folder / name}: pass that."
     return f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint."
 
 

@@ -2,21 +2,26 @@
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
-from liger_jax.models.core.parameters import ParameterInfo, describe, parameter, path_of
+from liger_jax.models.core.parameters import ParameterInfo, describe, kernel_of, parameter, path_of, projections
+from liger_jax.models.hugging_face import nf4
 from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, own_file, weight_files
+from liger_jax.models.quantized import QuantizedParam
 from liger_jax.ops.block_quantized import BlockQuantized
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LANGUAGE_PART = "language_model."  # of a multimodal checkpoint
+_DECODER, _OF_DECODER = "model.", ("embed_tokens.", "layers.", "norm.")
 FLOATS = ("BF16", "F16", "F32", "F64")  # by safetensors' names
 _STRIP = 64  # rows that are transposed at a time
 _COMPARED = 4096  # rows that are compared at a time
@@ -25,31 +30,33 @@ _COMPARED = 4096  # rows that are compared at a time
 def shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
     """The tensors' shapes in the files, by their names in a language model."""
     with contextlib.ExitStack() as stack:
-        places = _places(folder, stack)
-        return {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in places.items()}
+        return {name: tuple(tensor.get_shape()) for name, tensor in tensors_of(folder, stack).items()}
 
 
 def language_part(names: Iterable[str]) -> dict[str, str]:
     """The names of tensors, by their names in a language model.
 
     In a multimodal checkpoint the language part's names have "language_model.model." or "model.language_model." for
-    "model.". All other names except the head's belong to other parts, and are left out.
+    "model.". All other names except the head's belong to other parts, and are left out. A checkpoint that was saved
+    without a head, as by transformers' `LlamaModel`, has no "model." before its names.
     """
-    names = list(names)
-    if not any(_LANGUAGE_PART in name for name in names):
-        return {name: name for name in names}
-    of_head = _HEAD.removesuffix("weight")
-    own = (name for name in names if _LANGUAGE_PART in name or of_head in name)
-    return {name.replace(_LANGUAGE_PART, "", 1): name for name in own}
+    names = {name: name for name in names}
+    if any(_LANGUAGE_PART in name for name in names):
+        of_head = _HEAD.removesuffix("weight")
+        own = (name for name in names if _LANGUAGE_PART in name or of_head in name)
+        names = {name.replace(_LANGUAGE_PART, "", 1): name for name in own}
+    if any(name.startswith(_DECODER) for name in names):
+        return names
+    return {_DECODER + own if own.startswith(_OF_DECODER) else own: name for own, name in names.items()}
 
 
 def has_a_head_of_its_own(folder: pathlib.Path) -> bool:
     """Whether the files hold both a head and an embedding, and the two differ, as merges of trained heads leave it."""
     with contextlib.ExitStack() as stack:
-        places = _places(folder, stack)
-        if not {EMBEDDING, _HEAD} <= places.keys():
+        tensors = tensors_of(folder, stack)
+        if not {EMBEDDING, _HEAD} <= tensors.keys():
             return False
-        embedding, head = (file.get_slice(there) for file, there in (places[EMBEDDING], places[_HEAD]))
+        embedding, head = tensors[EMBEDDING], tensors[_HEAD]
         if embedding.get_shape() != head.get_shape():
             return True
         rows = embedding.get_shape()[0]
@@ -75,7 +82,7 @@ def read(
         shardings: a list with one for each parameter; `None` for the default device.
         ignored: endings of names that a checkpoint may hold beside the model's.
         kept_as: a function that gets what a parameter is, and the parameter that was read. What it returns takes the
-            parameter's place before the next one is read.
+            parameter's place before the next one is read. Parameters whose codes are kept do not come to it.
 
     Raises:
         ValueError: tensors are missing or left over, or shapes or dtypes do not fit, and the message lists them all; or
@@ -85,20 +92,30 @@ def read(
     leaves, tree = jax.tree.flatten(state)
     wanted = list(zip(describe(state).values(), leaves, strict=True))
     with contextlib.ExitStack() as stack:
-        places = _places(folder, stack)
-        if _HEAD in ignored and EMBEDDING not in places and _HEAD in places:  # tied, and kept under the other name
-            places[EMBEDDING] = places[_HEAD]
-
-        def slice_of(name):
-            file, name_there = places[name]
-            return file.get_slice(name_there)
-
-        _check(folder, places, wanted, ignored, slice_of)
-        parameters = [
-            kept_as(info, _read(info, leaf, sharding, slice_of))
-            for (info, leaf), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True)
-        ]
+        tensors = tensors_of(folder, stack)
+        if _HEAD in ignored and EMBEDDING not in tensors and _HEAD in tensors:  # tied, and kept under the other name
+            tensors[EMBEDDING] = tensors[_HEAD]
+        _check(folder, tensors, wanted, ignored)
+        _say_what_becomes_dense(folder, tensors, wanted)
+        parameters = []
+        for (info, leaf), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True):
+            like = nf4.quantized_shapes(info, tensors)
+            if like is None:
+                parameters.append(kept_as(info, _read(info, leaf, sharding, tensors)))
+            else:
+                parameters.append(nf4.read(info, like, tensors, sharding))
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
+
+
+def quantized_as_in(folder: pathlib.Path, model: Any) -> Any:
+    """The model with zeros for its weights, held as `read` holds them: in codes where the files have nf4."""
+    with contextlib.ExitStack() as stack:
+        tensors = tensors_of(folder, stack)
+        for path, layer in projections(model):
+            like = nf4.quantized_shapes(kernel_of(path, layer), tensors)
+            if like is not None:
+                layer.kernel = QuantizedParam(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
+    return model
 
 
 def shardings_of(mesh: Mesh | None, partition_specs: Any, state: Any) -> list[NamedSharding] | None:
@@ -139,10 +156,11 @@ def open_weights(path: pathlib.Path) -> Any:
         raise ValueError(f"{path} is damaged, or no safetensors file: {error}.") from error
 
 
-def _places(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, tuple[Any, str]]:
-    """The open file of each tensor and the tensor's name there, by its name in a language model."""
+def tensors_of(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Slices of a folder's tensors, by their names in a language model; of a quantised weight, an `nf4.Nf4Tensor`."""
     files = _open_files(folder, stack)
-    return {own: (files[name], name) for own, name in language_part(files).items()}
+    tensors = {own: files[name].get_slice(name) for own, name in language_part(files).items()}
+    return nf4.with_dense_views(tensors)
 
 
 def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -162,18 +180,18 @@ def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, 
     raise FileNotFoundError(f"from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}.{hint}")
 
 
-def _check(folder, places, wanted, ignored, slice_of) -> None:
+def _check(folder, tensors, wanted, ignored) -> None:
     """Raises a ValueError that lists all names, shapes and dtypes that do not fit."""
     names = {name for info, _ in wanted for name in info.tensor_names}
-    missing, left = sorted(names - set(places)), sorted(set(places) - names)
+    missing, left = sorted(names - set(tensors)), sorted(set(tensors) - names)
     left = [name for name in left if not name.endswith(ignored)] if ignored else left
     wrong, no_floats = [], []
     for info, leaf in wanted:
         expected = info.tensor_shape(leaf.shape)
         for name in info.tensor_names:
-            if name not in places:
+            if name not in tensors:
                 continue
-            there = slice_of(name)
+            there = tensors[name]
             shape, dtype = tuple(there.get_shape()), there.get_dtype()
             wrong += [f"{name} {shape}, expected {expected}"] if shape != expected else []
             no_floats += [f"{name} {dtype}, expected one of {FLOATS}"] if dtype not in FLOATS else []
@@ -185,7 +203,23 @@ def _check(folder, places, wanted, ignored, slice_of) -> None:
         )
 
 
-def _read(info: ParameterInfo, leaf: Any, sharding: Any, slice_of: Any) -> jax.Array:
+def _say_what_becomes_dense(folder, tensors, wanted) -> None:
+    """Warns of quantised weights whose codes are not kept."""
+    dense = [
+        info.name
+        for info, _ in wanted
+        if any(isinstance(tensors[name], nf4.Nf4Tensor) for name in info.tensor_names)
+        and nf4.quantized_shapes(info, tensors) is None
+    ]
+    if dense:
+        warnings.warn(
+            f"from_pretrained: {dense} of {folder} become dense, since not all layers of them are quantised alike, or "
+            "their blocks do not lie within rows. The numbers are the same.",
+            stacklevel=4,
+        )
+
+
+def _read(info: ParameterInfo, leaf: Any, sharding: Any, tensors: Mapping[str, Any]) -> jax.Array:
     """Reads one parameter to its devices. The host holds the parts for its own devices, and one tensor at a time."""
 
     def part(index):
@@ -194,7 +228,7 @@ def _read(info: ParameterInfo, leaf: Any, sharding: Any, slice_of: Any) -> jax.A
         of_tensor = [slice(axis.start, axis.stop) for axis in (ranges[1:] if info.stacked else ranges)]
         stored = tuple(of_tensor[::-1] if info.transposed else of_tensor)
         for i, layer in enumerate(ranges[0] if info.stacked else [0]):
-            tensor = slice_of(info.tensor_names[layer])[stored]
+            tensor = tensors[info.tensor_names[layer]][stored]
             _copy(tensor, whole[i] if info.stacked else whole, transposed=info.transposed)
         return whole
 

@@ -1,6 +1,7 @@
 """Mistral: LLaMA, where all layers may have a sliding window."""
 
 import dataclasses
+from typing import ClassVar
 
 from liger_jax.models.llama import LlamaConfig, LlamaForCausalLM
 from liger_jax.models.mistral.params import FIXED
@@ -25,6 +26,8 @@ class MistralConfig(LlamaConfig):
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
+
+    never: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
     def type_of_layer(self, i: int) -> str:
         """All layers slide, or none."""

@@ -34,6 +34,7 @@ class Qwen2Config(LlamaConfig):
     layer_types: tuple[str, ...] | None = None
 
     qkv_bias: ClassVar[bool] = True
+    never: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
     def type_of_layer(self, i: int) -> str:
         """Full attention in the first `max_window_layers`; later layers slide if `use_sliding_window` is set."""

@@ -5,7 +5,5 @@ from typing import Any
 FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen2",),
     "hidden_act": ("silu", "swish"),
-    "attention_dropout": (0.0,),
-    "quantization_config": (None,),
     "is_causal": (None, True),
 }

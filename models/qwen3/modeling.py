@@ -20,6 +20,7 @@ class Qwen3Config(Qwen2Config):
     head_dim: int | None = 128
 
     qkv_bias: ClassVar[bool] = False
+    never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     qk_norm: ClassVar[bool] = True
 
 

@@ -2,4 +2,4 @@
 
 from liger_jax.models.qwen2.params import FIXED as QWEN2
 
-FIXED = {**QWEN2, "model_type": ("qwen3",), "attention_bias": (False,)}
+FIXED = {**QWEN2, "model_type": ("qwen3",)}

@@ -1,5 +1,6 @@
 """Runs of every command that trains: what they survive, and what they refuse with a sentence. A command is a line."""
 
+import functools
 import json
 import os
 import re
@@ -9,13 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import _cache, main
-from liger_jax.training import lock
+from liger_jax.commands import _cache, _longer, main
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.training import cosine_schedule, lock
 from tests.commands import _tiny
+from tests.models._hugging_face import GOLDEN
 
 SMALL = "--lora 2 --length 64 --batch 2 --steps 2 --every 1 --eval-share 0 --learning-rate 0.03".split()
 COMMANDS = {"finetune": SMALL}  # by name, with the options of a run of two steps
@@ -97,6 +102,65 @@ def test_adapters_are_merged_once(command, finished, capsys):
         (linked / path.name).symlink_to(path)
     assert "which is --model itself" in command.error(capsys, finished, "--merge", model=linked)
     assert files_in(finished) == before
+
+
+def test_more_steps_or_epochs_go_on_from_a_finished_run(command, finished, capsys):
+    """The learning rate follows the longer schedule from then on, and the line says so."""
+    log = lambda: (finished / "log.csv").read_text().splitlines()
+    two = log()
+    capsys.readouterr()
+    assert command(finished, "--steps=4") == 0
+    said = capsys.readouterr().out
+    assert "resumed at step 2" in said and "4 steps; loss" in said
+    last, then = (float(line.split(",")[two[0].split(",").index("learning_rate")]) for line in log()[2:4])
+    rule = "goes on from step 2 to 4, where it was to end at 2: the learning rate follows the schedule of 4 steps from"
+    assert f"{rule} here on, with {then:.1e} after {last:.1e}" in said
+    assert then == pytest.approx(float(cosine_schedule(0.03, 4)(2))) and log()[:3] == two
+    assert command(finished, "--steps=4") == 0 and "finished: " in capsys.readouterr().out
+    assert "steps=4 became 3. Pass --fresh to start over" in command.error(capsys, finished, "--steps=3")
+
+
+def test_a_run_of_part_of_an_epoch_says_which_rows_its_longer_run_leaves_out():
+    before = {"steps": 3, "epochs": 1.3, "batch": 8}
+    lines = functools.partial(_longer.lines, before, steps=4, last_rate=0.1, rate=lambda step: 0.2, rows=10)
+    assert lines(done=3)[1:] == ["5 rows of the epoch that was cut off within a batch are left out, once"]
+    assert lines(done=2)[1:] == [] and lines(done=0) == [] and lines(done=3, steps=3) == []
+
+
+def test_a_result_is_trained_on_in_a_new_folder(command, finished, tmp_path, capsys):
+    assert command(finished, "--merge") == 0
+    assert command(tmp_path / "second", model=finished / "model") == 0
+    assert (tmp_path / "second" / "adapters").is_dir()
+    capsys.readouterr()
+    error = command.error(capsys, tmp_path / "third", model=finished)
+    assert f"{finished} is the folder of a run. Its result is {finished / 'model'}: pass that." in error
+
+
+def test_dropout_that_is_not_applied_is_said(command, tmp_path, capsys):
+    model = shutil.copytree(command.model, tmp_path / "model")
+    values = json.loads((model / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (model / "config.json").write_text(json.dumps(values))
+    assert command(tmp_path / "out", model=model) == 0
+    assert "attention_dropout=0.1 of config.json is not applied" in capsys.readouterr().out
+
+
+def test_an_nf4_checkpoint_is_trained_with_adapters(command, tmp_path, capsys):
+    model = shutil.copytree(GOLDEN / "llama_nf4", tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(command.model / name, model)
+    tensors = load_file(model / WEIGHTS)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = np.tile(tensors[name], (12, 1))[:320]
+    save_file(tensors, model / WEIGHTS)
+    values = json.loads((model / "config.json").read_text()) | {"vocab_size": 320}
+    (model / "config.json").write_text(json.dumps(values))
+    with pytest.warns(UserWarning, match="become dense, since not all layers"):
+        assert command(tmp_path / "out", "--merge", model=model) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(merged))} == {"bfloat16"}
+    other = [f"--model={model}", f"--data={command.folder / 'chats.jsonl'}", f"--out={tmp_path / 'other'}"]
+    assert main([command.name, *other]) == 2
+    assert "are nf4, and stay as they are. Pass --lora, such as --lora 16." in capsys.readouterr().err
 
 
 def test_a_result_that_is_gone_is_written_again(command, finished):

@@ -61,6 +61,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_biases": ("Qwen3", {"attention_bias": True, "head_dim": 6}),
+    "gemma2_biases": ("Gemma2", {**GEMMA, "attention_bias": True}),
     "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
@@ -94,7 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "llama_tied", "gemma", "qwen3", "mistral")
+COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "llama_tied", "gemma", "qwen3", "mistral", "llama_biases")
 
 
 PROMPT = np.array([[1] * 8, [0] * 3 + [1] * 5])  # the mask of `tokens`' first positions; the second row is padded

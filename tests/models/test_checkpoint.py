@@ -402,6 +402,19 @@ def test_a_head_that_differs_is_kept_though_config_json_ties_it(tmp_path, rng):
     assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path / "again"), model)
 
 
+def test_tensors_may_lack_the_prefix_of_the_decoder(tmp_path):
+    """As transformers' `LlamaModel` saves them, without a head."""
+    model = make_model(dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({name.removeprefix("model."): x for name, x in load_file(path).items()}, path)
+    assert_equal_models(LlamaForCausalLM.from_pretrained(tmp_path), model)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"does not fit the model. Missing: \['lm_head.weight'\]; left over: none"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
 def test_a_tied_weight_may_be_there_as_the_head_alone(tmp_path):
     model = make_model(dataclasses.replace(CONFIG, tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
@@ -416,7 +429,7 @@ def test_a_save_that_transformers_computes_otherwise_says_so(tmp_path):
 
 def test_all_unsupported_fields_are_listed(folder):
     values = json.loads((folder / "config.json").read_text())
-    values |= {"hidden_act": "relu", "attention_bias": True, "rope_scaling": {"type": "su", "factor": 2.0}}
+    values |= {"hidden_act": "relu", "attention_bias": 1, "rope_scaling": {"type": "su", "factor": 2.0}}
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(
         ValueError, match="rope_type='su' must be .*; hidden_act='relu' must be 'silu'; attention_bias="

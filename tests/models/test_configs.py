@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import pathlib
 import pickle
 
 import jax
@@ -21,8 +22,8 @@ from liger_jax.models import (
     MistralConfig,
     Qwen2Config,
 )
-from liger_jax.models.hugging_face import checkpoint, config_json
-from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from liger_jax.models.hugging_face import checkpoint, config_json, passed_over
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope, rope_table
 
 FAMILIES = {
     name: getattr(models, name) for name in dir(models) if name.endswith("ForCausalLM") and not name.startswith("Auto")
@@ -178,6 +179,48 @@ def test_fields_of_another_type_or_out_of_range_are_all_named(fields, message, u
         Gemma3TextConfig(**{**SIZES, **fields})
 
 
+def test_biases_are_read_where_transformers_has_them_and_passed_over_elsewhere():
+    both = {"attention_bias": True, "mlp_bias": True}
+    assert config_json.read(both, LlamaConfig, {}).mlp_bias
+    assert not config_json.read(dict.fromkeys(both), LlamaConfig, {}).attention_bias  # null
+    with pytest.warns(UserWarning, match="config.json: mlp_bias=True changes nothing, here as in transformers"):
+        assert config_json.read(both, Gemma2Config, {}).attention_bias
+    with pytest.warns(UserWarning, match="attention_bias=True, mlp_bias=True changes nothing"):
+        config = config_json.read(both, MistralConfig, {})
+    assert not config.attention_bias and "mlp_bias" not in config_json.write(config, {}, "", "float32")
+    with pytest.raises(ValueError, match="Qwen2Config: attention_bias=True must be False: this family has no such"):
+        Qwen2Config(attention_bias=True)
+
+
+def test_every_bias_of_a_config_is_a_parameter_that_counts(rng):
+    config = LlamaConfig(**SIZES | {"attention_bias": True, "mlp_bias": True, "initializer_range": 0.5})
+    model = models.LlamaForCausalLM(config, rngs=nnx.Rngs(0))
+    tokens, biases = jnp.arange(6)[None], []
+    logits = lambda: np.asarray(model(tokens).logits)
+    before = logits()
+    for path, parameter in nnx.to_flat_state(nnx.state(model)):
+        if path[-1] == "bias":
+            biases.append(path[-2])
+            parameter.set_value(jnp.asarray(rng.normal(size=parameter.shape), jnp.float32))
+            assert biases[-1] == "k_proj" or np.abs(logits() - before).max() > 1e-3  # softmax drops much of a key's
+            before = logits()
+    assert sorted(biases) == sorted([f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")])
+
+
+def test_a_dtype_may_have_torch_s_name():
+    path = pathlib.Path("config.json")
+    assert config_json.dtype_of({"torch_dtype": "torch.bfloat16"}, path) == "bfloat16"
+    with pytest.raises(ValueError, match="torch_dtype='int8' must be one of"):
+        config_json.dtype_of({"torch_dtype": "torch.int8"}, path)
+
+
+def test_fields_that_transformers_does_not_compute_with_are_passed_over():
+    with pytest.warns(UserWarning, match="pretraining_tp=2 changes nothing, here as in transformers"):
+        config_json.read({"pretraining_tp": 2, "attention_dropout": 0.1}, LlamaConfig, {})
+    config_json.read({"pretraining_tp": 1, "attention_dropout": 0.0}, LlamaConfig, {})  # without a warning
+    assert passed_over.dropout({"attention_dropout": 0.0}) is None
+
+
 def test_numbers_of_another_library_become_python_s(unchecked_types):
     config = LlamaConfig(vocab_size=np.int64(32), rope_theta=np.float32(500000), rms_norm_eps=1)
     assert [type(value) for value in (config.vocab_size, config.rope_theta, config.rms_norm_eps)] == [int, float, float]
@@ -266,6 +309,38 @@ OF_TYPES = {FULL: {"rope_theta": 7.0, "rope_type": "default"}, SLIDING: {"rope_t
 def test_rope_scaling_beside_rope_parameters_counts(config_type, values, theta, scaling):
     config = config_json.read({"max_position_embeddings": 64, **values}, config_type, {})
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+EXTRA = dict(
+    attn_factor=0.87, finetuned=True, alpha=1000.0, original_max_position_embeddings=32, beta_fast=20.0, mscale=0.7,
+    mscale_all_dim=0.9, attention_factor=1.3, low_freq_factor=1.0, high_freq_factor=4.0, short_factor=[1.0],
+    mrope_section=[2, 1, 1], truncate=False, partial_rotary_factor=1.0, rope_theta=500.0,
+)  # fmt: skip
+OF_KINDS = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore:config.json")
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", OF_KINDS)
+def test_every_key_of_a_scaling_means_what_it_means_in_transformers(kind):
+    torch = importlib.import_module("torch")
+    llama = importlib.import_module("transformers.models.llama")
+    values = dict(hidden_size=32, num_attention_heads=2, max_position_embeddings=128, rope_theta=10000.0)
+    for key in (None, *EXTRA):
+        scaling = {"rope_type": kind, **OF_KINDS[kind], **({} if key is None else {key: EXTRA[key]})}
+        given = values | {"rope_scaling": scaling}
+        theirs = llama.modeling_llama.LlamaRotaryEmbedding(llama.LlamaConfig.from_dict(copy.deepcopy(given)))
+        expected = theirs(torch.zeros(1, 200, 1), torch.arange(200)[None])[0].numpy()
+        config = config_json.read(given, LlamaConfig, {})
+        found, _ = rope_table(jnp.arange(200)[None], 16, theta=config.rope_theta, scaling=config.rope_scaling)
+        np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=str(scaling))
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,10 @@ def drawn(rng, family):
         final_logit_softcapping=float(rng.uniform(1, 10)) if rng.random() < 0.5 else None,
         sliding_window_pattern=int(rng.integers(1, 4)),
         rope_local_base_freq=float(rng.uniform(10, 10_000)),
+        attention_bias=bool(rng.integers(2)),
+        mlp_bias=bool(rng.integers(2)),
     )
+    own |= dict.fromkeys(family.config_type.never, False)
     if "Gemma3" in family.__name__:
         own["attn_logit_softcapping"] = None  # transformers reads it and does not apply it
     if "Mistral" in family.__name__ and rng.random() < 0.3:

@@ -50,6 +50,14 @@ def test_the_first_differences_are_named_in_a_bounded_message(tmp_path):
     assert len(str(error.value)) < 1500
 
 
+def test_numbers_that_may_grow_do_not_shrink(tmp_path):
+    check = lambda old, new: identity.check_same(tmp_path, {"steps": old}, {"steps": new}, growing=["steps"])
+    for old, new in ((2, 3), (2, None), (None, 2), (2, 2)):
+        check(old, new)
+    with pytest.raises(CheckpointError, match="steps=3 became 2"):
+        check(3, 2)
+
+
 def test_weights_that_were_read_whole_once_are_compared_only_with_such(tmp_path):
     read = {f"all of {FILE}": "abc"}
     identity.check_same(tmp_path, {}, read)
