@@ -369,7 +369,7 @@ def test_a_run_stops_early_with_the_best_weights_and_shows_samples(source, tmp_p
     config = f"--config={tmp_path / 'run' / 'settings.toml'}"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != ".lock"}
     assert main(["finetune", config]) == 0
-    assert "is there since step 4, the last one; nothing is changed" in capsys.readouterr().out
+    assert "is there since step 4, where --patience ended it; nothing is changed" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
     other = ["--steps=2", "--log=csv", "--samples=0", f"--out={tmp_path / 'other'}"]
