@@ -30,23 +30,18 @@ ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of the forward's valu
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attend(q, k, v, segments, q_offset, forward, backward):
-    return forward.run(*forward.guarded(q, k, v, segments), q_offset=_place(q_offset))[0]
+    return forward.run(*forward.guarded(q, k, v, segments), q_offset)[0]
 
 
 def _forward_rule(q, k, v, segments, q_offset, forward, backward):
-    found = forward.run(*forward.guarded(q, k, v, segments), q_offset=_place(q_offset))
+    found = forward.run(*forward.guarded(q, k, v, segments), q_offset)
     out, log_sums = checkpoint_name(found, ATTENTION_OUTPUT)
     return out, ((q, k, v, segments, out, log_sums), q_offset)
 
 
 def _backward_rule(forward, backward, residuals, dout):
     arrays, q_offset = residuals
-    return *backward.run(*backward.guarded(*arrays, dout), q_offset=_place(q_offset)), None, None
-
-
-def _place(q_offset):
-    """Where the queries begin in the row of keys. The number 0 makes the kernels' tables constants of the program."""
-    return 0 if q_offset is None else q_offset
+    return *backward.run(*backward.guarded(*arrays, dout), q_offset), None, None
 
 
 _attend.defvjp(_forward_rule, _backward_rule)

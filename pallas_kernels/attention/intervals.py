@@ -94,12 +94,14 @@ def intervals(
     window: int | None = None,
     *,
     q_length: int | None = None,
-    q_offset: jax.Array | int = 0,
+    q_offset: jax.Array | int | None = None,
 ) -> Intervals:
     """The intervals of rows of `length` keys. Without segments they are NumPy arrays (1, T), constants of the program.
 
-    A row has `q_length` queries, or one for each key. The first of them has the position `q_offset` among the keys.
+    A row has `q_length` queries, or one for each key. The first of them has the position `q_offset` among the keys,
+    or, with None, 0.
     """
+    q_offset = 0 if q_offset is None else q_offset
     q_length = length if q_length is None else q_length
     key, query = (np.arange(n, dtype=np.int32)[None] for n in (length, q_length))
     xp: Any = jnp if isinstance(q_offset, jax.Array) else np

@@ -45,15 +45,16 @@ def forward(
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
+    q_offset: jax.Array | int | None = None,
     *,
     window: int | None,
     softcap: float | None,
     scale: float | None,
-    q_offset: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """q (B, Tq, Q, H), k and v (B, Tk, K, H) → out (B, Tq, Q, H), and log2 Σ exp2 of the scores (B, Q, Tq or more).
 
-    The queries stand at positions `q_offset` and after in the row of keys; `segments` belong to the keys.
+    The queries stand at positions `q_offset` and after in the row of keys, or, with None, from the first on. `segments`
+    belong to the keys.
     """
     _, q_length, _, width = q.shape
     found = intervals(k.shape[1], segments, window, q_length=q_length, q_offset=q_offset)
@@ -71,11 +72,11 @@ def backward(
     out: jax.Array,
     lse: jax.Array,
     do: jax.Array,
+    q_offset: jax.Array | int | None = None,
     *,
     window: int | None,
     softcap: float | None,
     scale: float | None,
-    q_offset: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k, v, the forward's out and lse, and do, the gradient by out → dq, dk, dv in the shapes of q, k and v."""
     (_, q_length, _, width), k_length = q.shape, k.shape[1]

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import UserError, _cache, _log, _run, main
+from liger_jax.commands import UserError, _cache, _log, _recipe, _run, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
@@ -257,10 +257,10 @@ def test_weights_in_bfloat16_have_the_same_bits_after_a_run_that_was_stopped(sou
 
 
 def test_the_optimizer_is_the_one_that_is_asked_for(source, tmp_path, capsys, monkeypatch):
-    def asked(name, rate, seed):
+    def asked(name, rate, **options):
         raise UserError(f"asked for {name}")
 
-    monkeypatch.setattr(_run, "optimizer_named", asked)
+    monkeypatch.setattr(_recipe, "optimizer_named", asked)
     assert chat(source, tmp_path, "--optimizer", "adamw8bit") == 2
     assert "asked for adamw8bit" in capsys.readouterr().err
 
