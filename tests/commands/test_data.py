@@ -272,7 +272,7 @@ def _device(gib):
     ["gib", "message"],
     [
         (1.0, "It fits with --micro-batches "),
-        (0.5, " --lora 16"),
+        (0.4, " --lora 16"),
         (0.001, "No change makes it fit: even --micro"),
     ],
 )

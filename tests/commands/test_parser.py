@@ -35,7 +35,7 @@ def test_version_is_the_project_s(capsys):
         ("finetune --model x --modle y", "--model"),
         ("finetune --learning_rate 1", "--learning-rate"),
         ("finetune --learning 1", "--learning-rate"),  # no option has a short form
-        ("plan --max-length 3", "--length"),
+        ("plan --max-length 3", "--length or --seq"),
         ("data --max-length 3", "--length"),
         ("fintune --model x", "finetune"),
     ],
