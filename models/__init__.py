@@ -17,6 +17,8 @@ from liger_jax.models.llama import LlamaConfig as LlamaConfig
 from liger_jax.models.llama import LlamaForCausalLM as LlamaForCausalLM
 from liger_jax.models.mistral import MistralConfig as MistralConfig
 from liger_jax.models.mistral import MistralForCausalLM as MistralForCausalLM
+from liger_jax.models.olmo2 import Olmo2Config as Olmo2Config
+from liger_jax.models.olmo2 import Olmo2ForCausalLM as Olmo2ForCausalLM
 from liger_jax.models.qwen2 import Qwen2Config as Qwen2Config
 from liger_jax.models.qwen2 import Qwen2ForCausalLM as Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3Config as Qwen3Config

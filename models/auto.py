@@ -8,6 +8,7 @@ from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaFo
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.mistral import MistralForCausalLM
+from liger_jax.models.olmo2 import Olmo2ForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3ForCausalLM
 
@@ -17,6 +18,7 @@ FAMILIES = {
     "gemma3_text": Gemma3ForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
+    "olmo2": Olmo2ForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
 }

@@ -42,6 +42,7 @@ _GEMMA_3 = dict(
     model_type="gemma3_text", vocab_size=262208, head_dim=256, sliding_window=1024, rope_theta=1000000.0,
     max_position_embeddings=131072,
 )  # fmt: skip
+_OLMO_2 = dict(model_type="olmo2", vocab_size=100352, rope_theta=500000.0, max_position_embeddings=4096)
 _SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
 
 
@@ -96,12 +97,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _GEMMA_3 | _sizes(2560, 10240, 34, 8, 4),
     "gemma-3-12b": _GEMMA_3 | _sizes(3840, 15360, 48, 16, 8),
     "gemma-3-27b": _GEMMA_3 | _sizes(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
+    "olmo-2-0425-1b": _OLMO_2 | _sizes(2048, 8192, 16, 16),
+    "olmo-2-1124-7b": _OLMO_2 | _sizes(4096, 11008, 32, 32),
+    "olmo-2-1124-13b": _OLMO_2 | _sizes(5120, 13824, 40, 40),
+    "olmo-2-0325-32b": _OLMO_2 | _sizes(5120, 27648, 64, 40, 8),
 }
 _OTHER_NAMES = {
     "mistral-7b": "mistral-7b-v0.3",
     "mistral-nemo": "mistral-nemo-2407",
     "mistral-nemo-12b": "mistral-nemo-2407",
     "mistral-small-24b": "mistral-small-24b-2501",
+    "olmo-2-1b": "olmo-2-0425-1b",
+    "olmo-2-7b": "olmo-2-1124-7b",
+    "olmo-2-13b": "olmo-2-1124-13b",
+    "olmo-2-32b": "olmo-2-0325-32b",
 }
 _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say how a model was trained
 

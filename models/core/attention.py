@@ -72,8 +72,9 @@ class Attention(nnx.Module):
         self.k_proj = linear(width, kv_width, use_bias=config.qkv_bias)
         self.v_proj = linear(width, kv_width, use_bias=config.qkv_bias)
         self.o_proj = linear(query_width, width)
-        self.q_norm = norm(self.head_width) if config.qk_norm else None
-        self.k_norm = norm(self.head_width) if config.qk_norm else None
+        self.norm_is_wide = config.qk_norm_is_wide
+        norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
+        self.q_norm, self.k_norm = (norm(width) if config.qk_norm else None for width in norm_widths)
         self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping
 
     def __call__(
@@ -88,9 +89,14 @@ class Attention(nnx.Module):
         def heads(y):
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
-        q, k, v = map(heads, in_one_product(x, self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = in_one_product(x, self.q_proj, self.k_proj, self.v_proj)
+        v = heads(v)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = heads(q), heads(k)
+        elif self.norm_is_wide:
+            q, k = heads(self.q_norm(q)), heads(self.k_norm(k))
+        else:
+            q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
         rope = plain.apply_rope
         if self.kernels.rope:
             rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)

@@ -67,6 +67,7 @@ class LlamaConfig:
     # LLaMA's values. Other families override them, by constants or by fields of their configs.
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
+    qk_norm_is_wide: ClassVar[bool] = False  # whether it is one norm over all heads, and not one for each
     norm_offset: ClassVar[float] = 0.0
     norm_casting_mode: ClassVar[str] = "llama"
     gate: ClassVar[str] = "silu"

@@ -19,6 +19,7 @@ FAMILIES = {
     "mistral": (models.MistralForCausalLM, dict(sliding_window=(1, 4, None))),
     "qwen2": (models.Qwen2ForCausalLM, dict(tie_word_embeddings=(True,), use_sliding_window=(True,))),
     "qwen3": (models.Qwen3ForCausalLM, dict(tie_word_embeddings=(True,))),
+    "olmo2": (models.Olmo2ForCausalLM, dict(tie_word_embeddings=(True,))),
     "gemma": (models.GemmaForCausalLM, dict(tie_word_embeddings=(True, False))),
     "gemma2": (models.Gemma2ForCausalLM, GEMMA | dict(attn_logit_softcapping=(5.0, None))),
     "gemma3": (models.Gemma3ForCausalLM, GEMMA | dict(final_logit_softcapping=(3.0,))),

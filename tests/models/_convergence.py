@@ -14,6 +14,7 @@ from liger_jax.models import (
     GemmaForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
@@ -34,6 +35,7 @@ FAMILIES = {
     "qwen2": (Qwen2ForCausalLM, SIZES),
     "qwen3": (Qwen3ForCausalLM, SIZES | dict(head_dim=16)),
     "mistral": (MistralForCausalLM, SIZES | dict(sliding_window=5)),
+    "olmo2": (Olmo2ForCausalLM, SIZES),
     "gemma": (GemmaForCausalLM, SIZES | dict(head_dim=12)),
     "gemma2": (Gemma2ForCausalLM, SIZES | GEMMA | dict(num_hidden_layers=3)),
     "gemma3": (Gemma3ForCausalLM, SIZES | GEMMA | dict(sliding_window_pattern=2)),

@@ -36,6 +36,7 @@ LLAMA3 = dict(
     rope_theta=500.0,
 )
 # No padding token: PyTorch gives its row of the embedding no gradient, and starts it at zero.
+NO_IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 GEMMA = dict(head_dim=6, tie_word_embeddings=True, pad_token_id=None)
 # Softcaps that bend, where the family has them, and a scale of the scores that is not the head's.
 WINDOW = dict(sliding_window=5, query_pre_attn_scalar=3)
@@ -67,6 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 6}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "mistral_full": ("Mistral", {"sliding_window": None}),
+    "olmo2": ("Olmo2", NO_IDS),
     "gemma": ("Gemma", GEMMA),
     "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "num_hidden_layers": 3}),  # one pattern of two, and one layer left over
     "gemma2_full": (
@@ -94,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "llama_tied", "gemma", "qwen3", "mistral")
+COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "olmo2", "llama_tied", "gemma", "qwen3", "mistral")
 
 
 PROMPT = np.array([[1] * 8, [0] * 3 + [1] * 5])  # the mask of `tokens`' first positions; the second row is padded

@@ -20,6 +20,8 @@ from liger_jax.models import (
     Layout,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -36,6 +38,7 @@ FAMILIES = {
     "qwen2": lambda **options: Qwen2ForCausalLM(
         Qwen2Config(tie_word_embeddings=True, **SIZES), rngs=nnx.Rngs(0), **options
     ),
+    "olmo2": lambda **options: Olmo2ForCausalLM(Olmo2Config(**SIZES), rngs=nnx.Rngs(0), **options),
     # Two of each three layers are stacked, and the third is by itself.
     "gemma2": lambda **options: Gemma2ForCausalLM(
         Gemma2Config(**SIZES | dict(num_hidden_layers=3, head_dim=8, sliding_window=5)), rngs=nnx.Rngs(0), **options
@@ -54,7 +57,7 @@ CASES = [
     pytest.param(*case, marks=[] if case in BY_DEFAULT else [pytest.mark.full])
     for case in (
         *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES, AXIS_TYPES[:1]),
-        *itertools.product(("gemma2", "gemma3"), ("both",), ("none",), LOSSES, AXIS_TYPES[:1]),
+        *itertools.product(("olmo2", "gemma2", "gemma3"), ("both",), ("none",), LOSSES, AXIS_TYPES[:1]),
         *itertools.product(("llama",), MESHES, ("none",), LOSSES, AXIS_TYPES[1:]),
         *itertools.product(("qwen2", "gemma2", "gemma3"), ("both",), ("full",), ("fused",), AXIS_TYPES[1:]),
     )
