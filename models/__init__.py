@@ -23,3 +23,5 @@ from liger_jax.models.qwen2 import Qwen2Config as Qwen2Config
 from liger_jax.models.qwen2 import Qwen2ForCausalLM as Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3Config as Qwen3Config
 from liger_jax.models.qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
+from liger_jax.models.smollm3 import SmolLM3Config as SmolLM3Config
+from liger_jax.models.smollm3 import SmolLM3ForCausalLM as SmolLM3ForCausalLM

@@ -11,6 +11,7 @@ from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.olmo2 import Olmo2ForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3ForCausalLM
+from liger_jax.models.smollm3 import SmolLM3ForCausalLM
 
 FAMILIES = {
     "gemma": GemmaForCausalLM,
@@ -21,6 +22,7 @@ FAMILIES = {
     "olmo2": Olmo2ForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
+    "smollm3": SmolLM3ForCausalLM,
 }
 
 

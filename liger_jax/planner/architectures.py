@@ -43,6 +43,10 @@ _GEMMA_3 = dict(
     max_position_embeddings=131072,
 )  # fmt: skip
 _OLMO_2 = dict(model_type="olmo2", vocab_size=100352, rope_theta=500000.0, max_position_embeddings=4096)
+_SMOLLM_3 = dict(
+    model_type="smollm3", vocab_size=128256, rope_theta=5000000.0, max_position_embeddings=65536,
+    tie_word_embeddings=True,
+)  # fmt: skip
 _SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
 
 
@@ -101,6 +105,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo-2-1124-7b": _OLMO_2 | _sizes(4096, 11008, 32, 32),
     "olmo-2-1124-13b": _OLMO_2 | _sizes(5120, 13824, 40, 40),
     "olmo-2-0325-32b": _OLMO_2 | _sizes(5120, 27648, 64, 40, 8),
+    "smollm3-3b": _SMOLLM_3 | _sizes(2048, 11008, 36, 16, 4),
 }
 _OTHER_NAMES = {
     "mistral-7b": "mistral-7b-v0.3",
@@ -148,9 +153,10 @@ class Architecture:
         The layers are taken as of one type, since other types have equal parameters: one stack then holds all layers,
         and is made at once.
         """
-        config = self.config
-        if "layer_types" in {field.name for field in dataclasses.fields(config)}:
-            config = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
+        config, count = self.config, self.config.num_hidden_layers
+        of_one_type = dict(layer_types=("full_attention",) * count, no_rope_layers=(1,) * count)
+        fields = {field.name for field in dataclasses.fields(config)}
+        config = dataclasses.replace(config, **{name: x for name, x in of_one_type.items() if name in fields})
         state = dataclasses.replace(self, config=config).abstract()[1]
         return list(zip(describe(state).values(), jax.tree.leaves(state), strict=True))
 

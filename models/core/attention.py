@@ -80,8 +80,8 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        cos: Float[Array, "#B T H"],
-        sin: Float[Array, "#B T H"],
+        cos: Float[Array, "#B T H"] | None,
+        sin: Float[Array, "#B T H"] | None,
         segments: ops.Segments | None,
         window: int | None,
         cache: LayerCache | None = None,
@@ -97,12 +97,13 @@ class Attention(nnx.Module):
             q, k = heads(self.q_norm(q)), heads(self.k_norm(k))
         else:
             q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
-        rope = plain.apply_rope
-        if self.kernels.rope:
-            rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
-        of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
         layout = self.kernels.mesh_layout
-        q, k = layout.run(rope, of_batch, shared, spec=layout.in_attention)
+        if cos is not None and sin is not None:
+            rope = plain.apply_rope
+            if self.kernels.rope:
+                rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
+            of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
+            q, k = layout.run(rope, of_batch, shared, spec=layout.in_attention)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)

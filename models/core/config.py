@@ -103,6 +103,17 @@ class LlamaConfig:
         """
         return "full_attention"
 
+    def attention_of(self, i: int) -> str:
+        """The kind of a layer's attention. Layers of one kind have the same window and the same rotary embedding.
+
+        Args:
+            i: the layer's number.
+
+        Returns:
+            The layer's type, or a name of the family's own. `window_of` and `rope_of` take either.
+        """
+        return (self.layer_types or ())[i]
+
     def feed_forward_of(self, i: int) -> str:
         """The kind of a layer's feed-forward.
 
@@ -115,24 +126,24 @@ class LlamaConfig:
         return "dense"
 
     def window_of(self, layer_type: str) -> int | None:
-        """How many positions a position sees in layers of a type, itself included.
+        """How many positions a position sees in layers of a kind, itself included.
 
         Args:
-            layer_type: "full_attention" or "sliding_attention".
+            layer_type: "full_attention" or "sliding_attention", or what else `attention_of` returns.
 
         Returns:
             A number, or `None` for all before it.
         """
         return self.sliding_window if layer_type == "sliding_attention" else None
 
-    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
-        """The rotary embedding in layers of a type.
+    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
+        """The rotary embedding in layers of a kind.
 
         Args:
-            layer_type: "full_attention" or "sliding_attention".
+            layer_type: "full_attention" or "sliding_attention", or what else `attention_of` returns.
 
         Returns:
-            Its base and its scaling.
+            Its base and its scaling; `None` where nothing is rotated.
         """
         return self.rope_theta, self.rope_scaling
 

@@ -71,7 +71,9 @@ class Decoder(nnx.Module):
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
         of_layer = functools.partial(Blocks, config, kernels, dtype, param_dtype, remat=remat, scan=scan_layers)
         make_layer = lambda feed_forward, rngs: layer(of_layer(rngs=rngs, feed_forward=feed_forward))
-        kinds = tuple(LayerKind(kind, config.feed_forward_of(i)) for i, kind in enumerate(config.layer_types))
+        kinds = tuple(
+            LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in range(config.num_hidden_layers)
+        )
         self.stack = LayerStack(kinds, scan_layers, remat, kernels)
         self.layers, self.last_layers = self.stack.make(make_layer, rngs)
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
@@ -138,10 +140,11 @@ class Decoder(nnx.Module):
         ids = attention_segments(segment_ids, attention_mask)
         segments = None if ids is None else Segments.of(ids)
         inputs = {}
-        for kind in dict.fromkeys(config.layer_types):
-            theta, scaling = config.rope_of(kind)
-            cos, sin = rope_table(positions, config.head_dim, theta=theta, scaling=scaling)
-            inputs[kind] = (cos, sin, segments, config.window_of(kind))
+        for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
+            tables = None, None
+            if (rope := config.rope_of(kind)) is not None:
+                tables = rope_table(positions, config.head_dim, theta=rope[0], scaling=rope[1])
+            inputs[kind] = (*tables, segments, config.window_of(kind))
         x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training

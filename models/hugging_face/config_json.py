@@ -148,6 +148,7 @@ def read(
             raise ValueError("; ".join(wrong) + ".")
         if "layer_types" in fields:
             arguments["layer_types"] = layer_types and tuple(layer_types)
+        arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
         config: Any = config_type(**arguments)
         if layer_types and tuple(layer_types) != config.layer_types:
             own = config_fields.short(list(config.layer_types))

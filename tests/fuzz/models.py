@@ -20,6 +20,7 @@ FAMILIES = {
     "qwen2": (models.Qwen2ForCausalLM, dict(tie_word_embeddings=(True,), use_sliding_window=(True,))),
     "qwen3": (models.Qwen3ForCausalLM, dict(tie_word_embeddings=(True,))),
     "olmo2": (models.Olmo2ForCausalLM, dict(tie_word_embeddings=(True,))),
+    "smollm3": (models.SmolLM3ForCausalLM, dict(no_rope_layer_interval=(1, 2), use_sliding_window=(True,))),
     "gemma": (models.GemmaForCausalLM, dict(tie_word_embeddings=(True, False))),
     "gemma2": (models.Gemma2ForCausalLM, GEMMA | dict(attn_logit_softcapping=(5.0, None))),
     "gemma3": (models.Gemma3ForCausalLM, GEMMA | dict(final_logit_softcapping=(3.0,))),

@@ -17,6 +17,7 @@ from liger_jax.models import (
     Olmo2ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 # Large first weights and plain descent: every op's gradient moves the next loss. Adam would hide a wrong scale.
@@ -36,6 +37,7 @@ FAMILIES = {
     "qwen3": (Qwen3ForCausalLM, SIZES | dict(head_dim=16)),
     "mistral": (MistralForCausalLM, SIZES | dict(sliding_window=5)),
     "olmo2": (Olmo2ForCausalLM, SIZES),
+    "smollm3": (SmolLM3ForCausalLM, SIZES | dict(no_rope_layer_interval=2)),
     "gemma": (GemmaForCausalLM, SIZES | dict(head_dim=12)),
     "gemma2": (Gemma2ForCausalLM, SIZES | GEMMA | dict(num_hidden_layers=3)),
     "gemma3": (Gemma3ForCausalLM, SIZES | GEMMA | dict(sliding_window_pattern=2)),

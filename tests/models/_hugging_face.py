@@ -69,6 +69,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 5}),
     "mistral_full": ("Mistral", {"sliding_window": None}),
     "olmo2": ("Olmo2", NO_IDS),
+    "smollm3": ("SmolLM3", {**NO_IDS, "num_hidden_layers": 5, "no_rope_layer_interval": 2, "rope_parameters": LLAMA3}),
+    "smollm3_window": (
+        "SmolLM3",
+        {**NO_IDS, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5},
+    ),
     "gemma": ("Gemma", GEMMA),
     "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "num_hidden_layers": 3}),  # one pattern of two, and one layer left over
     "gemma2_full": (
@@ -96,7 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "olmo2", "llama_tied", "gemma", "qwen3", "mistral")
+COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "olmo2", "smollm3", "llama_tied", "gemma", "qwen3", "mistral")
 
 
 PROMPT = np.array([[1] * 8, [0] * 3 + [1] * 5])  # the mask of `tokens`' first positions; the second row is padded
