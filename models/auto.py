@@ -9,6 +9,7 @@ from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.olmo2 import Olmo2ForCausalLM
+from liger_jax.models.phi3 import Phi3ForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3ForCausalLM
 from liger_jax.models.smollm3 import SmolLM3ForCausalLM
@@ -20,6 +21,7 @@ FAMILIES = {
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
     "olmo2": Olmo2ForCausalLM,
+    "phi3": Phi3ForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "smollm3": SmolLM3ForCausalLM,

@@ -47,6 +47,8 @@ _SMOLLM_3 = dict(
     model_type="smollm3", vocab_size=128256, rope_theta=5000000.0, max_position_embeddings=65536,
     tie_word_embeddings=True,
 )  # fmt: skip
+_PHI_3 = dict(model_type="phi3", vocab_size=32064, max_position_embeddings=4096)
+_PHI_3_128K = _PHI_3 | dict(max_position_embeddings=131072)
 _SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
 
 
@@ -105,6 +107,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo-2-1124-7b": _OLMO_2 | _sizes(4096, 11008, 32, 32),
     "olmo-2-1124-13b": _OLMO_2 | _sizes(5120, 13824, 40, 40),
     "olmo-2-0325-32b": _OLMO_2 | _sizes(5120, 27648, 64, 40, 8),
+    "phi-3-mini-4k": _PHI_3 | _sizes(3072, 8192, 32, 32, sliding_window=2047),
+    "phi-3-mini-128k": _PHI_3_128K | _sizes(3072, 8192, 32, 32, sliding_window=262144),
+    "phi-3-medium-4k": _PHI_3 | _sizes(5120, 17920, 40, 40, 10, sliding_window=2047),
+    "phi-3-medium-128k": _PHI_3_128K | _sizes(5120, 17920, 40, 40, 10, sliding_window=131072),
+    "phi-3.5-mini": _PHI_3_128K | _sizes(3072, 8192, 32, 32, sliding_window=262144),
+    "phi-4": _PHI_3
+    | _sizes(5120, 17920, 40, 40, 10, vocab_size=100352, rope_theta=250000.0, max_position_embeddings=16384),
+    "phi-4-mini": _PHI_3_128K
+    | _sizes(
+        3072,
+        8192,
+        32,
+        24,
+        8,
+        vocab_size=200064,
+        partial_rotary_factor=0.75,
+        sliding_window=262144,
+        tie_word_embeddings=True,
+    ),
     "smollm3-3b": _SMOLLM_3 | _sizes(2048, 11008, 36, 16, 4),
 }
 _OTHER_NAMES = {
@@ -112,6 +133,8 @@ _OTHER_NAMES = {
     "mistral-nemo": "mistral-nemo-2407",
     "mistral-nemo-12b": "mistral-nemo-2407",
     "mistral-small-24b": "mistral-small-24b-2501",
+    "phi-3-mini": "phi-3-mini-4k",
+    "phi-3-medium": "phi-3-medium-4k",
     "olmo-2-1b": "olmo-2-0425-1b",
     "olmo-2-7b": "olmo-2-1124-7b",
     "olmo-2-13b": "olmo-2-1124-13b",

@@ -68,9 +68,13 @@ class Attention(nnx.Module):
         self.kernels = kernels
         width, self.head_width = config.hidden_size, config.head_dim
         query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = linear(width, query_width, use_bias=config.qkv_bias)
-        self.k_proj = linear(width, kv_width, use_bias=config.qkv_bias)
-        self.v_proj = linear(width, kv_width, use_bias=config.qkv_bias)
+        self.query_width, self.kv_width, self.has_qkv = query_width, kv_width, config.fused_projections
+        if self.has_qkv:
+            self.qkv_proj = linear(width, query_width + 2 * kv_width, use_bias=config.qkv_bias)
+        else:
+            self.q_proj = linear(width, query_width, use_bias=config.qkv_bias)
+            self.k_proj = linear(width, kv_width, use_bias=config.qkv_bias)
+            self.v_proj = linear(width, kv_width, use_bias=config.qkv_bias)
         self.o_proj = linear(query_width, width)
         self.norm_is_wide = config.qk_norm_is_wide
         norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
@@ -80,8 +84,8 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        cos: Float[Array, "#B T H"] | None,
-        sin: Float[Array, "#B T H"] | None,
+        cos: Float[Array, "#B T R"] | None,
+        sin: Float[Array, "#B T R"] | None,
         segments: ops.Segments | None,
         window: int | None,
         cache: LayerCache | None = None,
@@ -89,7 +93,10 @@ class Attention(nnx.Module):
         def heads(y):
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
-        q, k, v = in_one_product(x, self.q_proj, self.k_proj, self.v_proj)
+        if self.has_qkv:
+            q, k, v = jnp.split(self.qkv_proj(x), [self.query_width, self.query_width + self.kv_width], axis=-1)
+        else:
+            q, k, v = in_one_product(x, self.q_proj, self.k_proj, self.v_proj)
         v = heads(v)
         if self.q_norm is None or self.k_norm is None:
             q, k = heads(q), heads(k)

@@ -96,6 +96,32 @@ def with_tokens(
     return dataclasses.replace(cache, positions=written), positions
 
 
+def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array, ""]) -> Bool[Array, ""] | bool:
+    """Whether tokens would meet keys in a cache that a `LongRope` has turned by its other frequencies.
+
+    Args:
+        changes_at: the config's `rope_changes_at`.
+        before: the largest position in the cache; −1 if it is empty.
+        after: the largest position of the tokens that follow.
+
+    Returns:
+        True if the tokens are the first beyond the length in training, and the cache holds some within it.
+
+    Raises:
+        ValueError: it is true, and known outside of jit.
+    """
+    if changes_at is None:
+        return False
+    is_mixed = (before >= 0) & (before < changes_at) & (after >= changes_at)
+    if not isinstance(is_mixed, Tracer) and bool(is_mixed):
+        raise ValueError(
+            f"cache holds keys of {int(before) + 1} positions, and with {int(after) + 1} rope_scaling turns all of "
+            f"them otherwise, since they are more than original_max_position_embeddings={changes_at}. Call the model "
+            "with all tokens and a new cache, as generate does."
+        )
+    return is_mixed
+
+
 class LayerCache:
     """One layer's part of a cache during one call. Attention writes to it and reads from it.
 

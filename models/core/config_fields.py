@@ -68,8 +68,9 @@ def normal(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
             kind = float if int not in _kinds(hints[name]) or not isinstance(value, numbers.Integral) else int
             changed |= {} if type(value) is kind else {name: kind(value)}
-        elif isinstance(value, list):
-            changed[name] = tuple(value)
+        elif isinstance(value, list | tuple) and (items := _items(_kinds(hints.get(name)))):
+            normal_items = tuple(value if items == (str,) else map(items[0], value))
+            changed |= {} if value is normal_items else {name: normal_items}
     return changed
 
 
@@ -77,6 +78,11 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
+
+
+def _items(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The type of a list's items, if a list is among these types."""
+    return next((typing.get_args(kind)[:1] for kind in kinds if typing.get_origin(kind) is tuple), ())
 
 
 def _problems_of(name: str, value: Any, kinds: tuple[Any, ...]) -> list[str]:
@@ -109,8 +115,7 @@ def _law(name: str, value: Any, kinds: tuple[Any, ...]) -> tuple[bool, bool, str
     classes = [kind for kind in kinds if isinstance(kind, type) and kind is not types.NoneType]
     if any(dataclasses.is_dataclass(kind) for kind in classes):
         return isinstance(value, tuple(classes)), True, f"one of {', '.join(kind.__name__ for kind in classes)}"
-    (items,) = (typing.get_args(kind)[:1] for kind in kinds if typing.get_origin(kind) is tuple)
-    if items != (str,):
+    if (items := _items(kinds)) != (str,):
         laws = [_law(name, part, items) for part in value] if isinstance(value, list | tuple) else [(False, False, "")]
         _, _, law = _law(name, least, items)
         return all(kind for kind, _, _ in laws), all(holds for _, holds, _ in laws), f"a list, each item {law}"

@@ -1,5 +1,6 @@
 """Text generation: the prompt in one call, then token after token with the key-value cache, all in one program."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -111,11 +112,30 @@ def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens):
         count, _, ended, _ = state
         return (count < max_new_tokens) & ~jnp.all(ended)
 
+    def of_last(count, tokens, cache):
+        """Logits and cache after the last token."""
+        out = model(jax.lax.dynamic_index_in_dim(tokens, count - 1, axis=1), cache=cache)
+        return out.logits, out.cache
+
+    def of_all(count, tokens, cache):
+        """The same, with keys and values of all tokens made anew."""
+        written, places = length + count, jnp.arange(max_new_tokens - 1, dtype=jnp.int32)
+        ids = jnp.concatenate([prompts.astype(jnp.int32), tokens[:, :-1]], axis=1)
+        is_token = jnp.concatenate([mask, jnp.broadcast_to(places < count, (batch, max_new_tokens - 1))], axis=1)
+        empty = model.init_cache(*ids.shape)
+        out = model(ids, attention_mask=is_token, cache=empty, logits_to_keep=written[None] - 1)
+        return out.logits, dataclasses.replace(out.cache, length=written)
+
+    changes_at = model.config.rope_changes_at
+
     def step(state):
         count, tokens, ended, cache = state
-        last = jax.lax.dynamic_index_in_dim(tokens, count - 1, axis=1)
-        out = model(last, cache=cache)
-        return count + 1, *add(count, out.logits[:, -1], tokens, ended), out.cache
+        if changes_at is None or cache.positions.shape[1] <= changes_at:
+            logits, cache = of_last(count, tokens, cache)
+        else:  # the token after the last that fits turns all earlier ones otherwise
+            is_full = jnp.max(cache.positions) == changes_at - 1
+            logits, cache = jax.lax.cond(is_full, of_all, of_last, count, tokens, cache)
+        return count + 1, *add(count, logits[:, -1], tokens, ended), cache
 
     tokens = jnp.broadcast_to(pad, (batch, max_new_tokens))
     first = add(0, out.logits[:, -1], tokens, jnp.zeros(batch, bool))
