@@ -5,6 +5,7 @@ from liger_jax.ops import BlockQuantized as BlockQuantized
 from liger_jax.ops import DynamicRope as DynamicRope
 from liger_jax.ops import LinearRope as LinearRope
 from liger_jax.ops import Llama3Rope as Llama3Rope
+from liger_jax.ops import LongRope as LongRope
 from liger_jax.ops import LossMetrics as LossMetrics
 from liger_jax.ops import RopeScaling as RopeScaling
 from liger_jax.ops import Segments as Segments

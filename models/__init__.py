@@ -18,7 +18,13 @@ from liger_jax.models.llama import LlamaConfig as LlamaConfig
 from liger_jax.models.llama import LlamaForCausalLM as LlamaForCausalLM
 from liger_jax.models.mistral import MistralConfig as MistralConfig
 from liger_jax.models.mistral import MistralForCausalLM as MistralForCausalLM
+from liger_jax.models.olmo2 import Olmo2Config as Olmo2Config
+from liger_jax.models.olmo2 import Olmo2ForCausalLM as Olmo2ForCausalLM
+from liger_jax.models.phi3 import Phi3Config as Phi3Config
+from liger_jax.models.phi3 import Phi3ForCausalLM as Phi3ForCausalLM
 from liger_jax.models.qwen2 import Qwen2Config as Qwen2Config
 from liger_jax.models.qwen2 import Qwen2ForCausalLM as Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3Config as Qwen3Config
 from liger_jax.models.qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
+from liger_jax.models.smollm3 import SmolLM3Config as SmolLM3Config
+from liger_jax.models.smollm3 import SmolLM3ForCausalLM as SmolLM3ForCausalLM

@@ -8,8 +8,11 @@ from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaFo
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.mistral import MistralForCausalLM
+from liger_jax.models.olmo2 import Olmo2ForCausalLM
+from liger_jax.models.phi3 import Phi3ForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3ForCausalLM
+from liger_jax.models.smollm3 import SmolLM3ForCausalLM
 
 FAMILIES = {
     "gemma": GemmaForCausalLM,
@@ -17,8 +20,11 @@ FAMILIES = {
     "gemma3_text": Gemma3ForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
+    "olmo2": Olmo2ForCausalLM,
+    "phi3": Phi3ForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
+    "smollm3": SmolLM3ForCausalLM,
 }
 
 

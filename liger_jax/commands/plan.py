@@ -47,7 +47,12 @@ def run(args: argparse.Namespace) -> int:
         answers = _search(args, where, options) if args.search else []
         found = planning.plan(args.model, **where, level=args.level, **options)
         known = where["batch"] if args.search == "batch" else None
-        lines = [report.text(found, known, details=bool(args.details)), *answers, *report.notes(found), *_notes(found, args)]
+        lines = [
+            report.text(found, known, details=bool(args.details)),
+            *answers,
+            *report.notes(found),
+            *_notes(found, args),
+        ]
         print(*lines, sep="\n", flush=True)
         if args.picture:
             report.picture(found, args.picture)

@@ -31,6 +31,7 @@ from liger_jax.ops.rope import apply_rope as apply_rope
 from liger_jax.ops.rope_table import DynamicRope as DynamicRope
 from liger_jax.ops.rope_table import LinearRope as LinearRope
 from liger_jax.ops.rope_table import Llama3Rope as Llama3Rope
+from liger_jax.ops.rope_table import LongRope as LongRope
 from liger_jax.ops.rope_table import RopeScaling as RopeScaling
 from liger_jax.ops.rope_table import YarnRope as YarnRope
 from liger_jax.ops.rope_table import rope_table as rope_table

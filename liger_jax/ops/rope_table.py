@@ -177,7 +177,57 @@ class YarnRope:
         return 0.1 * s * math.log(self.factor) + 1.0
 
 
-RopeScaling = LinearRope | DynamicRope | Llama3Rope | YarnRope
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """LongRoPE: each frequency is divided by a factor of its own, and `scale` scales both tables.
+
+    The factors are `short_factor` while length, the largest position in the call plus one, is at most the length in
+    training, and `long_factor` beyond it, then for all positions. Inside `shard_map` it is the shard's.
+
+    Args:
+        short_factor: R/2 numbers.
+        long_factor: R/2 numbers.
+        factor: how many times longer the context gets. The tables' scale alone follows from it.
+        original_max_position_embeddings: the length in training, at least 2.
+        attention_factor: scale of both tables; `None` for √(1 + ln(factor)/ln(original)), or 1 for a factor up to 1.
+
+    Raises:
+        ValueError: the two lists differ in length, or a number is out of its range.
+
+    Example:
+        >>> LongRope((1.0, 1.0), (1.0, 4.0), factor=32.0, original_max_position_embeddings=4096).scale
+        1.1902380714238083
+
+    References:
+        Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", 2024 (arXiv:2402.13753).
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 2, "original_max_position_embeddings")
+        if len(self.short_factor) != len(self.long_factor):
+            raise ValueError(
+                f"LongRope: short_factor has {len(self.short_factor)} numbers and long_factor {len(self.long_factor)}; "
+                "both must have one for each rotated pair of columns."
+            )
+        if not all(value > 0 for value in (*self.short_factor, *self.long_factor, self.factor)):
+            raise ValueError("LongRope: short_factor, long_factor and factor must be more than 0, as divisors.")
+
+    @property
+    def scale(self) -> float:
+        """The scale of both tables."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        original = self.original_max_position_embeddings
+        return math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
+
+
+RopeScaling = LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope
 
 
 def rope_table(
@@ -195,14 +245,15 @@ def rope_table(
         positions: (..., T) integers below 2²⁴, which float32 holds exactly.
         width: R, how many columns of a head are rotated; a Python int, even.
         theta: the base, a Python number above 1.
-        scaling: `LinearRope`, `DynamicRope`, `Llama3Rope` or `YarnRope` for a context longer than in training.
+        scaling: `LinearRope`, `DynamicRope`, `Llama3Rope`, `YarnRope` or `LongRope` for a context longer than in
+            training.
 
     Returns:
         Two float32 tables (..., T, R), for `apply_rope` with a batch axis: positions (1, T) or (B, T).
 
     Raises:
-        TypeError: `theta` is no Python number, or `scaling` is none of the four classes.
-        ValueError: `width` or `theta` is out of its range.
+        TypeError: `theta` is no Python number, or `scaling` is none of the five classes.
+        ValueError: `width` or `theta` is out of its range, or a `LongRope` has not R/2 factors.
 
     Example:
         >>> cos, sin = rope_table(jnp.arange(3)[None], 4)
@@ -227,12 +278,17 @@ def rope_table(
     elif isinstance(scaling, YarnRope):
         kept = _yarn_kept_share(column, width, theta, scaling)
         frequencies, scale = frequencies * (kept + (1 - kept) / scaling.factor), scaling.scale
+    elif isinstance(scaling, LongRope):
+        scale = scaling.scale
     elif scaling is not None and not isinstance(scaling, DynamicRope):
         raise TypeError(
-            f"{_OP}: scaling is a {type(scaling).__name__}, but must be None, LinearRope, DynamicRope, Llama3Rope or "
-            "YarnRope, such as LinearRope(factor=2.0)."
+            f"{_OP}: scaling is a {type(scaling).__name__}, but must be None, LinearRope, DynamicRope, Llama3Rope, "
+            "YarnRope or LongRope, such as LinearRope(factor=2.0)."
         )
-    frequencies, positions = jnp.asarray(frequencies, jnp.float32), jnp.asarray(positions)
+    positions = jnp.asarray(positions)
+    if isinstance(scaling, LongRope):
+        frequencies = _longrope_frequencies(positions, frequencies, scaling)
+    frequencies = jnp.asarray(frequencies, jnp.float32)
     if isinstance(scaling, DynamicRope):
         frequencies *= _dynamic_ratios(positions, column, width, scaling)
     frequencies = jnp.concatenate([frequencies, frequencies])
@@ -269,3 +325,19 @@ def _dynamic_ratios(
     length = jnp.maximum(jnp.max(positions, initial=0) + 1, original).astype(jnp.float32)
     growth = scaling.factor * (length / original) - (scaling.factor - 1)
     return jnp.exp(-jnp.log(growth) * jnp.asarray(2 * column / (width - 2), jnp.float32))
+
+
+def _longrope_frequencies(
+    positions: Int[Array, "*batch T"], frequencies: np.ndarray, scaling: LongRope
+) -> Float[Array, "half"]:
+    if len(scaling.short_factor) != len(frequencies):
+        raise ValueError(
+            f"{_OP}: scaling has {len(scaling.short_factor)} factors, but must have width/2={len(frequencies)}: one "
+            "for each pair of columns."
+        )
+    short, long = (
+        jnp.asarray(frequencies / np.asarray(factors, np.float64), jnp.float32)
+        for factors in (scaling.short_factor, scaling.long_factor)
+    )
+    is_long = jnp.max(positions, initial=0) >= scaling.original_max_position_embeddings
+    return jnp.where(is_long, long, short)

@@ -51,6 +51,13 @@ _GEMMA_3 = dict(
     model_type="gemma3_text", vocab_size=262208, head_dim=256, sliding_window=1024, rope_theta=1000000.0,
     max_position_embeddings=131072,
 )  # fmt: skip
+_OLMO_2 = dict(model_type="olmo2", vocab_size=100352, rope_theta=500000.0, max_position_embeddings=4096)
+_SMOLLM_3 = dict(
+    model_type="smollm3", vocab_size=128256, rope_theta=5000000.0, max_position_embeddings=65536,
+    tie_word_embeddings=True,
+)  # fmt: skip
+_PHI_3 = dict(model_type="phi3", vocab_size=32064, max_position_embeddings=4096)
+_PHI_3_128K = _PHI_3 | dict(max_position_embeddings=131072)
 _SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
 
 
@@ -132,6 +139,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _GEMMA_3 | _sizes(2560, 10240, 34, 8, 4),
     "gemma-3-12b": _GEMMA_3 | _sizes(3840, 15360, 48, 16, 8),
     "gemma-3-27b": _GEMMA_3 | _sizes(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
+    "olmo-2-0425-1b": _OLMO_2 | _sizes(2048, 8192, 16, 16),
+    "olmo-2-1124-7b": _OLMO_2 | _sizes(4096, 11008, 32, 32),
+    "olmo-2-1124-13b": _OLMO_2 | _sizes(5120, 13824, 40, 40),
+    "olmo-2-0325-32b": _OLMO_2 | _sizes(5120, 27648, 64, 40, 8),
+    "phi-3-mini-4k": _PHI_3 | _sizes(3072, 8192, 32, 32, sliding_window=2047),
+    "phi-3-mini-128k": _PHI_3_128K | _sizes(3072, 8192, 32, 32, sliding_window=262144),
+    "phi-3-medium-4k": _PHI_3 | _sizes(5120, 17920, 40, 40, 10, sliding_window=2047),
+    "phi-3-medium-128k": _PHI_3_128K | _sizes(5120, 17920, 40, 40, 10, sliding_window=131072),
+    "phi-3.5-mini": _PHI_3_128K | _sizes(3072, 8192, 32, 32, sliding_window=262144),
+    "phi-4": _PHI_3
+    | _sizes(5120, 17920, 40, 40, 10, vocab_size=100352, rope_theta=250000.0, max_position_embeddings=16384),
+    "phi-4-mini": _PHI_3_128K
+    | _sizes(
+        3072,
+        8192,
+        32,
+        24,
+        8,
+        vocab_size=200064,
+        partial_rotary_factor=0.75,
+        sliding_window=262144,
+        tie_word_embeddings=True,
+    ),
+    "smollm3-3b": _SMOLLM_3 | _sizes(2048, 11008, 36, 16, 4),
 }
 _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say how a model was trained
 
@@ -173,9 +204,10 @@ class Architecture:
         The layers are taken as of one type, since other types have equal parameters: one stack then holds all layers,
         and is made at once.
         """
-        config = self.config
-        if "layer_types" in {field.name for field in dataclasses.fields(config)}:
-            config = dataclasses.replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
+        config, count = self.config, self.config.num_hidden_layers
+        of_one_type = dict(layer_types=("full_attention",) * count, no_rope_layers=(1,) * count)
+        fields = {field.name for field in dataclasses.fields(config)}
+        config = dataclasses.replace(config, **{name: x for name, x in of_one_type.items() if name in fields})
         state = dataclasses.replace(self, config=config).abstract()[1]
         return list(zip(describe(state).values(), jax.tree.leaves(state), strict=True))
 

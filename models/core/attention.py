@@ -68,20 +68,25 @@ class Attention(nnx.Module):
         self.kernels = kernels
         width, self.head_width = config.hidden_size, config.head_dim
         query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.query_width, self.kv_width, self.has_qkv = query_width, kv_width, config.fused_projections
         qkv_bias = config.qkv_bias or config.attention_bias
-        self.q_proj = linear(width, query_width, use_bias=qkv_bias)
-        self.k_proj = linear(width, kv_width, use_bias=qkv_bias)
-        self.v_proj = linear(width, kv_width, use_bias=qkv_bias)
+        if self.has_qkv:
+            self.qkv_proj = linear(width, query_width + 2 * kv_width, use_bias=qkv_bias)
+        else:
+            self.q_proj = linear(width, query_width, use_bias=qkv_bias)
+            self.k_proj = linear(width, kv_width, use_bias=qkv_bias)
+            self.v_proj = linear(width, kv_width, use_bias=qkv_bias)
         self.o_proj = linear(query_width, width, use_bias=config.attention_bias)
-        self.q_norm = norm(self.head_width) if config.qk_norm else None
-        self.k_norm = norm(self.head_width) if config.qk_norm else None
+        self.norm_is_wide = config.qk_norm_is_wide
+        norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
+        self.q_norm, self.k_norm = (norm(width) if config.qk_norm else None for width in norm_widths)
         self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        cos: Float[Array, "#B T H"],
-        sin: Float[Array, "#B T H"],
+        cos: Float[Array, "#B T R"] | None,
+        sin: Float[Array, "#B T R"] | None,
         segments: ops.Segments | None,
         window: int | None,
         cache: LayerCache | None = None,
@@ -89,15 +94,24 @@ class Attention(nnx.Module):
         def heads(y):
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
-        q, k, v = map(heads, in_one_product(x, self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rope = plain.apply_rope
-        if self.kernels.rope:
-            rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
-        of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
+        if self.has_qkv:
+            q, k, v = jnp.split(self.qkv_proj(x), [self.query_width, self.query_width + self.kv_width], axis=-1)
+        else:
+            q, k, v = in_one_product(x, self.q_proj, self.k_proj, self.v_proj)
+        v = heads(v)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = heads(q), heads(k)
+        elif self.norm_is_wide:
+            q, k = heads(self.q_norm(q)), heads(self.k_norm(k))
+        else:
+            q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
         layout = self.kernels.mesh_layout
-        q, k = layout.run(rope, of_batch, shared, spec=layout.in_attention)
+        if cos is not None and sin is not None:
+            rope = plain.apply_rope
+            if self.kernels.rope:
+                rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
+            of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
+            q, k = layout.run(rope, of_batch, shared, spec=layout.in_attention)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)

@@ -96,6 +96,59 @@ def with_tokens(
     return dataclasses.replace(cache, positions=written), positions
 
 
+def lengthened(cache: KVCache, length: int) -> KVCache:
+    """Makes a cache longer.
+
+    Args:
+        cache: a cache with S slots.
+        length: S or more.
+
+    Returns:
+        A cache with the same tokens, and `length` slots.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+        >>> lengthened(empty_cache(config, 2, 3, jnp.float32), 5).positions.tolist()
+        [[-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]]
+    """
+    more = length - cache.positions.shape[1]
+
+    def longer(x: Array, axis: int, value: int = 0) -> Array:
+        widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths, constant_values=value)
+
+    return dataclasses.replace(
+        cache, keys=longer(cache.keys, 2), values=longer(cache.values, 2), positions=longer(cache.positions, 1, -1)
+    )
+
+
+def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array, ""]) -> Bool[Array, ""] | bool:
+    """Whether tokens would meet keys in a cache that a `LongRope` has turned by its other frequencies.
+
+    Args:
+        changes_at: the config's `rope_changes_at`.
+        before: the largest position in the cache; −1 if it is empty.
+        after: the largest position of the tokens that follow.
+
+    Returns:
+        True if the tokens are the first beyond the length in training, and the cache holds some within it.
+
+    Raises:
+        ValueError: it is true, and known outside of jit.
+    """
+    if changes_at is None:
+        return False
+    is_mixed = (before >= 0) & (before < changes_at) & (after >= changes_at)
+    if not isinstance(is_mixed, Tracer) and bool(is_mixed):
+        raise ValueError(
+            f"cache holds keys of {int(before) + 1} positions, and with {int(after) + 1} rope_scaling turns all of "
+            f"them otherwise, since they are more than original_max_position_embeddings={changes_at}. Call the model "
+            "with all tokens and a new cache, as generate does."
+        )
+    return is_mixed
+
+
 class LayerCache:
     """One layer's part of a cache during one call. Attention writes to it and reads from it.
 

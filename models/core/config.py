@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from liger_jax.models.core import config_fields
-from liger_jax.ops import RopeScaling
+from liger_jax.ops import LongRope, RopeScaling
 
 
 class _Followed(int):
@@ -31,7 +31,7 @@ class LlamaConfig:
         rms_norm_eps: added to the mean square in every norm.
         rope_theta: the rotary embedding's base.
         rope_scaling: how the rotary embedding reaches longer contexts than in training: a `LinearRope`, `DynamicRope`,
-            `Llama3Rope` or `YarnRope`, or `None`.
+            `Llama3Rope`, `YarnRope` or `LongRope`, or `None`.
         tie_word_embeddings: whether the head is the embedding.
         initializer_range: standard deviation of the initial weights.
         logit_scale: a factor of the logits, in every result and loss. Cohere's config.json has this name. Granite's has
@@ -71,7 +71,10 @@ class LlamaConfig:
     never: ClassVar[tuple[str, ...]] = ()  # fields that are False in the family, whatever config.json says
     # LLaMA's values. Other families override them, by constants or by fields of their configs.
     qkv_bias: ClassVar[bool] = False
+    fused_projections: ClassVar[bool] = False  # qkv_proj for queries, keys and values; gate_up_proj for gate and up
+    partial_rotary_factor: ClassVar[float] = 1.0  # the share of a head's columns that is rotated, the first ones
     qk_norm: ClassVar[bool] = False
+    qk_norm_is_wide: ClassVar[bool] = False  # whether it is one norm over all heads, and not one for each
     norm_offset: ClassVar[float] = 0.0
     norm_casting_mode: ClassVar[str] = "llama"
     gate: ClassVar[str] = "silu"
@@ -96,6 +99,17 @@ class LlamaConfig:
         in_training = getattr(scaling, "original_max_position_embeddings", most)
         return max(most, int(scaling.factor * in_training))
 
+    @property
+    def rotary_width(self) -> int:
+        """How many columns of a head are rotated."""
+        return int((self.head_dim or 0) * self.partial_rotary_factor)
+
+    @property
+    def rope_changes_at(self) -> int | None:
+        """The most positions that the first frequencies of a `LongRope` serve; others then serve all positions."""
+        scaling = self.rope_scaling
+        return scaling.original_max_position_embeddings if isinstance(scaling, LongRope) else None
+
     def type_of_layer(self, i: int) -> str:
         """The type of a layer, if the config has no `layer_types`.
 
@@ -106,6 +120,17 @@ class LlamaConfig:
             The type, "full_attention" or "sliding_attention".
         """
         return "full_attention"
+
+    def attention_of(self, i: int) -> str:
+        """The kind of a layer's attention. Layers of one kind have the same window and the same rotary embedding.
+
+        Args:
+            i: the layer's number.
+
+        Returns:
+            The layer's type, or a name of the family's own. `window_of` and `rope_of` take either.
+        """
+        return (self.layer_types or ())[i]
 
     def feed_forward_of(self, i: int) -> str:
         """The kind of a layer's feed-forward.
@@ -119,24 +144,24 @@ class LlamaConfig:
         return "dense"
 
     def window_of(self, layer_type: str) -> int | None:
-        """How many positions a position sees in layers of a type, itself included.
+        """How many positions a position sees in layers of a kind, itself included.
 
         Args:
-            layer_type: "full_attention" or "sliding_attention".
+            layer_type: "full_attention" or "sliding_attention", or what else `attention_of` returns.
 
         Returns:
             A number, or `None` for all before it.
         """
         return self.sliding_window if layer_type == "sliding_attention" else None
 
-    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
-        """The rotary embedding in layers of a type.
+    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
+        """The rotary embedding in layers of a kind.
 
         Args:
-            layer_type: "full_attention" or "sliding_attention".
+            layer_type: "full_attention" or "sliding_attention", or what else `attention_of` returns.
 
         Returns:
-            Its base and its scaling.
+            Its base and its scaling; `None` where nothing is rotated.
         """
         return self.rope_theta, self.rope_scaling
 
@@ -175,7 +200,18 @@ class LlamaConfig:
             yield f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}. Otherwise pass head_dim"
         elif head_dim % 2:
             yield f"head_dim={head_dim} must be even: RoPE rotates halves of a head"
+        rotary = int(head_dim * self.partial_rotary_factor)
+        if self.partial_rotary_factor > 1 or rotary < 2 or (rotary % 2 and head_dim % 2 == 0):
+            yield (
+                f"partial_rotary_factor={self.partial_rotary_factor} must be at most 1 and rotate an even number of "
+                f"the head_dim={head_dim} columns, in halves"
+            )
         scaling, most = self.rope_scaling, config_fields.MOST
+        if isinstance(scaling, LongRope) and 2 * len(scaling.short_factor) != rotary:
+            yield (
+                f"rope_scaling has {len(scaling.short_factor)} factors, and must have one for each two of the {rotary} "
+                "columns of a head that are rotated"
+            )
         if scaling is not None:
             in_training = getattr(scaling, "original_max_position_embeddings", self.max_position_embeddings)
             if scaling.factor * in_training > most:

@@ -20,7 +20,7 @@ MOST = 2**31 - 1
 _MOST_FLOAT = float(np.finfo(np.float32).max)
 # A config has an entry for each layer. The deepest transformer that was published has 1,000 (arXiv:2203.00555).
 MOST_LAYERS = 10_000
-_FROM_ZERO = {"initializer_range", "max_window_layers", "mscale", "mscale_all_dim"}
+_FROM_ZERO = {"initializer_range", "max_window_layers", "mscale", "mscale_all_dim", "no_rope_layers"}
 _ABOVE_ONE = {"rope_theta", "rope_local_base_freq"}
 
 _short = reprlib.Repr()
@@ -36,7 +36,8 @@ def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
     """Finds wrong values for the fields of a config.
 
     Args:
-        config_type: a dataclass whose annotations are made of int, float, bool, None, tuple[str, ...] and dataclasses.
+        config_type: a dataclass whose annotations are made of int, float, bool, None, dataclasses, and tuple[x, ...]
+            of str, int or float.
         values: values by the fields' names. Fields may be absent; other names are ignored.
 
     Returns:
@@ -53,7 +54,7 @@ def problems(config_type: type, values: Mapping[str, Any]) -> list[str]:
 
 
 def normal(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts numbers to Python's int and float, and to float where a field does not take an int.
+    """Converts numbers to Python's int and float, and to float where a field does not take an int; lists to tuples.
 
     Args:
         config_type: a dataclass, as in `problems`.
@@ -67,6 +68,9 @@ def normal(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
             kind = float if int not in _kinds(hints[name]) or not isinstance(value, numbers.Integral) else int
             changed |= {} if type(value) is kind else {name: kind(value)}
+        elif isinstance(value, list | tuple) and (items := _items(_kinds(hints.get(name)))):
+            normal_items = tuple(value if items == (str,) else map(items[0], value))
+            changed |= {} if value is normal_items else {name: normal_items}
     return changed
 
 
@@ -74,6 +78,11 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
+
+
+def _items(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The type of a list's items, if a list is among these types."""
+    return next((typing.get_args(kind)[:1] for kind in kinds if typing.get_origin(kind) is tuple), ())
 
 
 def _problems_of(name: str, value: Any, kinds: tuple[Any, ...]) -> list[str]:
@@ -106,6 +115,10 @@ def _law(name: str, value: Any, kinds: tuple[Any, ...]) -> tuple[bool, bool, str
     classes = [kind for kind in kinds if isinstance(kind, type) and kind is not types.NoneType]
     if any(dataclasses.is_dataclass(kind) for kind in classes):
         return isinstance(value, tuple(classes)), True, f"one of {', '.join(kind.__name__ for kind in classes)}"
+    if (items := _items(kinds)) != (str,):
+        laws = [_law(name, part, items) for part in value] if isinstance(value, list | tuple) else [(False, False, "")]
+        _, _, law = _law(name, least, items)
+        return all(kind for kind, _, _ in laws), all(holds for _, holds, _ in laws), f"a list, each item {law}"
     strings = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
     return strings, True, "a list of strings"
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from liger_jax.models.core.blocks import Blocks
-from liger_jax.models.core.cache import KVCache, with_tokens
+from liger_jax.models.core.cache import KVCache, mixes_ropes, with_tokens
 from liger_jax.models.core.embedding import embed, embed_tied, sums_gradients
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded, LayerKind, LayerStack
@@ -71,7 +71,9 @@ class Decoder(nnx.Module):
         self.embed_tokens = nnx.Param(normal(rngs.params(), (config.vocab_size, config.hidden_size), param_dtype))
         of_layer = functools.partial(Blocks, config, kernels, dtype, param_dtype, remat=remat, scan=scan_layers)
         make_layer = lambda feed_forward, rngs: layer(of_layer(rngs=rngs, feed_forward=feed_forward))
-        kinds = tuple(LayerKind(kind, config.feed_forward_of(i)) for i, kind in enumerate(config.layer_types))
+        kinds = tuple(
+            LayerKind(config.attention_of(i), config.feed_forward_of(i)) for i in range(config.num_hidden_layers)
+        )
         self.stack = LayerStack(kinds, scan_layers, remat, kernels)
         self.layers, self.last_layers = self.stack.make(make_layer, rngs)
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
@@ -131,23 +133,27 @@ class Decoder(nnx.Module):
                 f"(max_position_embeddings={config.max_position_embeddings}, rope_scaling={config.rope_scaling}). "
                 "Shorten the sequence, or raise the config's field."
             )
+        is_mixed = False
         if cache is not None:
+            before = jnp.max(cache.positions)
             cache, order = with_tokens(cache, input_ids.shape, attention_mask)
+            is_mixed = mixes_ropes(config.rope_changes_at, before, jnp.max(order))
             positions = jnp.maximum(order, 0) if positions is None else positions
         positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
         ids = attention_segments(segment_ids, attention_mask)
         segments = None if ids is None else Segments.of(ids)
         inputs = {}
-        for kind in dict.fromkeys(config.layer_types):
-            theta, scaling = config.rope_of(kind)
-            cos, sin = rope_table(positions, config.head_dim, theta=theta, scaling=scaling)
-            inputs[kind] = (cos, sin, segments, config.window_of(kind))
+        for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
+            tables = None, None
+            if (rope := config.rope_of(kind)) is not None:
+                tables = rope_table(positions, config.rotary_width, theta=rope[0], scaling=rope[1])
+            inputs[kind] = (*tables, segments, config.window_of(kind))
         x = self.embed(input_ids)[0] if inputs_embeds is None else inputs_embeds
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training
         x, aux, cache = self.run_layers(x, inputs, cache)
         if cache is None:
             return Decoded(self.norm(x), aux, None)
-        # Under jit no error can be raised for a cache that is too short, so the result is NaN.
-        x = jnp.where(cache.length + length <= cache.positions.shape[1], x, jnp.nan)
+        # Under jit no error can be raised for a cache that is too short or that mixes rotations, so the result is NaN.
+        x = jnp.where((cache.length + length <= cache.positions.shape[1]) & ~jnp.asarray(is_mixed), x, jnp.nan)
         return Decoded(self.norm(x), aux, dataclasses.replace(cache, length=cache.length + length))

@@ -7,6 +7,7 @@ is an empty dict. A mixture of experts returns what its balancing loss is made o
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -54,13 +55,19 @@ class DenseFeedForward(nnx.Module):
         self, config: Any, kernels: KernelOptions, *, linear: Callable[..., nnx.Module], remat: Remat, scan: bool
     ):
         width, inner_width = config.hidden_size, config.intermediate_size
-        self.gate_proj = linear(width, inner_width, use_bias=config.mlp_bias)
-        self.up_proj = linear(width, inner_width, use_bias=config.mlp_bias)
+        self.has_gate_up = config.fused_projections
+        if self.has_gate_up:
+            self.gate_up_proj = linear(width, 2 * inner_width, use_bias=config.mlp_bias)
+        else:
+            self.gate_proj = linear(width, inner_width, use_bias=config.mlp_bias)
+            self.up_proj = linear(width, inner_width, use_bias=config.mlp_bias)
         self.down_proj = linear(inner_width, width, use_bias=config.mlp_bias)
         self.activation, self.kernels = config.gate, kernels
         self.fused, self.recomputed = may_fuse(kernels, remat, scan), remat != "none"
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Aux]:
+        if self.has_gate_up:
+            return self._of_gate_up(x), {}
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if self.fused and are_plain_products(gate, up, down):
             options = dict(recomputed=self.recomputed, implementation=self.kernels.implementation)
@@ -95,6 +102,24 @@ class DenseFeedForward(nnx.Module):
             Values of the computation's dtype for each token.
         """
         return (3 * config.intermediate_size + 1) // 2 if in_place else 5 * config.intermediate_size
+
+    def _of_gate_up(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The same, of one projection to gate and up."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if not (self.fused and are_plain_products(gate_up, down)):
+            gate, up = jnp.split(gate_up(x), 2, axis=-1)
+            return down(self.kernels.mesh_layout.run(self._gated, (gate, up)))
+        gate, up = jnp.split(gate_up.kernel[...].astype(gate_up.dtype), 2, axis=-1)
+        return ops.gated_mlp(
+            x.astype(gate_up.dtype),
+            gate,
+            up,
+            down.kernel[...].astype(gate_up.dtype),
+            activation=self.activation,
+            recomputed=self.recomputed,
+            precision=gate_up.precision,
+            implementation=self.kernels.implementation,
+        )
 
     def _gated(self, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
         """activation(gate)·up."""

@@ -3,6 +3,7 @@
 `generate` is one program. `stream` is a program for the prompt and one for each further token, which it hands on.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,8 +15,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from liger_jax.models.core.arguments import as_key
+from liger_jax.models.core.cache import lengthened
 from liger_jax.models.core.generation_checks import check_choice, check_ends, check_prompts
 from liger_jax.ops.labels import as_labels
+
+_ROOM = 128  # slots of the cache that are free after it grew
+_MOST_LENGTHS = 8  # of the cache: each has a loop of its own in the program
 
 
 def generate(
@@ -30,15 +35,19 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     key: Any = None,
-) -> Int[Array, "B T_and_new"]:
+    return_log_probs: bool = False,
+) -> Int[Array, "B T_and_new"] | tuple[Int[Array, "B T_and_new"], Float[Array, "B new"]]:
     """Continues each row of a batch with the likeliest tokens, or with random ones.
 
     p(token) = softmax(logits/temperature), over the top_k likeliest tokens, and of those over the fewest likeliest
     whose probabilities reach top_p together.
 
-    It compiles once for a model, a batch's shape, a number of new tokens, a number of tokens that end a row, and a way
-    to choose: the likeliest, drawn from all, with top_p below 1, with top_k, or both. Another temperature, another
-    top_p below 1, another top_k or other ids need no compilation.
+    It compiles once for a model, a batch's shape, a number of new tokens, a number of tokens that end a row, a way to
+    choose (the likeliest, drawn from all, with top_p below 1, with top_k, or both), and whether log-probabilities are
+    returned. Another temperature, another top_p below 1, another top_k or other ids need no compilation.
+
+    The cache grows with the tokens, so that a step reads little more of it than is filled: up to 128 tokens, or an
+    eighth of `max_new_tokens` if that is more. While it grows there are two of its keys or of its values.
 
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.
@@ -53,10 +62,15 @@ def generate(
             `()` no token ends a row.
         pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first that ends a row.
         key: of `jax.random.key` or `jax.random.PRNGKey`; needed for random tokens.
+        return_log_probs: whether to return the new tokens' log-probabilities, too.
 
     Returns:
         (B, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. From the first position
         whose logits are NaN, tokens are −1. The dtype is input_ids', or int32 if that is narrower.
+
+        With `return_log_probs` a pair of these and (B, max_new_tokens) float32, the log-probability of each new token
+        by softmax(logits/temperature) over the whole vocabulary, before top_p and top_k; for the likeliest tokens, by
+        softmax(logits). It is 0 after a row's end. They are what the sampler gives to a policy loss.
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.
@@ -75,7 +89,8 @@ def generate(
     input_ids, *asked = _asked(
         model, input_ids, attention_mask, max_new_tokens, temperature, top_p, top_k, eos_token_id, pad_token_id, key
     )
-    return _generate(*nnx.split(model), input_ids, *asked, max_new_tokens)
+    out, log_probs = _generate(*nnx.split(model), input_ids, *asked, max_new_tokens, return_log_probs)
+    return out if log_probs is None else (out, log_probs)
 
 
 def stream(
@@ -127,17 +142,30 @@ def stream(
     input_ids, mask, choice, ends = _asked(
         model, input_ids, attention_mask, max_new_tokens, temperature, top_p, top_k, eos_token_id, pad_token_id, key
     )
-    return _streamed(*nnx.split(model), input_ids, mask, choice, ends, max_new_tokens)
+    changes_at = model.config.rope_changes_at
+    return _streamed(*nnx.split(model), input_ids, mask, choice, ends, max_new_tokens, changes_at)
 
 
-def _streamed(graph, params, input_ids, mask, choice, ends, max_new_tokens):
+def _streamed(graph, params, input_ids, mask, choice, ends, max_new_tokens, changes_at):
     """A generator apart from the checks, which are made at once."""
-    slots = input_ids.shape[1] + max_new_tokens - 1
-    token, ended, cache = _first(graph, params, input_ids, mask, choice, ends, slots)
+    longest, slots = int(jnp.max(jnp.sum(mask, axis=1))), input_ids.shape[1] + max_new_tokens - 1
+    ended = jnp.zeros(input_ids.shape[0], bool)
+    token, ended, cache = _first(graph, params, jnp.int32(0), input_ids, mask, ended, choice, ends, slots)
+    tokens = [input_ids]
     for count in range(1, max_new_tokens + 1):
         shown, all_ended = token, jnp.all(ended)
+        if changes_at is not None:
+            tokens.append(token[:, None].astype(input_ids.dtype))
         if count < max_new_tokens:  # is under way while the caller has the token before it
-            token, ended, cache = _next(graph, params, jnp.int32(count), token, ended, cache, choice, ends)
+            if longest + count - 1 == changes_at:  # this token turns all earlier ones otherwise
+                ids, is_token = (
+                    jnp.concatenate(tokens, axis=1),
+                    jnp.pad(mask, ((0, 0), (0, count)), constant_values=True),
+                )
+                begun = _first(graph, params, jnp.int32(count), ids, is_token, ended, choice, ends, slots)
+                token, ended, cache = begun
+            else:
+                token, ended, cache = _next(graph, params, jnp.int32(count), token, ended, cache, choice, ends)
         yield np.asarray(shown)
         if all_ended:
             return
@@ -168,54 +196,102 @@ def _asked(
     return input_ids, mask, choice, (jnp.asarray(stops, jnp.int32), jnp.asarray(pad, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6))
-def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens):
-    model, batch = nnx.merge(graph, params), input_ids.shape[0]
-    token, ended, cache = _begun(model, input_ids, mask, choice, ends, input_ids.shape[1] + max_new_tokens - 1)
+@functools.partial(jax.jit, static_argnums=(0, 6, 7))
+def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens, return_log_probs):
+    """All tokens, and their log-probabilities or None."""
+    model, (batch, length) = nnx.merge(graph, params), input_ids.shape
+    prompts, mask = _padded_left(input_ids, mask)
+    first_slots, *more_slots = _numbers_of_slots(length, max_new_tokens)
+    changes_at, temperature = model.config.rope_changes_at, None if choice is None else choice[1]
+
+    def add(count, logits, tokens, log_probs, ended):
+        """Writes token number `count` of each row, and its log-probability."""
+        token, all_ended = _chosen(count, logits, ended, choice, ends)
+        if log_probs is not None:
+            found = jnp.where(ended, 0.0, _log_probs(logits, token, temperature))
+            log_probs = log_probs.at[:, count].set(found)
+        return tokens.at[:, count].set(token), log_probs, all_ended
 
     def unfinished(state):
-        count, _, ended, _ = state
-        return (count < max_new_tokens) & ~jnp.all(ended)
+        count, _, _, ended, cache = state
+        has_room = cache.length < cache.positions.shape[1]
+        return (count < max_new_tokens) & ~jnp.all(ended) & has_room
+
+    def of_last(count, tokens, cache):
+        """Logits and cache after the last token."""
+        return _after(model, jax.lax.dynamic_index_in_dim(tokens, count - 1, axis=1, keepdims=False), cache)
+
+    def of_all(count, tokens, cache):
+        """The same, with keys and values of all tokens made anew."""
+        slots, written = cache.positions.shape[1], length + count
+        new, places = slots - length, jnp.arange(slots - length, dtype=jnp.int32)
+        ids = jnp.concatenate([prompts.astype(jnp.int32), tokens[:, :new]], axis=1)
+        is_token = jnp.concatenate([mask, jnp.broadcast_to(places < count, (batch, new))], axis=1)
+        out = model(
+            ids, attention_mask=is_token, cache=model.init_cache(batch, slots), logits_to_keep=written[None] - 1
+        )
+        return out.logits[:, -1], dataclasses.replace(out.cache, length=written)
 
     def step(state):
-        count, tokens, ended, cache = state
-        last = jax.lax.dynamic_index_in_dim(tokens, count - 1, axis=1, keepdims=False)
-        token, ended, cache = _continued(model, count, last, ended, cache, choice, ends)
-        return count + 1, tokens.at[:, count].set(token), ended, cache
+        count, tokens, log_probs, ended, cache = state
+        if changes_at is None or cache.positions.shape[1] <= changes_at:
+            logits, cache = of_last(count, tokens, cache)
+        else:  # the token after the last that fits turns all earlier ones otherwise
+            is_full = jnp.max(cache.positions) == changes_at - 1
+            logits, cache = jax.lax.cond(is_full, of_all, of_last, count, tokens, cache)
+        return count + 1, *add(count, logits, tokens, log_probs, ended), cache
 
-    tokens = jnp.broadcast_to(ends[1], (batch, max_new_tokens)).at[:, 0].set(token)
-    _, tokens, _, _ = jax.lax.while_loop(unfinished, step, (jnp.asarray(1, jnp.int32), tokens, ended, cache))
-    return jnp.concatenate([input_ids, tokens.astype(input_ids.dtype)], axis=1)
+    tokens = jnp.broadcast_to(ends[1], (batch, max_new_tokens))
+    log_probs = jnp.zeros((batch, max_new_tokens), jnp.float32) if return_log_probs else None
+    logits, cache = _of_prompts(model, prompts, mask, first_slots)
+    first = add(0, logits, tokens, log_probs, jnp.zeros(batch, bool))
+    state = jax.lax.while_loop(unfinished, step, (jnp.asarray(1, jnp.int32), *first, cache))
+    for slots in more_slots:
+        state = jax.lax.while_loop(unfinished, step, (*state[:-1], lengthened(state[-1], slots)))
+    _, tokens, log_probs, *_ = state
+    return jnp.concatenate([input_ids, tokens.astype(input_ids.dtype)], axis=1), log_probs
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6))
-def _first(graph, params, input_ids, mask, choice, ends, slots):
-    return _begun(nnx.merge(graph, params), input_ids, mask, choice, ends, slots)
+def _numbers_of_slots(length: int, max_new_tokens: int) -> list[int]:
+    """The lengths of the cache, one after the other: the last has room for all tokens but the last."""
+    whole = length + max_new_tokens - 1
+    room = max(_ROOM, -(-max_new_tokens // _MOST_LENGTHS))
+    return [*range(length + room, whole, room), whole]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 8))
+def _first(graph, params, count, input_ids, mask, ended, choice, ends, slots):
+    logits, cache = _of_prompts(nnx.merge(graph, params), *_padded_left(input_ids, mask), slots)
+    return *_chosen(count, logits, ended, choice, ends), cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="cache")
 def _next(graph, params, count, last, ended, cache, choice, ends):
-    return _continued(nnx.merge(graph, params), count, last, ended, cache, choice, ends)
+    logits, cache = _after(nnx.merge(graph, params), last, cache)
+    return *_chosen(count, logits, ended, choice, ends), cache
 
 
-def _begun(model, input_ids, mask, choice, ends, slots):
-    """The first token of each row, whether it ends the row, and the cache; nothing follows the last token."""
-    # Padding is moved to the left, so that the last position has every row's last token.
+def _padded_left(input_ids, mask):
+    """Prompts and mask with their padding in front, so that the last position has every row's last token."""
     order = jnp.argsort(mask, axis=1, stable=True)
-    mask = jnp.take_along_axis(mask, order, axis=1)
-    prompts = jnp.take_along_axis(input_ids, order, axis=1)
-    cache = model.init_cache(input_ids.shape[0], slots)
+    return jnp.take_along_axis(input_ids, order, axis=1), jnp.take_along_axis(mask, order, axis=1)
+
+
+def _of_prompts(model, prompts, mask, slots):
+    """Logits (B, V) after the prompts, and a cache of so many slots with them."""
+    cache = model.init_cache(prompts.shape[0], slots)
     out = model(prompts, attention_mask=mask, cache=cache, logits_to_keep=1)
-    return *_chosen(0, out.logits[:, -1], jnp.zeros(input_ids.shape[0], bool), choice, ends), out.cache
+    return out.logits[:, -1], out.cache
 
 
-def _continued(model, count, last, ended, cache, choice, ends):
-    """Token number `count` of each row, whether the row has ended, and the cache."""
+def _after(model, last, cache):
+    """Logits (B, V) after the last tokens (B,), and the cache with them."""
     out = model(last[:, None], cache=cache)
-    return *_chosen(count, out.logits[:, -1], ended, choice, ends), out.cache
+    return out.logits[:, -1], out.cache
 
 
 def _chosen(count, logits, ended, choice, ends):
+    """Token number `count` of each row, and whether the row has ended."""
     stops, pad = ends
     if choice is None:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -225,6 +301,13 @@ def _chosen(count, logits, ended, choice, ends):
     token = jnp.where(jnp.isnan(logits[:, 0]), -1, token)  # all of a row's logits are NaN, or none
     token = jnp.where(ended, pad, token)
     return token, ended | jnp.any(token[:, None] == stops[None], axis=1)
+
+
+def _log_probs(logits, tokens, temperature):
+    """The log-probabilities (B,) of tokens (B,) by logits (B, V); NaN where these are."""
+    scaled = logits if temperature is None else logits / temperature
+    target = jnp.take_along_axis(scaled, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+    return target - jax.nn.logsumexp(scaled, axis=-1)
 
 
 def draw(

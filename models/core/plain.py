@@ -53,10 +53,10 @@ def fused_add_rms_norm(
 def apply_rope(
     q: Float[Array, "B T Q H"],
     k: Float[Array, "B T K H"],
-    cos: Float[Array, "#B T H"],
-    sin: Float[Array, "#B T H"],
+    cos: Float[Array, "#B T R"],
+    sin: Float[Array, "#B T R"],
 ) -> tuple[Float[Array, "B T Q H"], Float[Array, "B T K H"]]:
-    """Rotates the halves of each head in float32.
+    """Rotates the halves of the first R columns of each head in float32.
 
     Args:
         q: queries.
@@ -68,7 +68,11 @@ def apply_rope(
         Rotated queries and keys, in their own dtypes.
     """
 
+    width = cos.shape[-1]
+
     def rotate(x):
+        if width < x.shape[-1]:
+            return jnp.concatenate([rotate(x[..., :width]), x[..., width:]], axis=-1)
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         turned = jnp.concatenate([-second, first], axis=-1)
         c, s = (table.astype(jnp.float32)[:, :, None, :] for table in (cos, sin))

@@ -114,6 +114,6 @@ class Gemma3TextConfig(Gemma2Config):
         """`max_position_embeddings`: in Gemma 3 it includes what `rope_scaling` adds."""
         return self.max_position_embeddings
 
-    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None]:
+    def rope_of(self, layer_type: str) -> tuple[float, RopeScaling | None] | None:
         """The rotary embedding's base and scaling in layers of this type."""
         return (self.rope_local_base_freq, None) if layer_type == "sliding_attention" else super().rope_of(layer_type)

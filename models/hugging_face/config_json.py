@@ -157,6 +157,7 @@ def read(
             raise ValueError("; ".join(wrong) + ".")
         if "layer_types" in fields:
             arguments["layer_types"] = layer_types and tuple(layer_types)
+        arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
         config: Any = config_type(**arguments)
         if layer_types and tuple(layer_types) != config.layer_types:
             own = config_fields.short(list(config.layer_types))
@@ -214,6 +215,9 @@ def not_in_transformers(config: Any, model_type: str) -> list[str]:
         found.append(f"it refuses hidden_size={config.hidden_size}, which {heads} does not divide")
     if model_type == "llama" and config.initializer_range > 1:
         found.append(f"it refuses initializer_range={config.initializer_range}, which is more than 1")
+    own_width = config.hidden_size // config.num_attention_heads
+    if model_type == "phi3" and scaling is not None and config.head_dim != own_width:
+        found.append(f"it refuses rope_scaling beside head_dim={config.head_dim}, which is not D/Q={own_width}")
     if not float(getattr(config, "query_pre_attn_scalar", 1)).is_integer():
         found.append(f"it refuses query_pre_attn_scalar={config.query_pre_attn_scalar}, which is no int")
     return found

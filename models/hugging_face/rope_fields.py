@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_jax.models.core import config_fields
-from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, RopeScaling, YarnRope
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
 
-NAMES = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
-_KINDS = {"linear": LinearRope, "dynamic": DynamicRope, "llama3": Llama3Rope, "yarn": YarnRope}
+NAMES = {"rope_theta", "rope_local_base_freq", "rope_scaling", "partial_rotary_factor"}
+_KINDS = {"linear": LinearRope, "dynamic": DynamicRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_PART = "partial_rotary_factor"
 _ORIGINAL, _MOST, _OUR_MOST = "original_max_position_embeddings", "max_position_embeddings", "max_positions"
 
 
@@ -36,6 +37,8 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
         if not isinstance(parameters, dict):
             return {}, [f"{name}={config_fields.short(parameters)} must be an object, {{…}}, or null"]
     defaults = {field.name: field.default for field in dataclasses.fields(config_type)}
+    defaults |= getattr(config_type, "rope_defaults", {})
+    given = {name: _renamed(part, getattr(config_type, "rope_aliases", {})) for name, part in given.items()}
     values = defaults | {name: value for name, value in values.items() if value is not None}
     parameters, scaling = (_plain(part) for part in given.values())
     if _FULL in scaling or _SLIDING in scaling:
@@ -46,8 +49,11 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
         return {}, ["rope_parameters must be one object for all layers: in this family their types share it"]
     taken = {"rope_theta": values["rope_theta"]} | (scaling or parameters)
     wrong = _lost(parameters, taken) if scaling else []
+    rope = {"rope_theta": taken["rope_theta"]}
+    if _PART in defaults:  # in this family a part of each head may be rotated
+        rope[_PART] = taken.pop(_PART, values.pop(_PART))
     found, problems = _scaling_of("rope_scaling" if scaling else "rope_parameters", taken, values)
-    rope = {"rope_theta": taken["rope_theta"], "rope_scaling": found}
+    rope["rope_scaling"] = found
     return rope | _our_most(found, values), wrong + problems
 
 
@@ -62,6 +68,8 @@ def write(scaling: RopeScaling | None, most: int) -> dict[str, Any]:
     kind = next(name for name, scaling_type in _KINDS.items() if isinstance(scaling, scaling_type))
     fields = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
     lengths = {}
+    if kind == "longrope":  # Phi-3 reads it there alone
+        lengths = {_ORIGINAL: fields[_ORIGINAL]}
     if kind == "dynamic":
         original = fields.pop(_ORIGINAL)
         lengths = {_MOST: original} | ({_OUR_MOST: most} if most != original else {})
@@ -103,6 +111,12 @@ def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if value is not None or name == "truncate"}
 
 
+def _renamed(parameters: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """An object whose type has the name of today."""
+    is_old = lambda name, value: name in ("type", "rope_type") and isinstance(value, str) and value in aliases
+    return {name: aliases[value] if is_old(name, value) else value for name, value in parameters.items()}
+
+
 def _kind(parameters: Mapping[str, Any]) -> Any:
     """The type, which was once called `type`."""
     return parameters.get("rope_type", parameters.get("type", "default"))
@@ -140,6 +154,8 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
     known = dataclasses.fields(scaling_type) if scaling_type else ()
     if kind != "linear" and scaling_type:
         wrong += _set_original(name, kind, fields, values)
+    if kind == "longrope":
+        _set_factor(fields, values)
     unknown = sorted(set(fields) - {field.name for field in known})
     if absent := sorted({field.name for field in known if field.default is dataclasses.MISSING} - set(fields)):
         other = f"has {config_fields.short(unknown)}, and takes {sorted(field.name for field in known)}"
@@ -155,6 +171,8 @@ def _scaling_of(name: str, parameters: Mapping[str, Any], values: Mapping[str, A
         return None, wrong
     problems = config_fields.problems(scaling_type, fields)
     if not problems:
+        lists = {name: value for name, value in fields.items() if isinstance(value, list)}
+        fields |= config_fields.normal(scaling_type, lists)
         try:
             return scaling_type(**fields), wrong
         except ValueError as error:  # fields that do not fit together
@@ -183,3 +201,10 @@ def _set_original(name: str, kind: str, fields: dict[str, Any], values: Mapping[
     if None not in (outside, given) and outside != given:
         return [f"{_ORIGINAL}={config_fields.short(outside)} differs from {name}'s {config_fields.short(given)}"]
     return []
+
+
+def _set_factor(fields: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Sets LongRoPE's factor as transformers does where it is absent: by how much the context grew."""
+    lengths = {_MOST: values[_MOST], _ORIGINAL: fields[_ORIGINAL]}
+    if all(type(length) is int and 0 < length <= config_fields.MOST for length in lengths.values()):
+        fields.setdefault("factor", lengths[_MOST] / lengths[_ORIGINAL])

@@ -27,6 +27,7 @@ from liger_jax.models.lora.linear import (
     without_adapters,
 )
 
+# All projections of most families. Phi-3 has qkv_proj and gate_up_proj in place of five of them.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -53,7 +54,7 @@ def add_lora(
         model: a model of `liger_jax.models`.
         rank: at least 1. More than a projection's smaller width adds nothing, and PEFT allows it.
         alpha: numerator of the scale, more than 0.
-        targets: names of projections, or ends of their names, such as "q_proj" or "self_attn.q_proj".
+        targets: names of projections, or ends of their names, such as "q_proj" or "self_attn.q_proj"; by default all.
         dropout: the share of an adapter's inputs that `with_dropout` drops, in [0, 1).
         rslora: scale by alpha/√rank rather than alpha/rank.
         dora: also train the length of each column of the weight, as DoRA does. Each call then computes W + scale·A·B.
@@ -77,7 +78,10 @@ def add_lora(
         Stabilization Scaling Factor", 2023 (arXiv:2312.03732); Liu et al., "DoRA", 2024 (arXiv:2402.09353).
     """
     check_options("add_lora", rank, alpha, dropout)
-    found = matching("add_lora", without_adapters("add_lora", model), targets)
+    all_projections = without_adapters("add_lora", model)
+    if targets is TARGETS:  # all, whatever their names are
+        targets = sorted({path[-1] for path, _ in all_projections})
+    found = matching("add_lora", all_projections, targets)
     add_to(found, rank, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
     return model
 

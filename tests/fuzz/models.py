@@ -19,6 +19,9 @@ FAMILIES = {
     "mistral": (models.MistralForCausalLM, dict(sliding_window=(1, 4, None))),
     "qwen2": (models.Qwen2ForCausalLM, dict(tie_word_embeddings=(True,), use_sliding_window=(True,))),
     "qwen3": (models.Qwen3ForCausalLM, dict(tie_word_embeddings=(True,))),
+    "olmo2": (models.Olmo2ForCausalLM, dict(tie_word_embeddings=(True,))),
+    "smollm3": (models.SmolLM3ForCausalLM, dict(no_rope_layer_interval=(1, 2), use_sliding_window=(True,))),
+    "phi3": (models.Phi3ForCausalLM, dict(partial_rotary_factor=(0.5,), sliding_window=(1, 4))),
     "gemma": (models.GemmaForCausalLM, dict(tie_word_embeddings=(True, False))),
     "gemma2": (models.Gemma2ForCausalLM, GEMMA | dict(attn_logit_softcapping=(5.0, None))),
     "gemma3": (models.Gemma3ForCausalLM, GEMMA | dict(final_logit_softcapping=(3.0,))),
@@ -43,6 +46,8 @@ def _config(draw: Draw, family: str):
         max_window_layers=1,
     )
     fields |= draw.optional(**choices)
+    if "partial_rotary_factor" in fields:  # half of the columns are rotated, in halves
+        fields["head_dim"] *= 2
     known = {field.name for field in dataclasses.fields(model.config_type)}
     return model.config_type(**{name: x for name, x in fields.items() if name in known})
 

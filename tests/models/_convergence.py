@@ -14,8 +14,11 @@ from liger_jax.models import (
     GemmaForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 # Large first weights and plain descent: every op's gradient moves the next loss. Adam would hide a wrong scale.
@@ -34,6 +37,9 @@ FAMILIES = {
     "qwen2": (Qwen2ForCausalLM, SIZES),
     "qwen3": (Qwen3ForCausalLM, SIZES | dict(head_dim=16)),
     "mistral": (MistralForCausalLM, SIZES | dict(sliding_window=5)),
+    "olmo2": (Olmo2ForCausalLM, SIZES),
+    "smollm3": (SmolLM3ForCausalLM, SIZES | dict(no_rope_layer_interval=2)),
+    "phi3": (Phi3ForCausalLM, SIZES | dict(partial_rotary_factor=0.75, sliding_window=5)),
     "gemma": (GemmaForCausalLM, SIZES | dict(head_dim=12)),
     "gemma2": (Gemma2ForCausalLM, SIZES | GEMMA | dict(num_hidden_layers=3)),
     "gemma3": (Gemma3ForCausalLM, SIZES | GEMMA | dict(sliding_window_pattern=2)),

@@ -35,7 +35,20 @@ LLAMA3 = dict(
     original_max_position_embeddings=8,
     rope_theta=500.0,
 )
+# A head of 8 columns, 6 of which are rotated; 20 tokens are more than in training, and a prompt of 8 is not.
+LONG = dict(
+    hidden_size=32,
+    original_max_position_embeddings=12,
+    rope_parameters=dict(
+        rope_type="longrope",
+        short_factor=[1.0, 1.5, 2.0],
+        long_factor=[2.0, 5.0, 9.0],
+        rope_theta=100.0,
+        partial_rotary_factor=0.75,
+    ),
+)
 # No padding token: PyTorch gives its row of the embedding no gradient, and starts it at zero.
+NO_IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 GEMMA = dict(head_dim=6, tie_word_embeddings=True, pad_token_id=None)
 # Softcaps that bend, where the family has them, and a scale of the scores that is not the head's.
 WINDOW = dict(sliding_window=5, query_pre_attn_scalar=3)
@@ -70,6 +83,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 6}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "mistral_full": ("Mistral", {"sliding_window": None}),
+    "olmo2": ("Olmo2", NO_IDS),
+    "smollm3": ("SmolLM3", {**NO_IDS, "num_hidden_layers": 5, "no_rope_layer_interval": 2, "rope_parameters": LLAMA3}),
+    "smollm3_window": (
+        "SmolLM3",
+        {**NO_IDS, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "phi3": ("Phi3", {**NO_IDS, **LONG, "sliding_window": 5}),
+    "phi3_short": ("Phi3", {**NO_IDS, **LONG, "original_max_position_embeddings": 20}),
+    "phi3_plain": (
+        "Phi3",
+        {**NO_IDS, "head_dim": 10, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.6}},
+    ),
     "gemma": ("Gemma", GEMMA),
     "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "num_hidden_layers": 3}),  # one pattern of two, and one layer left over
     "gemma2_full": (
@@ -97,7 +122,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-COMMITTED = ("llama", "qwen2", "gemma2", "gemma3", "llama_tied", "gemma", "qwen3", "mistral", "llama_biases")
+COMMITTED = (
+    "llama",
+    "qwen2",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "smollm3",
+    "phi3",
+    "llama_tied",
+    "gemma",
+    "qwen3",
+    "mistral",
+    "llama_biases",
+)
 
 
 PROMPT = np.array([[1] * 8, [0] * 3 + [1] * 5])  # the mask of `tokens`' first positions; the second row is padded

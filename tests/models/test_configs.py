@@ -38,7 +38,9 @@ SIZES = dict(
     head_dim=4,
 )
 # Fields that the model does not read: a config computes layer_types from them when it is made.
-SAY_LAYER_TYPES = {"num_hidden_layers", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
+SAY_LAYER_TYPES = {
+    "num_hidden_layers", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "no_rope_layer_interval",
+}  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -46,7 +48,8 @@ each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @each_family
 def test_every_config_field_is_read_by_the_model(family, monkeypatch):
     fields = {field.name for field in dataclasses.fields(family.config_type)}
-    sizes = SIZES | ({"layer_types": (SLIDING, FULL)} if "layer_types" in fields else {})
+    own = {"layer_types": (SLIDING, FULL), "sliding_window": 2}
+    sizes = SIZES | {name: value for name, value in own.items() if name in fields}
     config, read = family.config_type(**sizes), set()
 
     def recording(self, name):

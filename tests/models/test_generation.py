@@ -132,7 +132,10 @@ def test_hugging_face_stops_what_we_save_where_it_and_we_stop_the_original(in_fi
 
 
 @pytest.mark.parametrize("scan_layers", first(1, [True, False]), ids=["scan", "unrolled"])
-@pytest.mark.parametrize("case", first(1, ("gemma3", *(c for c in hugging_face.COMMITTED if c != "gemma3"))))
+# In Phi-3's a forward over a whole text turns its first tokens otherwise than they were when they were made.
+@pytest.mark.parametrize(
+    "case", first(1, ("gemma3", *(c for c in hugging_face.COMMITTED if c not in ("gemma3", "phi3"))))
+)
 def test_each_greedy_token_is_the_full_forward_s_likeliest(case, scan_layers, rng):
     """After padding of any id on any side."""
     model = AutoModelForCausalLM.from_pretrained(hugging_face.GOLDEN / case, scan_layers=scan_layers)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from liger_jax.models import AutoModelForCausalLM
-from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, YarnRope
+from liger_jax.ops import DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
 from tests.models.test_configs import FULL, SLIDING, each_family
 from tests.models.test_parity import live, relative
 
@@ -35,8 +35,8 @@ def sizes(rng) -> dict:
     )
 
 
-def scaling(rng, family):
-    """No scaling, or one of any type, with any of its fields."""
+def scaling(rng, family, width):
+    """No scaling, or one of any type, with any of its fields, for heads of which so many columns are rotated."""
     factor, original = float(rng.uniform(1, 8)), int(rng.integers(4, 40))
     maybe = lambda value: value if rng.random() < 0.5 else None
     yarn = dict(
@@ -54,13 +54,20 @@ def scaling(rng, family):
         DynamicRope(factor, original),
         Llama3Rope(factor, low, low + float(rng.uniform(0.5, 4)), original),
         YarnRope(factor, original, **yarn),
+        LongRope(*(tuple(rng.uniform(1, 5, width // 2)) for _ in range(2)), factor, original, yarn["attention_factor"]),
     ]
+    choices = [choices[0], choices[-1]] if "Phi3" in family.__name__ else choices
     return choices[rng.integers(len(choices))]
 
 
 def drawn(rng, family):
     """A random config of the family."""
-    fields = sizes(rng) | {"rope_scaling": scaling(rng, family)}
+    fields = sizes(rng)
+    width, part = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"], 1.0
+    if "Phi3" in family.__name__:
+        width, fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"], None
+        part = 0.5 if width % 4 == 0 and rng.random() < 0.7 else 1.0
+    fields["rope_scaling"] = scaling(rng, family, int(width * part))
     layers = fields["num_hidden_layers"]
     own = dict(
         sliding_window=int(rng.integers(2, 12)),
@@ -71,6 +78,9 @@ def drawn(rng, family):
         attn_logit_softcapping=float(rng.uniform(1, 10)) if rng.random() < 0.5 else None,
         final_logit_softcapping=float(rng.uniform(1, 10)) if rng.random() < 0.5 else None,
         sliding_window_pattern=int(rng.integers(1, 4)),
+        no_rope_layers=tuple(map(int, rng.integers(0, 2, layers))) if rng.random() < 0.6 else None,
+        no_rope_layer_interval=int(rng.integers(1, 4)),
+        partial_rotary_factor=part,
         rope_local_base_freq=float(rng.uniform(10, 10_000)),
         attention_bias=bool(rng.integers(2)),
         mlp_bias=bool(rng.integers(2)),
@@ -78,7 +88,7 @@ def drawn(rng, family):
     own |= dict.fromkeys(family.config_type.never, False)
     if "Gemma3" in family.__name__:
         own["attn_logit_softcapping"] = None  # transformers reads it and does not apply it
-    if "Mistral" in family.__name__ and rng.random() < 0.3:
+    if family.__name__.startswith(("Mistral", "Phi3")) and rng.random() < 0.3:
         own["sliding_window"] = None
     names = {field.name for field in dataclasses.fields(family.config_type)}
     assert names - fields.keys() - own.keys() == NOT_DRAWN
@@ -98,7 +108,8 @@ def test_transformers_computes_the_same_with_a_random_config_both_ways(family, d
     tokens = rng.integers(0, config.vocab_size, (2, LENGTH))
     logits = nnx.jit(lambda model: model(jnp.asarray(tokens, jnp.int32)).logits)
 
-    model.save_pretrained(tmp_path / "ours")
+    # Some families' padding token in transformers is beyond these vocabularies.
+    model.save_pretrained(tmp_path / "ours", config_fields={"pad_token_id": None})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     with torch.no_grad():
         truth = theirs(input_ids=torch.from_numpy(tokens)).logits.numpy()

@@ -20,8 +20,14 @@ from liger_jax.models import (
     Layout,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from liger_jax.planner import mesh as meshes
 from liger_jax.training import make_step
@@ -36,6 +42,11 @@ FAMILIES = {
     "qwen2": lambda **options: Qwen2ForCausalLM(
         Qwen2Config(tie_word_embeddings=True, **SIZES), rngs=nnx.Rngs(0), **options
     ),
+    "olmo2": lambda **options: Olmo2ForCausalLM(Olmo2Config(**SIZES), rngs=nnx.Rngs(0), **options),
+    "smollm3": lambda **options: SmolLM3ForCausalLM(
+        SmolLM3Config(no_rope_layer_interval=2, **SIZES), rngs=nnx.Rngs(0), **options
+    ),
+    "phi3": lambda **options: Phi3ForCausalLM(Phi3Config(sliding_window=5, **SIZES), rngs=nnx.Rngs(0), **options),
     # Two of each three layers are stacked, and the third is by itself.
     "gemma2": lambda **options: Gemma2ForCausalLM(
         Gemma2Config(**SIZES | dict(num_hidden_layers=3, head_dim=8, sliding_window=5)), rngs=nnx.Rngs(0), **options
@@ -54,7 +65,9 @@ CASES = [
     pytest.param(*case, marks=[] if case in BY_DEFAULT else [pytest.mark.full])
     for case in (
         *itertools.product(("llama", "qwen2"), MESHES, REMATS, LOSSES, AXIS_TYPES[:1]),
-        *itertools.product(("gemma2", "gemma3"), ("both",), ("none",), LOSSES, AXIS_TYPES[:1]),
+        *itertools.product(
+            ("olmo2", "phi3", "smollm3", "gemma2", "gemma3"), ("both",), ("none",), LOSSES, AXIS_TYPES[:1]
+        ),
         *itertools.product(("llama",), MESHES, ("none",), LOSSES, AXIS_TYPES[1:]),
         *itertools.product(("qwen2", "gemma2", "gemma3"), ("both",), ("full",), ("fused",), AXIS_TYPES[1:]),
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax import DynamicRope, LinearRope, Llama3Rope, YarnRope, rope_table
+from liger_jax import DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope, rope_table
 from tests.ops._oracle import collectives
 
 # The angle is a float32 product of a float32 frequency: two roundings. The rest is cosine's, sine's and a scale's.
@@ -138,6 +138,17 @@ def test_tables_are_sharded_as_their_positions(scaling, axis_type, devices):
     assert not collectives(run.lower(positions))
 
 
+@pytest.mark.parametrize("length, divisors", [(16, (1.0, 2.0)), (17, (3.0, 5.0))])
+def test_longrope_divides_by_its_other_factors_beyond_the_length_in_training(length, divisors):
+    scaling = LongRope((1.0, 2.0), (3.0, 5.0), factor=4.0, original_max_position_embeddings=16)
+    positions = np.arange(length, dtype=np.int32)[None]
+    angles = positions[..., None] * np.tile(np.array([1.0, 100.0**-0.5]) / divisors, 2)
+    scale = math.sqrt(1 + math.log(4) / math.log(16))
+    tables = jax.jit(lambda positions: rope_table(positions, 4, theta=100.0, scaling=scaling))(positions)
+    for table, true in zip(tables, (np.cos(angles), np.sin(angles)), strict=True):
+        np.testing.assert_allclose(table, scale * true, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "rope_type, scaling",
     [
@@ -147,6 +158,8 @@ def test_tables_are_sharded_as_their_positions(scaling, axis_type, devices):
         ("llama3", Llama3Rope(factor=8.0)),
         ("yarn", YarnRope(factor=4.0, original_max_position_embeddings=2048)),
         ("yarn", YarnRope(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=1.0)),
+        ("longrope", LongRope((1.0,) * 32, (1.5,) * 16 + (4.0,) * 16, 4.0, original_max_position_embeddings=1023)),
+        ("longrope", LongRope((1.0,) * 32, (1.5,) * 32, 4.0, 1024, attention_factor=1.5)),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # its own, of its dependencies
@@ -154,6 +167,7 @@ def test_tables_are_those_of_transformers(rope_type, scaling):
     torch = pytest.importorskip("torch")
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     fields = {name: value for name, value in (vars(scaling) if scaling else {}).items() if value is not None}
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     parameters = {"rope_type": rope_type, "rope_theta": 10000.0, **fields}
     config = llama.LlamaConfig(
         hidden_size=256,
@@ -175,6 +189,11 @@ def test_tables_are_those_of_transformers(rope_type, scaling):
         (dict(width=7), ValueError, "width=7 must be even and at least 0"),
         (dict(width=-2), ValueError, "width=-2 must be even and at least 0"),
         (dict(width=2, scaling=DynamicRope(2.0, 512)), ValueError, "width=2 must be even and at least 4"),
+        (
+            dict(width=8, scaling=LongRope((1.0,), (1.0,), 2.0, 8)),
+            ValueError,
+            "scaling has 1 factors, but must have width/2=4",
+        ),
         (dict(width=8, theta=1.0), ValueError, "theta=1.0 must be more than 1"),
         (dict(width=8, theta=jnp.ones(())), TypeError, "theta is a ArrayImpl, but must be a Python number"),
         (dict(width=8, scaling={"factor": 2.0}), TypeError, "scaling is a dict, but must be None, LinearRope, Dynamic"),
@@ -192,6 +211,12 @@ def test_wrong_arguments_say_what_to_do(arguments, error, message, unchecked_typ
         (lambda: DynamicRope(2.0, 0), "DynamicRope: original_max_position_embeddings=0 must be at least 1"),
         (lambda: Llama3Rope(8.0, 4.0, 4.0), "Llama3Rope: high_freq_factor=4.0 must be more than low_freq_factor=4.0"),
         (lambda: YarnRope(float("nan"), 64), "YarnRope: factor=nan must be at least 1"),
+        (lambda: LongRope((1.0,), (1.0, 2.0), 2.0, 8), "LongRope: short_factor has 1 numbers and long_factor 2"),
+        (
+            lambda: LongRope((0.0,), (1.0,), 2.0, 8),
+            "LongRope: short_factor, long_factor and factor must be more than 0",
+        ),
+        (lambda: LongRope((1.0,), (1.0,), 2.0, 1), "LongRope: original_max_position_embeddings=1 must be at least 2"),
         (lambda: YarnRope(2.0, 64, beta_fast=1.0), "YarnRope: beta_fast=1.0 must be more than beta_slow=1.0"),
     ],
 )

@@ -30,6 +30,9 @@ PUBLISHED = {  # parameters as the models' publishers count them, in billions; o
     "qwen1.5-0.5b": 0.464, "qwen1.5-1.8b": 1.837, "qwen1.5-4b": 3.950, "qwen1.5-7b": 7.721, "qwen1.5-14b": 14.17,
     "gemma-2b": 2.506, "gemma-7b": 8.538, "gemma-2-2b": 2.614, "gemma-2-9b": 9.242, "gemma-2-27b": 27.23,
     "gemma-3-270m": 0.268, "gemma-3-1b": 1.000, "gemma-3-4b": 3.880, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01,
+    "olmo-2-0425-1b": 1.485, "olmo-2-1124-7b": 7.299, "olmo-2-1124-13b": 13.72, "olmo-2-0325-32b": 32.23,
+    "phi-3-mini-4k": 3.821, "phi-3-mini-128k": 3.821, "phi-3-medium-4k": 13.96, "phi-3-medium-128k": 13.96,
+    "phi-3.5-mini": 3.821, "phi-4": 14.66, "phi-4-mini": 3.836, "smollm3-3b": 3.075,
 }  # fmt: skip
 
 
@@ -59,6 +62,9 @@ def test_models_have_as_many_parameters_as_is_published():
         "google/gemma-2-2b-it": "gemma-2-2b",
         "google/gemma-3-4b-pt": "gemma-3-4b",
         "Gemma-2-2B": "gemma-2-2b",
+        "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
+        "microsoft/Phi-3-mini-4k-instruct": "phi-3-mini-4k",
+        "allenai/OLMo-2-1124-7B-Instruct": "olmo-2-1124-7b",
     }.items(),
 )
 def test_models_are_known_by_their_ids_on_hugging_face(name, known):

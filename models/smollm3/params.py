@@ -1,0 +1,13 @@
+"""Fields of SmolLM3's config.json that `SmolLM3Config` does not have, and the only values that the model supports."""
+
+from typing import Any
+
+FIXED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("smollm3",),
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0.0,),
+    "quantization_config": (None,),
+    "is_causal": (None, True),
+}
