@@ -105,7 +105,8 @@ class DenseFeedForward(nnx.Module):
 
     def _of_gate_up(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, of one projection to gate and up."""
-        gate_up, down = self.gate_up_proj, self.down_proj
+        gate_up: Any = self.gate_up_proj  # `nnx.Linear`, or a layer that replaces it
+        down: Any = self.down_proj
         if not (self.fused and are_plain_products(gate_up, down)):
             gate, up = jnp.split(gate_up(x), 2, axis=-1)
             return down(self.kernels.mesh_layout.run(self._gated, (gate, up)))

@@ -51,7 +51,8 @@ def read(values: Mapping[str, Any], config_type: type) -> tuple[dict[str, Any], 
     wrong = _lost(parameters, taken) if scaling else []
     rope = {"rope_theta": taken["rope_theta"]}
     if _PART in defaults:  # in this family a part of each head may be rotated
-        rope[_PART] = taken.pop(_PART, values.pop(_PART))
+        rope[_PART] = taken.pop(_PART, values[_PART])
+        values = {name: value for name, value in values.items() if name != _PART}
     found, problems = _scaling_of("rope_scaling" if scaling else "rope_parameters", taken, values)
     rope["rope_scaling"] = found
     return rope | _our_most(found, values), wrong + problems

@@ -45,7 +45,7 @@ def test_longrope_is_read_as_transformers_does(kind):
     found = read(original_max_position_embeddings=8, rope_parameters=parameters)
     assert (found.rope_theta, found.rope_scaling.factor, found.longest_sequence) == (7.0, 3.0, 32)
     usual = read(rope_scaling=FACTORS | {"type": kind}).rope_scaling
-    assert (usual.original_max_position_embeddings, usual.scale) == (4096, 1.0)
+    assert isinstance(usual, LongRope) and (usual.original_max_position_embeddings, usual.scale) == (4096, 1.0)
     with pytest.raises(ValueError, match="original_max_position_embeddings=4096 differs from rope_parameters's 8"):
         read(rope_parameters=parameters)
 

@@ -48,13 +48,14 @@ def scaling(rng, family, width):
         truncate="Gemma3" in family.__name__ or bool(rng.integers(2)),  # transformers always truncates Gemma 3's
     )
     low = float(rng.uniform(0.5, 2))
+    factors = lambda: tuple(map(float, rng.uniform(1, 5, width // 2)))
     choices = [
         None,
         LinearRope(factor),
         DynamicRope(factor, original),
         Llama3Rope(factor, low, low + float(rng.uniform(0.5, 4)), original),
         YarnRope(factor, original, **yarn),
-        LongRope(*(tuple(rng.uniform(1, 5, width // 2)) for _ in range(2)), factor, original, yarn["attention_factor"]),
+        LongRope(factors(), factors(), factor, original, maybe(float(rng.uniform(0.5, 1.5)))),
     ]
     choices = [choices[0], choices[-1]] if "Phi3" in family.__name__ else choices
     return choices[rng.integers(len(choices))]
