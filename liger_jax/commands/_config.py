@@ -57,7 +57,7 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
 
 
 def write(path: Path, options: Mapping[str, Any], heading: str) -> None:
-    """Writes a file of options.
+    """Writes a file of options, in one rename.
 
     Args:
         path: the file.
@@ -68,7 +68,9 @@ def write(path: Path, options: Mapping[str, Any], heading: str) -> None:
         OSError: it cannot be written.
     """
     lines = [f"# {heading}", *(f"{name} = {_toml(value)}" for name, value in options.items() if value is not None)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+    new = path.with_name(f".{path.name}.new")  # a process that is killed leaves the old file or the new one
+    new.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+    new.replace(path)
 
 
 def _table(path: str) -> dict[str, Any]:

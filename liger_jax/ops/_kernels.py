@@ -255,10 +255,8 @@ def _wrong_device(name: str, place: Place) -> str | None:
     """The reason why an implementation cannot be compiled for a place's device, or None."""
     wanted, kind = _PLATFORM_OF.get(name, place.platform), place.device.device_kind
     if place.platform != wanted:
-        return (
-            f"it is compiled for {wanted} only, and this computation is for {place.platform}; "
-            f"use 'xla', or '{name}:interpret' to debug."
-        )
+        debug = "" if name in _PARTITIONED else f", or '{name}:interpret' to debug"  # the others have an interpreter
+        return f"it is compiled for {wanted} only, and this computation is for {place.platform}; use 'xla'{debug}."
     if name in ("triton", "cudnn") and place.capability < AMPERE:
         library = "Pallas-Triton" if name == "triton" else "cuDNN attention"
         return f"{library} needs compute capability 8.0 (Ampere) or newer, and this is a {kind}; use 'xla'."
