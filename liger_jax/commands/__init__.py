@@ -2,7 +2,7 @@
 
 import argparse
 
-from liger_jax.commands import data, finetune, plan
+from liger_jax.commands import _warnings, data, finetune, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._errors import UserError as UserError
 from liger_jax.commands._errors import training_errors as training_errors
@@ -31,5 +31,5 @@ def main(argv: list[str] | None = None) -> int:
         subparser.add_argument("--no-cache", action="store_true", help="compile anew, and keep no compiled programs")
         subparser.set_defaults(run=command.run)
     args = parser.parse_args(argv)
-    with compiled_programs_kept(not args.no_cache):
+    with compiled_programs_kept(not args.no_cache), _warnings.in_one_line():
         return args.run(args)
