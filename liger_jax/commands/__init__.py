@@ -4,7 +4,7 @@ import argparse
 import functools
 
 from liger_jax._install import version
-from liger_jax.commands import chat, data, doctor, finetune, generate, plan
+from liger_jax.commands import _warnings, chat, data, doctor, finetune, generate, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._errors import UserError as UserError
 from liger_jax.commands._errors import training_errors as training_errors
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code, which is 2 for whatever the user can mend.
     """
     args = _parsers()[0].parse_args(argv)
-    with compiled_programs_kept(args.cache is not False), tries_told_once():
+    with compiled_programs_kept(args.cache is not False), _warnings.in_one_line(), tries_told_once():
         return args.run(args)
 
 

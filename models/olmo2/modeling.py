@@ -25,6 +25,7 @@ class Olmo2Config(LlamaConfig):
     vocab_size: int = 50304
     rms_norm_eps: float = 1e-5
 
+    never: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     qk_norm: ClassVar[bool] = True
     qk_norm_is_wide: ClassVar[bool] = True
     norm_casting_mode: ClassVar[str] = "gemma"  # rounds after the scale, as Gemma does; the scale is w, and not 1 + w

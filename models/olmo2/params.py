@@ -5,8 +5,5 @@ from typing import Any
 FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("olmo2",),
     "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "attention_dropout": (0.0,),
-    "quantization_config": (None,),
     "is_causal": (None, True),
 }

@@ -36,6 +36,7 @@ class Phi3Config(LlamaConfig):
     partial_rotary_factor: float = 1.0
     sliding_window: int | None = None
 
+    never: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
     fused_projections: ClassVar[bool] = True
     # How transformers reads config.json in this family (`rope_fields`).
     rope_defaults: ClassVar[Mapping[str, Any]] = {"original_max_position_embeddings": 4096}

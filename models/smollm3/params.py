@@ -5,9 +5,5 @@ from typing import Any
 FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("smollm3",),
     "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0.0,),
-    "quantization_config": (None,),
     "is_causal": (None, True),
 }

@@ -140,7 +140,18 @@ def test_dropout_that_is_not_applied_is_said(command, tmp_path, capsys):
     model = shutil.copytree(command.model, tmp_path / "model")
     values = json.loads((model / "config.json").read_text()) | {"attention_dropout": 0.1}
     (model / "config.json").write_text(json.dumps(values))
-    assert command(tmp_path / "out", model=model) == 0
+    assert (
+        main(
+            [
+                command.name,
+                f"--model={model}",
+                f"--data={tmp_path / 'none.txt'}",
+                f"--out={tmp_path / 'out'}",
+                "--length=64",
+            ]
+        )
+        == 2
+    )
     assert "attention_dropout=0.1 of config.json is not applied" in capsys.readouterr().out
 
 
