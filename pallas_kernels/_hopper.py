@@ -13,12 +13,22 @@ from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
 from liger_jax.pallas_kernels._tiles import out_like
-from liger_jax.pallas_kernels.devices import GPUS
+from liger_jax.pallas_kernels.devices import GPUS, gpu_named
 
 NUM_CORES = GPUS["h200"].cores
 _SWIZZLE_BYTES = 128
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 _is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
+
+
+def cores_here() -> int:
+    """Cores of the GPU for which a kernel is traced; `NUM_CORES` where it has no row in the table.
+
+    An H100 PCIe has 114 and an H20 78: of 132 blocks, those that are left over would begin when the others have ended.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
+    gpu = gpu_named(device.device_kind)
+    return NUM_CORES if gpu is None else gpu.cores
 
 
 def tile_layout() -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import NUM_CORES, column_layout, launch, load, row_layout, shared_tile
+from liger_jax.pallas_kernels._hopper import NUM_CORES, column_layout, cores_here, launch, load, row_layout, shared_tile
 from liger_jax.pallas_kernels._hopper_tiles import NUM_CONSUMERS, ROWS, Epilogue, Tile, Tiles
 from liger_jax.pallas_kernels._tiles import cdiv, split
 
@@ -72,7 +72,7 @@ class _Walk:
 
     @property
     def num_blocks(self) -> int:
-        return min(NUM_CORES, self.num_tiles)
+        return min(NUM_CORES, cores_here(), self.num_tiles)
 
     def place(self, i: Any) -> tuple[Any, Any]:
         """The row tile and the column tile of this block's i-th tile."""

@@ -50,7 +50,8 @@ class Walk:
     @property
     def num_blocks(self) -> int:
         """How many blocks are launched."""
-        return self.num_tiles if self.one_each else min(self.num_tiles, _hopper.NUM_CORES)
+        most = min(_hopper.NUM_CORES, _hopper.cores_here())
+        return self.num_tiles if self.one_each else min(self.num_tiles, most)
 
     @property
     def operands(self) -> list[Any]:

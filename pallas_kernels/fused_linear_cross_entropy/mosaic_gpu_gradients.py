@@ -237,7 +237,7 @@ def make_logit_gradients(
     in_place = _hopper.can_write_in_place(exponentials)
     source = () if in_place else (exponentials,)
     total = (n // 64) * num_tiles
-    num_blocks, num_slots = min(_hopper.NUM_CORES, cdiv(total, 3)), 2
+    num_blocks, num_slots = min(_hopper.NUM_CORES, _hopper.cores_here(), cdiv(total, 3)), 2
 
     def body(*refs):
         vector_refs, vector_stages = refs[:num_vectors], refs[-num_vectors:]

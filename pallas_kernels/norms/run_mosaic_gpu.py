@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_jax.pallas_kernels import _mosaic_gpu as plgpu
-from liger_jax.pallas_kernels._hopper import NUM_CORES, launch, load, store
+from liger_jax.pallas_kernels._hopper import NUM_CORES, cores_here, launch, load, store
 from liger_jax.pallas_kernels._tiles import cdiv, out_like, with_absent
 from liger_jax.pallas_kernels.norms import tiles_mosaic_gpu
 from liger_jax.pallas_kernels.norms.row_pass import Arrays, RowPass, Signature, statistic_sums
@@ -249,7 +249,7 @@ def run(
     tiles = tiles_mosaic_gpu.mosaic_gpu_tiles(d, matrix_itemsizes, vector_bytes, row_pass.num_totals)
     if isinstance(tiles, str):
         raise ValueError(tiles)
-    num_blocks = min(NUM_CORES, cdiv(n, tiles.num_teams))
+    num_blocks = min(NUM_CORES, cores_here(), cdiv(n, tiles.num_teams))
     row_shape = d // tiles.warp_size, tiles.warp_size
     kernel = functools.partial(_kernel, row_pass=row_pass, signature=signature, n=n, num_blocks=num_blocks, tiles=tiles)
     type_of = functools.partial(out_like, matrices[0])

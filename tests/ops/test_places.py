@@ -1,11 +1,13 @@
 """Where a computation is meant to run, and what is known of a device by its name."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from liger_jax.ops import _place
+from liger_jax.ops import _place, rms_norm
 from liger_jax.ops._place import Place, place_of
 from liger_jax.pallas_kernels.devices import GPUS, capability_of, gpu_named
 
@@ -43,6 +45,18 @@ def test_a_card_is_found_by_every_name_of_it():
 def test_a_card_without_a_row_is_known_by_the_beginning_of_its_name():
     for capability, names in OTHERS.items():
         assert [name for name in names if gpu_named(name) or capability_of(name) != capability] == []
+
+
+@pytest.mark.parametrize(
+    "kind, cores",
+    [("NVIDIA H200", 132), ("NVIDIA H100 PCIe", 114), ("NVIDIA H20", 78), ("NVIDIA H100 of tomorrow", 132)],
+)
+def test_hoppers_kernels_have_as_many_blocks_as_the_card_has_cores(kind, cores):
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=AbstractDevice(kind, None, "gpu"))
+    call = functools.partial(rms_norm, implementation="mosaic_gpu")
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.make_jaxpr(call)(jnp.zeros((4096, 4096), jnp.bfloat16), jnp.zeros(4096, jnp.bfloat16))
+    assert f"grid=({cores}," in str(program)
 
 
 def types_on(kind, platform, axis_type=AxisType.Explicit):
