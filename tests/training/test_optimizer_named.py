@@ -1,5 +1,7 @@
 """Optimizers by the names that commands take."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,8 @@ PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 16 * 512).reshape(16, 512)}
 GRADS = {"kernel": 100 * jnp.cos(jnp.arange(16 * 512.0)).reshape(16, 512)}
 
 
-def first_update(name, **options):
-    optimizer = optimizer_named(name, 1e-2, **options)
+def first_update(name, **options) -> tuple[Any, Any]:
+    optimizer: Any = optimizer_named(name, 1e-2, **options)
     state = optimizer.init(PARAMS)
     return optimizer.update(GRADS, state, PARAMS)[0]["kernel"], state
 
