@@ -238,7 +238,7 @@ def capability_of(device_kind: str) -> Capability:
 
     Example:
         >>> capability_of("NVIDIA H100 PCIe"), capability_of("NVIDIA GB300"), capability_of("NVIDIA A40")
-        ((9, 0), (10, 0), (8, 0))
+        ((9, 0), (10, 0), (8, 6))
     """
     if (gpu := gpu_named(device_kind)) is not None:
         return gpu.capability
