@@ -13,7 +13,7 @@ from flax import nnx
 
 Kind = Literal[
     "embedding", "head", "kernel", "bias", "norm", "kernel_codes", "kernel_scales", "head_codes", "head_scales",
-    "lora_a", "lora_b", "magnitude", "dropout_key",
+    "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key",
 ]  # fmt: skip
 Path = tuple[Any, ...]  # names and numbers, as in `nnx.to_flat_state`
 
@@ -32,6 +32,7 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "lora_a": ("lora_a", ("in", "rank")),
     "lora_b": ("lora_b", ("rank", "out")),
     "magnitude": ("magnitude", ("out",)),
+    "lora_scale": ("lora_scale", ()),
     "dropout_key": ("dropout_key", ()),
 }
 
@@ -44,13 +45,15 @@ class ParameterInfo:
         name: its path in the model, such as "model.layers.mlp.up_proj.kernel".
         kind: "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
             "kernel_codes", "kernel_scales", "head_codes" and "head_scales" of quantised weights, with the weight's
-            axes; "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), and "dropout_key".
+            axes; "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale" and
+            "dropout_key".
         layer_axis: the axis that counts stacked layers; `None` if there is none.
         expert_axis: the axis that counts experts; `None` if there is none.
         in_axis: the axis of the layer's input, an embedding's vocabulary included; `None` if there is none.
         out_axis: the axis of the layer's output, a head's vocabulary included; `None` if there is none.
         tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer. Adapters have PEFT's
-            names, without the prefix that all of them share. A dropout's key has no tensor.
+            names, without the prefix that all of them share. A scale and a dropout's key have
+            no tensor.
     """
 
     name: str
@@ -158,7 +161,7 @@ def _layer_of(modules: list[str]) -> tuple[int | None, bool]:
 
 def _tensor_names(modules: list[str], at: int | None, last: str, count: int | None) -> tuple[str, ...]:
     """The tensors' names of a parameter, which stands for `count` layers if there is a count."""
-    if last == "dropout_key":
+    if last in ("lora_scale", "dropout_key"):
         return ()
     modules = [*modules, last] if last in ("embed_tokens", "lm_head") else modules
     ends = [_TENSORS.get(last, "weight")]

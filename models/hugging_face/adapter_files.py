@@ -6,7 +6,6 @@ PEFT stores A as (rank, in) and B as (out, rank), the transposes of ours, and on
 import dataclasses
 import json
 import pathlib
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,8 @@ import numpy as np
 
 from liger_jax.models.core import config_fields
 from liger_jax.models.core.parameters import ADAPTER_TENSORS
-from liger_jax.models.hugging_face import config_json, expressions, saving
+from liger_jax.models.hugging_face import adapter_targets, config_json, saving
+from liger_jax.models.hugging_face.adapter_targets import Targets, value_of
 from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_complete, own_file
 from liger_jax.models.hugging_face.weights import FLOATS, language_part, open_weights
 
@@ -30,8 +30,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False,),
     "lora_bias": (False,),
     "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
@@ -51,35 +49,37 @@ class AdapterConfig:
     Attributes:
         rank: columns of A.
         alpha: numerator of the scale.
-        targets: PEFT's `target_modules`: names of projections, or ends of their names, or a regular expression.
+        targets: which modules are adapted.
         dropout: the share of inputs that training drops.
         rslora: whether the scale is alpha/√rank.
         dora: whether there are magnitudes.
-        excluded: `exclude_modules`, in the same forms; it takes precedence.
-        layers: the numbers of the layers that ends of names mean; none for all.
+        rank_pattern: ranks of their own, by expressions for a name's end.
+        alpha_pattern: alphas of their own, in the same way.
+        whole: whether names in the config are those of a multimodal model.
     """
 
     rank: int
     alpha: float
-    targets: Sequence[str] | str
+    targets: Targets
     dropout: float
     rslora: bool
     dora: bool
-    excluded: Sequence[str] | str = ()
-    layers: Sequence[int] = ()
+    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    whole: bool = False
 
     def adapts(self, name: str) -> bool:
         """Whether PEFT gives this projection an adapter."""
-        if _is_named(self.excluded, name) or not _is_named(self.targets, name):
-            return False
-        number = re.search(r"\.(\d+)\.", name)
-        return not self.layers or name in self.targets or (number is not None and int(number[1]) in self.layers)
+        return self.targets.adapts(self._in_file(name))
 
+    def of(self, name: str) -> tuple[int, float]:
+        """Rank and alpha of this projection's adapter."""
+        name = self._in_file(name)
+        return value_of(self.rank_pattern, name, self.rank), value_of(self.alpha_pattern, name, self.alpha)
 
-def _is_named(names: Sequence[str] | str, name: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, name) is not None
-    return any(f".{name}".endswith(f".{end}") for end in names)
+    def _in_file(self, name: str) -> str:
+        plain, whole = (prefix.removeprefix(_PREFIX) for prefix in _TO_WHOLE)
+        return f"{whole}{name.removeprefix(plain)}" if self.whole and name.startswith(plain) else name
 
 
 def write(
@@ -96,10 +96,12 @@ def write(
     For the language part of a multimodal model the names are those of transformers' whole model. There
     `target_modules` are whole names, since the other parts have projections of the same names.
     """
-    targets = config.targets
+    targets, patterns = config.targets.names, (config.rank_pattern, config.alpha_pattern)
     if multimodal:
         tensors = {name.replace(*_TO_WHOLE, 1): tensor for name, tensor in tensors.items()}
         targets = sorted(adapted_names(tensors))
+        to_whole = [prefix.removeprefix(_PREFIX) for prefix in _TO_WHOLE]
+        patterns = [{name.replace(*to_whole, 1): value for name, value in pattern.items()} for pattern in patterns]
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -109,6 +111,8 @@ def write(
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "target_modules": targets,
+        "rank_pattern": dict(patterns[0]),
+        "alpha_pattern": dict(patterns[1]),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "bias": "none",
@@ -134,6 +138,8 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
     config = _config(folder / CONFIG, files[CONFIG].read_bytes())
     with open_weights(files[WEIGHTS]) as file:
         names = language_part(file.keys())
+        is_whole = any(there.startswith(_TO_WHOLE[1]) for there in names.values())
+        config = dataclasses.replace(config, whole=is_whole)
         others = sorted(set(file.keys()) - set(names.values()))
         dtypes = {name: file.get_slice(there).get_dtype() for name, there in names.items()}
         if wrong := [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]:
@@ -175,29 +181,35 @@ def _config(path: pathlib.Path, content: bytes) -> AdapterConfig:
             f"load_adapters: {path} has {_cut(str(other))}, and {supported} is what these fields must say. Merge the "
             "adapters in PEFT, and load the merged model."
         )
-    layers = values.get("layers_to_transform")
-    layers = [] if layers is None else layers if isinstance(layers, list) else [layers]
+    as_list = lambda value: [] if value in (None, "") else value if isinstance(value, list) else [value]
+    layers, layers_pattern = (as_list(values.get(name)) for name in ("layers_to_transform", "layers_pattern"))
     dropout = values.get("lora_dropout", 0.0)
     numbers = {name: values[name] for name in ("r", "lora_alpha", "use_rslora", "use_dora") if name in values}
     wrong = [f"{name} is missing" for name in ("r", "lora_alpha") if name not in values]
     wrong += config_fields.problems(_Numbers, numbers)
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         wrong.append(f"lora_dropout={config_fields.short(dropout)} must be a number in [0, 1)")
-    if any(type(layer) is not int or layer < 0 for layer in layers):
-        wrong.append(f"layers_to_transform={config_fields.short(layers)} must be numbers of layers")
+    wrong += adapter_targets.problems_of_layers(layers, layers_pattern)
     for name in ("target_modules", "exclude_modules"):
-        wrong += _problems_of_names(name, values.get(name))
+        wrong += adapter_targets.problems(name, values.get(name))
+    ranks, alphas = (values.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
+    is_rank = lambda value: not config_fields.problems(_Numbers, {"r": value})
+    is_alpha = lambda value: not config_fields.problems(_Numbers, {"lora_alpha": value})
+    wrong += adapter_targets.problems_of_pattern("rank_pattern", ranks, is_rank, "an int of at least 1")
+    wrong += adapter_targets.problems_of_pattern("alpha_pattern", alphas, is_alpha, "a finite float32 above 0")
     if wrong:
         raise ValueError(f"load_adapters: {path} cannot be used: {'; '.join(wrong)}.")
     return AdapterConfig(
         rank=values["r"],
         alpha=float(values["lora_alpha"]),
-        targets=values.get("target_modules") or (),
+        targets=Targets(
+            values.get("target_modules") or (), values.get("exclude_modules") or (), layers, layers_pattern
+        ),
         dropout=float(dropout),
         rslora=values.get("use_rslora", False),
         dora=values.get("use_dora", False),
-        excluded=values.get("exclude_modules") or (),
-        layers=layers,
+        rank_pattern=ranks,
+        alpha_pattern={name: float(alpha) for name, alpha in alphas.items()},
     )
 
 
@@ -209,16 +221,6 @@ class _Numbers:
     lora_alpha: float
     use_rslora: bool
     use_dora: bool
-
-
-def _problems_of_names(field: str, names: Any) -> list[str]:
-    """A clause if a field neither names projections nor is a regular expression."""
-    if isinstance(names, str):
-        problem = expressions.problem(names)
-        return [] if problem is None else [f"{field}={config_fields.short(names)} {problem}"]
-    if names is None or isinstance(names, list) and all(isinstance(name, str) for name in names):
-        return []
-    return [f"{field}={config_fields.short(names)} must be a list of names, or one regular expression"]
 
 
 def _cut(text: str) -> str:
@@ -243,10 +245,13 @@ def targets_of(tensors: Iterable[str], projections: Iterable[str]) -> list[str]:
 def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a projection's tensors: `names` in a checkpoint, `widths` of input and output."""
     in_width, out_width = widths
-    parts = {"lora_a": (config.rank, in_width), "lora_b": (out_width, config.rank), "magnitude": (out_width,)}
-    if not config.dora:
-        del parts["magnitude"]
-    return {f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": shape for name in names for part, shape in parts.items()}
+    found = {}
+    for name in names:
+        rank, _ = config.of(name)
+        parts = {"lora_a": (rank, in_width), "lora_b": (out_width, rank)}
+        parts |= {"magnitude": (out_width,)} if config.dora else {}
+        found |= {f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": shape for part, shape in parts.items()}
+    return found
 
 
 def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -266,21 +271,26 @@ def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Map
         )
 
 
-def tensors(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A projection's tensors, from arrays with a first axis of one entry for each name.
+def tensors(ranks: Sequence[tuple[str, int]], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A projection's tensors, from arrays with a first axis of one entry for each (name, rank).
 
-    A layer where A and B are 0 has no adapter: `stacked` makes them so.
+    A layer of rank 0 has no adapter.
     """
-    return {
-        f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": np.ascontiguousarray(array[i].T)
-        for i, name in enumerate(names)
-        if arrays["lora_a"][i].any() or arrays["lora_b"][i].any()
-        for part, array in arrays.items()
-    }
+    found = {}
+    for i, (name, rank) in enumerate(ranks):
+        cut = {"lora_a": (..., slice(rank)), "lora_b": (slice(rank),), "magnitude": (...,)}
+        own = {part: np.ascontiguousarray(array[i][cut[part]].T) for part, array in arrays.items()}
+        found |= {f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": array for part, array in own.items()} if rank else {}
+    return found
 
 
-def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str) -> np.ndarray:
-    """One array of a projection in float32, with a first axis of one entry for each name; 0 where it has no tensor."""
-    own = [tensors.get(f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}") for name in names]
-    shape = next(x.shape for x in own if x is not None)
-    return np.stack([np.zeros(shape, np.float32).T if x is None else x.T.astype(np.float32) for x in own])
+def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One array of a projection in float32, with a first axis of one entry for each name; 0 where it has no tensor.
+
+    `shape` is that of one entry. A tensor of a smaller rank is followed by zeros.
+    """
+    array = np.zeros((len(names), *shape), np.float32)
+    for i, name in enumerate(names):
+        if (own := tensors.get(f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}")) is not None:
+            array[(i, *map(slice, own.T.shape))] = own.T
+    return array

@@ -1,9 +1,9 @@
-"""Adds adapters to a model, splits them off for training, switches them, and merges them into the weights."""
+"""Adds adapters to a model, splits them off for training, and switches them."""
 
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,12 +17,15 @@ from jaxtyping import Array, Key, UInt32
 
 from liger_jax.models.core.arguments import as_key
 from liger_jax.models.core.parameters import projections
+from liger_jax.models.hugging_face import adapter_targets
+from liger_jax.models.hugging_face.adapter_targets import Targets, value_of
 from liger_jax.models.lora.linear import (
     DropoutKey,
     LoRALinear,
+    LoRAScale,
     become,
-    matching,
     names,
+    scale_of,
     with_adapters_on,
     without_adapters,
 )
@@ -30,6 +33,8 @@ from liger_jax.models.lora.linear import (
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Model = TypeVar("Model", bound=nnx.Module)
+Found = tuple[tuple[Any, ...], Any]  # a projection with its path
+_MOST_RANK, _MOST_ALPHA = 2**31 - 1, float(np.finfo(np.float32).max)
 
 
 def add_lora(
@@ -37,13 +42,20 @@ def add_lora(
     rank: int,
     *,
     alpha: float | int,
-    targets: Sequence[str] = TARGETS,
+    targets: Sequence[str] | str = TARGETS,
+    exclude: Sequence[str] | str = (),
+    layers: Sequence[int] = (),
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float | int] | None = None,
     dropout: float | int = 0.0,
     rslora: bool = False,
     dora: bool = False,
     rngs: nnx.Rngs,
 ) -> Model:
     """Adds an adapter to each projection of these names, in place.
+
+    The arguments mean what PEFT's `LoraConfig` means by them, and names are those of a checkpoint, such as
+    "model.layers.0.self_attn.q_proj". In a stack of layers A and B of a layer without an adapter are 0, and stay so.
 
     A starts uniform in ±1/√in, as in PEFT, and B at zero. Both are float32 and are converted to the computation's
     dtype where they are used. The numbers follow from the key and the projection's name, so scanned and unrolled
@@ -53,7 +65,12 @@ def add_lora(
         model: a model of `liger_jax.models`.
         rank: at least 1. More than a projection's smaller width adds nothing, and PEFT allows it.
         alpha: numerator of the scale, more than 0.
-        targets: names of projections, or ends of their names, such as "q_proj" or "self_attn.q_proj".
+        targets: names of projections, or ends of their names, such as "q_proj" or "1.self_attn.q_proj"; or a regular
+            expression for whole names; or "all-linear".
+        exclude: projections without an adapter, in the same forms.
+        layers: the numbers of the layers that ends of names mean; none for all.
+        rank_pattern: ranks of their own, by regular expressions for a name's end, such as `{"k_proj": 8}`.
+        alpha_pattern: alphas of their own, in the same way.
         dropout: the share of an adapter's inputs that `with_dropout` drops, in [0, 1).
         rslora: scale by alpha/√rank rather than alpha/rank.
         dora: also train the length of each column of the weight, as DoRA does. Each call then computes W + scale·A·B.
@@ -76,9 +93,22 @@ def add_lora(
         Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685); Kalajdzievski, "A Rank
         Stabilization Scaling Factor", 2023 (arXiv:2312.03732); Liu et al., "DoRA", 2024 (arXiv:2402.09353).
     """
+    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     check_options("add_lora", rank, alpha, dropout)
-    found = matching("add_lora", without_adapters("add_lora", model), targets)
-    add_to(found, rank, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
+    wrong = problems_of_patterns(ranks, alphas) + adapter_targets.problems_of_layers(layers, ())
+    for field, value in (("targets", targets), ("exclude", exclude)):
+        wrong += adapter_targets.problems(field, value)
+    if wrong:
+        raise ValueError(f"add_lora: {'; '.join(wrong)}.")
+    found, chosen = without_adapters("add_lora", model), Targets(targets, exclude, layers)
+    check_targets("add_lora", found, chosen)
+
+    def own(name):
+        if chosen.adapts(name):
+            return value_of(ranks, name, rank), value_of(alphas, name, alpha)
+        return None
+
+    add_to(found, own, dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
     return model
 
 
@@ -92,32 +122,89 @@ def check_options(caller: str, rank: int, alpha: float | int, dropout: float | i
         raise ValueError(f"{caller}: dropout={dropout} must be in [0, 1); 0 drops nothing.")
 
 
+def problems_of_patterns(ranks: Any, alphas: Any) -> list[str]:
+    """Clauses for wrong entries of `rank_pattern` and `alpha_pattern`."""
+    is_rank = lambda value: type(value) is int and 1 <= value <= _MOST_RANK
+    is_alpha = lambda value: type(value) in (int, float) and 0 < value <= _MOST_ALPHA
+    return adapter_targets.problems_of_pattern("rank_pattern", ranks, is_rank, "an int of at least 1") + (
+        adapter_targets.problems_of_pattern("alpha_pattern", alphas, is_alpha, "a finite float32 above 0")
+    )
+
+
+def check_targets(caller: str, found: Sequence[Found], targets: Targets) -> None:
+    """Raises a ValueError unless each of the targets names a projection of the model."""
+    all_names = [name for path, projection in found for name in names(path, projection)]
+    listed = [] if isinstance(targets.names, str) else targets.names
+    if unknown := [end for end in listed if not any(Targets([end]).adapts(name) for name in all_names)]:
+        raise ValueError(
+            f"{caller}: targets={list(listed)}: no projection is called {unknown}. The model has "
+            f"{sorted({name.rpartition('.')[2] for name in all_names})}."
+        )
+    if not any(map(targets.adapts, all_names)):
+        shown = repr(targets.names) if isinstance(targets.names, str) else list(listed)
+        others = "".join(
+            f", {field}={value!r}"
+            for field, value in (("exclude", targets.excluded), ("layers", targets.layers))
+            if value
+        )
+        raise ValueError(f"{caller}: targets={shown}{others} must name one projection at least.")
+
+
 def add_to(
-    found: Sequence[tuple[tuple[Any, ...], Any]],
-    rank: int,
+    found: Sequence[Found],
+    own: Callable[[str], tuple[int, float | int] | None],
     *,
-    alpha: float | int,
     dropout: float | int,
     rslora: bool,
     dora: bool,
     key: Key[Array, ""],
-) -> None:
-    """Adds an adapter to each of these projections, which come with their paths."""
+) -> list[Found]:
+    """Adds adapters to those of these projections to which `own` gives rank and alpha, by a layer's name.
+
+    Returns:
+        The projections that have adapters now.
+    """
+    chosen = []
     for path, projection in found:
-        *layers, in_width, out_width = projection.kernel.shape
-        bound = 1 / math.sqrt(in_width)
-        uniform = functools.partial(
-            jax.random.uniform, shape=(in_width, rank), dtype=jnp.float32, minval=-bound, maxval=bound
+        each = tuple(
+            (rank, float(alpha)) for rank, alpha in map(lambda name: own(name) or (0, 0), names(path, projection))
         )
-        a = jnp.vectorize(uniform, signature="()->(i,r)")(_keys(key, path, projection))
-        b = jnp.zeros((*layers, rank, out_width), jnp.float32)
-        projection.lora_a = nnx.LoRAParam(_placed(a, projection, -2))
-        projection.lora_b = nnx.LoRAParam(_placed(b, projection, -1))
-        projection.alpha, projection.rslora, projection.dropout = float(alpha), rslora, float(dropout)
-        become(projection, LoRALinear)
-        if dora:  # the norm as `factor` takes it where B is zero: new adapters change nothing
-            norm = jnp.linalg.norm(projection.rounded(projection.kernel[...]), axis=-2)
-            projection.magnitude = nnx.LoRAParam(_placed(norm, projection, None))
+        if any(rank for rank, _ in each):
+            chosen.append((path, projection))
+            _add(path, projection, each, rslora, key, with_scales=dora and any(not rank for rank, _ in each))
+            projection.dropout = float(dropout)
+            become(projection, LoRALinear)
+            if dora:  # the norm as `factor` takes it where B is zero: new adapters change nothing
+                norm = jnp.linalg.norm(projection.rounded(projection.kernel[...]), axis=-2)
+                projection.magnitude = nnx.LoRAParam(_placed(norm, projection, None))
+    return chosen
+
+
+def _add(path, projection, each, rslora, key, *, with_scales):
+    """A and B of a projection whose layers have these ranks and alphas; with scales for each if they differ."""
+    *layers, in_width, out_width = projection.kernel.shape
+    ranks, present = [rank for rank, _ in each], [options for options in each if options[0]]
+    rank, bound = max(ranks), 1 / math.sqrt(in_width)
+    keys = _keys(key, path, projection)
+    a = jnp.zeros((*layers, in_width, rank), jnp.float32)
+    for width in sorted(set(ranks) - {0}):  # each layer's numbers depend on its own rank alone
+        uniform = functools.partial(
+            jax.random.uniform, shape=(in_width, width), dtype=jnp.float32, minval=-bound, maxval=bound
+        )
+        drawn = jnp.vectorize(uniform, signature="()->(i,r)")(keys)
+        if width == rank == min(ranks):
+            a = drawn
+        else:
+            is_own = np.array([own == width for own in ranks]).reshape(*layers, 1, 1)
+            a = jnp.where(is_own, jnp.pad(drawn, [(0, 0)] * (drawn.ndim - 1) + [(0, rank - width)]), a)
+    projection.lora_a = nnx.LoRAParam(_placed(a, projection, -2))
+    projection.lora_b = nnx.LoRAParam(_placed(jnp.zeros((*layers, rank, out_width), jnp.float32), projection, -1))
+    projection.alpha, projection.rslora = present[0][1], rslora
+    if len(set(each)) > 1:
+        projection.each = each
+        scales = [scale_of(*options, rslora) if options[0] else 0.0 for options in each]
+        if with_scales or len({scale_of(*options, rslora) for options in present}) > 1 or present[0][0] != rank:
+            projection.lora_scale = LoRAScale(_placed(jnp.asarray(scales, jnp.float32), projection, None))
 
 
 def trainable(model: nnx.Module) -> tuple[Any, Any, Any]:
@@ -209,45 +296,6 @@ def with_dropout(model: Model, key: Key[Array, ""] | UInt32[Array, "words"]) -> 
     for path, projection in with_adapters_on("with_dropout", model):
         if projection.dropout > 0:
             projection.dropout_key = DropoutKey(_keys(key, path, projection))
-    return model
-
-
-def merge_lora(model: Model) -> Model:
-    """Adds the adapters' products to the weights, in place, and removes the adapters.
-
-    W + scale·A·B is summed in float32 and rounded once, one projection after another. DoRA's norm is the one that the
-    model with adapters has. Quantised weights become dense, in the dtype that they had. The model then saves, loads and
-    runs as one that never had adapters.
-
-    Args:
-        model: a model with adapters.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: the model has no adapters that are on.
-
-    Example:
-        >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
-        >>> model = add_lora(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), 2, alpha=4, rngs=nnx.Rngs(1))
-        >>> type(merge_lora(model).model.layers.self_attn.q_proj).__name__
-        'Linear'
-    """
-    for _, projection in with_adapters_on("merge_lora", model):
-        kernel, factor = projection.adapted_kernel, projection.factor()
-        if factor is not None:
-            kernel *= factor[..., None, :]
-        kernel = kernel.astype(projection.kernel.dtype)
-        if isinstance(projection.kernel, nnx.Param):
-            projection.kernel[...] = kernel
-        else:  # quantised
-            projection.kernel = nnx.Param(kernel)
-        for name in ("lora_a", "lora_b", "magnitude", "dropout_key", "alpha", "rslora", "dropout"):
-            if name in vars(projection):
-                delattr(projection, name)
-        become(projection, nnx.Linear)
     return model
 
 
