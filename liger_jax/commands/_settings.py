@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 from liger_jax.commands._errors import UserError
@@ -10,6 +11,7 @@ from liger_jax.commands._errors import UserError
 DTYPES = ("float32", "bfloat16")
 SAVE_DTYPES = (*DTYPES, "float16")
 LOGS = ("csv", "tensorboard")
+ADAPTER_CONFIG = "adapter_config.json"  # a folder with it holds adapters, whose training goes on
 MOST = 2**31 - 1  # JAX counts in int32
 _BOUNDS = dict(
     length=(2, MOST), batch=(1, MOST), micro_batches=(1, MOST), steps=(1, MOST), lora=(1, 2**16), every=(1, MOST),
@@ -23,12 +25,18 @@ class Settings:
     """A fine-tuning run.
 
     Attributes:
-        model: a checkpoint's folder, or an id such as "org/name".
+        model: a checkpoint's folder, or an id such as "org/name"; or adapters, whose training then goes on.
         data: a file, a glob, or a dataset's id on the hub.
         subset: the dataset's configuration.
         column: the field of a JSON line, or the dataset's column, that holds the text.
         lora: rank of the adapters that are trained; `None` to train all weights.
         lora_alpha: numerator of the adapters' scale; `None` for twice the rank.
+        lora_targets: what has adapters: names with commas between them, "all-linear" or a regular expression; `None`
+            for all projections of layers.
+        lora_dropout: the share of the adapters' inputs that training drops; `None` for none, or as their folder says.
+        rslora: scale the adapters by alpha/√rank.
+        dora: train the lengths of the weights' columns, too.
+        adapters: the folder of adapters that training goes on from, if `--model` was one.
         quantize: how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are.
         pack: documents share rows, whose segments do not see each other; else each has rows of its own.
         length: tokens in a row.
@@ -61,6 +69,11 @@ class Settings:
     column: str = "text"
     lora: int | None = None
     lora_alpha: float | None = None
+    lora_targets: str | None = None
+    lora_dropout: float | None = None
+    rslora: bool = False
+    dora: bool = False
+    adapters: str | None = None
     quantize: str | None = None
     pack: bool = False
     length: int = 2048
@@ -84,9 +97,11 @@ class Settings:
     verify: bool = False
 
     def __post_init__(self):
-        for name in ("model", "data", "subset", "column", "out"):
+        for name in ("model", "data", "subset", "column", "out", "lora_targets"):
             if "\0" in (getattr(self, name) or ""):
-                raise UserError(f"--{name}={getattr(self, name)!r} holds a null character, which no name has.")
+                raise UserError(
+                    f"--{name.replace('_', '-')}={getattr(self, name)!r} holds a null character, which no name has."
+                )
         for name, (least, most) in _BOUNDS.items():
             if (value := getattr(self, name)) is None or least <= value <= most:
                 continue
@@ -110,10 +125,13 @@ class Settings:
             )
         if not 0 <= self.eval_share < 1:
             raise UserError(f"--eval-share={self.eval_share} must be in [0, 1); 0 holds nothing out.")
-        for name in ("lora_alpha", "quantize", "merge"):
-            if getattr(self, name) and self.lora is None:
+        if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
+            raise UserError(f"--lora-dropout={self.lora_dropout} must be in [0, 1); 0 drops nothing.")
+        has_adapters = self.lora is not None or (Path(self.model) / ADAPTER_CONFIG).is_file()
+        for name in ("lora_alpha", "lora_targets", "lora_dropout", "rslora", "dora", "quantize", "merge"):
+            if getattr(self, name) and not has_adapters:
                 raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
-        if self.save_dtype is not None and self.lora is not None and not self.merge:
+        if self.save_dtype is not None and has_adapters and not self.merge:
             raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
         if unknown := set(self.log) - set(LOGS):
             raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")

@@ -27,11 +27,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         command: its parser.
     """
     add = command.add_argument
-    add("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
+    add("--model", required=True, help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters")
     add("--data", required=True, help="text, or JSON lines of text or messages: a file, a quoted glob, a dataset's id")
     add_data_arguments(command)
     add("--lora", type=int, nargs="?", const=16, metavar="RANK", help="train adapters of this rank (default: 16)")
     add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
+    add(
+        "--lora-targets",
+        metavar="NAMES",
+        help="q_proj,v_proj or all-linear or a regular expression (default: all seven)",
+    )
+    add("--lora-dropout", type=float, help="the share of the adapters' inputs that training drops (default: 0)")
+    add("--rslora", action="store_true", help="scale the adapters by alpha/√rank")
+    add("--dora", action="store_true", help="train the lengths of the weights' columns, too")
     add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
     add("--batch", type=int, help="rows in a step (default: 8)")
     add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")

@@ -13,26 +13,26 @@ from typing import Any
 import numpy as np
 
 from liger_jax.models.core import config_fields
-from liger_jax.models.core.parameters import ADAPTER_TENSORS
-from liger_jax.models.hugging_face import adapter_targets, config_json, saving
+from liger_jax.models.core.parameters import ADAPTER_TENSORS, EMBEDDING_TENSORS
+from liger_jax.models.hugging_face import adapter_targets, config_json, expressions, saving
 from liger_jax.models.hugging_face.adapter_targets import Targets, value_of
 from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_complete, own_file
 from liger_jax.models.hugging_face.weights import FLOATS, language_part, open_weights
 
 CONFIG, (WEIGHTS,) = ADAPTERS.config, ADAPTERS.weights
+BIASES = ("none", "all", "lora_only")
+BASE = ".base_layer.weight"  # PEFT saves the table or the head, too, where it has an adapter
 _MOST_SAID = 4_000  # characters of what a file holds in one message
 _PREFIX = "base_model.model."
 _TO_WHOLE = (f"{_PREFIX}model.", f"{_PREFIX}model.language_model.")  # names in a language model and in a multimodal one
 # What PEFT's fields must say, if they are there: other values change which weights are adapted, or how.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none",),
     "fan_in_fan_out": (False,),
     "lora_bias": (False,),
-    "modules_to_save": (None, []),
+    "ensure_weight_tying": (None, False),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (False,),
     "use_bdlora": (None, False),
@@ -55,6 +55,9 @@ class AdapterConfig:
         dora: whether there are magnitudes.
         rank_pattern: ranks of their own, by expressions for a name's end.
         alpha_pattern: alphas of their own, in the same way.
+        modules: `modules_to_save`.
+        tokens: `trainable_token_indices`, by the ends of modules' names.
+        bias: "none", "all" or "lora_only".
         whole: whether names in the config are those of a multimodal model.
     """
 
@@ -66,6 +69,9 @@ class AdapterConfig:
     dora: bool
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    modules: Sequence[str] = ()
+    tokens: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    bias: str = "none"
     whole: bool = False
 
     def adapts(self, name: str) -> bool:
@@ -97,10 +103,12 @@ def write(
     `target_modules` are whole names, since the other parts have projections of the same names.
     """
     targets, patterns = config.targets.names, (config.rank_pattern, config.alpha_pattern)
+    modules = config.modules
     if multimodal:
         tensors = {name.replace(*_TO_WHOLE, 1): tensor for name, tensor in tensors.items()}
         targets = sorted(adapted_names(tensors))
         to_whole = [prefix.removeprefix(_PREFIX) for prefix in _TO_WHOLE]
+        modules = [name.replace(*to_whole, 1) for name in modules]
         patterns = [{name.replace(*to_whole, 1): value for name, value in pattern.items()} for pattern in patterns]
     fields = {
         "peft_type": "LORA",
@@ -115,7 +123,9 @@ def write(
         "alpha_pattern": dict(patterns[1]),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
-        "bias": "none",
+        "modules_to_save": list(modules) or None,
+        "trainable_token_indices": dict(config.tokens) or None,
+        "bias": config.bias,
         "fan_in_fan_out": False,
     }
     content = (json.dumps(fields, indent=2) + "\n").encode()
@@ -197,14 +207,29 @@ def _config(path: pathlib.Path, content: bytes) -> AdapterConfig:
     is_alpha = lambda value: not config_fields.problems(_Numbers, {"lora_alpha": value})
     wrong += adapter_targets.problems_of_pattern("rank_pattern", ranks, is_rank, "an int of at least 1")
     wrong += adapter_targets.problems_of_pattern("alpha_pattern", alphas, is_alpha, "a finite float32 above 0")
+    tokens, modules = values.get("trainable_token_indices") or {}, values.get("modules_to_save") or []
+    tokens = {"embed_tokens": tokens} if isinstance(tokens, list) else tokens
+    is_tokens = lambda own: isinstance(own, list) and all(type(token) is int for token in own)
+    if not isinstance(tokens, dict) or not all(map(is_tokens, tokens.values())):
+        wrong.append(f"trainable_token_indices={config_fields.short(tokens)} must be lists of tokens")
+    if not isinstance(modules, list) or not all(isinstance(name, str) and name for name in modules):
+        wrong.append(f"modules_to_save={config_fields.short(modules)} must be a list of names")
+    else:
+        problems = ((name, expressions.problem(name)) for name in modules)
+        wrong += [f"modules_to_save: {config_fields.short(name)} {problem}" for name, problem in problems if problem]
+    if values.get("bias", "none") not in BIASES:
+        wrong.append(f"bias={config_fields.short(values['bias'])} must be one of {BIASES}")
     if wrong:
         raise ValueError(f"load_adapters: {path} cannot be used: {'; '.join(wrong)}.")
     return AdapterConfig(
         rank=values["r"],
         alpha=float(values["lora_alpha"]),
         targets=Targets(
-            values.get("target_modules") or (), values.get("exclude_modules") or (), layers, layers_pattern
+            values.get("target_modules") or (), values.get("exclude_modules") or (), layers, layers_pattern, modules
         ),
+        modules=modules,
+        tokens=tokens,
+        bias=values.get("bias", "none"),
         dropout=float(dropout),
         rslora=values.get("use_rslora", False),
         dora=values.get("use_dora", False),
@@ -229,9 +254,18 @@ def _cut(text: str) -> str:
 
 
 def adapted_names(tensors: Iterable[str]) -> set[str]:
-    """The names in a checkpoint of the projections that have an A among these tensors."""
-    suffix = f".{ADAPTER_TENSORS['lora_a']}"
-    return {name.removeprefix(_PREFIX).removesuffix(suffix) for name in tensors if name.endswith(suffix)}
+    """The names in a checkpoint of the modules that have an A among these tensors."""
+    ends = tuple(f".{names['lora_a']}" for names in (ADAPTER_TENSORS, EMBEDDING_TENSORS))
+    found = ((name, end) for name in tensors for end in ends if name.endswith(end))
+    return {name.removeprefix(_PREFIX).removesuffix(end) for name, end in found}
+
+
+def tensor_name(name: str, part: str | None = None) -> str:
+    """The name in the file of a tensor with this name in a checkpoint, or of a part of an adapter."""
+    if part is None:
+        return f"{_PREFIX}{name}"
+    tensors = EMBEDDING_TENSORS if name.endswith("embed_tokens") else ADAPTER_TENSORS
+    return f"{_PREFIX}{name}.{tensors[part]}"
 
 
 def targets_of(tensors: Iterable[str], projections: Iterable[str]) -> list[str]:
@@ -250,7 +284,7 @@ def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig)
         rank, _ = config.of(name)
         parts = {"lora_a": (rank, in_width), "lora_b": (out_width, rank)}
         parts |= {"magnitude": (out_width,)} if config.dora else {}
-        found |= {f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": shape for part, shape in parts.items()}
+        found |= {tensor_name(name, part): shape for part, shape in parts.items()}
     return found
 
 
@@ -280,7 +314,7 @@ def tensors(ranks: Sequence[tuple[str, int]], arrays: Mapping[str, np.ndarray]) 
     for i, (name, rank) in enumerate(ranks):
         cut = {"lora_a": (..., slice(rank)), "lora_b": (slice(rank),), "magnitude": (...,)}
         own = {part: np.ascontiguousarray(array[i][cut[part]].T) for part, array in arrays.items()}
-        found |= {f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": array for part, array in own.items()} if rank else {}
+        found |= {tensor_name(name, part): array for part, array in own.items()} if rank else {}
     return found
 
 
@@ -291,6 +325,6 @@ def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str, 
     """
     array = np.zeros((len(names), *shape), np.float32)
     for i, name in enumerate(names):
-        if (own := tensors.get(f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}")) is not None:
+        if (own := tensors.get(tensor_name(name, part))) is not None:
             array[(i, *map(slice, own.T.shape))] = own.T
     return array

@@ -10,7 +10,16 @@ from typing import Any
 
 from liger_jax.models.core.config_fields import short
 from liger_jax.models.hugging_face import checkpoint, config_json
-from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION, INDEX, SAVING, TEMPLATES, TOKENIZER, Kept
+from liger_jax.models.hugging_face.checkpoint import (
+    ADAPTERS,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    SAVING,
+    TEMPLATES,
+    TOKENIZER,
+    Kept,
+)
 
 # Fields of config.json that are not kept: `config_json.write` writes the first three under other names, the others name
 # files that a save does not write, or ask a reader to run code that is not in them.
@@ -161,7 +170,7 @@ def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -
             f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
             "pip install huggingface_hub."
         ) from error
-    patterns = [CONFIG, GENERATION, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
+    patterns = [CONFIG, GENERATION, ADAPTERS.config, *ADAPTERS.weights, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
     if weights:  # some repositories hold them a second time, under another name or in a folder
         patterns += ["model*.safetensors", INDEX]
     try:

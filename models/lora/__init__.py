@@ -16,3 +16,5 @@ from liger_jax.models.lora.files import save_adapters as save_adapters
 from liger_jax.models.lora.linear import DropoutKey as DropoutKey
 from liger_jax.models.lora.linear import LoRALinear as LoRALinear
 from liger_jax.models.lora.merging import merge_lora as merge_lora
+from liger_jax.models.lora.whole import TrainedWeight as TrainedWeight
+from liger_jax.models.lora.whole import train_more as train_more

@@ -19,6 +19,7 @@ from liger_jax.models.core.arguments import as_key
 from liger_jax.models.core.parameters import projections
 from liger_jax.models.hugging_face import adapter_targets
 from liger_jax.models.hugging_face.adapter_targets import Targets, value_of
+from liger_jax.models.lora import outside, whole
 from liger_jax.models.lora.linear import (
     DropoutKey,
     LoRALinear,
@@ -29,6 +30,9 @@ from liger_jax.models.lora.linear import (
     with_adapters_on,
     without_adapters,
 )
+from liger_jax.models.lora.outside import check_dense, parts, untie
+from liger_jax.models.lora.vocabulary import EmbeddingAdapter, HeadAdapter, key_of, new_adapter
+from liger_jax.models.lora.whole import whole_like
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -101,14 +105,16 @@ def add_lora(
     if wrong:
         raise ValueError(f"add_lora: {'; '.join(wrong)}.")
     found, chosen = without_adapters("add_lora", model), Targets(targets, exclude, layers)
-    check_targets("add_lora", found, chosen)
+    check_targets("add_lora", found, chosen, [part.name for part in parts(model)])
 
     def own(name):
         if chosen.adapts(name):
             return value_of(ranks, name, rank), value_of(alphas, name, alpha)
         return None
 
-    add_to(found, own, dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
+    options = dict(dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
+    add_outside("add_lora", model, own, **options)
+    add_to(found, own, **options)
     return model
 
 
@@ -131,9 +137,9 @@ def problems_of_patterns(ranks: Any, alphas: Any) -> list[str]:
     )
 
 
-def check_targets(caller: str, found: Sequence[Found], targets: Targets) -> None:
-    """Raises a ValueError unless each of the targets names a projection of the model."""
-    all_names = [name for path, projection in found for name in names(path, projection)]
+def check_targets(caller: str, found: Sequence[Found], targets: Targets, outside: Sequence[str]) -> None:
+    """Raises a ValueError unless each of the targets names a projection of the model, or one of the parts outside."""
+    all_names = [*outside, *(name for path, projection in found for name in names(path, projection))]
     listed = [] if isinstance(targets.names, str) else targets.names
     if unknown := [end for end in listed if not any(Targets([end]).adapts(name) for name in all_names)]:
         raise ValueError(
@@ -178,6 +184,44 @@ def add_to(
                 norm = jnp.linalg.norm(projection.rounded(projection.kernel[...]), axis=-2)
                 projection.magnitude = nnx.LoRAParam(_placed(norm, projection, None))
     return chosen
+
+
+def add_outside(
+    caller: str,
+    model: Any,
+    own: Callable[[str], tuple[int, float | int] | None],
+    *,
+    dropout: float | int,
+    rslora: bool,
+    dora: bool,
+    key: Key[Array, ""],
+) -> None:
+    """Adds adapters to the embedding and to the head, if `own` gives them rank and alpha. They are then no longer tied.
+
+    Raises:
+        ValueError: the weight is quantised, or DoRA is asked for on the embedding.
+    """
+    chosen = [part for part in parts(model) if own(part.name) is not None]
+    for part in chosen:
+        check_dense(caller, part)
+        if dora and part.kind is EmbeddingAdapter:
+            raise ValueError(
+                f"{caller}: DoRA on {part.name} is not supported. Leave it out of the targets, or dora=False."
+            )
+    if chosen:
+        untie(model)
+    for part in chosen:
+        rank, alpha = own(part.name) or (0, 0)
+        weight = getattr(part.holder, part.weight)[...]
+        options = dict(alpha=alpha, rslora=rslora, dropout=dropout if part.kind is HeadAdapter else 0.0)
+        adapter = new_adapter(part.kind, weight, rank, key_of(key, part.name), **options)
+        if dora:
+            adapter.magnitude = nnx.LoRAParam(jnp.ones(weight.shape[:1], jnp.float32))
+            adapter.magnitude = nnx.LoRAParam(1 / adapter.factor(weight, model.model.dtype))
+        for variable in (adapter.lora_a, adapter.lora_b, adapter.magnitude):
+            if variable is not None:
+                variable[...] = whole_like(variable[...], weight)
+        setattr(part.holder, f"{part.weight}_adapter", adapter)
 
 
 def _add(path, projection, each, rslora, key, *, with_scales):
@@ -261,7 +305,9 @@ def with_adapters(model: Model, on: bool) -> Model:
     """
     model = _sharing_arrays(model)
     adapted = [projection for _, projection in projections(model) if hasattr(projection, "lora_a")]
-    if not adapted:
+    is_outside = outside.switch(model, on)
+    whole.switch(model, on)
+    if not adapted and not is_outside:
         raise ValueError("with_adapters: the model has no adapters. Add them: add_lora(model, …).")
     for projection in adapted:
         become(projection, LoRALinear if on else nnx.Linear)
@@ -296,6 +342,9 @@ def with_dropout(model: Model, key: Key[Array, ""] | UInt32[Array, "words"]) -> 
     for path, projection in with_adapters_on("with_dropout", model):
         if projection.dropout > 0:
             projection.dropout_key = DropoutKey(_keys(key, path, projection))
+    for part in parts(model):
+        if part.adapter is not None and part.adapter.on and part.adapter.dropout > 0:
+            part.adapter.dropout_key = DropoutKey(key_of(key, part.name))
     return model
 
 

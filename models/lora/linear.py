@@ -109,7 +109,11 @@ class LoRALinear(nnx.Linear):
 def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
     """The projections of a model that has no adapters yet."""
     found = projections(model)
-    if any(hasattr(projection, "lora_a") for _, projection in found):
+    ends = (
+        getattr(model, "lm_head_adapter", None),
+        getattr(getattr(model, "model", None), "embed_tokens_adapter", None),
+    )
+    if any(hasattr(projection, "lora_a") for _, projection in found) or any(end is not None for end in ends):
         raise ValueError(f"{caller}: the model has adapters already. Merge them first: merge_lora(model).")
     return found
 
@@ -127,9 +131,13 @@ def of_layers(path: tuple[Any, ...], projection: LoRALinear) -> dict[str, tuple[
 
 
 def with_adapters_on(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], LoRALinear]]:
-    """The projections whose adapters are on."""
+    """The projections whose adapters are on; none if only the embedding or the head has one that is on."""
     adapted = [(path, projection) for path, projection in projections(model) if isinstance(projection, LoRALinear)]
-    if not adapted:
+    ends = (
+        getattr(model, "lm_head_adapter", None),
+        getattr(getattr(model, "model", None), "embed_tokens_adapter", None),
+    )
+    if not adapted and not any(end is not None and end.on for end in ends):
         raise ValueError(
             f"{caller}: the model has no adapters, or they are off. Add them, add_lora(model, …), or turn them on, "
             "with_adapters(model, True)."
