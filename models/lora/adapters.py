@@ -213,7 +213,7 @@ def add_outside(
     for part in chosen:
         rank, alpha = own(part.name) or (0, 0)
         weight = getattr(part.holder, part.weight)[...]
-        options = dict(alpha=alpha, rslora=rslora, dropout=dropout if part.kind is HeadAdapter else 0.0)
+        options = dict(alpha=float(alpha), rslora=rslora, dropout=float(dropout) if part.kind is HeadAdapter else 0.0)
         adapter = new_adapter(part.kind, weight, rank, key_of(key, part.name), **options)
         if dora:
             adapter.magnitude = nnx.LoRAParam(jnp.ones(weight.shape[:1], jnp.float32))

@@ -150,9 +150,9 @@ def become(projection: nnx.Linear, kind: type[nnx.Linear]) -> None:
     object.__setattr__(projection, "__class__", kind)  # nnx's own would record an attribute of that name
 
 
-def trained(projection: LoRALinear) -> dict[str, nnx.LoRAParam]:
-    """The adapter's trained arrays, by their names."""
-    variables = dict(lora_a=projection.lora_a, lora_b=projection.lora_b, magnitude=projection.magnitude)
+def trained(adapter: Any) -> dict[str, nnx.LoRAParam]:
+    """An adapter's trained arrays, by their names."""
+    variables = dict(lora_a=adapter.lora_a, lora_b=adapter.lora_b, magnitude=adapter.magnitude)
     return {name: variable for name, variable in variables.items() if variable is not None}
 
 

@@ -13,7 +13,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
+from liger_jax.models import (
+    AutoModelForCausalLM,
+    KernelOptions,
+    Layout,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from liger_jax.models.lora import (
     add_lora,
     load_adapters,
@@ -25,12 +33,18 @@ from liger_jax.models.lora import (
     with_dropout,
 )
 from liger_jax.models.quantized import quantize
-from tests.models._llama import loss_and_gradients, make_model, random_tokens
+from tests.models._llama import loss_and_gradients, random_tokens
 from tests.models.test_lora import SMALL, by_path, close, live, loss_of, moved
 
 TIED = dataclasses.replace(SMALL, tie_word_embeddings=True)
-BIASED = dataclasses.replace(SMALL, attention_bias=True)
+BIASED = Qwen2Config(**{field.name: getattr(SMALL, field.name) for field in dataclasses.fields(LlamaConfig)})
 OUTSIDE = ("q_proj", "lm_head", "embed_tokens")
+
+
+def make_model(config, **options):
+    """Queries, keys and values have biases where the config is Qwen2's."""
+    family = Qwen2ForCausalLM if isinstance(config, Qwen2Config) else LlamaForCausalLM
+    return family(config, rngs=nnx.Rngs(0), **options)
 
 
 def with_head(config=SMALL, *, model=None, **options):
