@@ -54,6 +54,19 @@ def found(settings: Settings) -> tuple[Settings, Source]:
     return dataclasses.replace(settings, model=name, adapters=str(source.folder), **changed), base
 
 
+def tuned(settings: Settings, source: Source) -> list[Path]:
+    """The folders that the run must not replace: that of the model, and that of the adapters that it goes on from.
+
+    Args:
+        settings: the run.
+        source: the model's folder.
+
+    Returns:
+        One or two folders.
+    """
+    return [source.folder, *([] if settings.adapters is None else [Path(settings.adapters)])]
+
+
 def add(model: Any, settings: Settings) -> None:
     """Adds the run's adapters to a model, in place.
 

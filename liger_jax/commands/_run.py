@@ -14,7 +14,7 @@ from liger_jax.commands._log import Log
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
-from liger_jax.models.hugging_face.source import Source, find
+from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.quantized import quantize
 from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.training import (
@@ -57,9 +57,9 @@ def finetune(settings: Settings) -> int:
 
 def _finetune(settings: Settings, out: Path) -> int:
     with user_errors():
-        _output.check(settings, find(settings.model).folder)
         settings, source = _adapters.found(settings)
-        _output.check(settings, source.folder)
+        for folder in _adapters.tuned(settings, source):
+            _output.check(settings, folder)
         precision = _precision(settings, source.dtype)
         found = architecture_of(source)
         settings.check_length(found.name, found.config.longest_sequence)
@@ -159,7 +159,8 @@ def _checkpoints(
         "rows": rows.fingerprint(data.rows, *held_out),
         **_model_files(settings, source),
     }
-    earlier = _output.of_earlier_runs(settings, source.folder)
+    spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, source)]
+    earlier = sorted(set.intersection(*spared))
     folder = Path(settings.out) / _output.CHECKPOINTS
     options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep)
     return Checkpoints(folder, settings.of_the_run() | made_of, **options)

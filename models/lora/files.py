@@ -10,10 +10,11 @@ from flax import nnx
 
 from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.hugging_face import adapter_files, checkpoint
+from liger_jax.models.hugging_face.adapter_config import AdapterConfig
 from liger_jax.models.hugging_face.adapter_targets import Targets, patterns_of
 from liger_jax.models.hugging_face.source import Source, tokenizer_files
 from liger_jax.models.lora import more_files
-from liger_jax.models.lora.adapters import add_outside, add_to, check_options
+from liger_jax.models.lora.adding import add_outside, add_to, check_options
 from liger_jax.models.lora.linear import names, of_layers, trained, with_adapters_on, without_adapters
 from liger_jax.models.lora.outside import parts
 
@@ -77,7 +78,7 @@ def save_adapters(
     alpha, alpha_pattern = patterns_of({name: alpha for name, (_, alpha) in own.items()})
     first = max([x for _, x in adapted] + [part.adapter for part in outside], key=lambda x: x.dropout)
     fields, more = more_files.to_save(model)
-    config = adapter_files.AdapterConfig(
+    config = AdapterConfig(
         rank=rank,
         alpha=alpha,
         rank_pattern=rank_pattern,

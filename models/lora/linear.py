@@ -64,7 +64,7 @@ class LoRALinear(nnx.Linear):
         return self._sum(self.kernel[...].astype(jnp.float32), self.lora_a[...], self.lora_b[...])
 
     def _sum(self, kernel, a, b):
-        scale = self.scale if isinstance(self.scale, float) else self.scale[..., None, None]
+        scale = self.scale if self.lora_scale is None else self.lora_scale[...][..., None, None]
         return kernel + scale * jnp.matmul(a, b, precision="highest")
 
     def factor(self) -> Float[Array, "*layers out"] | None:
@@ -94,7 +94,7 @@ class LoRALinear(nnx.Linear):
             share = np.float32(1 - self.dropout)  # of a Python float, other bits are drawn under jax_enable_x64
             kept = jax.random.bernoulli(self.dropout_key[...], share, x.shape)
             x = jnp.where(kept, x / (1 - self.dropout), 0)
-        scale = self.scale if isinstance(self.scale, float) else self.scale.astype(y.dtype)
+        scale = self.scale if self.lora_scale is None else self.lora_scale[...].astype(y.dtype)
         y += jnp.matmul(scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
         y, factor = checkpoint_name(y, ADAPTED), self.factor()
         if factor is not None:

@@ -1,6 +1,6 @@
 """What PEFT's files hold beside the adapters of projections: whole modules, biases, tokens, the head and the table."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ from flax import nnx
 from jax.core import Tracer
 
 from liger_jax.models.core.parameters import parameter
-from liger_jax.models.hugging_face.adapter_files import BASE, AdapterConfig, tensor_name
+from liger_jax.models.hugging_face.adapter_config import AdapterConfig
+from liger_jax.models.hugging_face.adapter_files import BASE, tensor_name
 from liger_jax.models.lora import whole
 from liger_jax.models.lora.linear import trained
 from liger_jax.models.lora.outside import parts
@@ -49,7 +50,7 @@ def to_save(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return dict(modules=sorted(set(modules)), tokens=tokens, bias=bias), tensors
 
 
-def shapes(model: Any, config: AdapterConfig, adapted: Collection[str], tensors: Tensors) -> dict[str, tuple[int, ...]]:
+def shapes(model: Any, config: AdapterConfig, adapted: Set[str], tensors: Tensors) -> dict[str, tuple[int, ...]]:
     """The shapes that these tensors must have, by their names in the file.
 
     Raises:

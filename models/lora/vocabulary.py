@@ -92,11 +92,14 @@ class HeadAdapter(Adapter):
         """DoRA's m/‖W + scale·(A·B)ᵀ‖ in float32; the norm is a constant to the gradient. `None` without DoRA."""
         if self.magnitude is None:
             return None
+        return self.magnitude[...] / jax.lax.stop_gradient(self.lengths(head, dtype))
+
+    def lengths(self, head: Float[Array, "V D"], dtype: Any) -> Float[Array, " V"]:
+        """‖W + scale·(A·B)ᵀ‖ by rows, in float32, of the numbers that the products take."""
         info = jnp.finfo(dtype)
         rounded = lambda x: jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
         a, b = rounded(self.lora_a[...]), rounded(self.lora_b[...])
-        whole = rounded(head) + self.scale * jnp.matmul(b.T, a.T, precision="highest")
-        return self.magnitude[...] / jnp.linalg.norm(jax.lax.stop_gradient(whole), axis=-1)
+        return jnp.linalg.norm(rounded(head) + self.scale * jnp.matmul(b.T, a.T, precision="highest"), axis=-1)
 
 
 class TokenRows(nnx.Module):

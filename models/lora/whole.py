@@ -1,6 +1,6 @@
 """What is trained as a whole beside adapters: modules, biases, and vectors of single tokens, as in PEFT."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.parameters import KEPT, parameter, projections
-from liger_jax.models.hugging_face.adapter_files import BIASES
+from liger_jax.models.hugging_face.adapter_config import BIASES
 from liger_jax.models.lora.linear import names, of_layers, with_adapters_on
 from liger_jax.models.lora.outside import check_dense, parts, untie
 from liger_jax.models.lora.vocabulary import TokenRows
@@ -151,7 +151,7 @@ def _is_saved(module: str, modules: Sequence[str]) -> bool:
 
 
 def _is_whole(
-    path: tuple[Any, ...], shape: tuple[int, ...], modules: Sequence[str], bias: str, adapted: Collection[str]
+    path: tuple[Any, ...], shape: tuple[int, ...], modules: Sequence[str], bias: str, adapted: Set[str]
 ) -> bool:
     """Whether a parameter is trained as a whole beside adapters of these names."""
     held_by = _module_names(path, shape)
@@ -167,7 +167,7 @@ def _is_whole(
 
 
 def expected(
-    model: Any, modules: Sequence[str], tokens: Mapping[str, Sequence[int]], bias: str, adapted: Collection[str]
+    model: Any, modules: Sequence[str], tokens: Mapping[str, Sequence[int]], bias: str, adapted: Set[str]
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors, by names, of all that `train_more` would train beside adapters of these names.
 
@@ -193,7 +193,7 @@ def expected(
     return found
 
 
-def _check_modules(model: Any, modules: Sequence[str], adapted: Collection[str]) -> None:
+def _check_modules(model: Any, modules: Sequence[str], adapted: Set[str]) -> None:
     known = {name for path, x in _parameters(model) for name in _module_names(path, x.shape)}
     known |= {part.name for part in parts(model)} | {name for path, x in projections(model) for name in names(path, x)}
     if unknown := [each for each in modules if not any(_is_saved(name, [each]) for name in known)]:
