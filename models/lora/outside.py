@@ -67,11 +67,6 @@ def check_dense(caller: str, part: Part) -> None:
         )
 
 
-def is_on(model: Any) -> bool:
-    """Whether something outside the projections is trained, and counts."""
-    return any(found is not None and found.on for part in parts(model) for found in (part.adapter, part.rows))
-
-
 def switch(model: Any, on: bool) -> bool:
     """Switches these parts on or off, in place. Returns whether there are any."""
     found = [each for part in parts(model) for each in (part.adapter, part.rows) if each is not None]

@@ -16,6 +16,7 @@ from liger_jax.models.lora import add_lora, load_adapters, merge_lora, save_adap
 from tests.models import _hugging_face as hugging_face
 from tests.models._llama import make_model, random_tokens
 from tests.models.test_lora import close, live, loss_of, moved
+from tests.ops._oracle import first
 
 NAMES = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")]
 PATTERNS = dict(rank_pattern={"k_proj": 5, "layers.1.mlp.up_proj": 1}, alpha_pattern={r"layers\.0\..*_proj": 9})
@@ -69,7 +70,7 @@ def test_the_first_pattern_that_matches_a_name_s_end_counts():
     assert {name: value_of(pattern, name, default) for name in NAMES} == values
 
 
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("rslora", first(1, [False, True]))
 def test_layers_with_ranks_and_alphas_of_their_own_compute_the_same_in_a_stack(rslora, rng):
     """y = x·W + alpha/rank·(x·A)·B with each layer's own numbers; what is behind a rank stays 0."""
     tokens = random_tokens(rng)
@@ -102,7 +103,7 @@ def test_layers_with_ranks_and_alphas_of_their_own_compute_the_same_in_a_stack(r
         )
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", first(1, [True, False]))
 def test_ranks_and_alphas_of_their_own_are_saved_and_loaded(scan_layers, rng, tmp_path):
     model, tokens = load_adapters_of(patterned(scan_layers=False), tmp_path, scan_layers), random_tokens(rng)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -123,7 +124,7 @@ def load_adapters_of(model, folder, scan_layers):
     return load_adapters(make_model(scan_layers=scan_layers), folder)
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", first(1, [True, False]))
 def test_layers_without_an_adapter_stay_as_they_are_in_a_stack(dora, rng, tmp_path):
     tokens, options = random_tokens(rng), dict(targets=["q_proj"], layers=[1], dora=dora)
     stack = patterned(**options)
