@@ -585,7 +585,7 @@ def test_damaged_adapters_are_one_sentence_and_leave_the_model_as_it_was(case, s
 def test_arguments_that_do_not_fit_are_refused():
     model = make_model(SMALL)
     add = lambda rank=2, **options: add_lora(model, rank, **{"alpha": 4, **options}, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"no projection is called \['c_attn'\]. The model has \['down_proj', 'embed_tokens', 'gate"):
+    with pytest.raises(ValueError, match=r"no projection is called \['c_attn'\]. The model has \['down_proj', 'embed"):
         add(targets=("q_proj", "c_attn"))
     with pytest.raises(ValueError, match=r"targets=\[\] must name one projection at least"):
         add(targets=())
