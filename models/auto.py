@@ -5,8 +5,10 @@ from typing import Any
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.llama import LlamaForCausalLM
+from liger_jax.models.lora.files import load_adapters
 from liger_jax.models.mistral import MistralForCausalLM
 from liger_jax.models.olmo2 import Olmo2ForCausalLM
 from liger_jax.models.phi3 import Phi3ForCausalLM
@@ -36,16 +38,22 @@ class AutoModelForCausalLM:
         """Reads a model with the class that `model_type` in config.json names.
 
         Args:
-            path_or_id: as `CausalLM.from_pretrained` takes it.
+            path_or_id: as `CausalLM.from_pretrained` takes it; or a folder of adapters, as PEFT and `save_adapters`
+                write it. The model is then the one that `base_model_name_or_path` names, with these adapters.
             **options: options of `CausalLM.from_pretrained`.
 
         Returns:
             A model of that class.
 
         Raises:
-            ValueError: no family here has this `model_type`, or `CausalLM.from_pretrained` refuses the checkpoint.
+            ValueError: no family here has this `model_type`, or `CausalLM.from_pretrained` refuses the checkpoint, or
+                `load_adapters` the adapters.
+            FileNotFoundError: the folder, or the model that adapters belong to, is not there.
         """
         source = find(path_or_id)
+        if is_adapted(source):
+            base, _ = base_of(source)
+            return load_adapters(AutoModelForCausalLM.from_pretrained(base, **options), source.folder)
         model_type = source.config.get("model_type")
         if model_type not in FAMILIES:
             raise ValueError(

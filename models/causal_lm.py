@@ -49,6 +49,8 @@ class CausalLM(Pretrained):
     """
 
     layer: type[nnx.Module]
+    lm_head_adapter: Any = None  # `lora.add_lora` and `lora.train_more` set them
+    lm_head_rows: Any = None
 
     def __init__(
         self,
@@ -79,8 +81,19 @@ class CausalLM(Pretrained):
 
     @property
     def head(self) -> Any:
-        """The head's weight (V, D), an array or quantised; if it is tied, the embedding."""
-        return self.model.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head[...]
+        """The head's weight (V, D), an array or quantised; if it is tied, the embedding.
+
+        With an adapter on the head it has more columns, as `hidden_states` have (`lora.vocabulary`).
+        """
+        tied = self.config.tie_word_embeddings
+        return self._trained_head(self.model.embed_tokens[...] if tied else self.lm_head[...])
+
+    def _trained_head(self, head):
+        """The head, with what adapters make of it."""
+        rows = self.model.embed_tokens_rows if self.config.tie_word_embeddings else self.lm_head_rows
+        head = rows.of_table(head) if rows is not None and rows.on else head
+        adapter = self.lm_head_adapter
+        return adapter.of_head(head, self.model.dtype) if adapter is not None and adapter.on else head
 
     generate = generate
 
@@ -183,7 +196,8 @@ class CausalLM(Pretrained):
             attention_mask: as the call takes it.
 
         Returns:
-            (B, T, D) in the computation's dtype. With `head` they make the call's logits.
+            (B, T, D) in the computation's dtype. With `head` they make the call's logits. An adapter on the head adds
+            as many columns to them as to `head`.
 
         Raises:
             ValueError: a shape does not fit.
@@ -329,14 +343,13 @@ class CausalLM(Pretrained):
                 attention_mask.astype(bool), input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1)
             )
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
-        head = self.head
-        if cache is not None:
-            decoded = self.model(input_ids, **per_token, cache=cache)
-        elif self.config.tie_word_embeddings:
-            inputs_embeds, head = self.model.embed(input_ids)
-            decoded = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token)
+        if cache is None and self.config.tie_word_embeddings:
+            inputs_embeds, table = self.model.embed(input_ids)
+            decoded, head = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token), self._trained_head(table)
         else:
-            decoded = self.model(input_ids, **per_token)
+            decoded, head = self.model(input_ids, **per_token, cache=cache), self.head
+        if self.lm_head_adapter is not None and self.lm_head_adapter.on:
+            decoded = decoded._replace(hidden=self.lm_head_adapter.of_hidden(decoded.hidden))
         return decoded, head
 
     def _predict(self, hidden, head, return_logits, return_metrics):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from liger_jax.commands import _adapters
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
 from liger_jax.planner import defaults, devices
@@ -37,6 +38,8 @@ def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str,
         return
     options = dict(dtype=dtype, param_dtype=param_dtype, remat=settings.remat, micro_batches=settings.micro_batches)
     options |= dict(optimizer=settings.optimizer, packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
+    options |= dict(packed=settings.pack, lora=settings.lora, dora=settings.dora, quantize=settings.quantize)
+    options |= dict(lora_targets=_adapters.targets(settings.lora_targets))
     run = Run(model, settings.batch, settings.length, device, {"data": 1, "fsdp": 1}, **options)
     needed, capacity = estimate(run).total, device.capacity_bytes
     text = f"{gib(needed)} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"

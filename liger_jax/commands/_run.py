@@ -9,16 +9,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from liger_jax.commands import _data, _longer, _memory, _output, _recipe, _samples, _training_rows
+from liger_jax.commands import _adapters, _data, _longer, _memory, _output, _recipe, _samples, _training_rows
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
 from liger_jax.commands._log import Log, check_wandb
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.passed_over import dropout
-from liger_jax.models.hugging_face.source import Source, find
+from liger_jax.models.hugging_face.source import Source
 from liger_jax.models.hugging_face.weights import quantized_as_in
-from liger_jax.models.lora import add_lora
 from liger_jax.models.quantized import quantize
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture, architecture_of
@@ -27,7 +26,6 @@ from liger_jax.training import (
     Loop,
     identity,
     lock,
-    loss_and_accuracy,
     make_step,
     rows,
     score_sums,
@@ -63,8 +61,9 @@ def finetune(settings: Settings) -> int:
 
 def _finetune(settings: Settings, out: Path) -> int:
     with user_errors():
-        source = find(settings.model)
-        _output.check(settings, source.folder)
+        settings, source = _adapters.found(settings)
+        for folder in _adapters.tuned(settings, source):
+            _output.check(settings, folder)
         settings = _as_stored(settings, source)
         precision = _precision(settings, source.dtype)
         found = architecture_of(source)
@@ -80,7 +79,7 @@ def _finetune(settings: Settings, out: Path) -> int:
     rate = _recipe.schedule(settings, steps)
     optimizer = _recipe.optimizer(settings, rate)
     rows_of = rows.batches(data.rows, settings.batch, settings.seed, epochs)
-    batch_of = lambda step: next(rows.parts(rows_of(step), settings.batch))
+    batch_of = lambda step: _adapters.numbered(settings, next(rows.parts(rows_of(step), settings.batch)), step)
     with user_errors():
         checkpoints = _checkpoints(settings, source, steps, documents, data)
     checkpoints.check()
@@ -201,7 +200,8 @@ def _checkpoints(
         "rows": rows.fingerprint(data.rows, *held_out),
         **_model_files(settings, source),
     }
-    earlier = _output.of_earlier_runs(settings, source.folder)
+    spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, source)]
+    earlier = sorted(set.intersection(*spared))
     folder = Path(settings.out) / _output.CHECKPOINTS
     options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep, growing=_longer.GROWING)
     return Checkpoints(folder, settings.of_the_run() | made_of, **options)
@@ -211,6 +211,7 @@ def _model_files(settings: Settings, source: Source) -> dict[str, str]:
     """Digests of the files of the model that is tuned: weights, tokenizer, chat template and configs."""
     small = {name: (source.folder / name) for name in (CONFIG, GENERATION)}
     contents = {name: path.read_bytes() for name, path in small.items() if path.is_file()}
+    contents |= _adapters.files(settings)
     found = identity.of_files(contents | source.tokenizer) | identity.of_weights(source.folder, source.weight_files)
     if settings.verify:
         with telling(f"reading {_memory.gib(source.weight_bytes)} of weights to verify them"):
@@ -249,13 +250,8 @@ def _with_adapters(settings: Settings, source: Source, reading: Future[Any]) -> 
         model = reading.result()
     if settings.lora is not None:
         with telling(f"adding adapters of rank {settings.lora}"):
-            _add_adapters(model, settings.lora, settings)
+            _adapters.add(model, settings)
     return model
-
-
-def _add_adapters(model: Any, rank: int, settings: Settings) -> None:
-    alpha = settings.lora_alpha or 2 * rank
-    add_lora(model, rank, alpha=alpha, rngs=nnx.Rngs(settings.seed))
 
 
 def _trained(settings: Settings) -> Any:
@@ -284,13 +280,14 @@ def _programs(
         elif settings.quantize is not None:
             quantize(model, settings.quantize)
         if settings.lora is not None:
-            _add_adapters(model, settings.lora, settings)
+            _adapters.add(model, settings)
         return model
 
     graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
-    step = make_step(graph, optimizer, loss_and_accuracy, has_aux=True, micro_batches=settings.micro_batches)
+    step = make_step(graph, optimizer, _adapters.loss_of(settings), has_aux=True, micro_batches=settings.micro_batches)
     state = (params, jax.eval_shape(optimizer.init, params))
-    part, compiling = next(rows.parts(batch, settings.batch // settings.micro_batches)), Compiling()
+    size, compiling = settings.batch // settings.micro_batches, Compiling()
+    part = {name: values[:size] for name, values in batch.items() if values.ndim == 2}
     programs = (
         compiling.start(jax.jit(step, donate_argnums=0), state, batch, frozen),
         compiling.start(score_sums(graph), params, frozen, part),

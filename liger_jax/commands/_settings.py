@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 from liger_jax.commands._errors import UserError
@@ -15,6 +16,7 @@ SAVE_DTYPES = (*DTYPES, "float16")
 OPTIMIZERS = ("adamw", "adamw8bit")
 LOGS = ("csv", "tensorboard", "wandb")
 SCHEDULES = ("cosine", "linear", "constant")
+ADAPTER_CONFIG = "adapter_config.json"  # a folder with it holds adapters, whose training goes on
 MOST = 2**31 - 1  # JAX counts in int32
 _BOUNDS = dict(
     length=(2, MOST), batch=(1, MOST), micro_batches=(1, MOST), steps=(1, MOST), lora=(1, 2**16), every=(1, MOST),
@@ -33,12 +35,18 @@ class Settings:
     """A fine-tuning run.
 
     Attributes:
-        model: a checkpoint's folder, or an id such as "org/name".
+        model: a checkpoint's folder, or an id such as "org/name"; or adapters, whose training then goes on.
         data: a file, a glob, or a dataset's id on the hub.
         subset: the dataset's configuration.
         column: the field of a JSON line, or the dataset's column, that holds the text.
         lora: rank of the adapters that are trained; `None` to train all weights.
         lora_alpha: numerator of the adapters' scale; `None` for twice the rank.
+        lora_targets: what has adapters: names with commas between them, "all-linear" or a regular expression; `None`
+            for all projections of layers.
+        lora_dropout: the share of the adapters' inputs that training drops; `None` for none, or as their folder says.
+        rslora: scale the adapters by alpha/√rank.
+        dora: train the lengths of the weights' columns, too.
+        adapters: the folder of adapters that training goes on from, if `--model` was one.
         quantize: how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are.
         pack: documents share rows, whose segments do not see each other; else each has rows of its own.
         length: tokens in a row.
@@ -78,6 +86,11 @@ class Settings:
     column: str = "text"
     lora: int | None = None
     lora_alpha: float | None = None
+    lora_targets: str | None = None
+    lora_dropout: float | None = None
+    rslora: bool = False
+    dora: bool = False
+    adapters: str | None = None
     quantize: str | None = None
     pack: bool = False
     length: int = defaults.LENGTH
@@ -108,9 +121,11 @@ class Settings:
     verify: bool = False
 
     def __post_init__(self):
-        for name in ("model", "data", "subset", "column", "out"):
+        for name in ("model", "data", "subset", "column", "out", "lora_targets"):
             if "\0" in (getattr(self, name) or ""):
-                raise UserError(f"--{name}={getattr(self, name)!r} holds a null character, which no name has.")
+                raise UserError(
+                    f"--{name.replace('_', '-')}={getattr(self, name)!r} holds a null character, which no name has."
+                )
         for name, (least, most) in _BOUNDS.items():
             if (value := getattr(self, name)) is None or least <= value <= most:
                 continue
@@ -144,10 +159,13 @@ class Settings:
         for name in ("samples", "patience"):
             if getattr(self, name) and not self.eval_share:
                 raise UserError(f"--{name} is for data that is held out, and --eval-share=0 holds out none.")
-        for name in ("lora_alpha", "quantize", "merge"):
-            if getattr(self, name) and self.lora is None:
+        if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
+            raise UserError(f"--lora-dropout={self.lora_dropout} must be in [0, 1); 0 drops nothing.")
+        has_adapters = self.lora is not None or (Path(self.model) / ADAPTER_CONFIG).is_file()
+        for name in ("lora_alpha", "lora_targets", "lora_dropout", "rslora", "dora", "quantize", "merge"):
+            if getattr(self, name) and not has_adapters:
                 raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
-        if self.save_dtype is not None and self.lora is not None and not self.merge:
+        if self.save_dtype is not None and has_adapters and not self.merge:
             raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
         if unknown := set(self.log) - set(LOGS):
             raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")
@@ -221,7 +239,7 @@ def add_training_arguments(command: argparse.ArgumentParser) -> None:
         command: its parser.
     """
     add = command.add_argument
-    add("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
+    add("--model", required=True, help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters")
     add("--data", required=True, help="text, or JSON lines of text or messages: a file, a quoted glob, a dataset's id")
     add_data_arguments(command)
     _add_model_arguments(command)
@@ -241,6 +259,14 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         help="train adapters of this rank (default: 16)",
     )
     add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
+    add(
+        "--lora-targets",
+        metavar="NAMES",
+        help="q_proj,v_proj or all-linear or a regular expression (default: all seven)",
+    )
+    add("--lora-dropout", type=float, help="the share of the adapters' inputs that training drops (default: 0)")
+    add("--rslora", action="store_true", help="scale the adapters by alpha/√rank")
+    add("--dora", action="store_true", help="train the lengths of the weights' columns, too")
     add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
     add("--remat", choices=REMATS, help="what layers keep for the backward (default: full, which keeps least)")
     add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")

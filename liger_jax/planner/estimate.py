@@ -11,6 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from liger_jax.models.hugging_face.adapter_targets import Targets
+from liger_jax.models.lora import TARGETS
 from liger_jax.planner.mesh import LAYOUT
 from liger_jax.planner.step import Run
 
@@ -153,6 +155,7 @@ def estimate(run: Run) -> Estimate:
     is_hidden = run.target.count > 1 and run.target.capability >= (9, 0)
     early = sizes.layers_gradient_bytes if is_hidden else 0
     in_layers = size * sizes.head if is_hidden and gathered else 0
+    in_loss += size * sizes.head if run.adapts_head else 0  # beside the adapter's columns
     at_loss = {"gradients": head_gradient + sums + early, "copies of parameters": in_loss, "loss": loss}
     in_backward = {
         "gradients": sizes.gradient_bytes + sums + remainder,
@@ -174,7 +177,7 @@ class _Parameters:
     layers_gradient_bytes: int  # the layers' share of gradient_bytes
     layer: int  # in one layer, over all devices
     head: int  # in the head, over all devices
-    trained_head: int  # like `head`; 0 if only adapters are trained
+    trained_head: int  # like `head`; 0 if only adapters are trained, and none on the head
 
     @classmethod
     def of(cls, run: Run) -> "_Parameters":
@@ -188,8 +191,8 @@ class _Parameters:
             own += share
             is_kernel = info.kind == "kernel"
             held_bytes += int(share * (quantized if is_kernel and run.quantize else param))
-            if is_kernel and run.lora is not None:
-                adapters += run.lora * x.shape[info.layer_axis] * (x.shape[info.in_axis] + x.shape[info.out_axis])
+            if run.lora is not None:
+                adapters += _adapters_of(run, info, x.shape)
             if info.stacked:
                 own_layers += share
                 layers += math.prod(x.shape)
@@ -197,4 +200,23 @@ class _Parameters:
         layer, head = layers // config.num_hidden_layers, config.vocab_size * config.hidden_size
         if run.lora is None:
             return cls(held_bytes, own, param * own, param * own_layers, layer, head, head)
-        return cls(held_bytes + 4 * adapters, adapters, 4 * adapters, 4 * adapters, layer, head, 0)
+        if run.adapts_head and config.tie_word_embeddings:  # no parameter of the model is its head
+            adapters += run.lora * (config.vocab_size + config.hidden_size) + run.dora * config.vocab_size
+        trained_head = head if run.adapts_head else 0
+        return cls(held_bytes + 4 * adapters, adapters, 4 * adapters, 4 * adapters, layer, head, trained_head)
+
+
+def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:
+    """Numbers of the adapters of a parameter; in a stack every layer has room for them if one has an adapter."""
+    if run.lora_targets is TARGETS:  # all projections of a layer, whatever their names are
+        is_adapted = info.kind == "kernel"
+    else:
+        modules = [name.removesuffix(".weight") for name in info.tensor_names]
+        is_adapted = info.kind in ("kernel", "embedding", "head") and any(
+            map(Targets(run.lora_targets).adapts, modules)
+        )
+    if not is_adapted:
+        return 0
+    widths = shape[info.in_axis], shape[info.out_axis]
+    layers = shape[info.layer_axis] if info.stacked else 1
+    return layers * (run.lora * sum(widths) + (widths[1] if run.dora else 0))

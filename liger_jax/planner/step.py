@@ -15,6 +15,7 @@ from liger_jax.models import lora as adapters
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.hugging_face.adapter_targets import Targets
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.ops.block_quantized import KINDS
@@ -49,7 +50,9 @@ class Run:
         micro_batches: into how many equal parts a step cuts the batch.
         state_memory: where the optimizer's moments lie, "device" or "host".
         packed: rows hold several documents, as `liger_jax.training.pack` makes them.
-        lora: the rank of adapters on all projections, which alone are trained; `None` to train all parameters.
+        lora: the rank of adapters, which alone are trained; `None` to train all parameters.
+        lora_targets: what has adapters, as `add_lora` takes `targets`.
+        dora: adapters train the lengths of the weights' columns, too.
         quantize: how the projections' weights are quantised beside adapters, "nf4" or "int8"; `None` if they are not.
     """
 
@@ -68,6 +71,8 @@ class Run:
     state_memory: str = "device"
     packed: bool = False
     lora: int | None = None
+    lora_targets: tuple[str, ...] | str = adapters.TARGETS
+    dora: bool = False
     quantize: str | None = None
 
     def __post_init__(self):
@@ -98,9 +103,13 @@ class Run:
             raise ValueError(f"quantize={self.quantize!r} must be one of {KINDS}, or None.")
         if self.quantize is not None and self.lora is None:
             raise ValueError(f"quantize={self.quantize!r}: quantised weights are not trained. Train adapters: lora=16.")
-        width = self.model.config.hidden_size
-        if self.lora is not None and not 1 <= self.lora <= width:
-            raise ValueError(f"lora={self.lora} must be a rank from 1 to {width}, the model's width; or None.")
+        if self.lora is not None and self.lora < 1:
+            raise ValueError(f"lora={self.lora} must be a rank of at least 1, or None.")
+
+    @property
+    def adapts_head(self) -> bool:
+        """Whether the head has an adapter. It is then copied, and has a gradient, as in `lora.vocabulary`."""
+        return self.lora is not None and Targets(self.lora_targets).adapts("lm_head")
 
     @property
     def tokens(self) -> int:
@@ -155,7 +164,7 @@ class Run:
             weight_dtype=head.dtype_in_products(self.dtype),
             weight_is_split=head.is_split,
             reduction="sum",
-            differentiated=("hidden", "weight") if self.lora is None else ("hidden",),
+            differentiated=("hidden", "weight") if self.lora is None or self.adapts_head else ("hidden",),
             memory_budget_bytes=budget,
             device_memory_bytes=self.target.memory_bytes,
             device=device,
@@ -226,8 +235,8 @@ def _split(run: Run) -> tuple[Any, ...]:
 
     def make():
         model = run.model.family(run.model.config, **options, rngs=nnx.Rngs(0))
-        return adapters.add_lora(
-            model if run.quantize is None else quantize(model, run.quantize), run.lora, alpha=1, rngs=nnx.Rngs(0)
-        )
+        model = model if run.quantize is None else quantize(model, run.quantize)
+        chosen: dict[str, Any] = dict(targets=run.lora_targets, dora=run.dora)
+        return adapters.add_lora(model, run.lora, alpha=1, **chosen, rngs=nnx.Rngs(0))
 
     return adapters.trainable(nnx.eval_shape(make))

@@ -18,7 +18,7 @@ from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
 Names = tuple[str, ...]
 
 # Adapters are small: every device has them whole.
-_WHOLE = ("lora_a", "lora_b", "magnitude", "dropout_key")
+_WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from flax import nnx
 
 Kind = Literal[
     "embedding", "head", "kernel", "bias", "norm", "kernel_codes", "kernel_scales", "head_codes", "head_scales",
-    "lora_a", "lora_b", "magnitude", "dropout_key",
+    "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows",
 ]  # fmt: skip
 Path = tuple[Any, ...]  # names and numbers, as in `nnx.to_flat_state`
 
@@ -21,7 +21,8 @@ _STACKS = ("layers", "last_layers")  # attributes of `Decoder` that hold layers;
 _QUANTIZED_PARTS = ("codes", "scales")  # of a `BlockQuantized`
 # A tensor's last name, by the parameter's: PEFT's names, and Hugging Face's where it is not "weight".
 ADAPTER_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-_TENSORS = {"bias": "bias"} | ADAPTER_TENSORS
+EMBEDDING_TENSORS = ADAPTER_TENSORS | {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
+_TENSORS = {"bias": "bias", "rows": "token_adapter.trainable_tokens_delta"} | ADAPTER_TENSORS
 # By a parameter's last name: its kind, and what the axes of a single layer's array are.
 _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "embed_tokens": ("embedding", ("in", "out")),
@@ -32,8 +33,11 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "lora_a": ("lora_a", ("in", "rank")),
     "lora_b": ("lora_b", ("rank", "out")),
     "magnitude": ("magnitude", ("out",)),
+    "lora_scale": ("lora_scale", ()),
     "dropout_key": ("dropout_key", ()),
+    "rows": ("token_rows", ("tokens", "out")),
 }
+KEPT = "_kept"  # ends the name of a trained weight's original, or of a trained weight that is switched off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +48,15 @@ class ParameterInfo:
         name: its path in the model, such as "model.layers.mlp.up_proj.kernel".
         kind: "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
             "kernel_codes", "kernel_scales", "head_codes" and "head_scales" of quantised weights, with the weight's
-            axes; "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), and "dropout_key".
+            axes; "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale", "dropout_key", and
+            "token_rows" (tokens, D) of single tokens. A trained weight and its original are of the weight's kind.
         layer_axis: the axis that counts stacked layers; `None` if there is none.
         expert_axis: the axis that counts experts; `None` if there is none.
         in_axis: the axis of the layer's input, an embedding's vocabulary included; `None` if there is none.
         out_axis: the axis of the layer's output, a head's vocabulary included; `None` if there is none.
         tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer. Adapters have PEFT's
-            names, without the prefix that all of them share. A dropout's key has no tensor.
+            names, without the prefix that all of them share. A scale and a dropout's key have
+            no tensor.
     """
 
     name: str
@@ -111,7 +117,7 @@ def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
     name = ".".join(map(str, path))
     *modules, last = map(str, path)
     part = last if last in _QUANTIZED_PARTS and modules else None
-    last = modules.pop() if part else last
+    last = modules.pop() if part else last.removesuffix(KEPT)
     if last not in _KINDS or (part and last not in ("kernel", "lm_head")):
         raise ValueError(
             f"describe: {name} {tuple(shape)} is no parameter of a model: its last name must be one of {list(_KINDS)}. "
@@ -158,10 +164,13 @@ def _layer_of(modules: list[str]) -> tuple[int | None, bool]:
 
 def _tensor_names(modules: list[str], at: int | None, last: str, count: int | None) -> tuple[str, ...]:
     """The tensors' names of a parameter, which stands for `count` layers if there is a count."""
-    if last == "dropout_key":
+    if last in ("lora_scale", "dropout_key"):
         return ()
     modules = [*modules, last] if last in ("embed_tokens", "lm_head") else modules
     ends = [_TENSORS.get(last, "weight")]
+    if modules and modules[-1].endswith(("_adapter", "_rows")):
+        ends = [EMBEDDING_TENSORS.get(last, *ends)] if modules[-1] == "embed_tokens_adapter" else ends
+        modules = [*modules[:-1], modules[-1].removesuffix("_adapter").removesuffix("_rows")]
     if at is None:
         return (".".join([*modules, *ends]),)
     stack, rest = [*modules[:at], "layers"], modules[at + 1 :]

@@ -6,80 +6,19 @@ PEFT stores A as (rank, in) and B as (out, rank), the transposes of ours, and on
 import dataclasses
 import json
 import pathlib
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from liger_jax.models.core import config_fields
-from liger_jax.models.core.parameters import ADAPTER_TENSORS
-from liger_jax.models.hugging_face import config_json, expressions, saving
+from liger_jax.models.core.parameters import ADAPTER_TENSORS, EMBEDDING_TENSORS
+from liger_jax.models.hugging_face import saving
+from liger_jax.models.hugging_face.adapter_config import PREFIX, TO_WHOLE, AdapterConfig, cut, parse
 from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_complete, own_file
 from liger_jax.models.hugging_face.weights import FLOATS, language_part, open_weights
 
 CONFIG, (WEIGHTS,) = ADAPTERS.config, ADAPTERS.weights
-_MOST_SAID = 4_000  # characters of what a file holds in one message
-_PREFIX = "base_model.model."
-_TO_WHOLE = (f"{_PREFIX}model.", f"{_PREFIX}model.language_model.")  # names in a language model and in a multimodal one
-# What PEFT's fields must say, if they are there: other values change which weights are adapted, or how.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "alora_invocation_tokens": (None, []),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "arrow_config": (None,),
-    # The others begin from changed base weights, which are not in the files.
-    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterConfig:
-    """What adapter_config.json says.
-
-    Attributes:
-        rank: columns of A.
-        alpha: numerator of the scale.
-        targets: PEFT's `target_modules`: names of projections, or ends of their names, or a regular expression.
-        dropout: the share of inputs that training drops.
-        rslora: whether the scale is alpha/√rank.
-        dora: whether there are magnitudes.
-        excluded: `exclude_modules`, in the same forms; it takes precedence.
-        layers: the numbers of the layers that ends of names mean; none for all.
-    """
-
-    rank: int
-    alpha: float
-    targets: Sequence[str] | str
-    dropout: float
-    rslora: bool
-    dora: bool
-    excluded: Sequence[str] | str = ()
-    layers: Sequence[int] = ()
-
-    def adapts(self, name: str) -> bool:
-        """Whether PEFT gives this projection an adapter."""
-        if _is_named(self.excluded, name) or not _is_named(self.targets, name):
-            return False
-        number = re.search(r"\.(\d+)\.", name)
-        return not self.layers or name in self.targets or (number is not None and int(number[1]) in self.layers)
-
-
-def _is_named(names: Sequence[str] | str, name: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, name) is not None
-    return any(f".{name}".endswith(f".{end}") for end in names)
+BASE = ".base_layer.weight"  # PEFT saves the table or the head, too, where it has an adapter
 
 
 def write(
@@ -96,10 +35,14 @@ def write(
     For the language part of a multimodal model the names are those of transformers' whole model. There
     `target_modules` are whole names, since the other parts have projections of the same names.
     """
-    targets = config.targets
+    targets, patterns = config.targets.names, (config.rank_pattern, config.alpha_pattern)
+    modules = config.modules
     if multimodal:
-        tensors = {name.replace(*_TO_WHOLE, 1): tensor for name, tensor in tensors.items()}
+        tensors = {name.replace(*TO_WHOLE, 1): tensor for name, tensor in tensors.items()}
         targets = sorted(adapted_names(tensors))
+        plain, whole = (prefix.removeprefix(PREFIX) for prefix in TO_WHOLE)
+        modules = [name.replace(plain, whole, 1) for name in modules]
+        patterns = [{name.replace(plain, whole, 1): value for name, value in pattern.items()} for pattern in patterns]
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -109,9 +52,13 @@ def write(
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "target_modules": targets,
+        "rank_pattern": dict(patterns[0]),
+        "alpha_pattern": dict(patterns[1]),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
-        "bias": "none",
+        "modules_to_save": list(modules) or None,
+        "trainable_token_indices": dict(config.tokens) or None,
+        "bias": config.bias,
         "fan_in_fan_out": False,
     }
     content = (json.dumps(fields, indent=2) + "\n").encode()
@@ -131,28 +78,34 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
         if missing := files_that_complete(folder, ADAPTERS):
             cure = f"A save into it was cut off. Save the adapters again, or move the files of {missing} to {folder}."
         raise FileNotFoundError(f"load_adapters: {folder} lacks {absent}. {cure}")
-    config = _config(folder / CONFIG, files[CONFIG].read_bytes())
+    config = parse(folder / CONFIG, files[CONFIG].read_bytes())
     with open_weights(files[WEIGHTS]) as file:
         names = language_part(file.keys())
+        is_whole = any(there.startswith(TO_WHOLE[1]) for there in names.values())
+        if is_whole:
+            whole, plain = (prefix.removeprefix(PREFIX) for prefix in TO_WHOLE[::-1])
+            modules = [name.replace(whole, plain, 1) for name in config.modules]
+            tokens = {name.replace(whole, plain, 1): own for name, own in config.tokens.items()}
+            config = dataclasses.replace(config, whole=True, modules=modules, tokens=tokens)
         others = sorted(set(file.keys()) - set(names.values()))
         dtypes = {name: file.get_slice(there).get_dtype() for name, there in names.items()}
         if wrong := [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]:
             raise ValueError(
                 f"load_adapters: the tensors in {folder / WEIGHTS} must be of {list(FLOATS)}, and there are "
-                f"{_cut(', '.join(wrong))}."
+                f"{cut(', '.join(wrong))}."
             )
         tensors = {name: file.get_tensor(there) for name, there in names.items()}
     with np.errstate(over="ignore"):
         wrong = [name for name, tensor in tensors.items() if not np.isfinite(tensor.astype(np.float32)).all()]
     if wrong:
         raise ValueError(
-            f"load_adapters: {folder / WEIGHTS} has numbers that are no finite float32, in {_cut(', '.join(wrong))}. "
+            f"load_adapters: {folder / WEIGHTS} has numbers that are no finite float32, in {cut(', '.join(wrong))}. "
             "The training that made them has failed, or the file is damaged."
         )
     if others:
         warnings.warn(
             f"load_adapters: {folder} has {len(others)} tensors for other parts of a multimodal model, such as "
-            f"{_cut(others[0])}. They are left out, as those parts' weights are.",
+            f"{cut(others[0])}. They are left out, as those parts' weights are.",
             stacklevel=3,
         )
     if not adapted_names(tensors):
@@ -162,74 +115,19 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
     return config, tensors
 
 
-def _config(path: pathlib.Path, content: bytes) -> AdapterConfig:
-    """What adapter_config.json says, every field of which is checked."""
-    try:
-        values = config_json.loads(content, path)
-    except ValueError as error:
-        raise ValueError(f"load_adapters: {path} is damaged: {error}") from error
-    other = {name: values[name] for name, may in _FIXED.items() if name in values and values[name] not in may}
-    if other:
-        supported = {name: _FIXED[name][0] for name in other}
-        raise ValueError(
-            f"load_adapters: {path} has {_cut(str(other))}, and {supported} is what these fields must say. Merge the "
-            "adapters in PEFT, and load the merged model."
-        )
-    layers = values.get("layers_to_transform")
-    layers = [] if layers is None else layers if isinstance(layers, list) else [layers]
-    dropout = values.get("lora_dropout", 0.0)
-    numbers = {name: values[name] for name in ("r", "lora_alpha", "use_rslora", "use_dora") if name in values}
-    wrong = [f"{name} is missing" for name in ("r", "lora_alpha") if name not in values]
-    wrong += config_fields.problems(_Numbers, numbers)
-    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-        wrong.append(f"lora_dropout={config_fields.short(dropout)} must be a number in [0, 1)")
-    if any(type(layer) is not int or layer < 0 for layer in layers):
-        wrong.append(f"layers_to_transform={config_fields.short(layers)} must be numbers of layers")
-    for name in ("target_modules", "exclude_modules"):
-        wrong += _problems_of_names(name, values.get(name))
-    if wrong:
-        raise ValueError(f"load_adapters: {path} cannot be used: {'; '.join(wrong)}.")
-    return AdapterConfig(
-        rank=values["r"],
-        alpha=float(values["lora_alpha"]),
-        targets=values.get("target_modules") or (),
-        dropout=float(dropout),
-        rslora=values.get("use_rslora", False),
-        dora=values.get("use_dora", False),
-        excluded=values.get("exclude_modules") or (),
-        layers=layers,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """The types of fields of adapter_config.json, for `config_fields.problems`."""
-
-    r: int
-    lora_alpha: float
-    use_rslora: bool
-    use_dora: bool
-
-
-def _problems_of_names(field: str, names: Any) -> list[str]:
-    """A clause if a field neither names projections nor is a regular expression."""
-    if isinstance(names, str):
-        problem = expressions.problem(names)
-        return [] if problem is None else [f"{field}={config_fields.short(names)} {problem}"]
-    if names is None or isinstance(names, list) and all(isinstance(name, str) for name in names):
-        return []
-    return [f"{field}={config_fields.short(names)} must be a list of names, or one regular expression"]
-
-
-def _cut(text: str) -> str:
-    """A text for a message, which may come from a file that anyone may have written."""
-    return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]} … ({len(text):,} characters)"
-
-
 def adapted_names(tensors: Iterable[str]) -> set[str]:
-    """The names in a checkpoint of the projections that have an A among these tensors."""
-    suffix = f".{ADAPTER_TENSORS['lora_a']}"
-    return {name.removeprefix(_PREFIX).removesuffix(suffix) for name in tensors if name.endswith(suffix)}
+    """The names in a checkpoint of the modules that have an A among these tensors."""
+    ends = tuple(f".{names['lora_a']}" for names in (ADAPTER_TENSORS, EMBEDDING_TENSORS))
+    found = ((name, end) for name in tensors for end in ends if name.endswith(end))
+    return {name.removeprefix(PREFIX).removesuffix(end) for name, end in found}
+
+
+def tensor_name(name: str, part: str | None = None) -> str:
+    """The name in the file of a tensor with this name in a checkpoint, or of a part of an adapter."""
+    if part is None:
+        return f"{PREFIX}{name}"
+    tensors = EMBEDDING_TENSORS if name.endswith("embed_tokens") else ADAPTER_TENSORS
+    return f"{PREFIX}{name}.{tensors[part]}"
 
 
 def targets_of(tensors: Iterable[str], projections: Iterable[str]) -> list[str]:
@@ -243,10 +141,13 @@ def targets_of(tensors: Iterable[str], projections: Iterable[str]) -> list[str]:
 def shapes(names: Sequence[str], widths: tuple[int, int], config: AdapterConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a projection's tensors: `names` in a checkpoint, `widths` of input and output."""
     in_width, out_width = widths
-    parts = {"lora_a": (config.rank, in_width), "lora_b": (out_width, config.rank), "magnitude": (out_width,)}
-    if not config.dora:
-        del parts["magnitude"]
-    return {f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": shape for name in names for part, shape in parts.items()}
+    found = {}
+    for name in names:
+        rank, _ = config.of(name)
+        parts = {"lora_a": (rank, in_width), "lora_b": (out_width, rank)}
+        parts |= {"magnitude": (out_width,)} if config.dora else {}
+        found |= {tensor_name(name, part): shape for part, shape in parts.items()}
+    return found
 
 
 def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -260,27 +161,32 @@ def check(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], expected: Map
     ]
     if missing or left or wrong:
         raise ValueError(
-            f"load_adapters: {folder} does not fit the model. Missing: {_cut(str(missing or 'none'))}; left over: "
-            f"{_cut(str(left or 'none'))}; shapes: {_cut('; '.join(wrong) or 'all fit')}. Do the adapters belong to "
+            f"load_adapters: {folder} does not fit the model. Missing: {cut(str(missing or 'none'))}; left over: "
+            f"{cut(str(left or 'none'))}; shapes: {cut('; '.join(wrong) or 'all fit')}. Do the adapters belong to "
             "this model?"
         )
 
 
-def tensors(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A projection's tensors, from arrays with a first axis of one entry for each name.
+def tensors(ranks: Sequence[tuple[str, int]], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A projection's tensors, from arrays with a first axis of one entry for each (name, rank).
 
-    A layer where A and B are 0 has no adapter: `stacked` makes them so.
+    A layer of rank 0 has no adapter.
     """
-    return {
-        f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}": np.ascontiguousarray(array[i].T)
-        for i, name in enumerate(names)
-        if arrays["lora_a"][i].any() or arrays["lora_b"][i].any()
-        for part, array in arrays.items()
-    }
+    found = {}
+    for i, (name, rank) in enumerate(ranks):
+        cut = {"lora_a": (..., slice(rank)), "lora_b": (slice(rank),), "magnitude": (...,)}
+        own = {part: np.ascontiguousarray(array[i][cut[part]].T) for part, array in arrays.items()}
+        found |= {tensor_name(name, part): array for part, array in own.items()} if rank else {}
+    return found
 
 
-def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str) -> np.ndarray:
-    """One array of a projection in float32, with a first axis of one entry for each name; 0 where it has no tensor."""
-    own = [tensors.get(f"{_PREFIX}{name}.{ADAPTER_TENSORS[part]}") for name in names]
-    shape = next(x.shape for x in own if x is not None)
-    return np.stack([np.zeros(shape, np.float32).T if x is None else x.T.astype(np.float32) for x in own])
+def stacked(tensors: Mapping[str, np.ndarray], names: Sequence[str], part: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One array of a projection in float32, with a first axis of one entry for each name; 0 where it has no tensor.
+
+    `shape` is that of one entry. A tensor of a smaller rank is followed by zeros.
+    """
+    array = np.zeros((len(names), *shape), np.float32)
+    for i, name in enumerate(names):
+        if (own := tensors.get(tensor_name(name, part))) is not None:
+            array[(i, *map(slice, own.T.shape))] = own.T
+    return array

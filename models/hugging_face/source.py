@@ -176,7 +176,7 @@ def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -
             f"from_pretrained: {name!r} is no folder here, and to fetch it by that id huggingface_hub is needed: "
             "pip install huggingface_hub."
         ) from error
-    patterns = [CONFIG, GENERATION, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
+    patterns = [CONFIG, GENERATION, ADAPTERS.config, *ADAPTERS.weights, *TOKENIZER, f"{TEMPLATES}/*.jinja"]
     if weights:  # some repositories hold them a second time, under another name or in a folder
         patterns += ["model*.safetensors", INDEX]
     try:

@@ -10,9 +10,13 @@ from flax import nnx
 
 from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.hugging_face import adapter_files, checkpoint
+from liger_jax.models.hugging_face.adapter_config import AdapterConfig
+from liger_jax.models.hugging_face.adapter_targets import Targets, patterns_of
 from liger_jax.models.hugging_face.source import Source, tokenizer_files
-from liger_jax.models.lora.adapters import add_to, check_options
-from liger_jax.models.lora.linear import names, trained, with_adapters_on, without_adapters
+from liger_jax.models.lora import more_files
+from liger_jax.models.lora.adding import add_outside, add_to, check_options
+from liger_jax.models.lora.linear import names, of_layers, trained, with_adapters_on, without_adapters
+from liger_jax.models.lora.outside import parts
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -57,21 +61,35 @@ def save_adapters(
         ['adapter_config.json', 'adapter_model.safetensors']
     """
     adapted = with_adapters_on("save_adapters", model)
-    tensors = {}
+    tensors, own = {}, {}
     for path_in_model, projection in adapted:
         arrays = {name: np.asarray(variable[...]) for name, variable in trained(projection).items()}
         if not kernel_of(path_in_model, projection).stacked:
             arrays = {name: array[None] for name, array in arrays.items()}
-        tensors |= adapter_files.tensors(names(path_in_model, projection), arrays)
-    first = adapted[0][1]
-    config = adapter_files.AdapterConfig(
-        rank=first.lora_a.shape[-1],
-        alpha=first.alpha,
-        targets=adapter_files.targets_of(tensors, _all_names(model)),
+        of_projection = of_layers(path_in_model, projection)
+        ranks = [(name, of_projection.get(name, (0, 0))[0]) for name in names(path_in_model, projection)]
+        tensors, own = tensors | adapter_files.tensors(ranks, arrays), own | of_projection
+    outside = [part for part in parts(model) if part.adapter is not None]
+    for part in outside:
+        arrays = {name: np.asarray(variable[...])[None] for name, variable in trained(part.adapter).items()}
+        tensors |= adapter_files.tensors([(part.name, part.adapter.rank)], arrays)
+        own[part.name] = part.adapter.rank, part.adapter.alpha
+    rank, rank_pattern = patterns_of({name: rank for name, (rank, _) in own.items()})
+    alpha, alpha_pattern = patterns_of({name: alpha for name, (_, alpha) in own.items()})
+    first = max([x for _, x in adapted] + [part.adapter for part in outside], key=lambda x: x.dropout)
+    fields, more = more_files.to_save(model)
+    config = AdapterConfig(
+        rank=rank,
+        alpha=alpha,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        targets=Targets(adapter_files.targets_of(tensors, _all_names(model))),
         dropout=first.dropout,
         rslora=first.rslora,
         dora=first.magnitude is not None,
+        **fields,
     )
+    tensors |= more
     folder, small_files = pathlib.Path(path), {}
     if tokenizer_from is not None:
         generation = getattr(model, "kept", checkpoint.Kept()).generation
@@ -81,15 +99,16 @@ def save_adapters(
     adapter_files.write(folder, config, tensors, base_model, multimodal=is_multimodal, small_files=small_files)
 
 
-def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
+def load_adapters(model: Model, path: str | os.PathLike[str], *, dropout: float | int | None = None) -> Model:
     """Adds adapters that PEFT or `save_adapters` wrote, in place.
 
-    The tensors' names say which layers are adapted. Where a model holds its layers in one stack, the other layers get
-    A = B = 0: no gradient moves them, and `save_adapters` leaves them out.
+    The tensors' names say which layers are adapted. In a stack of layers, A and B of a layer without an
+    adapter are 0: no gradient moves them, and `save_adapters` leaves them out.
 
     Args:
         model: the model that the adapters belong to, without adapters.
         path: a folder with adapter_config.json and adapter_model.safetensors.
+        dropout: the share of an adapter's inputs that `with_dropout` drops; `None` for what the config says.
 
     Returns:
         The same model.
@@ -113,35 +132,36 @@ def load_adapters(model: Model, path: str | os.PathLike[str]) -> Model:
     """
     folder = pathlib.Path(path)
     config, tensors = adapter_files.read(folder)
-    check_options("load_adapters", config.rank, config.alpha, config.dropout)
+    dropout = config.dropout if dropout is None else dropout
+    check_options("load_adapters", config.rank, config.alpha, dropout)
     adapted = adapter_files.adapted_names(tensors) | {name for name in _all_names(model) if config.adapts(name)}
-    matching = [
-        (path_in_model, projection)
-        for path_in_model, projection in without_adapters("load_adapters", model)
-        if not adapted.isdisjoint(names(path_in_model, projection))
-    ]
-    shapes = {}
-    for path_in_model, projection in matching:
+    found, shapes = without_adapters("load_adapters", model), {}
+    for path_in_model, projection in found:
         own = [name for name in names(path_in_model, projection) if name in adapted]
         shapes |= adapter_files.shapes(own, projection.kernel.shape[-2:], config)
-        if config.dora and len(own) < len(names(path_in_model, projection)):
-            raise ValueError(
-                f"load_adapters: {folder} has DoRA adapters of {own}, and not of the other layers that the model has "
-                "in one stack; their lengths would be trained, too. Load the model with scan_layers=False."
-            )
+    for part in parts(model):
+        if part.name in adapted:
+            shapes |= adapter_files.shapes([part.name], part.widths(model), config)
+    shapes |= more_files.shapes(model, config, adapted, tensors)
     adapter_files.check(folder, tensors, shapes)
-    options = dict(alpha=config.alpha, dropout=config.dropout, rslora=config.rslora, dora=config.dora)
-    add_to(matching, config.rank, **options, key=jax.random.key(0))
-    for path_in_model, projection in matching:
+    options = dict(dropout=dropout, rslora=config.rslora, dora=config.dora)
+    own = lambda name: config.of(name) if name in adapted else None
+    key = jax.random.key(0)
+    add_outside("load_adapters", model, own, **options, key=key)
+    more_files.load(model, config, tensors)
+    for path_in_model, projection in add_to(found, own, **options, key=key):
         for name, variable in trained(projection).items():
-            array = adapter_files.stacked(tensors, names(path_in_model, projection), name)
-            variable[...] = jax.device_put(array.reshape(variable.shape), variable[...].sharding)
+            of_layer = variable.shape[kernel_of(path_in_model, projection).stacked :]
+            array = adapter_files.stacked(tensors, names(path_in_model, projection), name, of_layer)
+            more_files.put(variable, array)
+    more_files.load_whole(model, config, tensors)
     return model
 
 
 def _all_names(model: nnx.Module) -> list[str]:
-    """The names in a checkpoint of all projections of all layers."""
-    return [name for path, projection in projections(model) for name in names(path, projection)]
+    """The names in a checkpoint of all that may have an adapter."""
+    outside = [part.name for part in parts(model)]
+    return outside + [name for path, projection in projections(model) for name in names(path, projection)]
 
 
 def _is_multimodal(model: nnx.Module, base_model: str | None) -> bool:

@@ -1,7 +1,6 @@
 """A projection with an adapter, and a model's projections by their names."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +18,10 @@ class DropoutKey(nnx.Variable):
     """The key of an adapter's dropout, one for each layer."""
 
 
+class LoRAScale(nnx.Variable):
+    """The scales of a stack's adapters, one for each layer, where they differ. They are not trained."""
+
+
 class LoRALinear(nnx.Linear):
     """A projection with an adapter, which `add_lora` makes of an `nnx.Linear`.
 
@@ -31,6 +34,9 @@ class LoRALinear(nnx.Linear):
         magnitude: DoRA's m (out,), float32, or `None`.
         alpha: numerator of the scale.
         rslora: whether the scale is alpha/√rank rather than alpha/rank.
+        each: rank and alpha of each stacked layer where they are not those of all, (0, alpha) of one without an
+            adapter; else `None`. A and B are zero behind a layer's rank, and their gradients there are, too.
+        lora_scale: the scale of each of these layers, or `None`.
         dropout: the share of the adapter's inputs that are dropped, where there is a key.
         dropout_key: from `with_dropout`, or `None`.
     """
@@ -40,14 +46,17 @@ class LoRALinear(nnx.Linear):
     magnitude: nnx.LoRAParam | None = None
     alpha: float
     rslora: bool
+    each: tuple[tuple[int, float], ...] | None = None
+    lora_scale: LoRAScale | None = None
     dropout: float
     dropout_key: DropoutKey | None = None
 
     @property
-    def scale(self) -> float:
-        """alpha/rank, or alpha/√rank."""
-        rank = self.lora_a.shape[-1]
-        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+    def scale(self) -> float | Float[Array, "*layers"]:
+        """alpha/rank, or alpha/√rank; an array where the layers of a stack differ."""
+        if self.lora_scale is not None:
+            return self.lora_scale[...]
+        return scale_of(self.lora_a.shape[-1], self.alpha, self.rslora)
 
     @property
     def adapted_kernel(self) -> Float[Array, "*layers in out"]:
@@ -55,7 +64,8 @@ class LoRALinear(nnx.Linear):
         return self._sum(self.kernel[...].astype(jnp.float32), self.lora_a[...], self.lora_b[...])
 
     def _sum(self, kernel, a, b):
-        return kernel + self.scale * jnp.matmul(a, b, precision="highest")
+        scale = self.scale if self.lora_scale is None else self.lora_scale[...][..., None, None]
+        return kernel + scale * jnp.matmul(a, b, precision="highest")
 
     def factor(self) -> Float[Array, "*layers out"] | None:
         """DoRA's m/‖W + scale·A·B‖, by columns, whose norm is a constant to the gradient; `None` without DoRA.
@@ -66,7 +76,10 @@ class LoRALinear(nnx.Linear):
             return None
         arrays = (self.kernel[...], self.lora_a[...], self.lora_b[...])
         norm = jnp.linalg.norm(jax.lax.stop_gradient(self._sum(*map(self.rounded, arrays))), axis=-2)
-        return self.magnitude[...] / checkpoint_name(norm, ADAPTED)
+        factor = self.magnitude[...] / checkpoint_name(norm, ADAPTED)
+        if self.lora_scale is None:
+            return factor
+        return jnp.where(self.lora_scale[...][..., None] > 0, factor, 1.0)  # 1 in layers without an adapter
 
     def rounded(self, x: Any) -> jax.Array:
         """A weight in float32, rounded to the computation's dtype; XLA may drop a conversion there and back."""
@@ -81,7 +94,8 @@ class LoRALinear(nnx.Linear):
             share = np.float32(1 - self.dropout)  # of a Python float, other bits are drawn under jax_enable_x64
             kept = jax.random.bernoulli(self.dropout_key[...], share, x.shape)
             x = jnp.where(kept, x / (1 - self.dropout), 0)
-        y += jnp.matmul(self.scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
+        scale = self.scale if self.lora_scale is None else self.lora_scale[...].astype(y.dtype)
+        y += jnp.matmul(scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
         y, factor = checkpoint_name(y, ADAPTED), self.factor()
         if factor is not None:
             of_rows = lambda x: jnp.expand_dims(x.astype(y.dtype), tuple(range(y.ndim - 1)))
@@ -95,32 +109,35 @@ class LoRALinear(nnx.Linear):
 def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
     """The projections of a model that has no adapters yet."""
     found = projections(model)
-    if any(hasattr(projection, "lora_a") for _, projection in found):
+    ends = (
+        getattr(model, "lm_head_adapter", None),
+        getattr(getattr(model, "model", None), "embed_tokens_adapter", None),
+    )
+    if any(hasattr(projection, "lora_a") for _, projection in found) or any(end is not None for end in ends):
         raise ValueError(f"{caller}: the model has adapters already. Merge them first: merge_lora(model).")
     return found
 
 
-def matching(
-    caller: str, found: list[tuple[tuple[Any, ...], Any]], targets: Sequence[str]
-) -> list[tuple[tuple[Any, ...], Any]]:
-    """Those of the projections whose names end in one of the targets."""
-    found_names = [".".join(map(str, path)) for path, _ in found]
-    ends = lambda name, target: f".{name}".endswith(f".{target}")
-    if unknown := [target for target in targets if not any(ends(name, target) for name in found_names)]:
-        raise ValueError(
-            f"{caller}: targets={list(targets)}: no projection is called {unknown}. The model has "
-            f"{sorted({name.rpartition('.')[2] for name in found_names})}."
-        )
-    result = [item for item, name in zip(found, found_names, strict=True) if any(ends(name, t) for t in targets)]
-    if not result:
-        raise ValueError(f"{caller}: targets={list(targets)} must name one projection at least.")
-    return result
+def scale_of(rank: int, alpha: float, rslora: bool) -> float:
+    """alpha/rank, or alpha/√rank."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def of_layers(path: tuple[Any, ...], projection: LoRALinear) -> dict[str, tuple[int, float]]:
+    """Rank and alpha of each layer's adapter, by the layers' names; layers without one are left out."""
+    own = names(path, projection)
+    each = projection.each or ((projection.lora_a.shape[-1], projection.alpha),) * len(own)
+    return {name: options for name, options in zip(own, each, strict=True) if options[0] > 0}
 
 
 def with_adapters_on(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], LoRALinear]]:
-    """The projections whose adapters are on."""
+    """The projections whose adapters are on; none if only the embedding or the head has one that is on."""
     adapted = [(path, projection) for path, projection in projections(model) if isinstance(projection, LoRALinear)]
-    if not adapted:
+    ends = (
+        getattr(model, "lm_head_adapter", None),
+        getattr(getattr(model, "model", None), "embed_tokens_adapter", None),
+    )
+    if not adapted and not any(end is not None and end.on for end in ends):
         raise ValueError(
             f"{caller}: the model has no adapters, or they are off. Add them, add_lora(model, …), or turn them on, "
             "with_adapters(model, True)."
@@ -133,9 +150,9 @@ def become(projection: nnx.Linear, kind: type[nnx.Linear]) -> None:
     object.__setattr__(projection, "__class__", kind)  # nnx's own would record an attribute of that name
 
 
-def trained(projection: LoRALinear) -> dict[str, nnx.LoRAParam]:
-    """The adapter's trained arrays, by their names."""
-    variables = dict(lora_a=projection.lora_a, lora_b=projection.lora_b, magnitude=projection.magnitude)
+def trained(adapter: Any) -> dict[str, nnx.LoRAParam]:
+    """An adapter's trained arrays, by their names."""
+    variables = dict(lora_a=adapter.lora_a, lora_b=adapter.lora_b, magnitude=adapter.magnitude)
     return {name: variable for name, variable in variables.items() if variable is not None}
 
 

@@ -1,0 +1,166 @@
+"""The adapters that `liger-jax finetune` trains: new ones by its options, or those of a folder that it goes on from."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
+from liger_jax.models.hugging_face import adapter_files
+from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
+from liger_jax.models.hugging_face.adapter_targets import ALL_LINEAR
+from liger_jax.models.hugging_face.source import Source, find
+from liger_jax.models.lora import TARGETS, add_lora, load_adapters, with_dropout
+from liger_jax.training import loss_and_accuracy
+from liger_jax.training.rows import Rows
+
+_NUMBERS = "dropout_numbers"  # in a batch, a number for each row
+_OF_NEW = ("lora", "lora_alpha", "lora_targets", "rslora", "dora")  # options that adapters in a folder have already
+
+
+def found(settings: Settings) -> tuple[Settings, Source]:
+    """The run's model. If `--model` is a folder of adapters, it is theirs, and training goes on from them.
+
+    Args:
+        settings: the run as it was asked for.
+
+    Returns:
+        The run, whose `model` names a model and whose `adapters` the folder, if there is one; and the model's folder.
+
+    Raises:
+        UserError: an option is one of new adapters.
+        ValueError: the folder's files are damaged, or adapters of a kind that is not trained.
+        FileNotFoundError: the model is not there.
+    """
+    source = find(settings.model)
+    if not is_adapted(source):
+        return settings, source
+    if given := [name for name in _OF_NEW if getattr(settings, name) not in (None, False)]:
+        raise UserError(
+            f"--{given[0].replace('_', '-')} is for new adapters, and {settings.model} holds adapters, which are "
+            "trained as they are. Leave it out."
+        )
+    config, tensors = adapter_files.read(source.folder)
+    base, name = base_of(source)
+    rank = max(config.of(each)[0] for each in adapter_files.adapted_names(tensors))
+    dropout = config.dropout if settings.lora_dropout is None else settings.lora_dropout
+    changed: dict[str, Any] = dict(lora=rank, lora_dropout=dropout, dora=config.dora)
+    return dataclasses.replace(settings, model=name, adapters=str(source.folder), **changed), base
+
+
+def tuned(settings: Settings, source: Source) -> list[Path]:
+    """The folders that the run must not replace: that of the model, and that of the adapters that it goes on from.
+
+    Args:
+        settings: the run.
+        source: the model's folder.
+
+    Returns:
+        One or two folders.
+    """
+    return [source.folder, *([] if settings.adapters is None else [Path(settings.adapters)])]
+
+
+def add(model: Any, settings: Settings) -> None:
+    """Adds the run's adapters to a model, in place.
+
+    Args:
+        model: the model.
+        settings: the run; its `lora` is not `None`.
+
+    Raises:
+        ValueError: the targets are not in the model, or the folder's adapters do not fit it.
+    """
+    assert settings.lora is not None
+    if settings.adapters is not None:
+        load_adapters(model, settings.adapters, dropout=settings.lora_dropout)
+        return
+    add_lora(
+        model,
+        settings.lora,
+        alpha=settings.lora_alpha or 2 * settings.lora,
+        targets=targets(settings.lora_targets),
+        dropout=settings.lora_dropout or 0.0,
+        rslora=settings.rslora,
+        dora=settings.dora,
+        rngs=nnx.Rngs(settings.seed),
+    )
+
+
+def targets(text: str | None) -> tuple[str, ...] | str:
+    """What `--lora-targets` means: names with commas between them, "all-linear", or a regular expression.
+
+    Args:
+        text: the option; `None` for the default.
+
+    Returns:
+        `targets` of `add_lora`.
+
+    Example:
+        >>> targets("q_proj,v_proj"), targets(r".*[02]\\.mlp\\..*")
+        (('q_proj', 'v_proj'), '.*[02]\\\\.mlp\\\\..*')
+    """
+    if text is None:
+        return TARGETS
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    is_names = all(re.fullmatch(r"[\w.-]+", name) for name in names)
+    return names if is_names and names != (ALL_LINEAR,) else text
+
+
+def files(settings: Settings) -> dict[str, bytes | None]:
+    """The contents of the adapters that training goes on from, by name; none without.
+
+    Args:
+        settings: the run.
+
+    Returns:
+        What `identity.of_files` takes.
+    """
+    if settings.adapters is None:
+        return {}
+    names = (adapter_files.CONFIG, adapter_files.WEIGHTS)
+    return {name: (Path(settings.adapters) / name).read_bytes() for name in names}
+
+
+def loss_of(settings: Settings) -> Callable[..., Any]:
+    """The loss that is trained: with dropout in the adapters, where the run has some.
+
+    Args:
+        settings: the run.
+
+    Returns:
+        A function for `make_step` with `has_aux=True`.
+    """
+    if not settings.lora_dropout:
+        return loss_and_accuracy
+
+    def loss_with_dropout(model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None) -> Any:
+        arguments = dict(batch)
+        number = arguments.pop(_NUMBERS)[0]  # each micro-batch has others
+        key = jax.random.fold_in(jax.random.key(settings.seed), number)
+        return loss_and_accuracy(with_dropout(model, key), arguments, normalizer)
+
+    return loss_with_dropout
+
+
+def numbered(settings: Settings, batch: Rows, step: int) -> Rows:
+    """A step's batch, with numbers for its dropout that no other step has.
+
+    Args:
+        settings: the run.
+        batch: the rows.
+        step: the step's number.
+
+    Returns:
+        The batch; without dropout, as it is.
+    """
+    if not settings.lora_dropout:
+        return batch
+    numbers = (step * settings.batch + np.arange(settings.batch)) % 2**32
+    return {**batch, _NUMBERS: numbers.astype(np.uint32)}

@@ -1,0 +1,155 @@
+"""Which modules of a model PEFT adapts, and what a pattern gives each: PEFT's rules for names."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from liger_jax.models.core.config_fields import short
+from liger_jax.models.hugging_face import expressions
+
+ALL_LINEAR = "all-linear"
+OUTSIDE = ("embed_tokens", "lm_head")  # what PEFT adapts beside the projections of layers
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Which modules are adapted.
+
+    Attributes:
+        names: PEFT's `target_modules`: names of modules, or ends of their names; or a regular expression for whole
+            names; or "all-linear" for all projections of layers.
+        excluded: `exclude_modules`, in the same forms; it takes precedence.
+        layers: the numbers of the layers that ends of names mean; none for all.
+        layers_pattern: what stands before a layer's number in names, regular expressions; none for any name.
+        saved: `modules_to_save`, which are never adapted.
+    """
+
+    names: Sequence[str] | str
+    excluded: Sequence[str] | str = ()
+    layers: Sequence[int] = ()
+    layers_pattern: Sequence[str] = ()
+    saved: Sequence[str] = ()
+
+    def adapts(self, name: str) -> bool:
+        """Whether PEFT gives this module an adapter.
+
+        Args:
+            name: its name in a checkpoint, such as "model.layers.0.self_attn.q_proj".
+
+        Returns:
+            True if it does.
+
+        Example:
+            >>> Targets(["q_proj"], layers=[1]).adapts("model.layers.0.self_attn.q_proj")
+            False
+        """
+        if _is_named(self.excluded, name) or saves(self.saved, name):
+            return False
+        if self.names == ALL_LINEAR:
+            return name.rpartition(".")[2] not in OUTSIDE
+        if not _is_named(self.names, name):
+            return False
+        return not self.layers or isinstance(self.names, str) or name in self.names or self._number(name) in self.layers
+
+    def _number(self, name: str) -> int | None:
+        """The layer's number in a name: the first number, or the one behind the first pattern that occurs."""
+        patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
+        found = next((found for each in patterns if (found := re.match(each, name))), None)
+        return None if found is None else int(found[1])
+
+
+def saves(modules: Sequence[str], name: str) -> bool:
+    """Whether PEFT trains this module as a whole, or a part of it.
+
+    Args:
+        modules: `modules_to_save`.
+        name: a module's name.
+
+    Returns:
+        True if it does.
+    """
+    return any(re.match(rf"(^|.*\.){each}($|\..*)", name) for each in modules)
+
+
+def _is_named(names: Sequence[str] | str, name: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, name) is not None
+    return any(f".{name}".endswith(f".{end}") for end in names)
+
+
+def value_of(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
+    """What `rank_pattern` or `alpha_pattern` gives a module: the first of its expressions that matches counts.
+
+    Args:
+        patterns: values by regular expressions for a name or for its end.
+        name: a module's name.
+        default: the value where none matches.
+
+    Returns:
+        The value.
+
+    Example:
+        >>> value_of({"k_proj": 4}, "model.layers.0.self_attn.k_proj", 8)
+        4
+    """
+    return next((value for each, value in patterns.items() if re.match(rf"(.*\.)?({each})$", name)), default)
+
+
+def patterns_of(values: Mapping[str, Value]) -> tuple[Value, dict[str, Value]]:
+    """The commonest of the modules' values, and a pattern by which `value_of` finds the others.
+
+    Args:
+        values: the values of all adapted modules by their names.
+
+    Returns:
+        The default and the pattern, by the last parts of names where all modules of that name agree.
+
+    Example:
+        >>> patterns_of({"0.q_proj": 8, "0.k_proj": 4, "1.q_proj": 8, "1.k_proj": 4, "0.o_proj": 8})
+        (8, {'k_proj': 4})
+    """
+    found = list(values.values())
+    default = max(found, key=found.count)
+    ends: dict[str, set[Value]] = {}
+    for name, value in values.items():
+        ends.setdefault(name.rpartition(".")[2], set()).add(value)
+    pattern: dict[str, Value] = {}
+    for name, value in values.items():
+        end = name.rpartition(".")[2]
+        if value != default:
+            pattern[end if len(ends[end]) == 1 else name] = value
+    return default, pattern
+
+
+def problems(field: str, names: Any) -> list[str]:
+    """A clause if a value neither names modules nor is a regular expression."""
+    if isinstance(names, str):
+        problem = None if names == ALL_LINEAR else expressions.problem(names)
+        return [] if problem is None else [f"{field}={short(names)} {problem}"]
+    if names is None or isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
+        return []
+    return [f"{field}={short(names)} must be a list of names, or one regular expression"]
+
+
+def problems_of_layers(layers: Any, layers_pattern: Any) -> list[str]:
+    """Clauses for wrong values of `layers_to_transform` and `layers_pattern`."""
+    wrong = []
+    if any(type(layer) is not int or layer < 0 for layer in layers):
+        wrong.append(f"layers_to_transform={short(list(layers))} must be numbers of layers")
+    for each in layers_pattern:
+        problem = (
+            expressions.problem(each) if isinstance(each, str) else "must be a regular expression, or a list of them"
+        )
+        if problem is not None:
+            wrong.append(f"layers_pattern={short(each)} {problem}")
+    return wrong
+
+
+def problems_of_pattern(field: str, pattern: Any, is_value: Any, law: str) -> list[str]:
+    """Clauses for wrong entries of `rank_pattern` or `alpha_pattern`."""
+    if not isinstance(pattern, Mapping):
+        return [f"{field}={short(pattern)} must hold values by names"]
+    wrong = [f"{field}: {short(key)} {problem}" for key in pattern if (problem := expressions.problem(key)) is not None]
+    return wrong + [f"{field}: {short({k: v})} must be {law}" for k, v in pattern.items() if not is_value(v)]

@@ -1,0 +1,178 @@
+"""How adapters are added: what `add_lora` and `load_adapters` share."""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Key
+
+from liger_jax.models.hugging_face import adapter_targets
+from liger_jax.models.hugging_face.adapter_targets import Targets
+from liger_jax.models.lora.linear import LoRALinear, LoRAScale, become, names, scale_of
+from liger_jax.models.lora.outside import check_dense, parts, untie
+from liger_jax.models.lora.vocabulary import EmbeddingAdapter, HeadAdapter, key_of, new_adapter
+from liger_jax.models.lora.whole import whole_like
+
+Found = tuple[tuple[Any, ...], Any]  # a projection with its path
+_MOST_RANK, _MOST_ALPHA = 2**31 - 1, float(np.finfo(np.float32).max)
+
+
+def check_options(caller: str, rank: int, alpha: float | int, dropout: float | int) -> None:
+    """Raises a ValueError unless adapters can have these numbers."""
+    if rank < 1:
+        raise ValueError(f"{caller}: rank={rank} must be at least 1.")
+    if alpha <= 0:
+        raise ValueError(f"{caller}: alpha={alpha} must be more than 0; the adapters are scaled by alpha/rank.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{caller}: dropout={dropout} must be in [0, 1); 0 drops nothing.")
+
+
+def problems_of_patterns(ranks: Any, alphas: Any) -> list[str]:
+    """Clauses for wrong entries of `rank_pattern` and `alpha_pattern`."""
+    is_rank = lambda value: type(value) is int and 1 <= value <= _MOST_RANK
+    is_alpha = lambda value: type(value) in (int, float) and 0 < value <= _MOST_ALPHA
+    return adapter_targets.problems_of_pattern("rank_pattern", ranks, is_rank, "an int of at least 1") + (
+        adapter_targets.problems_of_pattern("alpha_pattern", alphas, is_alpha, "a finite float32 above 0")
+    )
+
+
+def check_targets(caller: str, found: Sequence[Found], targets: Targets, outside: Sequence[str]) -> None:
+    """Raises a ValueError unless each of the targets names a projection of the model, or one of the parts outside."""
+    all_names = [*outside, *(name for path, projection in found for name in names(path, projection))]
+    listed = [] if isinstance(targets.names, str) else targets.names
+    if unknown := [end for end in listed if not any(Targets([end]).adapts(name) for name in all_names)]:
+        raise ValueError(
+            f"{caller}: targets={list(listed)}: no projection is called {unknown}. The model has "
+            f"{sorted({name.rpartition('.')[2] for name in all_names})}."
+        )
+    if not any(map(targets.adapts, all_names)):
+        shown = repr(targets.names) if isinstance(targets.names, str) else list(listed)
+        others = "".join(
+            f", {field}={value!r}"
+            for field, value in (("exclude", targets.excluded), ("layers", targets.layers))
+            if value
+        )
+        raise ValueError(f"{caller}: targets={shown}{others} must name one projection at least.")
+
+
+def add_to(
+    found: Sequence[Found],
+    own: Callable[[str], tuple[int, float | int] | None],
+    *,
+    dropout: float | int,
+    rslora: bool,
+    dora: bool,
+    key: Key[Array, ""],
+) -> list[Found]:
+    """Adds adapters to those of these projections to which `own` gives rank and alpha, by a layer's name.
+
+    Returns:
+        The projections that have adapters now.
+    """
+    chosen = []
+    for path, projection in found:
+        each = tuple(
+            (rank, float(alpha)) for rank, alpha in map(lambda name: own(name) or (0, 0), names(path, projection))
+        )
+        if any(rank for rank, _ in each):
+            chosen.append((path, projection))
+            _add(path, projection, each, rslora, key, with_scales=dora and any(not rank for rank, _ in each))
+            projection.dropout = float(dropout)
+            become(projection, LoRALinear)
+            if dora:  # the norm as `factor` takes it where B is zero: new adapters change nothing
+                norm = jnp.linalg.norm(projection.rounded(projection.kernel[...]), axis=-2)
+                projection.magnitude = nnx.LoRAParam(_placed(norm, projection, None))
+    return chosen
+
+
+def add_outside(
+    caller: str,
+    model: Any,
+    own: Callable[[str], tuple[int, float | int] | None],
+    *,
+    dropout: float | int,
+    rslora: bool,
+    dora: bool,
+    key: Key[Array, ""],
+) -> None:
+    """Adds adapters to the embedding and to the head, if `own` gives them rank and alpha. They are then no longer tied.
+
+    Raises:
+        ValueError: the weight is quantised, or DoRA is asked for on the embedding.
+    """
+    chosen = [part for part in parts(model) if own(part.name) is not None]
+    for part in chosen:
+        check_dense(caller, part)
+        if dora and part.kind is EmbeddingAdapter:
+            raise ValueError(
+                f"{caller}: DoRA on {part.name} is not supported. Leave it out of the targets, or dora=False."
+            )
+    if chosen:
+        untie(model)
+    for part in chosen:
+        rank, alpha = own(part.name) or (0, 0)
+        weight = getattr(part.holder, part.weight)[...]
+        options = dict(alpha=float(alpha), rslora=rslora, dropout=float(dropout) if part.kind is HeadAdapter else 0.0)
+        adapter = new_adapter(part.kind, weight, rank, key_of(key, part.name), **options)
+        if dora:
+            assert isinstance(adapter, HeadAdapter)
+            adapter.magnitude = nnx.LoRAParam(adapter.lengths(weight, model.model.dtype))
+        for variable in (adapter.lora_a, adapter.lora_b, adapter.magnitude):
+            if variable is not None:
+                variable[...] = whole_like(variable[...], weight)
+        setattr(part.holder, f"{part.weight}_adapter", adapter)
+
+
+def _add(path, projection, each, rslora, key, *, with_scales):
+    """A and B of a projection whose layers have these ranks and alphas; with scales for each if they differ."""
+    *layers, in_width, out_width = projection.kernel.shape
+    ranks, present = [rank for rank, _ in each], [options for options in each if options[0]]
+    rank, bound = max(ranks), 1 / math.sqrt(in_width)
+    keys = keys_of(key, path, projection)
+    a = jnp.zeros((*layers, in_width, rank), jnp.float32)
+    for width in sorted(set(ranks) - {0}):  # each layer's numbers depend on its own rank alone
+        uniform = functools.partial(
+            jax.random.uniform, shape=(in_width, width), dtype=jnp.float32, minval=-bound, maxval=bound
+        )
+        drawn = jnp.vectorize(uniform, signature="()->(i,r)")(keys)
+        if width == rank == min(ranks):
+            a = drawn
+        else:
+            is_own = np.array([own == width for own in ranks]).reshape(*layers, 1, 1)
+            a = jnp.where(is_own, jnp.pad(drawn, [(0, 0)] * (drawn.ndim - 1) + [(0, rank - width)]), a)
+    projection.lora_a = nnx.LoRAParam(_placed(a, projection, -2))
+    projection.lora_b = nnx.LoRAParam(_placed(jnp.zeros((*layers, rank, out_width), jnp.float32), projection, -1))
+    projection.alpha, projection.rslora = present[0][1], rslora
+    if len(set(each)) > 1:
+        projection.each = each
+        scales = [scale_of(rank, alpha, rslora) if rank else 0.0 for rank, alpha in each]
+        if with_scales or len({scale_of(rank, alpha, rslora) for rank, alpha in present}) > 1 or present[0][0] != rank:
+            projection.lora_scale = LoRAScale(_placed(jnp.asarray(scales, jnp.float32), projection, None))
+
+
+def keys_of(key: Key[Array, ""], path: tuple[Any, ...], projection: nnx.Linear) -> Key[Array, "*layers"]:
+    """A key for each layer of the projection, stacked like the layers."""
+    numbers = np.array([zlib.crc32(name.encode()) for name in names(path, projection)], np.uint32)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers).reshape(projection.kernel.shape[:-2])
+
+
+def _placed(array: jax.Array, projection: nnx.Linear, shared_axis: int | None) -> jax.Array:
+    """The array on its kernel's mesh, split like the kernel along the axis that they share."""
+    kernel = jax.tree.leaves(projection.kernel[...])[0]  # the codes of a quantised kernel are split like the kernel
+    sharding = None if isinstance(kernel, Tracer) else kernel.sharding
+    if not isinstance(sharding, NamedSharding):
+        return array
+    of_kernel = (*sharding.spec, *(None for _ in range(kernel.ndim - len(sharding.spec))))
+    spec = [None] * array.ndim
+    if shared_axis is not None:
+        spec[shared_axis] = of_kernel[shared_axis]
+    return jax.device_put(array, NamedSharding(sharding.mesh, P(*spec)))
