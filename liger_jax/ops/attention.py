@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -128,15 +129,15 @@ def causal_attention(
         return _on_mesh(q, k, v, ids, offset, **options, implementation=implementation)
     if not q.size:
         return q
-    place, is_part = place_of(q, k, v, ids), offset is not None
+    place, is_part, num_queries, num_keys = place_of(q, k, v, ids), offset is not None, q.shape[1], k.shape[1]
     choice = choose(q, k, v, ids, place, **options, is_part=is_part, implementation=implementation)
     if segments is None and ids is not None:
         segments = Segments.of(ids)
     q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
-    out = _run(choice, q, k, v, Segments(*fields) if fields else None, offset, options)
-    if not is_part or not isinstance(offset, jax.core.Tracer):
+    out: Any = _run(choice, q, k, v, Segments(*fields) if fields else None, offset, options)
+    if not is_part or not isinstance(offset, Tracer):
         return out
-    is_inside = (offset >= 0) & (offset <= k.shape[1] - q.shape[1])
+    is_inside = (offset >= 0) & (offset <= num_keys - num_queries)
     return jnp.where(is_inside, out, jnp.nan)
 
 
@@ -204,7 +205,7 @@ def _checked_offset(q, k, q_offset):
         return None
     if isinstance(q_offset, bool) or jnp.ndim(q_offset) or not jnp.issubdtype(jnp.result_type(q_offset), jnp.integer):
         raise TypeError(f"{_OP}: q_offset={q_offset!r} must be one integer, the position of the first query.")
-    if not isinstance(q_offset, jax.core.Tracer) and not 0 <= int(q_offset) <= k.shape[1] - q.shape[1]:
+    if not isinstance(q_offset, Tracer) and not 0 <= int(q_offset) <= k.shape[1] - q.shape[1]:
         raise ValueError(
             f"{_OP}: q_offset={int(q_offset)} must be from 0 to {k.shape[1] - q.shape[1]}, where {q.shape[1]} "
             f"queries end within a row of {k.shape[1]} keys."
