@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from liger_jax.commands import _data, _memory, _output, _training_rows
+from liger_jax.commands import _memory, _output, _token_cache, _training_rows
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
+from liger_jax.commands._laid_rows import RowParts
 from liger_jax.commands._log import Log
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.models import AutoModelForCausalLM
@@ -53,7 +54,7 @@ def finetune(settings: Settings) -> int:
     need("orbax.checkpoint", "tqdm")
     out = Path(settings.out)
     writable_folder(out)
-    with lock.held(out):
+    with lock.held(out), _token_cache.leftovers_removed(out):
         return _finetune(settings, out)
 
 
@@ -65,18 +66,18 @@ def _finetune(settings: Settings, out: Path) -> int:
         found = architecture_of(source)
         settings.check_length(found.name, found.config.longest_sequence)
         _memory.check(settings, found, **precision, stored=source.dtype)
-    documents = _data.read(settings.data, settings.column, settings.subset)
     tokenizer = _training_rows.tokenizer(source, found)
-    data = _training_rows.lay(settings, tokenizer.pieces(documents, settings.length), documents)
+    data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER)
     print(data.summary)
-    epochs, steps = settings.epochs_to_train, _steps(settings, data)
+    steps = _steps(settings, data)
     rate = cosine_schedule(settings.peak_rate, steps)
     optimizer = adamw(rate, seed=settings.seed)
-    rows_of = rows.batches(data.rows, settings.batch, settings.seed, epochs)
+    rows_of = data.batches(settings)
     batch_of = lambda step: next(rows.parts(rows_of(step), settings.batch))
     with user_errors():
-        checkpoints = _checkpoints(settings, source, steps, documents, data)
+        checkpoints = _checkpoints(settings, source, steps, data)
     checkpoints.check()
+    data.keep()
     if checkpoints.latest_step == steps and _output.is_there(settings, checkpoints.finished):
         print(f"finished: {_output.folder(settings)} is there since step {steps}, the last one; nothing is changed")
         return 0
@@ -97,7 +98,7 @@ def _finetune(settings: Settings, out: Path) -> int:
         step, sums = (program.result() for program in programs)
     size = settings.batch // settings.micro_batches
     score = scoring(sums, frozen)
-    held_out = [] if data.held_out_rows is None else list(rows.parts(data.held_out_rows, size))
+    held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
     with Log(settings.log, out, log["steps"]) as files:
@@ -139,7 +140,7 @@ def _finetune(settings: Settings, out: Path) -> int:
 def _steps(settings: Settings, data: _training_rows.TrainingRows) -> int:
     if settings.steps is not None:
         return settings.steps
-    number, epochs = rows.num_rows(data.rows), settings.epochs_to_train or 1.0
+    number, epochs = data.num_in_epoch, settings.epochs_to_train or 1.0
     if number * epochs > MOST:
         raise UserError(f"--epochs={epochs} of {number:,} rows are more than {MOST:,} rows. Pass fewer.")
     return rows.num_steps(number, settings.batch, epochs)
@@ -149,15 +150,12 @@ def _checkpoints(
     settings: Settings,
     source: Source,
     steps: int,
-    documents: list[_data.Document],
     data: _training_rows.TrainingRows,
 ) -> Checkpoints:
     """The run's checkpoints, which no other run goes on from."""
-    held_out = [] if data.held_out_rows is None else [data.held_out_rows]
     made_of = {
         "steps": steps,
-        "documents": _data.fingerprint(documents),
-        "rows": rows.fingerprint(data.rows, *held_out),
+        **data.made_of(),
         **_model_files(settings, source),
     }
     earlier = _output.of_earlier_runs(settings, source.folder)

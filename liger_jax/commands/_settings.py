@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._row_formats import FORMATS
 
 DTYPES = ("float32", "bfloat16")
 SAVE_DTYPES = (*DTYPES, "float16")
@@ -24,9 +25,12 @@ class Settings:
 
     Attributes:
         model: a checkpoint's folder, or an id such as "org/name".
-        data: a file, a glob, or a dataset's id on the hub.
+        data: files, globs, folders, and ids of datasets on the hub; a weight may follow each, as in "chats.jsonl=2".
+        eval_data: the same, of what is scored and not trained on; none to hold out a share of the data.
         subset: the dataset's configuration.
-        column: the field of a JSON line, or the dataset's column, that holds the text.
+        column: the field of a row that is trained on; `None` for what the names of its fields say.
+        format: the format of rows that have the fields of several; `None` for what the names of their fields say.
+        stream: read the dataset from the hub while the run goes on.
         lora: rank of the adapters that are trained; `None` to train all weights.
         lora_alpha: numerator of the adapters' scale; `None` for twice the rank.
         quantize: how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are.
@@ -40,7 +44,7 @@ class Settings:
         remat: what layers keep for the backward.
         dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
-        eval_share: the share of the data that is held out and scored.
+        eval_share: the share of the data that is held out and scored; `None` for 0.02, or none beside `eval_data`.
         every: steps between checkpoints, each with an evaluation.
         keep: how many of the newest checkpoints are kept, beside the one with the least held-out loss.
         seed: seed of the adapters, the held-out data, the order of the rows and the rounding of bfloat16 weights.
@@ -56,9 +60,12 @@ class Settings:
     """
 
     model: str
-    data: str
+    data: str | tuple[str, ...]
+    eval_data: tuple[str, ...] = ()
     subset: str | None = None
-    column: str = "text"
+    column: str | None = None
+    format: str | None = None
+    stream: bool = False
     lora: int | None = None
     lora_alpha: float | None = None
     quantize: str | None = None
@@ -72,7 +79,7 @@ class Settings:
     remat: str = "full"
     dtype: str | None = None
     param_dtype: str | None = None
-    eval_share: float = 0.02
+    eval_share: float | None = None
     every: int = 100
     keep: int = 1
     seed: int = 0
@@ -84,9 +91,13 @@ class Settings:
     verify: bool = False
 
     def __post_init__(self):
-        for name in ("model", "data", "subset", "column", "out"):
-            if "\0" in (getattr(self, name) or ""):
-                raise UserError(f"--{name}={getattr(self, name)!r} holds a null character, which no name has.")
+        for name in ("data", "eval_data"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        named = [(name, (getattr(self, name) or "",)) for name in ("model", "subset", "column", "out")]
+        for name, values in (*named, ("data", self.data), ("eval-data", self.eval_data)):
+            if wrong := [value for value in values if "\0" in value]:
+                raise UserError(f"--{name}={wrong[0]!r} holds a null character, which no name has.")
         for name, (least, most) in _BOUNDS.items():
             if (value := getattr(self, name)) is None or least <= value <= most:
                 continue
@@ -108,8 +119,18 @@ class Settings:
             raise UserError(
                 f"--steps={self.steps} and --epochs={self.epochs} both say how long the run is. Pass one of them."
             )
-        if not 0 <= self.eval_share < 1:
+        if not 0 <= self.share_held_out < 1:
             raise UserError(f"--eval-share={self.eval_share} must be in [0, 1); 0 holds nothing out.")
+        if self.eval_data and self.eval_share:
+            raise UserError(
+                f"--eval-share={self.eval_share} and --eval-data both say what is scored. Pass one of them."
+            )
+        if self.stream and (self.steps is None or not self.eval_data):
+            raise UserError(
+                "--stream has no end that is known, and no share of it is held out: pass --steps and --eval-data."
+            )
+        if self.stream and len(self.data) > 1:
+            raise UserError("--stream reads one dataset of the hub. Pass --data one id.")
         for name in ("lora_alpha", "quantize", "merge"):
             if getattr(self, name) and self.lora is None:
                 raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
@@ -122,6 +143,11 @@ class Settings:
     def peak_rate(self) -> float:
         """The peak of the learning rate."""
         return self.learning_rate or (1e-5 if self.lora is None else 2e-4)
+
+    @property
+    def share_held_out(self) -> float:
+        """The share of the data that is held out."""
+        return (0.0 if self.eval_data else 0.02) if self.eval_share is None else self.eval_share
 
     @property
     def epochs_to_train(self) -> float | None:
@@ -149,9 +175,16 @@ class Settings:
         Returns:
             Values by name: all but where the figures go, and how often the run saves.
         """
+        found = dataclasses.asdict(self) | {
+            "epochs": self.epochs_to_train,
+            "data": " ".join(self.data),
+            "eval_data": " ".join(self.eval_data),
+            "eval_share": self.share_held_out,
+            "column": self.column or "text",
+        }
         return {
             name: value
-            for name, value in (dataclasses.asdict(self) | {"epochs": self.epochs_to_train}).items()
+            for name, value in found.items()
             if name not in ("log", "out", "fresh", "every", "keep", "merge", "save_dtype", "verify")
         }
 
@@ -163,8 +196,11 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
         command: a parser.
     """
     add = command.add_argument
+    data = "what is scored and not trained on, in the place of a share of --data"
+    add("--eval-data", nargs="+", metavar="DATA", help=data)
     add("--subset", help="the dataset's configuration")
-    add("--column", help="the field with the text (default: text)")
+    add("--column", help="the field that is trained on: a text, or a list of messages (default: by the fields' names)")
+    add("--format", choices=list(FORMATS), help="the format of rows that have the fields of several")
     add("--pack", action="store_true", help="documents share rows, and none sees another")
     add("--length", type=int, help="tokens in a row (default: 2048)")
     add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")

@@ -28,8 +28,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     add("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
-    add("--data", required=True, help="text, or JSON lines of text or messages: a file, a quoted glob, a dataset's id")
+    data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
+    add("--data", nargs="+", required=True, metavar="DATA", help=data)
     add_data_arguments(command)
+    add("--stream", action="store_true", help="read a dataset from the hub while the run goes on; needs --steps")
     add("--lora", type=int, nargs="?", const=16, metavar="RANK", help="train adapters of this rank (default: 16)")
     add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
     add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
