@@ -86,6 +86,8 @@ def _of_text(path: Path, end: str, file: TextIO) -> Rows | Iterator[Document]:
         head = more
     if not head.strip():
         raise UserError(f"{path} is empty.")
+    if "\n" not in head.lstrip():
+        head += file.readline(MOST_AT_ONCE)  # what the first line is tells JSON lines from other JSON
     _files.check_text(path, head)
     first = head.lstrip().partition("\n")[0]
     if end in _formats.DELIMITERS:
@@ -95,7 +97,7 @@ def _of_text(path: Path, end: str, file: TextIO) -> Rows | Iterator[Document]:
             if line.strip():
                 yield f"{path}, line {number}", Line(line)
     else:
-        text = head + file.read(MOST_AT_ONCE - len(head) + 1)
+        text = head + file.read(max(0, MOST_AT_ONCE - len(head) + 1))
         _files.check_text(path, text)
         if end == ".json":
             yield from _of_long_array(path, text, file) if len(text) > MOST_AT_ONCE else _of_json(path, text)

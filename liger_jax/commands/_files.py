@@ -6,7 +6,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -105,6 +105,28 @@ def opened(path: Path) -> Iterator[TextIO]:
                 raise _no_text(path, f"byte {error.object[error.start]:#04x} at {at} is no UTF-8") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # a compressed file may be cut off or damaged
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+
+
+def checked(path: Path, file: TextIO) -> Callable[[int], str]:
+    """Reads a file by parts, and checks that each is text.
+
+    Args:
+        path: the file.
+        file: the same, opened.
+
+    Returns:
+        A function that returns so many next characters, and fewer at the end.
+    """
+    begin = 0
+
+    def read(size: int) -> str:
+        nonlocal begin
+        text = file.read(size)
+        check_text(path, text, begin)
+        begin += len(text)
+        return text
+
+    return read
 
 
 def check_text(path: Path, text: str, begin: int = 0) -> None:

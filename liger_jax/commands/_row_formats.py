@@ -120,7 +120,7 @@ def _of_alpaca(where: str, values: Row) -> Document:
 
 def _of_completion(where: str, values: Row) -> Document:
     prompt, completion = (_parsed(values[name]) for name in ("prompt", "completion"))
-    if isinstance(values.get("label"), bool):
+    if str(values.get("label")).lower() in ("true", "false", "1", "0"):  # as tables write them
         raise UserError(
             "label says whether the completion is wanted, and finetune would train on those that are not, too. Leave "
             "out their rows, and then the field."
@@ -258,7 +258,10 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 FORMATS: dict[str, tuple[Callable[[Row], bool], Callable[[str, Row], Document]]] = {  # whether a row is, and what it is
     "messages": (lambda row: "messages" in row, _of_messages),
-    "sharegpt": (lambda row: any(name in row for name in CONVERSATIONS), _of_sharegpt),
+    "sharegpt": (
+        lambda row: any(not isinstance(_parsed(row.get(name, "")), str) for name in CONVERSATIONS),
+        _of_sharegpt,
+    ),
     "alpaca": (lambda row: "instruction" in row and "output" in row, _of_alpaca),
     "prompt-completion": (lambda row: "prompt" in row and "completion" in row, _of_completion),
     "text": (lambda row: "text" in row, _of_text),

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from liger_jax.commands._errors import UserError
@@ -60,8 +61,8 @@ class Settings:
     """
 
     model: str
-    data: str | tuple[str, ...]
-    eval_data: tuple[str, ...] = ()
+    data: str | Sequence[str]
+    eval_data: Sequence[str] = ()
     subset: str | None = None
     column: str | None = None
     format: str | None = None

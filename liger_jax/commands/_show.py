@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from liger_jax.commands import _training_rows
-from liger_jax.commands._errors import UserError, in_one_line, user_errors
+from liger_jax.commands._errors import UserError, in_one_line, training_errors, user_errors
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Piece, Tokenizer
 from liger_jax.losses import shifted_labels
@@ -28,6 +28,7 @@ _NEW_LINE = "↵\n"  # a mark that can be scored, and the line's end
 Stretch = tuple[str, bool]  # a text, and whether it is scored
 
 
+@training_errors()
 def show(settings: Settings, count: int, *, shorten: bool) -> None:
     """Prints the first rows as they would be trained on.
 
@@ -41,11 +42,12 @@ def show(settings: Settings, count: int, *, shorten: bool) -> None:
     """
     settings, tokenizer = _prepared(settings, shorten)
     with tempfile.TemporaryDirectory() as place:
-        data = _laid(settings, tokenizer, Path(place), None)
+        data, _ = _laid(settings, tokenizer, Path(place), None)
         if data is not None:
             _show_rows(data, count, tokenizer)
 
 
+@training_errors()
 def check(settings: Settings, *, shorten: bool) -> int:
     """Prints what the run would be refused for: all of it, where a run ends with the first.
 
@@ -62,8 +64,7 @@ def check(settings: Settings, *, shorten: bool) -> int:
     settings, tokenizer = _prepared(settings, shorten)
     refused: dict[str, UserError] = {}
     with tempfile.TemporaryDirectory() as place:
-        data = _laid(settings, tokenizer, Path(place), refused)
-    good = 0 if data is None else data.num_documents
+        _, good = _laid(settings, tokenizer, Path(place), refused)
     for where in sorted(refused, key=_in_order):
         print(in_one_line(refused[where]))
     print(f"{len(refused):,} of {len(refused) + good:,} documents would be refused")
@@ -187,19 +188,20 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
 
 def _laid(
     settings: Settings, tokenizer: Tokenizer, place: Path, refused: dict[str, UserError] | None
-) -> _training_rows.TrainingRows | None:
-    """The rows as a run lays them; `None` if all is refused. Prints how much there is."""
+) -> tuple[_training_rows.TrainingRows | None, int]:
+    """The rows as a run lays them, `None` if all is refused, and the number of documents. Prints how much there is."""
     tokens = lambda data, flag: _training_rows.tokens_of(settings, tokenizer, place, data, flag, refused, is_kept=False)
     train = tokens(settings.data, "--data")
     scored = tokens(settings.eval_data, "--eval-data") if settings.eval_data else None
+    number = sum(each.meta["count"] for each in (train, scored) if each is not None)
     if not len(train):
-        return None
+        return None, number
     if len(train) == 1 and settings.share_held_out:
         settings = dataclasses.replace(settings, eval_share=0.0)
         print("The data is one piece, so that nothing can be held out. finetune needs --eval-share 0.")
     data = _training_rows.lay(settings, train, scored)
     print(data.summary, f"scored: {train.num_scored(data.rows.pieces):,} of the tokens to train on", sep="\n")
-    return data
+    return data, number
 
 
 def _show_rows(data: _training_rows.TrainingRows, count: int, tokenizer: Tokenizer) -> None:

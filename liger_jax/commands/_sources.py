@@ -63,13 +63,17 @@ def parts(given: Sequence[str], flag: str = "--data") -> list[Part]:
 def _part_of(text: str, flag: str) -> tuple[str, float]:
     """The name and the weight of an argument."""
     name, equals, number = text.rpartition("=")
-    weight, is_there = _number(number) if equals else None, os.path.exists(text)
-    has_weight = bool(equals) and _is_found(name)
-    if has_weight and is_there:
-        raise UserError(f"{flag}={text}: both {name} and {text} are there. Write {name}=1.0 or {text}=1.0.")
-    if has_weight and weight is None:
+    if not equals or not _is_found(name):
+        return text, 1.0
+    weight = _number(number)
+    if os.path.exists(text):
+        if weight is None:
+            return text, 1.0
+        longer = number + ("0" if "." in number else ".0")  # the same number, which no file is called by
+        raise UserError(f"{flag}={text}: both {name} and {text} are there. Write {name}={longer} or {text}=1.")
+    if weight is None:
         raise UserError(f"{flag}={text}: what stands behind {name}= must be a number above 0, such as {name}=2.")
-    return (name, weight or 1.0) if has_weight else (text, 1.0)
+    return name, weight
 
 
 def _part(text: str, flag: str) -> Part:
@@ -79,8 +83,6 @@ def _part(text: str, flag: str) -> Part:
     paths = tuple(path for path in _files.found(name, flag) if path.is_file())
     if not paths and not may_be_id(name):
         raise UserError(f"No file matches {name!r}. Pass {flag} a file, a folder or a quoted glob.")
-    if not paths and _files.found(name, flag):
-        raise UserError(f"{flag}={name} matches folders alone. Name one of them, or the files in them: '{name}/*'.")
     return Part(name, weight, paths)
 
 
@@ -128,7 +130,7 @@ def _of_folder(folder: Path, flag: str) -> list[Path]:
     """The files of a folder that are meant: of one kind, and of one split where their names tell splits."""
     paths = sorted(_all_in(folder))
     rows = [path for path in paths if _formats.is_rows(path) and not _ABOUT.fullmatch(path.name)]
-    others = [path for path in paths if path not in set(rows)]
+    others = sorted({*paths} - {*rows})
     if rows and (unclear := [path for path in others if not _ABOUT.fullmatch(path.name)]):
         raise UserError(
             f"{folder} holds rows, such as {rows[0]}, and other files, such as {unclear[0]}. Name what is meant: "
@@ -152,7 +154,7 @@ def _of_split(folder: Path, paths: list[Path], flag: str) -> list[Path]:
         raise UserError(
             f"{folder} holds files of several splits by their names: {names}. Name the files that are meant."
         )
-    left = [path for path in paths if path not in set(wanted)]
+    left = sorted({*paths} - {*wanted})
     print(f"data: {_some(left)}: passed over, as by their names they are not to be trained on; --eval-data takes them")
     return wanted
 

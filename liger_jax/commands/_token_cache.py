@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import disk
 from liger_jax.training.files import read_json, write_json
+from liger_jax.training.waiting import telling
 
 FOLDER = "tokens"
 NEW = ".new"
@@ -140,7 +140,7 @@ def find(place: Path, key: str) -> Tokens | None:
     meta = read_json(folder / META)
     if meta.get("format") != _FORMAT or meta.get("key") != key:
         return None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), telling(f"checking {disk.size(folder_size(folder))} of tokens"):
         if all(digest_of_file(folder / name) == meta["digests"].get(name) for name in ARRAYS):
             return Tokens(folder)
     return None

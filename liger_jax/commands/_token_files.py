@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from liger_jax.commands import _data
+from liger_jax.commands import _data, _files
 from liger_jax.commands._document import Document, Fingerprint
 from liger_jax.commands._pieces import Piece
 from liger_jax.ops.labels import IGNORE_INDEX
@@ -67,6 +67,10 @@ class Writer:
             self._count += 1
             self._unread |= document.unread
             self._fingerprint.add(document)
+            if document.path is not None:
+                with _files.opened(document.path) as file:
+                    for text in iter(lambda: file.read(_BATCH_CHARACTERS), ""):
+                        self._fingerprint.add_text(text)
             if id(document) not in used:
                 self._unused += 1
                 self._first_unused += [document.where][: 3 - len(self._first_unused)]

@@ -185,9 +185,9 @@ class Tokenizer:
     def _long(self, document: Document, length: int, refused: dict[str, UserError] | None) -> Iterator[Piece]:
         """The pieces of a text that is read by parts."""
         ids, begin, path = [], 0, document.path or Path()
-        with refusals_kept(refused, document.where), errors_at(document.where), _files.opened(path) as file:
+        with refusals_kept(refused, document.where), _files.opened(path) as file, errors_at(document.where):
             ends = [] if self._eos is None else [self._eos]
-            for some in itertools.chain(_long_text.with_added(file.read, self._tokenizer), [None]):
+            for some in itertools.chain(_long_text.with_added(_files.checked(path, file), self._tokenizer), [None]):
                 is_end = some is None
                 ids += (ends if ids[-1:] != ends else []) if some is None else some
                 while len(ids) > length or is_end and ids:  # the last token stays: the end may have to follow it

@@ -53,11 +53,6 @@ class TrainingRows:
         return 0 if self.rows is None else self.rows.num_rows
 
     @property
-    def num_documents(self) -> int:
-        """How many documents there are."""
-        return sum(each.meta["count"] for each in self._tokens)
-
-    @property
     def _laid(self) -> list[LaidRows]:
         return [each for each in (self.rows, self.held_out_rows) if each is not None]
 
