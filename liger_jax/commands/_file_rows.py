@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from liger_jax.commands import _files, _formats
 from liger_jax.commands._document import Document
@@ -80,7 +80,7 @@ def why_no_json(error: Exception) -> str:
     return f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else f"cannot be read: {error}"
 
 
-def _of_text(path: Path, end: str, file: TextIO) -> Rows | Iterator[Document]:
+def _of_text(path: Path, end: str, file: io.TextIOWrapper) -> Rows | Iterator[Document]:
     head = file.read(_CHUNK)
     while head and not head.strip() and (more := file.read(_CHUNK)):
         head = more
@@ -110,7 +110,7 @@ def _of_text(path: Path, end: str, file: TextIO) -> Rows | Iterator[Document]:
         yield Document(str(path), text) if len(text) <= MOST_AT_ONCE else Document(str(path), path=path)
 
 
-def _lines(path: Path, head: str, file: TextIO) -> Iterator[str]:
+def _lines(path: Path, head: str, file: io.TextIOWrapper) -> Iterator[str]:
     """The lines of a file whose first characters are read already."""
     begun = io.StringIO(head)
     place = 0
@@ -161,7 +161,7 @@ def _of_json(path: Path, text: str) -> Rows:
     return iter([(f"{path}, element {number}", element) for number, element in enumerate(elements, 1)])
 
 
-def _of_long_array(path: Path, text: str, file: TextIO) -> Rows:
+def _of_long_array(path: Path, text: str, file: io.TextIOWrapper) -> Rows:
     """The elements of an array that is too long to be held in memory: as many at a time as are whole."""
     text = text.lstrip()
     if not text.startswith("["):

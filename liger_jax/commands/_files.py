@@ -2,13 +2,13 @@
 
 import contextlib
 import glob
+import io
 import lzma
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 from liger_jax.commands import _formats
 from liger_jax.commands._errors import UserError, refusals_kept
@@ -81,7 +81,7 @@ def _read_text(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[TextIO]:
+def opened(path: Path) -> Iterator[io.TextIOWrapper]:
     """A context with a text file, which may be compressed.
 
     Args:
@@ -107,7 +107,7 @@ def opened(path: Path) -> Iterator[TextIO]:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def checked(path: Path, file: TextIO) -> Callable[[int], str]:
+def checked(path: Path, file: io.TextIOWrapper) -> Callable[[int], str]:
     """Reads a file by parts, and checks that each is text.
 
     Args:

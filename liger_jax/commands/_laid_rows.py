@@ -1,6 +1,7 @@
 """Rows of pieces that lie in files: each is made when it is asked for, so that all of them need no memory."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,29 @@ from liger_jax.training.rows import parts
 _FILLED = {"labels": IGNORE_INDEX, "pieces": -1}  # what stands at empty places, where it is not 0
 
 
-class LaidRows(Mapping[str, "Column"]):
+class Column:
+    """A column of rows, which is read as an array is: by rows, and then by places in them."""
+
+    dtype = np.dtype(np.int32)
+    ndim = 2
+
+    def __init__(self, made: Callable[[np.ndarray], np.ndarray], shape: tuple[int, int]):
+        self._made, self.shape = made, shape
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        of_rows, *rest = index if isinstance(index, tuple) else (index,)
+        chosen = np.arange(len(self))[of_rows]
+        found = self._made(np.atleast_1d(chosen))
+        return found[(slice(None), *rest)] if chosen.ndim else found[(0, *rest)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype)
+
+
+class LaidRows(Mapping[str, Column]):
     """The rows of some pieces, as `pack` or `pad` lays them.
 
     The columns `input_ids`, `labels`, and, if packed, `segment_ids` and `positions` are a model's arguments.
@@ -47,10 +70,10 @@ class LaidRows(Mapping[str, "Column"]):
         """The number of rows."""
         return sum(self.counts)
 
-    def __getitem__(self, name: str) -> "Column":
+    def __getitem__(self, name: str) -> Column:
         if name not in (*self, "pieces"):
             raise KeyError(name)
-        return Column(self, name)
+        return Column(functools.partial(self.made, name), (self.num_rows, self.length))
 
     def __iter__(self) -> Iterator[str]:
         yield from ("input_ids", "labels", *(("segment_ids", "positions") if self._packed else ()))
@@ -95,25 +118,3 @@ class RowParts:
 
     def __len__(self) -> int:
         return 0 if self._rows is None else -(-self._rows.num_rows // self._size)
-
-
-class Column:
-    """A column of rows, which is read as an array is: by rows, and then by places in them."""
-
-    dtype = np.dtype(np.int32)
-    ndim = 2
-
-    def __init__(self, rows: LaidRows, name: str):
-        self._rows, self._name, self.shape = rows, name, (rows.num_rows, rows.length)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        of_rows, *rest = index if isinstance(index, tuple) else (index,)
-        chosen = np.arange(len(self))[of_rows]
-        found = self._rows.made(self._name, np.atleast_1d(chosen))
-        return found[(slice(None), *rest)] if chosen.ndim else found[(0, *rest)]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self[:].astype(dtype or self.dtype)

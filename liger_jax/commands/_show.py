@@ -190,11 +190,12 @@ def _laid(
     settings: Settings, tokenizer: Tokenizer, place: Path, refused: dict[str, UserError] | None
 ) -> tuple[_training_rows.TrainingRows | None, int]:
     """The rows as a run lays them, `None` if all is refused, and the number of documents. Prints how much there is."""
-    tokens = lambda data, flag: _training_rows.tokens_of(settings, tokenizer, place, data, flag, refused, is_kept=False)
-    train = tokens(settings.data, "--data")
-    scored = tokens(settings.eval_data, "--eval-data") if settings.eval_data else None
+    train, scored = None, None
+    for flag, parts in _training_rows.parts_of(settings).items():
+        tokens = _training_rows.tokens_of(settings, tokenizer, place, parts, flag, refused, is_kept=False)
+        train, scored = (tokens, None) if train is None else (train, tokens)
     number = sum(each.meta["count"] for each in (train, scored) if each is not None)
-    if not len(train):
+    if not train:
         return None, number
     if len(train) == 1 and settings.share_held_out:
         settings = dataclasses.replace(settings, eval_share=0.0)

@@ -106,13 +106,37 @@ def tokenizer(source: Source, model: Architecture) -> Tokenizer:
     return Tokenizer(source, model.config.vocab_size, stops)
 
 
-def prepared(settings: Settings, encoder: Tokenizer, place: Path) -> TrainingRows:
+def parts_of(settings: Settings) -> dict[str, list[_sources.Part]]:
+    """What the flags of a run name, which is looked for before anything is read.
+
+    Args:
+        settings: the run.
+
+    Returns:
+        Files and datasets by flag; those of `--data` are left out for a stream.
+
+    Raises:
+        UserError: something is not there, or its name can be read in two ways.
+    """
+    given = {} if settings.stream else {"--data": settings.data}
+    given |= {"--eval-data": settings.eval_data} if settings.eval_data else {}
+    found = {flag: _sources.parts(data, flag) for flag, data in given.items()}
+    for part in found.get("--eval-data", []):
+        if part.weight != 1:
+            raise UserError(f"--eval-data={part.name} has a weight, and all that is scored counts alike. Leave it out.")
+    return found
+
+
+def prepared(
+    settings: Settings, encoder: Tokenizer, place: Path, parts: Mapping[str, list[_sources.Part]] | None = None
+) -> TrainingRows:
     """The rows of a run, whose tokens are made once: a later start finds them by the content of the data.
 
     Args:
         settings: the run.
         encoder: the tokenizer.
         place: where tokens are kept.
+        parts: what `parts_of` returns, where it was called already.
 
     Returns:
         The rows to train on, and those that are held out.
@@ -120,16 +144,17 @@ def prepared(settings: Settings, encoder: Tokenizer, place: Path) -> TrainingRow
     Raises:
         UserError: something of the data cannot be used, or nothing is left to train on.
     """
+    parts = parts_of(settings) if parts is None else parts
     if settings.stream:
         stream = Stream(settings, encoder, place)
-        scored = tokens_of(settings, encoder, place, settings.eval_data, "--eval-data")
+        scored = tokens_of(settings, encoder, place, parts["--eval-data"], "--eval-data")
         laid = LaidRows(scored, [np.arange(len(scored))], settings.length, settings.pack)
         summary = f"data: a stream of {settings.data[0]}; {len(scored):,} pieces are scored"
         return TrainingRows(None, laid, None, summary, stream)
-    train = tokens_of(settings, encoder, place, settings.data)
+    train = tokens_of(settings, encoder, place, parts["--data"])
     if not settings.eval_data:
         return lay(settings, train)
-    scored = tokens_of(settings, encoder, place, settings.eval_data, "--eval-data")
+    scored = tokens_of(settings, encoder, place, parts["--eval-data"], "--eval-data")
     if train.meta["documents"] == scored.meta["documents"]:
         raise UserError("--eval-data has the content of --data, so that its score would say nothing. Pass other data.")
     return lay(settings, train, scored)
@@ -139,7 +164,7 @@ def tokens_of(
     settings: Settings,
     encoder: Tokenizer,
     place: Path,
-    data: Sequence[str],
+    parts: Sequence[_sources.Part],
     flag: str = "--data",
     refused: _data.Refused = None,
     is_kept: bool = True,
@@ -150,7 +175,7 @@ def tokens_of(
         settings: the run.
         encoder: the tokenizer.
         place: where tokens are kept.
-        data: the flag's arguments.
+        parts: what the flag names.
         flag: the flag.
         refused: where errors of single files and lines go, by where they are; `None` to raise the first.
         is_kept: whether tokens of an earlier start serve, and these may serve a later one.
@@ -161,9 +186,6 @@ def tokens_of(
     Raises:
         UserError: something of the data cannot be used, or there is nothing in it.
     """
-    parts = _sources.parts(data, flag)
-    if flag != "--data" and (weighed := [part for part in parts if part.weight != 1]):
-        raise UserError(f"{flag}={weighed[0].name} has a weight, and all that is scored counts alike. Leave it out.")
     _formats.tell([path for part in parts for path in part.paths])
     loaded = {part.name: _data.dataset(part.name, settings.subset) for part in parts if not part.paths}
     key = _key(settings, encoder, parts, loaded) if is_kept else flag.strip("-")
@@ -172,7 +194,7 @@ def tokens_of(
         with telling("tokenising"):
             found = _token_cache.write(place, key, parts, read, encoder, settings.length, refused)
     if not found.meta["count"] and not refused:
-        raise _data.no_text(data, flag)
+        raise _data.no_text([part.name for part in parts], flag)
     if not len(found) and not refused:
         raise nothing_to_train_on()
     encoder.stops += [stop for stop in found.stops if stop not in encoder.stops]

@@ -13,7 +13,7 @@ import numpy as np
 
 from liger_jax.ops.labels import IGNORE_INDEX
 
-Rows = Mapping[str, np.ndarray]
+Rows = Mapping[str, Any]  # arrays, or what is indexed as they are, such as rows that lie in files
 Mixture = Sequence[tuple[int, float]]
 Item = TypeVar("Item")
 

@@ -90,7 +90,7 @@ def test_what_is_named_is_what_is_trained_on(row, options, found):
         ),
         ({"conversations": [{"from": "human", "role": "user", "value": "one"}, GPT]}, "'from' beside a role"),
         ({"conversations": [HUMAN, {"from": "gpt"}]}, "message 2, the assistant's, has no content."),
-        ({"conversations": "hello"}, "messages must be a list of objects, each with a role and a content."),
+        ({"conversations": [3]}, "messages must be a list of objects, each with a role and a content."),
         ({"conversations": [HUMAN]}, "no message is the assistant's"),
         ({"conversations": [SYSTEM, HUMAN, GPT], "system": "nine"}, "stands beside the messages, and another one"),
         ({"conversations": [HUMAN, GPT], "system": 3}, "system holds a int, and must hold a text."),
