@@ -16,10 +16,10 @@ from liger_jax.commands._errors import UserError, in_one_line, needed_packages
 MOST_AT_ONCE = 2**25  # characters of a file that are held in memory; of a longer one there are parts
 _ROWS_AT_ONCE = 256  # of a columnar table
 _CHUNK = 2**20
-Rows = Iterator[tuple[str, Any]]
+Found = tuple[str, Any]  # where a row is, and the row
 
 
-def of_file(path: Path) -> Rows | Iterator[Document]:
+def of_file(path: Path) -> Iterator[Found | Document]:
     """The rows of a file, each with where it stands; or its prose.
 
     A line of JSON lines is a text still: `of_line` reads it, so that the lines behind a wrong one are read, too.
@@ -80,7 +80,7 @@ def why_no_json(error: Exception) -> str:
     return f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError) else f"cannot be read: {error}"
 
 
-def _of_text(path: Path, end: str, file: io.TextIOWrapper) -> Rows | Iterator[Document]:
+def _of_text(path: Path, end: str, file: io.TextIOWrapper) -> Iterator[Found | Document]:
     head = file.read(_CHUNK)
     while head and not head.strip() and (more := file.read(_CHUNK)):
         head = more
@@ -126,7 +126,7 @@ def _lines(path: Path, head: str, file: io.TextIOWrapper) -> Iterator[str]:
         yield line
 
 
-def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Rows:
+def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[Found]:
     """The rows of a table whose first row names the columns."""
     csv.field_size_limit(2**31 - 1)  # a document may be long
     table = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -148,7 +148,7 @@ def _of_table(path: Path, lines: Iterator[str], delimiter: str) -> Rows:
         raise UserError(f"{path}, line {table.line_num}: {error}, so that the table cannot be read.") from error
 
 
-def _of_json(path: Path, text: str) -> Rows:
+def _of_json(path: Path, text: str) -> Iterator[Found]:
     """The elements of an array over the whole file, or one object over many lines."""
     try:
         found = json.loads(text)
@@ -161,12 +161,12 @@ def _of_json(path: Path, text: str) -> Rows:
     return iter([(f"{path}, element {number}", element) for number, element in enumerate(elements, 1)])
 
 
-def _of_long_array(path: Path, text: str, file: io.TextIOWrapper) -> Rows:
+def _of_long_array(path: Path, text: str, file: io.TextIOWrapper) -> Iterator[Found]:
     """The elements of an array that is too long to be held in memory: as many at a time as are whole."""
     text = text.lstrip()
     if not text.startswith("["):
         raise UserError(f"{path} is one value of more than {MOST_AT_ONCE:,} characters. Write its rows as JSON lines.")
-    decode, at, wanted = json.JSONDecoder().raw_decode, 1, _CHUNK
+    decode, at, end, wanted = json.JSONDecoder().raw_decode, 1, 0, _CHUNK
     for number in itertools.count(1):
         where = f"{path}, element {number}"
         while True:
@@ -201,7 +201,7 @@ def _behind_space(text: str, at: int) -> int:
     return at
 
 
-def _of_columns(path: Path) -> Rows:
+def _of_columns(path: Path) -> Iterator[Found]:
     """The rows of a Parquet file, or of a file of Arrow's stream, as `datasets` saves them."""
     with needed_packages():
         arrow = importlib.import_module("pyarrow")

@@ -51,7 +51,7 @@ class Stream:
         self._path = folder / f"stream-{key}"
         self._rows = _data.dataset(self._name, settings.subset, streaming=True)
         noted = np.fromfile(self._path, np.int64) if self._path.is_file() else np.zeros(0, np.int64)
-        self._places: list[Place] = [(0, 0), *map(tuple, noted[: len(noted) // 2 * 2].reshape(-1, 2).tolist())]
+        self._places: list[Place] = [(0, 0), *zip(noted[::2].tolist(), noted[1::2].tolist(), strict=False)]
         self._done: dict[int, Rows] = {}
         self._pieces: Iterator[tuple[Place, Piece]] = iter(())
         self._next = -1  # the step that `_pieces` has come to

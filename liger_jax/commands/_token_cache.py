@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,10 +43,16 @@ class Tokens:
 
     def __init__(self, folder: Path):
         self.folder, self.meta = folder, read_json(folder / META)
-        for name, dtype in ARRAYS.items():
-            path = folder / name
-            empty = not path.stat().st_size  # which cannot be mapped
-            setattr(self, f"_{name}", np.zeros(0, dtype) if empty else np.memmap(path, dtype, "r"))
+        (
+            self._tokens,
+            self._scored,
+            self._ends,
+            self._begins,
+            self._document,
+            self._totals,
+            self._title_ends,
+            self._titles,
+        ) = (_mapped(folder / name, dtype) for name, dtype in ARRAYS.items())
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -107,6 +114,11 @@ class Tokens:
     def stops(self) -> list[int]:
         """The tokens that end a text or an answer."""
         return self.meta["stops"]
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray:
+    """The array of a file, of which an empty one cannot be mapped."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ def test_tokens_that_no_run_has_kept_are_removed(source, tmp_path):
 def test_weights_mix_files_by_rows(source, tmp_path):
     settings = settings_of(source, "mixed.jsonl=.5", "chats.jsonl=3")
     data = _training_rows.prepared(settings, tokenizer(source), tmp_path)
-    (mixed, half), (chats, thrice) = data.mixture
+    (mixed, half), (chats, thrice) = data.mixture or []
     assert (half, thrice, chats) == (0.5, 3.0, 7) and data.num_in_epoch == round(mixed / 2) + 21
     batch_of, of_chats = data.batches(settings), {row.tobytes() for row in data.rows["input_ids"][mixed:]}
     seen = [row.tobytes() for i in range(-(-data.num_in_epoch // 8)) for row in batch_of(i)["input_ids"]]
