@@ -45,7 +45,7 @@ class Fingerprint:
         >>> fingerprint = Fingerprint()
         >>> fingerprint.add(Document("a.txt", "one"))
         >>> str(fingerprint)
-        '1 documents 9bb3b0e52ba6'
+        '1 documents e62fc8379ac8'
     """
 
     def __init__(self):

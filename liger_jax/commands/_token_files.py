@@ -25,7 +25,7 @@ ARRAYS = {  # by name
     "titles": np.uint8,  # what is shown of documents, in UTF-8
 }
 _BATCH = 1024  # documents that are encoded at once
-_BATCH_CHARACTERS = 2**22
+_BATCH_CHARACTERS = 2**20
 
 
 class Writer:

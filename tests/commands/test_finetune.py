@@ -303,3 +303,21 @@ def test_weights_whose_loss_is_not_finite_are_never_saved(source, tmp_path, caps
     data = f"--data={source.parent / 'texts.jsonl'}"
     assert main(["finetune", f"--model={source}", data, f"--out={tmp_path}", *options]) == 2
     assert "after step 1, so training stops. There is no checkpoint yet." in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_mixture_of_formats_is_learnt_and_its_tokens_are_found_again(source, tmp_path, capsys):
+    asked = [{"instruction": _tiny.text(2, i), "output": _tiny.text(3, i + 2)} for i in range(8)]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    done = [{"prompt": _tiny.text(2, i), "completion": " " + _tiny.text(3, i + 2)} for i in range(8)]
+    (tmp_path / "done.jsonl").write_text("\n".join(map(json.dumps, done)))
+    data = ["--data", f"{tmp_path / 'asked.json'}=2", f"{tmp_path / 'done.jsonl'}=0.5"]
+    data += ["--eval-data", str(source.parent / "chats.jsonl")]
+    options = "--lora 4 --length 64 --batch 4 --epochs 2 --learning-rate 0.05".split()
+    command = ["finetune", f"--model={source}", *data, f"--out={tmp_path / 'out'}", *options]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "an epoch has 20 rows" in printed and "10 steps; loss" in printed and "tokenising" in printed
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "finished: " in printed and "tokenising" not in printed
