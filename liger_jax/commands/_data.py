@@ -1,51 +1,34 @@
-"""Documents to train on: text files, JSON lines of text or conversations, and datasets of the hub."""
+"""Documents to train on, one after the other: from files of text or rows, and from datasets of the hub."""
 
-import dataclasses
-import hashlib
 import importlib
-import json
-import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _files, _formats, _messages
-from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
+from liger_jax.commands import _file_rows, _formats, _row_formats, _sources
+from liger_jax.commands._document import Document as Document
+from liger_jax.commands._document import fingerprint as fingerprint
+from liger_jax.commands._errors import UserError, in_one_line, needed_packages, refusals_kept
 from liger_jax.commands._messages import IS_TRAINED, VALUES
 
-MOST_LEVELS = 100  # of lists and objects in one another; what reads them later calls itself at each
+Refused = dict[str, UserError] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """A text or a conversation.
-
-    Attributes:
-        where: where it was found, in words.
-        text: the text; empty for a conversation.
-        messages: the conversation's, or `None` for a text.
-        tools: functions that the assistant may call, for the chat template.
-        values: more variables of the chat template.
-        unread: fields that look as if they chose what is trained on, and do not.
-    """
-
-    where: str
-    text: str = ""
-    messages: list[dict[str, Any]] | None = None
-    tools: Any = None
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unread: frozenset[str] = frozenset()
-
-
-def read(data: str, column: str, subset: str | None, refused: dict[str, UserError] | None = None) -> list[Document]:
-    """Reads the documents.
+def read(
+    data: str | Sequence[str],
+    column: str | None = None,
+    subset: str | None = None,
+    refused: Refused = None,
+    form: str | None = None,
+) -> list[Document]:
+    """Reads all documents into the memory.
 
     Args:
-        data: a file, a glob or a dataset's id. The first two come first.
-        column: the field that holds the text, where there are no `messages`.
+        data: files, globs, folders, and ids of datasets.
+        column: the field that is trained on, where it is not to be known by its name.
         subset: the dataset's configuration.
         refused: where errors of single files and lines go, by where they are; `None` to raise the first.
+        form: one of `_row_formats.FORMATS`, where rows have the fields of several.
 
     Returns:
         The documents that are not empty.
@@ -53,125 +36,107 @@ def read(data: str, column: str, subset: str | None, refused: dict[str, UserErro
     Raises:
         UserError: nothing is found, or something found is no document.
     """
-    if not _files.found(data) and _may_be_id(data):
-        documents = list(_of_dataset(data, column, subset, refused))
-    else:
-        documents, texts = [], _files.read_texts(data, refused)
-        for path, text in texts.items():
-            with refusals_kept(refused, str(path)):
-                documents += _of_file(path, text, column, refused)
-        _formats.tell(texts)
-    documents = [document for document in documents if document.messages is not None or document.text.strip()]
+    data = [data] if isinstance(data, str) else data
+    parts = _sources.parts(data)
+    _formats.tell([path for part in parts for path in part.paths])
+    documents = [
+        document
+        for part in parts
+        for document in documents_of(part, None if part.paths else dataset(part.name, subset), column, form, refused)
+        if not document.is_empty
+    ]
     if not documents and not refused:
-        raise UserError(f"--data={data} has no text.")
-    if unread := sorted(set().union(*(document.unread for document in documents))):
-        print(
-            f"data: {', '.join(unread)}: not read. {', '.join(IS_TRAINED)} of the assistant's messages say what is "
-            f"trained on; tools and {VALUES} beside the messages go to the chat template"
-        )
+        raise no_text(data)
+    if told := unread(frozenset().union(*(document.unread for document in documents))):
+        print(told)
     return documents
 
 
-def fingerprint(documents: Sequence[Document]) -> str:
-    """A text by which these documents can be told from others.
+def documents_of(
+    part: _sources.Part, rows: Any, column: str | None, form: str | None, refused: Refused = None
+) -> Iterator[Document]:
+    """The documents of one thing that `--data` names, each read when it is asked for.
 
     Args:
-        documents: the data of a run.
+        part: files, or a dataset of the hub.
+        rows: those of the dataset; of no use for files.
+        column: the field that is trained on, where it is not to be known by its name.
+        form: one of `_row_formats.FORMATS`, where rows have the fields of several.
+        refused: where errors of single files and lines go, by where they are; `None` to raise the first.
+
+    Yields:
+        Documents, some of which may be empty.
+
+    Raises:
+        UserError: something is no document.
+    """
+    if not part.paths:
+        yield from rows_to_documents(rows, part.name, column, form, refused)
+    for path in part.paths:
+        with refusals_kept(refused, str(path)):
+            yield from _of_file(path, column, form, refused)
+
+
+def dataset(name: str, subset: str | None, **options: Any) -> Any:
+    """A dataset of the hub, of which the split "train" is read.
+
+    Args:
+        name: its id.
+        subset: its configuration.
+        **options: more of `datasets.load_dataset`, such as `streaming=True`.
 
     Returns:
-        Their number and a hash, in words.
+        Its rows, which can be iterated over.
+
+    Raises:
+        UserError: the package `datasets` is missing, or the dataset cannot be loaded.
     """
-    content = [(document.text, document.messages, document.tools, document.values) for document in documents]
-    digest = hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
-    return f"{len(documents)} documents {digest[:12]}"
-
-
-def _of_file(path: Path, text: str, column: str, refused: dict[str, UserError] | None) -> Iterator[Document]:
-    if not text.strip():
-        raise UserError(f"{path} is empty.")
-    if (found := _formats.values(path, text)) is not None:
-        for where, values in found:
-            with refusals_kept(refused, where):
-                yield _row(where, values, column)
-        return
-    if _formats.suffix(path) not in _formats.JSON_LINES:
-        yield Document(str(path), text)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            with refusals_kept(refused, where):
-                yield _of_line(where, line, column)
-
-
-def _of_line(where: str, line: str, column: str) -> Document:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}, {_formats.why_no_json(error)}. Each line must be an object of its own.") from error
-    return _row(where, values, column)
-
-
-def _of_dataset(name: str, column: str, subset: str | None, refused: dict[str, UserError] | None) -> Iterator[Document]:
     with needed_packages():
         datasets = importlib.import_module("datasets")
     try:
-        rows = datasets.load_dataset(name, subset, split="train")
+        return datasets.load_dataset(name, subset, split="train", **options)
     except Exception as error:  # whatever the hub, the network and the dataset's files may raise
-        raise UserError(f"--data={name} is no file here, and the dataset cannot be loaded: {error}") from error
-    for number, row in enumerate(rows, 1):
+        raise UserError(
+            f"--data={name} is no file here, and the dataset cannot be loaded: {in_one_line(error)}"
+        ) from error
+
+
+def rows_to_documents(
+    rows: Any, name: str, column: str | None, form: str | None, refused: Refused = None, first: int = 1
+) -> Iterator[Document]:
+    """The documents of a dataset's rows; `first` is the number of the first row."""
+    for number, row in enumerate(rows, first):
         where = f"{name}, row {number}"
         with refusals_kept(refused, where):
-            yield _document(where, dict(row), column)
+            yield _row_formats.document(where, dict(row), column, form)
 
 
-def _row(where: str, values: Any, column: str) -> Document:
-    if not isinstance(values, dict):
-        raise UserError(f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages.")
-    return _document(where, values, column)
+def no_text(data: Sequence[str], flag: str = "--data") -> UserError:
+    """The error for data that holds no text."""
+    return UserError(f"{flag}={' '.join(data)} has no text.")
 
 
-def _document(where: str, values: dict[str, Any], column: str) -> Document:
-    if _is_deeper(values, MOST_LEVELS):
-        raise UserError(f"{where}: lists and objects are nested to more than {MOST_LEVELS} levels.")
-    if values.get("messages") is not None:
-        try:
-            found = Document(
-                where,
-                messages=_messages.messages(values),
-                tools=_messages.tools(values.get("tools")),
-                values=_messages.template_values(values.get(VALUES)),
-                unread=frozenset(_messages.look_alikes(values)),
-            )
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-    elif isinstance(values.get(column), str):
-        found = Document(where, values[column])
-    else:
-        raise UserError(
-            f"{where}: there are no messages, and no text in {column!r}, among {sorted(values)}. Name the text's "
-            "field: --column."
-        )
-    try:
-        json.dumps([found.text, found.messages, found.tools, found.values], default=str, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
-        raise UserError(f"{where}: {error.object[error.start]!r} is no character.") from error
-    return found
+def unread(fields: frozenset[str]) -> str:
+    """What is to be said of fields that look as if they chose what is trained on, and do not; "" for none."""
+    if not fields:
+        return ""
+    return (
+        f"data: {', '.join(sorted(fields))}: not read. {', '.join(IS_TRAINED)} of the assistant's messages say what is "
+        f"trained on; tools and {VALUES} beside the messages go to the chat template"
+    )
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects are nested to more levels than these."""
-    inside = [value]
-    for _ in range(levels + 1):
-        inside = [each for each in inside if isinstance(each, dict | list)]
-        if not inside:
-            return False
-        inside = [part for each in inside for part in (each.values() if isinstance(each, dict) else each)]
-    return True
-
-
-def _may_be_id(name: str) -> bool:
-    """Whether a name may be a dataset's. If its first part is a folder here, it is a mistyped path."""
-    organisation, slash, _ = name.rpartition("/")
-    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.lower().endswith(_formats.KNOWN)
-    return is_id and not (slash and os.path.isdir(organisation))
+def _of_file(path: Path, column: str | None, form: str | None, refused: Refused) -> Iterator[Document]:
+    for found in _file_rows.of_file(path):
+        if isinstance(found, Document):
+            yield found
+            continue
+        where, values = found
+        with refusals_kept(refused, where):
+            if isinstance(values, _file_rows.Line):
+                values = _file_rows.of_line(where, values)
+            if not isinstance(values, dict):
+                raise UserError(
+                    f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages."
+                )
+            yield _row_formats.document(where, values, column, form)

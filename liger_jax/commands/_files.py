@@ -1,11 +1,13 @@
 """Text files by a path or a glob, some of them compressed."""
 
+import contextlib
 import glob
+import io
 import lzma
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from liger_jax.commands import _formats
@@ -35,12 +37,13 @@ def read_texts(pattern: str, refused: dict[str, UserError] | None = None) -> dic
     return texts
 
 
-def found(pattern: str) -> list[Path]:
+def found(pattern: str, flag: str = "--data") -> list[Path]:
     """The files and folders of a name or a glob.
 
     Args:
         pattern: a name counts before a glob, so that chats[1].jsonl is found. `**` stands for all folders below, as in
             Python's glob, but for those behind links, which may lead in a circle.
+        flag: the flag that named it, for messages.
 
     Returns:
         Their paths, in order.
@@ -48,7 +51,7 @@ def found(pattern: str) -> list[Path]:
     try:
         return [Path(pattern)] if os.path.exists(pattern) else sorted(map(Path, set(_matches(pattern))))
     except (ValueError, re.error) as error:  # a null, or a set of characters that is none
-        raise UserError(f"--data={pattern!r} is no name and no glob: {error}.") from error
+        raise UserError(f"{flag}={pattern!r} is no name and no glob: {error}.") from error
 
 
 def _matches(pattern: str) -> Iterator[str]:
@@ -68,20 +71,78 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> str:
+    with opened(path) as file:
+        try:
+            text = file.read()
+        except MemoryError as error:
+            raise UserError(f"{path} is too large for this machine's memory. Split it into several files.") from error
+        check_text(path, text)
+        return text
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[io.TextIOWrapper]:
+    """A context with a text file, which may be compressed.
+
+    Args:
+        path: the file.
+
+    Yields:
+        The file, opened.
+
+    Raises:
+        UserError: it is of a kind that is not read, is no UTF-8 text, or cannot be read. So does what is read later.
+    """
     if (reason := _formats.why_not(path)) is not None:
         raise UserError(f"{path} {reason}")
-    opened = _formats.COMPRESSED.get(path.suffix.lower(), open)
+    how = _formats.COMPRESSED.get(path.suffix.lower(), open)
     try:
-        with opened(path, "rt", encoding="utf-8-sig") as file:  # without the mark that some editors begin with
-            text = file.read()
+        with how(path, "rt", encoding="utf-8-sig") as file:  # without the mark that some editors begin with
+            try:
+                yield file
+            except UnicodeDecodeError as error:
+                at = file.buffer.tell() - len(error.object) + error.start
+                raise _no_text(path, f"byte {error.object[error.start]:#04x} at {at} is no UTF-8") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # a compressed file may be cut off or damaged
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except MemoryError as error:
-        raise UserError(f"{path} is too large for this machine's memory. Split it into several files.") from error
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.object[error.start]:#04x} at {error.start} is no UTF-8"
-    else:
-        if (at := text.find("\0")) < 0:
-            return text
-        reason = f"character {at} is a null, which is in no text"
-    raise UserError(f"{path} is no text file: {reason}. Let --data match text files only.")
+
+
+def checked(path: Path, file: io.TextIOWrapper) -> Callable[[int], str]:
+    """Reads a file by parts, and checks that each is text.
+
+    Args:
+        path: the file.
+        file: the same, opened.
+
+    Returns:
+        A function that returns so many next characters, and fewer at the end.
+    """
+    begin = 0
+
+    def read(size: int) -> str:
+        nonlocal begin
+        text = file.read(size)
+        check_text(path, text, begin)
+        begin += len(text)
+        return text
+
+    return read
+
+
+def check_text(path: Path, text: str, begin: int = 0) -> None:
+    """Checks that a part of a file is text.
+
+    Args:
+        path: the file.
+        text: the part.
+        begin: the characters of the file before it.
+
+    Raises:
+        UserError: it has a null.
+    """
+    if (at := text.find("\0")) >= 0:
+        raise _no_text(path, f"character {begin + at} is a null, which is in no text")
+
+
+def _no_text(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} is no text file: {reason}. Let --data match text files only.")

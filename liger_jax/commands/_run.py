@@ -9,8 +9,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from liger_jax.commands import _adapters, _data, _longer, _memory, _output, _recipe, _samples, _training_rows
+from liger_jax.commands import (
+    _adapters,
+    _longer,
+    _memory,
+    _output,
+    _recipe,
+    _samples,
+    _token_cache,
+    _training_rows,
+)
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
+from liger_jax.commands._laid_rows import RowParts
 from liger_jax.commands._log import Log, check_wandb
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.models import AutoModelForCausalLM
@@ -55,7 +65,7 @@ def finetune(settings: Settings) -> int:
         check_wandb()
     out = Path(settings.out)
     writable_folder(out)
-    with lock.held(out):
+    with lock.held(out), _token_cache.leftovers_removed(out):
         return _finetune(settings, out)
 
 
@@ -71,18 +81,19 @@ def _finetune(settings: Settings, out: Path) -> int:
         _memory.check(settings, found, **precision, stored=source.dtype)
     if (line := dropout(source.config)) is not None:
         print(line)
-    documents = _data.read(settings.data, settings.column, settings.subset)
+    parts = _training_rows.parts_of(settings)
     tokenizer = _training_rows.tokenizer(source, found)
-    data = _training_rows.lay(settings, tokenizer.pieces(documents, settings.length), documents)
+    data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
     print(data.summary)
-    epochs, steps = settings.epochs_to_train, _steps(settings, data)
+    steps = _steps(settings, data)
     rate = _recipe.schedule(settings, steps)
     optimizer = _recipe.optimizer(settings, rate)
-    rows_of = rows.batches(data.rows, settings.batch, settings.seed, epochs)
+    rows_of = data.batches(settings)
     batch_of = lambda step: _adapters.numbered(settings, next(rows.parts(rows_of(step), settings.batch)), step)
     with user_errors():
-        checkpoints = _checkpoints(settings, source, steps, documents, data)
+        checkpoints = _checkpoints(settings, source, steps, data)
     checkpoints.check()
+    data.keep()
     latest, finished = checkpoints.latest_step, checkpoints.finished
     early = _output.ended_early(settings, finished)
     if (latest == steps or early) and _output.is_there(settings, finished):
@@ -109,17 +120,17 @@ def _finetune(settings: Settings, out: Path) -> int:
     before = checkpoints.latest_settings
     state, log = _restored(checkpoints, state)
     done, last = len(log["steps"]), log["steps"][-1].get("learning_rate") if log["steps"] else None
-    for line in _longer.lines(before, done, last, steps, rate, rows.num_rows(data.rows)):
+    for line in _longer.lines(before, done, last, steps, rate, data.num_in_epoch):
         print(line)
 
     with telling("compiling"), memory_errors("while the step was compiled."):
         step, sums = (program.result() for program in programs)
     size = settings.batch // settings.micro_batches
     score = scoring(sums, frozen)
-    held_out = [] if data.held_out_rows is None else list(rows.parts(data.held_out_rows, size))
+    held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
-    samples = _samples.Samples(data.held_out[: settings.samples], tokenizer, found.config.longest_sequence)
+    samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence)
     with Log(settings.log, out, log["steps"], settings.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: step(state, batch, frozen),
@@ -179,7 +190,7 @@ def _as_stored(settings: Settings, source: Source) -> Settings:
 def _steps(settings: Settings, data: _training_rows.TrainingRows) -> int:
     if settings.steps is not None:
         return settings.steps
-    number, epochs = rows.num_rows(data.rows), settings.epochs_to_train or 1.0
+    number, epochs = data.num_in_epoch, settings.epochs_to_train or 1.0
     if number * epochs > MOST:
         raise UserError(f"--epochs={epochs} of {number:,} rows are more than {MOST:,} rows. Pass fewer.")
     return rows.num_steps(number, settings.batch, epochs)
@@ -189,15 +200,12 @@ def _checkpoints(
     settings: Settings,
     source: Source,
     steps: int,
-    documents: list[_data.Document],
     data: _training_rows.TrainingRows,
 ) -> Checkpoints:
     """The run's checkpoints, which no other run goes on from."""
-    held_out = [] if data.held_out_rows is None else [data.held_out_rows]
     made_of = {
         "steps": steps,
-        "documents": _data.fingerprint(documents),
-        "rows": rows.fingerprint(data.rows, *held_out),
+        **data.made_of(),
         **_model_files(settings, source),
     }
     spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, source)]

@@ -3,10 +3,12 @@
 import argparse
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._row_formats import FORMATS
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.step import REMATS
@@ -36,9 +38,12 @@ class Settings:
 
     Attributes:
         model: a checkpoint's folder, or an id such as "org/name"; or adapters, whose training then goes on.
-        data: a file, a glob, or a dataset's id on the hub.
+        data: files, globs, folders, and ids of datasets on the hub; a weight may follow each, as in "chats.jsonl=2".
+        eval_data: the same, of what is scored and not trained on; none to hold out a share of the data.
         subset: the dataset's configuration.
-        column: the field of a JSON line, or the dataset's column, that holds the text.
+        column: the field of a row that is trained on; `None` for what the names of its fields say.
+        format: the format of rows that have the fields of several; `None` for what the names of their fields say.
+        stream: read the dataset from the hub while the run goes on.
         lora: rank of the adapters that are trained; `None` to train all weights.
         lora_alpha: numerator of the adapters' scale; `None` for twice the rank.
         lora_targets: what has adapters: names with commas between them, "all-linear" or a regular expression; `None`
@@ -63,7 +68,7 @@ class Settings:
         remat: what layers keep for the backward.
         dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
-        eval_share: the share of the data that is held out and scored.
+        eval_share: the share of the data that is held out and scored; `None` for 0.02, or none beside `eval_data`.
         every: steps between checkpoints, each with an evaluation.
         samples: how many held-out rows are continued and printed at each evaluation.
         patience: the run ends once so many evaluations have not improved the held-out loss; `None` for all steps.
@@ -81,9 +86,12 @@ class Settings:
     """
 
     model: str
-    data: str
+    data: str | Sequence[str]
+    eval_data: Sequence[str] = ()
     subset: str | None = None
-    column: str = "text"
+    column: str | None = None
+    format: str | None = None
+    stream: bool = False
     lora: int | None = None
     lora_alpha: float | None = None
     lora_targets: str | None = None
@@ -107,7 +115,7 @@ class Settings:
     remat: str = defaults.REMAT
     dtype: str | None = None
     param_dtype: str | None = None
-    eval_share: float = 0.02
+    eval_share: float | None = None
     every: int = 100
     samples: int = 0
     patience: int | None = None
@@ -121,11 +129,13 @@ class Settings:
     verify: bool = False
 
     def __post_init__(self):
-        for name in ("model", "data", "subset", "column", "out", "lora_targets"):
-            if "\0" in (getattr(self, name) or ""):
-                raise UserError(
-                    f"--{name.replace('_', '-')}={getattr(self, name)!r} holds a null character, which no name has."
-                )
+        for name in ("data", "eval_data"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        named = [(name, (getattr(self, name) or "",)) for name in ("model", "subset", "column", "out", "lora_targets")]
+        for name, values in (*named, ("data", self.data), ("eval-data", self.eval_data)):
+            if wrong := [value for value in values if "\0" in value]:
+                raise UserError(f"--{name.replace('_', '-')}={wrong[0]!r} holds a null character, which no name has.")
         for name, (least, most) in _BOUNDS.items():
             if (value := getattr(self, name)) is None or least <= value <= most:
                 continue
@@ -154,10 +164,10 @@ class Settings:
             raise UserError(
                 f"--steps={self.steps} and --epochs={self.epochs} both say how long the run is. Pass one of them."
             )
-        if not 0 <= self.eval_share < 1:
+        if not 0 <= self.share_held_out < 1:
             raise UserError(f"--eval-share={self.eval_share} must be in [0, 1); 0 holds nothing out.")
         for name in ("samples", "patience"):
-            if getattr(self, name) and not self.eval_share:
+            if getattr(self, name) and not (self.share_held_out or self.eval_data):
                 raise UserError(f"--{name} is for data that is held out, and --eval-share=0 holds out none.")
         if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
             raise UserError(f"--lora-dropout={self.lora_dropout} must be in [0, 1); 0 drops nothing.")
@@ -165,6 +175,16 @@ class Settings:
         for name in ("lora_alpha", "lora_targets", "lora_dropout", "rslora", "dora", "quantize", "merge"):
             if getattr(self, name) and not has_adapters:
                 raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
+        if self.eval_data and self.eval_share:
+            raise UserError(
+                f"--eval-share={self.eval_share} and --eval-data both say what is scored. Pass one of them."
+            )
+        if self.stream and (self.steps is None or not self.eval_data):
+            raise UserError(
+                "--stream has no end that is known, and no share of it is held out: pass --steps and --eval-data."
+            )
+        if self.stream and len(self.data) > 1:
+            raise UserError("--stream reads one dataset of the hub. Pass --data one id.")
         if self.save_dtype is not None and has_adapters and not self.merge:
             raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
         if unknown := set(self.log) - set(LOGS):
@@ -174,6 +194,11 @@ class Settings:
     def peak_rate(self) -> float:
         """The peak of the learning rate."""
         return self.learning_rate or (1e-5 if self.lora is None else 2e-4)
+
+    @property
+    def share_held_out(self) -> float:
+        """The share of the data that is held out."""
+        return (0.0 if self.eval_data else 0.02) if self.eval_share is None else self.eval_share
 
     @property
     def epochs_to_train(self) -> float | None:
@@ -210,11 +235,14 @@ class Settings:
         Returns:
             Values by name: all but where the figures go, and how often the run saves.
         """
-        return {
-            name: value
-            for name, value in (dataclasses.asdict(self) | {"epochs": self.epochs_to_train}).items()
-            if name not in _NOT_OF_THE_RUN
+        found = dataclasses.asdict(self) | {
+            "epochs": self.epochs_to_train,
+            "data": " ".join(self.data),
+            "eval_data": " ".join(self.eval_data),
+            "eval_share": self.share_held_out,
+            "column": self.column or "text",
         }
+        return {name: value for name, value in found.items() if name not in _NOT_OF_THE_RUN}
 
 
 def add_data_arguments(command: argparse.ArgumentParser) -> None:
@@ -224,8 +252,11 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
         command: a parser.
     """
     add = command.add_argument
+    data = "what is scored and not trained on, in the place of a share of --data"
+    add("--eval-data", nargs="+", metavar="DATA", help=data)
     add("--subset", help="the dataset's configuration")
-    add("--column", help="the field with the text (default: text)")
+    add("--column", help="the field that is trained on: a text, or a list of messages (default: by the fields' names)")
+    add("--format", choices=list(FORMATS), help="the format of rows that have the fields of several")
     add("--pack", action="store_true", help="documents share rows, and none sees another")
     add("--length", type=int, help="tokens in a row (default: 2048)")
     add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
@@ -240,8 +271,10 @@ def add_training_arguments(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     add("--model", required=True, help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters")
-    add("--data", required=True, help="text, or JSON lines of text or messages: a file, a quoted glob, a dataset's id")
+    data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
+    add("--data", nargs="+", required=True, metavar="DATA", help=data)
     add_data_arguments(command)
+    add("--stream", action="store_true", help="read a dataset from the hub while the run goes on; needs --steps")
     _add_model_arguments(command)
     _add_step_arguments(command)
     _add_run_arguments(command)

@@ -5,27 +5,30 @@ import io
 import os
 import re
 import sys
+import tempfile
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from liger_jax.commands import _data, _training_rows
-from liger_jax.commands._errors import UserError, user_errors
+from liger_jax.commands import _training_rows
+from liger_jax.commands._errors import UserError, in_one_line, training_errors, user_errors
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Piece, Tokenizer
 from liger_jax.losses import shifted_labels
 from liger_jax.models.hugging_face import source
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.planner.architectures import architecture_of
-from liger_jax.training.rows import Rows, num_rows
+from liger_jax.training.rows import Rows
 
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 _NEW_LINE = "↵\n"  # a mark that can be scored, and the line's end
 Stretch = tuple[str, bool]  # a text, and whether it is scored
 
 
+@training_errors()
 def show(settings: Settings, count: int, *, shorten: bool) -> None:
     """Prints the first rows as they would be trained on.
 
@@ -38,23 +41,13 @@ def show(settings: Settings, count: int, *, shorten: bool) -> None:
         UserError: whatever the run would be refused for.
     """
     settings, tokenizer = _prepared(settings, shorten)
-    documents = _data.read(settings.data, settings.column, settings.subset)
-    data = _laid(settings, tokenizer.pieces(documents, settings.length), documents)
-    mark, how = (coloured, "green") if _has_colours() else (underlined, "underlined")
-    print(f"\nThe scored tokens are {how}; {_NEW_LINE[0]} is the end of a line.")
-    for kind, pieces, rows in (("row", data.train, data.rows), ("held-out row", data.held_out, data.held_out_rows)):
-        if rows is None or count <= 0:
-            break
-        total, scored = num_rows(rows), scored_places(rows)
-        numbers = numbers_of_pieces(pieces, settings)
-        for i in range(min(count, total)):
-            row = rows["input_ids"][i], scored[i], numbers[i]
-            print(
-                f"\n{kind} {i + 1:,} of {total:,}: {_counts(row)}", *row_lines(row, pieces, tokenizer, mark), sep="\n"
-            )
-        count -= total
+    with tempfile.TemporaryDirectory() as place:
+        data, _ = _laid(settings, tokenizer, Path(place), None)
+        if data is not None:
+            _show_rows(data, count, tokenizer)
 
 
+@training_errors()
 def check(settings: Settings, *, shorten: bool) -> int:
     """Prints what the run would be refused for: all of it, where a run ends with the first.
 
@@ -70,14 +63,11 @@ def check(settings: Settings, *, shorten: bool) -> int:
     """
     settings, tokenizer = _prepared(settings, shorten)
     refused: dict[str, UserError] = {}
-    documents = _data.read(settings.data, settings.column, settings.subset, refused)
-    pieces = tokenizer.pieces(documents, settings.length, refused) if documents else []
-    good = [document for document in documents if document.where not in refused]
-    if pieces:
-        _laid(settings, pieces, good)
+    with tempfile.TemporaryDirectory() as place:
+        _, good = _laid(settings, tokenizer, Path(place), refused)
     for where in sorted(refused, key=_in_order):
-        print(*str(refused[where]).split())
-    print(f"{len(refused):,} of {len(refused) + len(good):,} documents would be refused")
+        print(in_one_line(refused[where]))
+    print(f"{len(refused):,} of {len(refused) + good:,} documents would be refused")
     return 1 if refused else 0
 
 
@@ -94,21 +84,9 @@ def scored_places(rows: Rows) -> np.ndarray:
     return np.pad(targets[:, :-1] != IGNORE_INDEX, ((0, 0), (1, 0)))
 
 
-def numbers_of_pieces(pieces: Sequence[Piece], settings: Settings) -> np.ndarray:
-    """Which piece each place of the rows is from: the pieces' numbers, laid into rows as their tokens are.
-
-    Args:
-        pieces: the pieces of the rows.
-        settings: the run.
-
-    Returns:
-        int32 of (rows, length), with -100 at padding.
-    """
-    numbers = [np.full(len(piece.tokens), i, np.int32) for i, piece in enumerate(pieces)]
-    return _training_rows.rows_of([Piece(each, each) for each in numbers], settings)["labels"]
-
-
-def row_lines(row: tuple[np.ndarray, ...], pieces: Sequence[Piece], tokenizer: Tokenizer, mark: Any) -> Iterator[str]:
+def row_lines(
+    row: tuple[np.ndarray, ...], pieces: Mapping[int, Piece], tokenizer: Tokenizer, mark: Any
+) -> Iterator[str]:
     """The text of a row: each piece with a line that says what it is, and what is cut off or empty.
 
     Args:
@@ -208,15 +186,38 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
     return settings, _training_rows.tokenizer(found, model)
 
 
-def _laid(settings: Settings, pieces: list[Piece], documents: list[_data.Document]) -> _training_rows.TrainingRows:
-    """The rows as a run lays them. Prints how much there is."""
-    if len(pieces) == 1 and settings.eval_share:
+def _laid(
+    settings: Settings, tokenizer: Tokenizer, place: Path, refused: dict[str, UserError] | None
+) -> tuple[_training_rows.TrainingRows | None, int]:
+    """The rows as a run lays them, `None` if all is refused, and the number of documents. Prints how much there is."""
+    train, scored = None, None
+    for flag, parts in _training_rows.parts_of(settings).items():
+        tokens = _training_rows.tokens_of(settings, tokenizer, place, parts, flag, refused, is_kept=False)
+        train, scored = (tokens, None) if train is None else (train, tokens)
+    number = sum(each.meta["count"] for each in (train, scored) if each is not None)
+    if not train:
+        return None, number
+    if len(train) == 1 and settings.share_held_out:
         settings = dataclasses.replace(settings, eval_share=0.0)
         print("The data is one piece, so that nothing can be held out. finetune needs --eval-share 0.")
-    data = _training_rows.lay(settings, pieces, documents)
-    scored = np.count_nonzero(scored_places(data.rows))
-    print(data.summary, f"scored: {scored:,} of the tokens to train on", sep="\n")
-    return data
+    data = _training_rows.lay(settings, train, scored)
+    print(data.summary, f"scored: {train.num_scored(data.rows.pieces):,} of the tokens to train on", sep="\n")
+    return data, number
+
+
+def _show_rows(data: _training_rows.TrainingRows, count: int, tokenizer: Tokenizer) -> None:
+    mark, how = (coloured, "green") if _has_colours() else (underlined, "underlined")
+    print(f"\nThe scored tokens are {how}; {_NEW_LINE[0]} is the end of a line.")
+    for kind, rows in (("row", data.rows), ("held-out row", data.held_out_rows)):
+        if rows is None or count <= 0:
+            break
+        for i in range(min(count, rows.num_rows)):
+            one = {name: column[i : i + 1] for name, column in rows.items()}
+            row = one["input_ids"][0], scored_places(one)[0], rows["pieces"][i]
+            pieces = {number: rows.tokens.piece(int(rows.pieces[number])) for number in {*row[2].tolist()} - {-1}}
+            title = f"\n{kind} {i + 1:,} of {rows.num_rows:,}: {_counts(row)}"
+            print(title, *row_lines(row, pieces, tokenizer, mark), sep="\n")
+        count -= rows.num_rows
 
 
 def _has_colours() -> bool:

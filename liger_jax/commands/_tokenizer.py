@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer: documents become token ids, with a label for each token that is trained on."""
 
-import contextlib
-import dataclasses
+import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from liger_jax.commands._data import Document
+from liger_jax.commands import _chat_templates, _files, _long_text
+from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
 from liger_jax.commands._normalizer import check_growth
+from liger_jax.commands._pieces import Piece as Piece
+from liger_jax.commands._pieces import completed, errors_at, failures, nothing_to_train_on, places
 from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face.checkpoint import TEMPLATES
 from liger_jax.models.hugging_face.source import Source, find
@@ -20,30 +23,6 @@ from liger_jax.ops.labels import IGNORE_INDEX
 
 FILE = "tokenizer.json"
 _MOST_SAID = 500  # characters of another library's error
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A document's tokens, or a part of them that fills a row.
-
-    Attributes:
-        tokens: (tokens,) int32.
-        labels: (tokens,) int32, the token where it is trained on and -100 elsewhere.
-        document: the document.
-        begin: the place of the first token in the document.
-        total: how many tokens the document has.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    document: Document | None = None
-    begin: int = 0
-    total: int = 0
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether a token is trained on. The first one cannot be: nothing stands before it."""
-        return bool(np.any(self.labels[1:] != IGNORE_INDEX))
 
 
 class Tokenizer:
@@ -79,18 +58,17 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._folder, self._files, self._vocab_size = folder, files, vocab_size
         self._config = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
-        self._special = _special_tokens(self._config)
+        self._special = _chat_templates.special_tokens(self._config)
         eos = self._tokenizer.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
         self.stops = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
+        self._templates: dict[str, Any] = {}  # those that were used, by their text
+        self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
 
     def pieces(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
     ) -> list[Piece]:
-        """Encodes documents and cuts them to the length of a row.
-
-        A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
-        and what is longer is dropped. A token that ends an answer is added to `stops`.
+        """Encodes documents, cuts them to the length of a row, and prints what is to be known of them.
 
         Args:
             documents: texts and conversations.
@@ -104,13 +82,71 @@ class Tokenizer:
             UserError: a token is not in the model's vocabulary, there is no chat template or it fails, or nothing is
                 left to train on.
         """
-        texts = [document for document in documents if document.messages is None]
-        chats = [document for document in documents if document.messages is not None]
-        pieces = self._texts(texts, length, refused) + (self._chats(chats, length, refused) if chats else [])
-        scored = [piece for piece in pieces if piece.is_scored]
-        if not scored and not refused:
-            raise UserError("The data has no token to train on: each is predicted from those before it.")
-        return scored
+        found = list(self.encoded(documents, length, refused))
+        for note in self.notes(length):
+            print(note)
+        if not found and not refused:
+            raise nothing_to_train_on()
+        return found
+
+    def encoded(
+        self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
+    ) -> Iterator[Piece]:
+        """Encodes some documents of many, and cuts them to the length of a row.
+
+        A text ends with the end-of-text token, and is cut into pieces of `length` tokens. A conversation is one piece,
+        and so is a prompt with its completion, and what is longer is dropped. A token that ends an answer is added to
+        `stops`.
+
+        Args:
+            documents: texts and conversations.
+            length: the most tokens of a piece.
+            refused: where errors of single documents go, by where they are; `None` to raise the first.
+
+        Yields:
+            The pieces in which a token is trained on, in the order of the documents.
+
+        Raises:
+            UserError: a token is not in the model's vocabulary, or there is no chat template or it fails.
+        """
+        chats = [each for each in documents if each.messages is not None]
+        completions = [each for each in documents if each.messages is None and each.prompt is not None]
+        texts = [each for each in documents if each.messages is None and each.prompt is None and each.path is None]
+        pieces: dict[int, list[Piece]] = {}
+        for piece in [
+            *self._texts(texts, length, refused),
+            *self._completions(completions, length, refused),
+            *(self._chats(chats, length, refused) if chats else []),
+        ]:
+            pieces.setdefault(id(piece.document), []).append(piece)
+        for document in documents:
+            found = pieces.get(id(document), []) if document.path is None else self._long(document, length, refused)
+            yield from (piece for piece in found if piece.is_scored)
+
+    def notes(self, length: int) -> list[str]:
+        """What is to be said of all documents that were encoded.
+
+        Args:
+            length: the most tokens of a piece.
+
+        Returns:
+            Sentences.
+        """
+        found = [note for template in self._templates.values() for note in template.notes.sentences()]
+        for kind, cut in self._cut.items():
+            if cut:
+                found.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
+        return list(dict.fromkeys(found))
+
+    def identity(self) -> dict[str, Any]:
+        """What the tokens of a text depend on, apart from the text."""
+        files = {name: hashlib.sha256(content).hexdigest() for name, content in self._files.items() if content}
+        return files | {"vocab_size": self._vocab_size, "eos": self._eos}
+
+    @property
+    def tells_the_time(self) -> bool:
+        """Whether a chat template may print the date, so that it gives other tokens on another day."""
+        return any("strftime_now" in source for source in self._chat_templates().values())
 
     def prompt(self, document: Document) -> np.ndarray:
         """The tokens behind which a model goes on with a text, or answers a conversation.
@@ -130,9 +166,10 @@ class Tokenizer:
         else:
             with needed_packages():
                 from liger_jax.commands._chat import ChatTemplate
-            template = ChatTemplate(self._chosen(self._chat_templates(), document.tools), self._special)
+            source = _chat_templates.chosen(self._chat_templates(), document.tools, self._folder)
+            template = ChatTemplate(source, self._special)
             text = template.prompt(messages, document.tools, document.values)
-        with _failures():
+        with failures():
             ids = self._tokenizer.encode(text, add_special_tokens=messages is None).ids
         if messages is None and ids[-1:] == [self._eos] and not text.endswith(self._special.get("eos_token", "\0")):
             ids = ids[:-1]  # some tokenizers end each text
@@ -165,67 +202,84 @@ class Tokenizer:
                     pieces.append(Piece(part, part, document, i, len(tokens)))
         return pieces
 
+    def _completions(
+        self, documents: list[Document], length: int, refused: dict[str, UserError] | None
+    ) -> Iterator[Piece]:
+        texts = [(document.prompt or "") + document.text for document in documents]
+        encodings = self._encoded(documents, texts, self._tokenizer.encode_batch, refused)
+        for document, encoded in zip(documents, encodings, strict=True):
+            if encoded is None:
+                continue
+            ids, is_scored = encoded.ids, completed(np.array(encoded.offsets), len(document.prompt or ""))
+            if self._eos is not None and ids[-1:] != [self._eos]:
+                ids, is_scored = [*ids, self._eos], np.append(is_scored, is_scored.any())
+            with refusals_kept(refused, document.where):
+                yield self._one(document, ids, is_scored, length, "completions")
+
+    def _long(self, document: Document, length: int, refused: dict[str, UserError] | None) -> Iterator[Piece]:
+        """The pieces of a text that is read by parts."""
+        ids, begin, path = [], 0, document.path or Path()
+        with refusals_kept(refused, document.where), _files.opened(path) as file, errors_at(document.where):
+            ends = [] if self._eos is None else [self._eos]
+            for some in itertools.chain(_long_text.with_added(_files.checked(path, file), self._tokenizer), [None]):
+                is_end = some is None
+                ids += (ends if ids[-1:] != ends else []) if some is None else some
+                while len(ids) > length or is_end and ids:  # the last token stays: the end may have to follow it
+                    part = self._checked(ids[:length], document)
+                    yield Piece(part, part, document, begin)
+                    ids, begin = ids[length:], begin + length
+
     def _chats(self, documents: list[Document], length: int, refused: dict[str, UserError] | None) -> list[Piece]:
         rendered = self._rendered(documents, refused)
         encode = lambda texts: self._tokenizer.encode_batch(texts, add_special_tokens=False)
         encodings = self._encoded([d for d, _, _ in rendered], [text for _, text, _ in rendered], encode, refused)
-        pieces, cut, stops = [], 0, set()
+        pieces, stops = [], set()
         for (document, text, spans), encoded in zip(rendered, encodings, strict=True):
             if encoded is None:
                 continue
             with refusals_kept(refused, document.where):
-                tokens = self._checked(encoded.ids, document)
-                is_answer = np.zeros(len(tokens), bool)
+                is_answer = np.zeros(len(encoded.ids), bool)
                 for span in spans:
-                    places = _places(np.array(encoded.offsets), text, span)
-                    is_answer[places] = True
-                    stops.update(tokens[places[-1:]].tolist())
-                labels = np.where(is_answer, tokens, IGNORE_INDEX)
-                cut += len(tokens) > length
-                pieces.append(Piece(tokens[:length], labels[:length], document, 0, len(tokens)))
+                    answer = places(np.array(encoded.offsets), text, span)
+                    is_answer[answer] = True
+                    stops.update(encoded.ids[i] for i in answer[-1:])
+                pieces.append(self._one(document, encoded.ids, is_answer, length, "conversations"))
         added = self._tokenizer.get_added_tokens_decoder()
         special = {stop for stop in stops if stop in added and added[stop].special}
         self.stops += sorted(special - set(self.stops))
-        if cut:
-            print(f"{cut:,} of {len(documents):,} conversations are cut off, as longer than --length={length}")
         return pieces
+
+    def _one(self, document: Document, ids: list[int], is_scored: np.ndarray, length: int, kind: str) -> Piece:
+        """A document that is one piece, and is cut off if it is longer than a row."""
+        tokens = self._checked(ids, document)
+        labels = np.where(is_scored, tokens, IGNORE_INDEX).astype(np.int32)
+        self._cut[kind] += len(tokens) > length
+        self._count[kind] += 1
+        return Piece(tokens[:length], labels[:length], document, 0, len(tokens))
 
     def _rendered(
         self, documents: list[Document], refused: dict[str, UserError] | None
     ) -> list[tuple[Document, str, list[tuple[int, int]]]]:
-        """Conversations, their texts, and where the assistant speaks. Prints what is to be known of them, once."""
-        sources, templates, rendered = self._chat_templates(), {}, []
+        """Conversations, their texts, and where the assistant speaks."""
+        sources, rendered = self._chat_templates(), []
         with needed_packages():
             from liger_jax.commands._chat import ChatTemplate
         for document in documents:
-            with refusals_kept(refused, document.where), _errors_at(document.where):
-                source = self._chosen(sources, document.tools)
-                if source not in templates:
-                    templates[source] = ChatTemplate(source, self._special)
-                found = templates[source].render(document.messages or [], document.tools, document.values)
+            with refusals_kept(refused, document.where), errors_at(document.where):
+                source = _chat_templates.chosen(sources, document.tools, self._folder)
+                if source not in self._templates:
+                    self._templates[source] = ChatTemplate(source, self._special)
+                found = self._templates[source].render(document.messages or [], document.tools, document.values)
                 rendered.append((document, *found))
-        for note in dict.fromkeys(note for template in templates.values() for note in template.notes.sentences()):
-            print(note)
         return rendered
 
     def _chat_templates(self) -> dict[str, str]:
-        """The chat templates by name, "default" among them or not, from the places where transformers looks."""
+        """The chat templates by name, from the places where transformers looks."""
         names = {"default": "chat_template.jinja"}
         names |= {Path(name).stem: name for name in self._files if Path(name).parent == Path(TEMPLATES)}
-        found: Any = {name: self._text(file) for name, file in names.items() if self._files[file] is not None}
-        for each in (self._config, self._json("chat_template.json")):
-            found = found or each.get("chat_template")
-        if isinstance(found, str):
-            found = {"default": found}
-        elif isinstance(found, list):  # several by name
-            if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in found):
-                raise UserError(
-                    f"The chat_template of the tokenizer in {self._folder} is a list, and must then be of objects, "
-                    "each with a name and a template."
-                )
-            found = {each["name"]: each.get("template") for each in found}
-        found = found if isinstance(found, dict) else {}
-        return {name: each for name, each in found.items() if isinstance(name, str) and isinstance(each, str)}
+        found = {name: self._text(file) for name, file in names.items() if self._files[file] is not None}
+        others = [each.get("chat_template") for each in (self._config, self._json("chat_template.json"))]
+        return _chat_templates.by_name([found, *others], self._folder)
 
     def _text(self, name: str) -> str:
         try:
@@ -248,21 +302,6 @@ class Tokenizer:
             reason = str(error)
         raise UserError(f"{self._folder / name} cannot be read: {reason}.")
 
-    def _chosen(self, sources: dict[str, str], tools: Any) -> str:
-        """The template for a conversation: "tool_use" where there are tools and such a template, else "default"."""
-        name = "tool_use" if tools is not None and "tool_use" in sources else "default"
-        if name in sources:
-            return sources[name]
-        if sources:
-            raise UserError(
-                f"The tokenizer in {self._folder} has the chat templates {', '.join(sorted(sources))}, and none is the "
-                "default. Put the one to take into chat_template.jinja there."
-            )
-        raise UserError(
-            f"The data has messages, and the tokenizer in {self._folder} has no chat template. Take an instruct "
-            "model's, or put one into chat_template.jinja there."
-        )
-
     def _encoded(
         self,
         documents: list[Document],
@@ -272,12 +311,12 @@ class Tokenizer:
     ) -> list[Any]:
         """The encodings of texts, `None` for one that is refused. If all at once fail, they are encoded one by one."""
         try:
-            with _failures():
+            with failures():
                 return encode(texts)
         except UserError:
             found: list[Any] = [None] * len(texts)
             for i, document in enumerate(documents):
-                with refusals_kept(refused, document.where), _errors_at(document.where), _failures():
+                with refusals_kept(refused, document.where), errors_at(document.where), failures():
                     (found[i],) = encode(texts[i : i + 1])
             return found
 
@@ -290,43 +329,3 @@ class Tokenizer:
                 f"{self._vocab_size} entries. Pass a model with its own tokenizer."
             )
         return np.asarray(ids, np.int32)
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    """A context for the tokenizer. A panic of its Rust code is no Exception."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise UserError(f"the tokenizer fails: {str(error)[:_MOST_SAID]}.") from error
-
-
-@contextlib.contextmanager
-def _errors_at(where: str) -> Iterator[None]:
-    """A context for a document, whose errors begin with its place."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-
-
-def _places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:
-    """The tokens of a stretch of text. One that begins before it belongs to it if only white space stands there."""
-    (begin, end), (begins, ends) = span, offsets.reshape(-1, 2).T
-    before = begin
-    while before and text[before - 1].isspace():
-        before -= 1
-    return np.flatnonzero((begins >= before) & (begins < end) & ((begins >= begin) | (ends > begin)))
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens by name, each a string or an object with `content`."""
-    found = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
-        value = config.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            found[name] = value
-    return found

@@ -1,16 +1,29 @@
-"""A run's rows from its documents: what `liger-jax finetune` trains on, and what `liger-jax data` shows."""
+"""A run's rows from its data: what `liger-jax finetune` trains on, and what `liger-jax data` shows."""
 
 import dataclasses
-from collections.abc import Sequence
+import datetime
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from liger_jax.commands._data import Document
+import numpy as np
+
+from liger_jax.commands import _data, _formats, _sources, _token_cache
 from liger_jax.commands._errors import UserError, user_errors
+from liger_jax.commands._laid_rows import LaidRows
+from liger_jax.commands._pieces import Piece, nothing_to_train_on
 from liger_jax.commands._settings import Settings
-from liger_jax.commands._tokenizer import Piece, Tokenizer
+from liger_jax.commands._stream import Stream
+from liger_jax.commands._token_cache import Tokens
+from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner.architectures import Architecture
-from liger_jax.training import pack, pad, share_of_padding
-from liger_jax.training.rows import Rows, hold_out, num_rows
+from liger_jax.training import disk, rows
+from liger_jax.training.rows import Mixture, Rows, hold_out, num_mixed
+from liger_jax.training.waiting import telling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +31,73 @@ class TrainingRows:
     """The data of a run.
 
     Attributes:
-        train: the pieces to train on.
-        held_out: the pieces that are held out.
-        rows: the rows of the former.
-        held_out_rows: the rows of the latter; `None` if there are none.
+        rows: the rows to train on; `None` if they are read from a stream.
+        held_out_rows: the rows that are scored and not trained on; `None` if there are none.
+        mixture: (rows, weight) of consecutive groups of rows, where an epoch has each as often as the weight says;
+            `None` for each row once.
         summary: how many there are, in words.
+        stream: the stream.
     """
 
-    train: Sequence[Piece]
-    held_out: Sequence[Piece]
-    rows: Rows
-    held_out_rows: Rows | None
+    rows: LaidRows | None
+    held_out_rows: LaidRows | None
+    mixture: Mixture | None
     summary: str
+    stream: Stream | None = None
+
+    @property
+    def num_in_epoch(self) -> int:
+        """How many rows an epoch has; 0 for a stream, which has none."""
+        if self.mixture is not None:
+            return num_mixed(self.mixture)
+        return 0 if self.rows is None else self.rows.num_rows
+
+    @property
+    def _laid(self) -> list[LaidRows]:
+        return [each for each in (self.rows, self.held_out_rows) if each is not None]
+
+    @property
+    def _tokens(self) -> list[Tokens]:
+        """The tokens of both, which may be the same."""
+        return list({each.tokens.folder: each.tokens for each in self._laid}.values())
+
+    def made_of(self) -> dict[str, str]:
+        """Texts by which the data of a run can be told from that of another: its documents, and its tokens."""
+        digest = hashlib.sha256("".join(each.digest for each in self._tokens).encode()).hexdigest()[:12]
+        number = sum(each.num_rows for each in self._laid)
+        return {
+            "documents": " and ".join(each.meta["documents"] for each in self._tokens),
+            "rows": f"{number} rows, as tokenizer and chat template make them: {digest}",
+        }
+
+    def batches(self, settings: Settings) -> Callable[[int], Rows]:
+        """The rows of each step by its number, from 0.
+
+        Args:
+            settings: the run.
+
+        Returns:
+            A function of the step.
+        """
+        if self.stream is not None:
+            return self.stream.rows_of
+        return rows.batches(self.rows, settings.batch, settings.seed, settings.epochs_to_train, self.mixture)
+
+    def held_out(self, most: int) -> list[Piece]:
+        """The first pieces that are scored.
+
+        Args:
+            most: how many.
+
+        Returns:
+            So many, or all.
+        """
+        laid = self.held_out_rows
+        return [] if laid is None else [laid.tokens.piece(int(i)) for i in laid.pieces[:most]]
+
+    def keep(self) -> None:
+        """Keeps the tokens for the next start, and removes those of other runs in the same folder."""
+        _token_cache.keep(self._tokens)
 
 
 def tokenizer(source: Source, model: Architecture) -> Tokenizer:
@@ -50,13 +118,110 @@ def tokenizer(source: Source, model: Architecture) -> Tokenizer:
     return Tokenizer(source, model.config.vocab_size, stops)
 
 
-def lay(settings: Settings, pieces: Sequence[Piece], documents: Sequence[Document]) -> TrainingRows:
+def parts_of(settings: Settings) -> dict[str, list[_sources.Part]]:
+    """What the flags of a run name, which is looked for before anything is read.
+
+    Args:
+        settings: the run.
+
+    Returns:
+        Files and datasets by flag; those of `--data` are left out for a stream.
+
+    Raises:
+        UserError: something is not there, or its name can be read in two ways.
+    """
+    given = {} if settings.stream else {"--data": settings.data}
+    given |= {"--eval-data": settings.eval_data} if settings.eval_data else {}
+    found = {flag: _sources.parts(data, flag) for flag, data in given.items()}
+    for part in found.get("--eval-data", []):
+        if part.weight != 1:
+            raise UserError(f"--eval-data={part.name} has a weight, and all that is scored counts alike. Leave it out.")
+    return found
+
+
+def prepared(
+    settings: Settings, encoder: Tokenizer, place: Path, parts: Mapping[str, list[_sources.Part]] | None = None
+) -> TrainingRows:
+    """The rows of a run, whose tokens are made once: a later start finds them by the content of the data.
+
+    Args:
+        settings: the run.
+        encoder: the tokenizer.
+        place: where tokens are kept.
+        parts: what `parts_of` returns, where it was called already.
+
+    Returns:
+        The rows to train on, and those that are held out.
+
+    Raises:
+        UserError: something of the data cannot be used, or nothing is left to train on.
+    """
+    parts = parts_of(settings) if parts is None else parts
+    if settings.stream:
+        stream = Stream(settings, encoder, place)
+        scored = tokens_of(settings, encoder, place, parts["--eval-data"], "--eval-data")
+        laid = LaidRows(scored, [np.arange(len(scored))], settings.length, settings.pack)
+        summary = f"data: a stream of {settings.data[0]}; {len(scored):,} pieces are scored"
+        return TrainingRows(None, laid, None, summary, stream)
+    train = tokens_of(settings, encoder, place, parts["--data"])
+    if not settings.eval_data:
+        return lay(settings, train)
+    scored = tokens_of(settings, encoder, place, parts["--eval-data"], "--eval-data")
+    if train.meta["documents"] == scored.meta["documents"]:
+        raise UserError("--eval-data has the content of --data, so that its score would say nothing. Pass other data.")
+    return lay(settings, train, scored)
+
+
+def tokens_of(
+    settings: Settings,
+    encoder: Tokenizer,
+    place: Path,
+    parts: Sequence[_sources.Part],
+    flag: str = "--data",
+    refused: _data.Refused = None,
+    is_kept: bool = True,
+) -> Tokens:
+    """The tokens of what a flag names. Prints what is to be known of them.
+
+    Args:
+        settings: the run.
+        encoder: the tokenizer.
+        place: where tokens are kept.
+        parts: what the flag names.
+        flag: the flag.
+        refused: where errors of single files and lines go, by where they are; `None` to raise the first.
+        is_kept: whether tokens of an earlier start serve, and these may serve a later one.
+
+    Returns:
+        The tokens, in files.
+
+    Raises:
+        UserError: something of the data cannot be used, or there is nothing in it.
+    """
+    _formats.tell([path for part in parts for path in part.paths])
+    loaded = {part.name: _data.dataset(part.name, settings.subset) for part in parts if not part.paths}
+    key = _key(settings, encoder, parts, loaded) if is_kept else flag.strip("-")
+    if not is_kept or (found := _token_cache.find(place, key)) is None:
+        read = lambda part: _data.documents_of(part, loaded.get(part.name), settings.column, settings.format, refused)
+        with telling("tokenising"):
+            found = _token_cache.write(place, key, parts, read, encoder, settings.length, refused)
+    if not found.meta["count"] and not refused:
+        raise _data.no_text([part.name for part in parts], flag)
+    if not len(found) and not refused:
+        raise nothing_to_train_on()
+    encoder.stops += [stop for stop in found.stops if stop not in encoder.stops]
+    for line in (*filter(None, [_data.unread(frozenset(found.meta["unread"]))]), *found.meta["notes"]):
+        print(line)
+    return found
+
+
+def lay(settings: Settings, train: Tokens, scored: Tokens | None = None) -> TrainingRows:
     """Lays the pieces of documents into rows.
 
     Args:
         settings: the run.
-        pieces: what the tokenizer makes of the documents.
-        documents: all of them, also those of which no piece is left.
+        train: the data's tokens.
+        scored: those of other data that is scored; `None` to hold out a share of the former.
 
     Returns:
         The rows to train on, and those that are held out.
@@ -64,42 +229,57 @@ def lay(settings: Settings, pieces: Sequence[Piece], documents: Sequence[Documen
     Raises:
         UserError: nothing is left to train on.
     """
-    if settings.eval_share and len(pieces) < 2:
+    if settings.share_held_out and len(train) < 2:
         raise UserError("The data is one piece, so that nothing can be held out. Pass more of it, or --eval-share 0.")
-    train, held_out = hold_out(pieces, settings.eval_share, settings.seed)
-    rows = lambda some: rows_of(some, settings)
-    found, tokens = rows(train), sum(len(piece.tokens) for piece in train)
-    padding = share_of_padding(found) if settings.pack else 1 - tokens / found["input_ids"].size
+    drawn = hold_out(range(len(train)), settings.share_held_out, settings.seed)
+    chosen, held_out = (np.array(some, np.int64) for some in drawn)
+    weights, groups, mixture = [_sources.weight(text) for text in settings.data], [chosen], None
+    is_mixed = any(weight != 1 for weight in weights)
+    if is_mixed:
+        groups = np.split(chosen, np.searchsorted(chosen, np.cumsum(train.meta["pieces"])[:-1]))
+    laid = LaidRows(train, groups, settings.length, settings.pack)
+    if is_mixed:
+        mixture = list(zip(laid.counts, weights, strict=True))
+    if scored is not None:
+        others: LaidRows | None = LaidRows(scored, [np.arange(len(scored))], settings.length, settings.pack)
+    else:
+        others = LaidRows(train, [held_out], settings.length, settings.pack) if len(held_out) else None
+    return TrainingRows(laid, others, mixture, _summary(settings, laid, others, mixture))
+
+
+def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixture: Mixture | None) -> str:
+    tokens = int(laid.tokens.sizes()[laid.pieces].sum())
+    padding = 1 - tokens / (laid.num_rows * settings.length)
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
-    count = lambda number, what: f"{number:,} {what}{'' if number == 1 else 's'}"
-    read = f"{count(len(documents), 'document')} in {count(len(pieces), 'piece')}"
-    trained = f"{count(len(train), 'piece')} with {tokens:,} tokens in {count(num_rows(found), 'row')} to train on"
-    kept = f"{count(len(held_out), 'piece')} held out"
-    summary = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {kept}"
-    return TrainingRows(
-        train, held_out, found, rows(held_out) if held_out else None, summary + _unused(pieces, documents)
-    )
+    meta, count = laid.tokens.meta, lambda number, what: f"{number:,} {what}{'' if number == 1 else 's'}"
+    read = f"{count(meta['count'], 'document')} in {count(len(laid.tokens), 'piece')}"
+    trained = f"{count(len(laid.pieces), 'piece')} with {tokens:,} tokens in {count(laid.num_rows, 'row')} to train on"
+    scored = count(0 if held_out is None else len(held_out.pieces), "piece")
+    found = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {scored} "
+    found += "scored" if settings.eval_data else "held out"
+    if mixture is not None:
+        told = zip(settings.data, mixture, strict=True)
+        each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in told)
+        found += f"\nan epoch has {num_mixed(mixture):,} rows: {each}"
+    if unused := meta["unused"]:
+        have = "1 document has" if unused == 1 else f"{unused:,} documents have"
+        first = ", ".join(meta["first_unused"])
+        found += f"\n{have} no token to train on, and no row: {first}{', …' if unused > 3 else ''}"
+    return found
 
 
-def rows_of(pieces: Sequence[Piece], settings: Settings) -> Rows:
-    """The rows of pieces, none of which is longer than a row: packed, or one for each.
-
-    Args:
-        pieces: of the data.
-        settings: the run.
-
-    Returns:
-        The model's arguments.
-    """
-    lay = pack if settings.pack else pad
-    return lay([piece.tokens for piece in pieces], settings.length, labels=[piece.labels for piece in pieces])
-
-
-def _unused(pieces: Sequence[Piece], documents: Sequence[Document]) -> str:
-    """A line on the documents of which nothing is trained on, such as a conversation that is cut before its answer."""
-    used = {id(piece.document) for piece in pieces}
-    unused = [document.where for document in documents if id(document) not in used]
-    if not unused:
-        return ""
-    have = "1 document has" if len(unused) == 1 else f"{len(unused):,} documents have"
-    return f"\n{have} no token to train on, and no row: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
+def _key(settings: Settings, encoder: Tokenizer, parts: Sequence[_sources.Part], loaded: Mapping[str, Any]) -> str:
+    """What tokens are made of: the content of the data, how it is read, and the tokenizer."""
+    made: list[Any] = [importlib.metadata.version("tokenizers"), encoder.identity(), settings.length]
+    made += [settings.column, settings.subset, settings.format]
+    made += map(_token_cache.digest_of_file, sorted(Path(__file__).parent.glob("*.py")))  # what makes them
+    made += [str(datetime.date.today())] if encoder.tells_the_time else []
+    with user_errors():
+        size = sum(path.stat().st_size for part in parts for path in part.paths)
+        with telling(f"looking at {disk.size(size)} of data"):
+            for part in parts:
+                files = {str(path): _token_cache.digest_of_file(path) for path in part.paths}
+                found = loaded.get(part.name)  # one that does not tell its content is read anew each time
+                content = files or getattr(found, "_fingerprint", None) or f"at {datetime.datetime.now()}"
+                made.append([part.name, content])
+    return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]

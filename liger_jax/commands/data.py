@@ -13,7 +13,7 @@ import sys
 
 import jax
 
-from liger_jax.commands._errors import UserError, needed_packages
+from liger_jax.commands._errors import UserError, in_one_line, needed_packages
 from liger_jax.commands._settings import add_data_arguments, settings_of
 
 SUMMARY = "show your text or conversations as they would be trained on"
@@ -25,7 +25,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     Args:
         command: its parser.
     """
-    command.add_argument("data", metavar="FILE", help="as finetune's --data: a file, a quoted glob, a dataset's id")
+    what = "as finetune's --data: files, globs, folders, a dataset's id"
+    command.add_argument("data", nargs="+", metavar="FILE", help=what)
     command.add_argument("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
     add_data_arguments(command)
     command.add_argument("--rows", type=int, default=3, help="how many rows are shown (default: 3)")
@@ -57,5 +58,5 @@ def run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
         return 1
     except UserError as error:
-        print("liger-jax data:", *str(error).split(), file=sys.stderr)
+        print("liger-jax data:", in_one_line(error), file=sys.stderr)
         return 2

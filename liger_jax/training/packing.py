@@ -1,6 +1,6 @@
 """Documents of any length in rows of one length: packed, so that few places stay empty, or padded. No token is lost."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from liger_jax.ops.labels import IGNORE_INDEX
 
 Bundle = list[tuple[np.ndarray, np.ndarray]]  # tokens and labels of segments that share a row
 
-_WINDOW = 1024  # rows in which a document looks for room, the latest ones: so the time grows with the documents only
+WINDOW = 1024  # rows in which a document looks for room, the latest ones: so the time grows with the documents only
 
 
 def pack(
@@ -278,7 +278,7 @@ def _packed_bundles(
 
 def _laid(bundles: list[Bundle], length: int, pad_id: int) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
     """Each bundle's segments side by side in the first row with room, and the row and segment of each, from 0."""
-    rows, begins = _first_fit([sum(len(tokens) for tokens, _ in bundle) for bundle in bundles], length)
+    rows, begins = first_fit([sum(len(tokens) for tokens, _ in bundle) for bundle in bundles], length)
     shape = max(rows) + 1, length
     batch = {
         "input_ids": np.full(shape, pad_id, np.int32),
@@ -300,12 +300,24 @@ def _laid(bundles: list[Bundle], length: int, pad_id: int) -> tuple[Mapping[str,
     return batch, np.array(segments, np.int32).reshape(-1, 2)
 
 
-def _first_fit(sizes: list[int], length: int) -> tuple[list[int], list[int]]:
-    """The row of each segment, and the place in the row at which it begins."""
+def first_fit(sizes: Sequence[int], length: int) -> tuple[list[int], list[int]]:
+    """Where `pack` lays segments: each into the first row with room for it.
+
+    Args:
+        sizes: tokens of each segment, at most `length`.
+        length: tokens in a row.
+
+    Returns:
+        The row of each segment, and the place in the row at which it begins.
+
+    Example:
+        >>> first_fit([3, 2, 1], length=4)
+        ([0, 1, 0], [0, 0, 3])
+    """
     room = np.zeros(len(sizes), np.int64)  # what the opened rows have left
     opened, rows, begins = 0, [], []
     for size in sizes:
-        first = max(0, opened - _WINDOW)
+        first = max(0, opened - WINDOW)
         fits = np.flatnonzero(room[first:opened] >= size)
         if fits.size:
             row = first + int(fits[0])

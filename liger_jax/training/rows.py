@@ -3,6 +3,7 @@
 Rows are a model's arguments as `pack` and `pad` make them: arrays of (rows, length), by name.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,8 @@ import numpy as np
 
 from liger_jax.ops.labels import IGNORE_INDEX
 
-Rows = Mapping[str, np.ndarray]
+Rows = Mapping[str, Any]  # arrays, or what is indexed as they are, such as rows that lie in files
+Mixture = Sequence[tuple[int, float]]
 Item = TypeVar("Item")
 
 
@@ -101,10 +103,13 @@ def num_steps(number: int, batch: int, epochs: float) -> int:
     return whole * math.ceil(number / batch) + math.ceil(rest / batch)
 
 
-def batches(rows: Rows, batch: int, seed: int, epochs: float | None = None) -> Callable[[int], Rows]:
+def batches(
+    rows: Rows, batch: int, seed: int, epochs: float | None = None, mixture: Mixture | None = None
+) -> Callable[[int], Rows]:
     """The rows of each step by its number, whatever ran before.
 
-    An epoch has each row once. Its last step has the rows that are left, which may be fewer than `batch`.
+    An epoch has each row once, or as often as the mixture says. Its last step has the rows that are left, which may be
+    fewer than `batch`.
 
     Args:
         rows: a model's arguments.
@@ -112,6 +117,8 @@ def batches(rows: Rows, batch: int, seed: int, epochs: float | None = None) -> C
         seed: seed of the rows' order, which is new in each epoch.
         epochs: how often each row is trained on. A fraction of an epoch is the first share of the epoch's order.
             `None` for epochs without an end.
+        mixture: (rows, weight) of consecutive groups of rows: an epoch has so many times the rows of the group. Of a
+            fraction, other rows come in each epoch, until all of them had their turn. `None` for each row once.
 
     Returns:
         A function of the step, from 0. There are no rows in the steps after the last one, which `num_steps` counts.
@@ -121,18 +128,39 @@ def batches(rows: Rows, batch: int, seed: int, epochs: float | None = None) -> C
         >>> sorted(np.concatenate([batch_of(step)["input_ids"][:, 0] for step in (0, 1)]).tolist())
         [0, 1, 2]
     """
-    number = num_rows(rows)
+    number = num_rows(rows) if mixture is None else num_mixed(mixture)
     steps_in_epoch = math.ceil(number / batch)
 
-    def rows_of(step: int) -> Rows:
-        epoch, step_in_epoch = divmod(step, steps_in_epoch)
+    @functools.lru_cache(2)
+    def order_of(epoch: int) -> np.ndarray:
         order = np.random.default_rng([seed, epoch]).permutation(number)
         if epochs is not None:
             order = order[: max(0, _row_visits(number, epochs) - epoch * number)]
+        return order if mixture is None else _mixed(mixture, seed, epoch)[order]
+
+    def rows_of(step: int) -> Rows:
+        epoch, step_in_epoch = divmod(step, steps_in_epoch)
+        order = order_of(epoch)
         chosen = order[step_in_epoch * batch : (step_in_epoch + 1) * batch]
         return {name: values[chosen] for name, values in rows.items()}
 
     return rows_of
+
+
+def num_mixed(mixture: Mixture) -> int:
+    """Counts the rows of an epoch.
+
+    Args:
+        mixture: (rows, weight) of groups of rows.
+
+    Returns:
+        Their number, at least one of each group that has rows.
+
+    Example:
+        >>> num_mixed([(10, 2.0), (5, 0.5)])
+        22
+    """
+    return sum(_visits(number, weight) for number, weight in mixture)
 
 
 def parts(rows: Rows, size: int) -> Iterator[Rows]:
@@ -177,6 +205,24 @@ def fingerprint(*some: Rows) -> str:
             digest.update(np.ascontiguousarray(values))
     number = sum(map(num_rows, some))
     return f"{number} rows, as tokenizer and chat template make them: {digest.hexdigest()[:12]}"
+
+
+def _visits(number: int, weight: float) -> int:
+    """How many rows of a group an epoch has."""
+    return max(1, round(number * weight)) if number else 0
+
+
+def _mixed(mixture: Mixture, seed: int, epoch: int) -> np.ndarray:
+    """The rows of an epoch, in the order of the groups."""
+    found, first = [], 0
+    for group, (number, weight) in enumerate(mixture):
+        if number:
+            whole, rest = divmod(_visits(number, weight), number)
+            turn = np.random.default_rng([seed, 1, group]).permutation(number)
+            more = turn[(epoch * rest + np.arange(rest)) % number]
+            found.append(first + np.concatenate([np.tile(np.arange(number), whole), more]))
+        first += number
+    return np.concatenate(found)
 
 
 def _row_visits(number: int, epochs: float) -> int:

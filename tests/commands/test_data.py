@@ -185,7 +185,8 @@ def test_a_cell_of_a_table_holds_any_text(tmp_path):
         ("a.txt", ROWS, "holds JSON, which would be trained on as prose. .* a name that ends in .jsonl"),
         ("a", '[\n{"text": "one"}]', "holds JSON, which would be trained on as prose"),
         ("a.gz", "one", "a.gz cannot be read: Not a gzipped file"),
-        ("a.parquet", "one", "is a .parquet file, which is not read as it is. Write its rows as JSON lines: "),
+        ("a.feather", "one", "is a .feather file, which is not read as it is. Write its table as Parquet: "),
+        ("a.parquet.gz", "one", "is compressed as a whole, and is read by parts. Unpack it first."),
         ("a.tar.gz", "one", "is a .tar file, which is not read as it is. Unpack it first"),
         ("a.ipynb", "{}", "is a .ipynb file, which is not read as it is. Write its text to a .txt file"),
     ],
@@ -306,14 +307,13 @@ def test_a_text_ends_with_the_end_of_text_and_its_parts_fill_rows(source, plain)
     assert all(piece.labels is piece.tokens for piece in pieces)
 
 
-def test_rows_hold_documents_each_by_itself(source):
-    documents = [Document("", _tiny.text(3 + i)) for i in range(9)]
-    pieces = Tokenizer(Source(source), 320, []).pieces(documents, length=32)
-    settings = Settings(model="m", data="d", length=32, eval_share=0.2)
-    data = _training_rows.lay(settings, pieces, documents)
-    assert (len(data.train), len(data.held_out)) == (7, 2)
-    scored = data.rows["labels"] >= 0
-    assert scored.sum(1).tolist() == [len(piece.tokens) for piece in data.train]
+def test_rows_hold_documents_each_by_itself(source, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": _tiny.text(3 + i)}) for i in range(9)))
+    settings = Settings(model="m", data=str(tmp_path / "a.jsonl"), length=32, eval_share=0.2)
+    data = _training_rows.prepared(settings, Tokenizer(Source(source), 320, []), tmp_path / "tokens")
+    assert data.held_out_rows and (data.rows.num_rows, data.held_out_rows.num_rows) == (7, 2)
+    scored = data.rows["labels"][:] >= 0
+    assert scored.sum(1).tolist() == data.rows.tokens.sizes()[data.rows.pieces].tolist()
 
 
 def test_a_dataset_of_the_hub_is_read_by_its_column(monkeypatch):

@@ -388,3 +388,21 @@ def test_wandb_that_is_not_installed_is_told_before_anything_is_read(source, tmp
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["finetune", "--model=none", "--data=none", f"--out={tmp_path}", "--log=wandb"]) == 2
     assert capsys.readouterr().err == "liger-jax finetune: --log=wandb needs the package wandb: pip install wandb.\n"
+
+
+@pytest.mark.full
+def test_a_mixture_of_formats_is_learnt_and_its_tokens_are_found_again(source, tmp_path, capsys):
+    asked = [{"instruction": _tiny.text(2, i), "output": _tiny.text(3, i + 2)} for i in range(8)]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    done = [{"prompt": _tiny.text(2, i), "completion": " " + _tiny.text(3, i + 2)} for i in range(8)]
+    (tmp_path / "done.jsonl").write_text("\n".join(map(json.dumps, done)))
+    data = ["--data", f"{tmp_path / 'asked.json'}=2", f"{tmp_path / 'done.jsonl'}=0.5"]
+    data += ["--eval-data", str(source.parent / "chats.jsonl")]
+    options = "--lora 4 --length 64 --batch 4 --epochs 2 --learning-rate 0.05".split()
+    command = ["finetune", f"--model={source}", *data, f"--out={tmp_path / 'out'}", *options]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "an epoch has 20 rows" in printed and "10 steps; loss" in printed and "tokenising" in printed
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "finished: " in printed and "tokenising" not in printed

@@ -1,6 +1,7 @@
 """`liger-jax data`: the rows of a run with the tokens that the loss counts, and all lines that would be refused."""
 
 import json
+import re
 import sys
 
 import jax.numpy as jnp
@@ -130,6 +131,25 @@ def test_check_names_every_line_that_would_be_refused(source, capsys, tmp_path):
     file.write_text(good)
     assert main(["data", f"--model={source}", str(file), "--length=64", "--check"]) == 0
     assert capsys.readouterr().out.endswith("\n0 of 9 documents would be refused\n")
+
+
+def test_several_files_and_weights_are_shown_with_what_is_scored_of_other_data(source, capsys):
+    (source.parent / "more.jsonl").write_text("\n".join(_tiny.chats(20).split("\n")[12:]))
+    others = f"{source.parent / 'texts.jsonl'}=2", "--eval-data", str(source.parent / "more.jsonl"), "--rows=30"
+    printed = shown(capsys, source, "chats.jsonl", *others, "--length=64")
+    assert "data: 18 documents; " in printed and "; 8 pieces are scored\n" in printed
+    assert re.search(
+        r"an epoch has 32 rows: 12 of .*chats.jsonl, which has 12; 20 of .*texts.jsonl=2, which has 10\n", printed
+    )
+    assert "\nheld-out row 8 of 8: " in printed and f"── {source.parent / 'more.jsonl'}, line 8: user" in printed
+
+
+def test_messages_are_bounded(source, capsys, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({f"field {i}" * 100: i for i in range(1000)}))
+    assert main(["data", f"--model={source}", str(tmp_path / "a.jsonl"), "--length=64"]) == 2
+    assert len(capsys.readouterr().err) < 3000
+    assert main(["data", f"--model={source}", str(tmp_path / "a.jsonl"), "--length=64", "--check"]) == 1
+    assert len(capsys.readouterr().out) < 3000
 
 
 def test_check_names_documents_that_the_tokenizer_refuses_and_goes_on(tmp_path, capsys):

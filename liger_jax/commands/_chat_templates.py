@@ -1,0 +1,73 @@
+"""A tokenizer's chat templates and special tokens by name, and which template is a conversation's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_jax.commands._errors import UserError
+
+
+def by_name(places: Sequence[Any], folder: Path) -> dict[str, str]:
+    """The chat templates of the first place that has some.
+
+    Args:
+        places: what the places hold: a template, templates by name, a list of objects with both, or nothing.
+        folder: the tokenizer's, for messages.
+
+    Returns:
+        Templates by name, "default" among them or not.
+
+    Raises:
+        UserError: a list has no objects, each with a name.
+    """
+    found = next((place for place in places if place), None)
+    if isinstance(found, str):
+        found = {"default": found}
+    elif isinstance(found, list):  # several by name
+        if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in found):
+            raise UserError(
+                f"The chat_template of the tokenizer in {folder} is a list, and must then be of objects, each with a "
+                "name and a template."
+            )
+        found = {each["name"]: each.get("template") for each in found}
+    found = found if isinstance(found, dict) else {}
+    return {name: each for name, each in found.items() if isinstance(name, str) and isinstance(each, str)}
+
+
+def chosen(sources: dict[str, str], tools: Any, folder: Path) -> str:
+    """The template for a conversation: "tool_use" where there are tools and such a template, else "default".
+
+    Args:
+        sources: the templates by name.
+        tools: the conversation's; `None` for none.
+        folder: the tokenizer's, for messages.
+
+    Returns:
+        The template.
+
+    Raises:
+        UserError: there is none.
+    """
+    name = "tool_use" if tools is not None and "tool_use" in sources else "default"
+    if name in sources:
+        return sources[name]
+    if sources:
+        raise UserError(
+            f"The tokenizer in {folder} has the chat templates {', '.join(sorted(sources))}, and none is the "
+            "default. Put the one to take into chat_template.jinja there."
+        )
+    raise UserError(
+        f"The data has messages, and the tokenizer in {folder} has no chat template. Take an instruct "
+        "model's, or put one into chat_template.jinja there."
+    )
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The special tokens by name, each a string or an object with `content`."""
+    found = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found

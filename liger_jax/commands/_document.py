@@ -1,0 +1,89 @@
+"""What is trained on: a text, a completion of a prompt, or a conversation."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text or a conversation.
+
+    Attributes:
+        where: where it was found, in words.
+        text: the text; empty for a conversation.
+        messages: the conversation's, or `None` for a text.
+        tools: functions that the assistant may call, for the chat template.
+        values: more variables of the chat template.
+        unread: fields that look as if they chose what is trained on, and do not.
+        prompt: what stands before the text and is not trained on; `None` where there is no prompt.
+        path: the file of a text that is too long to be held in memory, which then is not in `text`.
+    """
+
+    where: str
+    text: str = ""
+    messages: list[dict[str, Any]] | None = None
+    tools: Any = None
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
+    prompt: str | None = None
+    path: Path | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it that could be trained on."""
+        return self.messages is None and self.path is None and not self.text.strip()
+
+
+class Fingerprint:
+    """A text by which documents can be told from others, made of one after the other.
+
+    Example:
+        >>> fingerprint = Fingerprint()
+        >>> fingerprint.add(Document("a.txt", "one"))
+        >>> str(fingerprint)
+        '1 documents e62fc8379ac8'
+    """
+
+    def __init__(self):
+        self.count = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, document: Document) -> None:
+        """Adds a document.
+
+        Args:
+            document: the next one. The text of one that is not in memory comes by `add_text`.
+        """
+        content: list[Any] = [document.text, document.messages, document.tools, document.values]
+        if document.prompt is not None:
+            content.append(document.prompt)
+        self._digest.update((b", " if self.count else b"[") + json.dumps(content, default=str).encode())
+        self.count += 1
+
+    def add_text(self, text: str) -> None:
+        """Adds a part of a text that is not in memory as a whole."""
+        self._digest.update(text.encode())
+
+    def __str__(self) -> str:
+        digest = self._digest.copy()
+        digest.update(b"]" if self.count else b"[]")
+        return f"{self.count} documents {digest.hexdigest()[:12]}"
+
+
+def fingerprint(documents: Iterable[Document]) -> str:
+    """A text by which these documents can be told from others.
+
+    Args:
+        documents: the data of a run.
+
+    Returns:
+        Their number and a hash, in words.
+    """
+    found = Fingerprint()
+    for document in documents:
+        found.add(document)
+    return str(found)

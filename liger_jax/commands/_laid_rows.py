@@ -1,0 +1,120 @@
+"""Rows of pieces that lie in files: each is made when it is asked for, so that all of them need no memory."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from liger_jax.commands._token_cache import Tokens
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training.packing import first_fit
+from liger_jax.training.rows import parts
+
+_FILLED = {"labels": IGNORE_INDEX, "pieces": -1}  # what stands at empty places, where it is not 0
+
+
+class Column:
+    """A column of rows, which is read as an array is: by rows, and then by places in them."""
+
+    dtype = np.dtype(np.int32)
+    ndim = 2
+
+    def __init__(self, made: Callable[[np.ndarray], np.ndarray], shape: tuple[int, int]):
+        self._made, self.shape = made, shape
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        of_rows, *rest = index if isinstance(index, tuple) else (index,)
+        chosen = np.arange(len(self))[of_rows]
+        found = self._made(np.atleast_1d(chosen))
+        return found[(slice(None), *rest)] if chosen.ndim else found[(0, *rest)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype)
+
+
+class LaidRows(Mapping[str, Column]):
+    """The rows of some pieces, as `pack` or `pad` lays them.
+
+    The columns `input_ids`, `labels`, and, if packed, `segment_ids` and `positions` are a model's arguments.
+
+    Args:
+        tokens: all pieces.
+        pieces: the numbers of those that are laid, in lists. No row has pieces of two lists.
+        length: tokens in a row, at least those of the longest piece.
+        packed: whether pieces share rows.
+    """
+
+    def __init__(self, tokens: Tokens, pieces: list[np.ndarray], length: int, packed: bool):
+        self.tokens, self.length, self._packed = tokens, length, packed
+        self.pieces = np.concatenate(pieces)
+        sizes, row, begins, self.counts = tokens.sizes(), [], [], []
+        for some in pieces:
+            first = sum(self.counts)
+            if packed:
+                rows, places = first_fit(sizes[some].tolist(), length)
+            else:
+                rows, places = range(len(some)), [0] * len(some)
+            row.append(np.asarray(rows, np.int64) + first)
+            begins.append(np.asarray(places, np.int64))
+            self.counts.append(max(rows, default=-1) + 1)
+        rows, self._begins = np.concatenate(row), np.concatenate(begins)
+        self._order = np.argsort(rows, kind="stable")  # places in `pieces`, by row
+        self._ends = np.searchsorted(rows[self._order], np.arange(self.num_rows), side="right")
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return sum(self.counts)
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in (*self, "pieces"):
+            raise KeyError(name)
+        return Column(functools.partial(self.made, name), (self.num_rows, self.length))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from ("input_ids", "labels", *(("segment_ids", "positions") if self._packed else ()))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def made(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Some rows of a column.
+
+        Args:
+            name: a model's argument, or "pieces" for the place in `pieces` of what stands at each place, -1 for none.
+            rows: (rows,), their numbers.
+
+        Returns:
+            int32 (rows, length).
+        """
+        found = np.full((len(rows), self.length), _FILLED.get(name, 0), np.int32)
+        for out, row in zip(found, rows.tolist(), strict=True):
+            first = int(self._ends[row - 1]) if row else 0
+            for number, place in enumerate(self._order[first : self._ends[row]].tolist(), 1):
+                tokens, labels = self.tokens.arrays(int(self.pieces[place]))
+                size, begin = len(tokens), self._begins[place]
+                values: Any = {"input_ids": tokens, "labels": labels, "segment_ids": number, "pieces": place}
+                out[begin : begin + size] = np.arange(size) if name == "positions" else values[name]
+        return found
+
+
+class RowParts:
+    """Rows in equal parts, as `training.rows.parts` makes them, each when it is asked for.
+
+    Args:
+        rows: the rows; `None` for none.
+        size: rows in a part.
+    """
+
+    def __init__(self, rows: LaidRows | None, size: int):
+        self._rows, self._size = rows, size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(()) if self._rows is None else parts(self._rows, self._size)
+
+    def __len__(self) -> int:
+        return 0 if self._rows is None else -(-self._rows.num_rows // self._size)

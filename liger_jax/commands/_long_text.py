@@ -1,0 +1,95 @@
+"""Tokens of a text that is too long to be encoded at once: from windows that overlap.
+
+Two windows give the same tokens where they overlap, but for the places near their ends. They are joined at a token in
+the middle of the overlap, around which both agree.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._pieces import failures
+
+WINDOW = 2**20  # characters
+OVERLAP = 2**12
+
+
+def encoded(read: Callable[[int], str], encode: Callable[[str], Any]) -> Iterator[list[int]]:
+    """The tokens of a long text.
+
+    Args:
+        read: returns so many next characters of the text, and fewer at its end.
+        encode: the encoding of a text by its `ids` and `offsets`, without special tokens that are added.
+
+    Yields:
+        Token ids, which together are those of the whole text.
+
+    Raises:
+        UserError: two windows nowhere agree.
+    """
+    text = read(WINDOW)
+    found, skipped = encode(text), 0  # the tokens before `skipped` were given already
+    while len(text) >= WINDOW and (more := read(WINDOW - OVERLAP)):
+        begin = len(text) - OVERLAP
+        text = text[begin:] + more
+        following = encode(text)
+        at = _joint(found, begin, following)
+        yield found.ids[skipped : _first(found, begin + at)]
+        found, skipped = following, _first(following, at)
+        if len(more) < WINDOW - OVERLAP:
+            break
+    yield found.ids[skipped:]
+
+
+def with_added(read: Callable[[int], str], tokenizer: Any) -> Iterator[list[int]]:
+    """The tokens of a long text with the special ones that the tokenizer adds around every text.
+
+    Args:
+        read: returns so many next characters of the text, and fewer at its end.
+        tokenizer: of the package `tokenizers`.
+
+    Yields:
+        Token ids, which together are those of the whole text.
+
+    Raises:
+        UserError: two windows nowhere agree, or the tokenizer fails.
+    """
+
+    def encode(text: str) -> Any:
+        with failures():
+            return tokenizer.encode(text, add_special_tokens=False)
+
+    some = tokenizer.encode("a")
+    own = [i for i, is_added in enumerate(some.special_tokens_mask) if not is_added]
+    yield some.ids[: own[0]] if own else []
+    yield from encoded(read, encode)
+    yield some.ids[own[-1] + 1 :] if own else []
+
+
+def _joint(found: Any, begin: int, following: Any) -> int:
+    """A place in the following window at which both windows have the begin of the same token, and agree around it."""
+    least, most = OVERLAP // 4, OVERLAP - OVERLAP // 4
+    ours, theirs = _tokens(found, begin, least, most), _tokens(following, 0, least, most)
+    if ours != theirs or not ours:
+        raise UserError(
+            f"the tokenizer makes other tokens of a part of the text than of the whole, and the text is longer than "
+            f"{WINDOW:,} characters. Split the file."
+        )
+    return ours[len(ours) // 2][0]
+
+
+def _tokens(found: Any, begin: int, least: int, most: int) -> list[tuple[int, int, int]]:
+    """Begin, end and id of the tokens within a part of a window; `begin` is the window's place in that of `found`."""
+    first, last = _first(found, begin + least), _first(found, begin + most)
+    each = zip(found.offsets[first:last], found.ids[first:last], strict=True)
+    return [(start - begin, end - begin, token) for (start, end), token in each]
+
+
+def _first(found: Any, place: int) -> int:
+    """The first token that begins at a place or behind it."""
+    offsets = found.offsets
+    low, high = 0, len(offsets)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if offsets[middle][0] < place else (low, middle)
+    return low

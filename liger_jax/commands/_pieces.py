@@ -1,0 +1,90 @@
+"""Pieces of documents: tokens with a label for each that is trained on."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from liger_jax.commands._document import Document
+from liger_jax.commands._errors import UserError
+from liger_jax.ops.labels import IGNORE_INDEX
+
+_MOST_SAID = 500  # characters of another library's error
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A document's tokens, or a part of them that fills a row.
+
+    Attributes:
+        tokens: (tokens,) int32.
+        labels: (tokens,) int32, the token where it is trained on and -100 elsewhere.
+        document: the document.
+        begin: the place of the first token in the document.
+        total: how many tokens the document has; 0 where that is not known yet.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    document: Document | None = None
+    begin: int = 0
+    total: int = 0
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a token is trained on. The first one cannot be: nothing stands before it."""
+        return bool(np.any(self.labels[1:] != IGNORE_INDEX))
+
+
+@contextlib.contextmanager
+def failures() -> Iterator[None]:
+    """A context for the tokenizer. A panic of its Rust code is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"the tokenizer fails: {str(error)[:_MOST_SAID]}.") from error
+
+
+@contextlib.contextmanager
+def errors_at(where: str) -> Iterator[None]:
+    """A context for a document, whose errors begin with its place."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def places(offsets: np.ndarray, text: str, span: tuple[int, int]) -> np.ndarray:
+    """The tokens of a stretch of text. One that begins before it belongs to it if only white space stands there."""
+    (begin, end), (begins, ends) = span, offsets.reshape(-1, 2).T
+    before = begin
+    while before and text[before - 1].isspace():
+        before -= 1
+    return np.flatnonzero((begins >= before) & (begins < end) & ((begins >= begin) | (ends > begin)))
+
+
+def completed(offsets: np.ndarray, prompt_size: int) -> np.ndarray:
+    """Which tokens are a completion's: those that end behind its prompt, and what the tokenizer adds behind them.
+
+    A token that holds the end of the prompt and the begin of the completion is the completion's: without it the
+    completion's first characters would not be learnt.
+
+    Args:
+        offsets: (tokens, 2), where each token begins and ends in the text; (0, 0) for those that are added.
+        prompt_size: characters of the prompt.
+
+    Returns:
+        (tokens,) booleans.
+    """
+    found = offsets.reshape(-1, 2)[:, 1] > prompt_size
+    if found.any():
+        found[np.flatnonzero(found)[-1] :] = True
+    return found
+
+
+def nothing_to_train_on() -> UserError:
+    """The error for data of which no token is trained on."""
+    return UserError("The data has no token to train on: each is predicted from those before it.")

@@ -1,0 +1,268 @@
+"""A row of data: by which of its fields it is recognised, and what of it is trained on.
+
+A row that could be meant in two ways is refused, since nobody would see that the wrong one was trained on.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from liger_jax.commands import _messages
+from liger_jax.commands._document import Document
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._messages import VALUES
+
+MOST_LEVELS = 100  # of lists and objects in one another; what reads them later calls itself at each
+CONVERSATIONS = ("conversations", "conversation")
+_ROLES = {  # ShareGPT's, and the ones that chat templates know
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
+    "system": "system", "tool": "tool",
+}  # fmt: skip
+_PAIRS = ("chosen", "rejected")
+Row = dict[str, Any]
+
+
+def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
+    """What a row holds.
+
+    Args:
+        where: where it was found, in words.
+        values: its fields. A null counts as absent.
+        column: the field that is trained on, a text or a list of messages; `None` for what the fields' names say. A
+            row that does not have it is read by its names.
+        form: one of `FORMATS`, where the fields' names are those of several; `None` for the only one.
+
+    Returns:
+        The document.
+
+    Raises:
+        UserError: the row is of no format or of several, or its fields have other values than the format's.
+    """
+    if _is_deeper(values, MOST_LEVELS):
+        raise UserError(f"{where}: lists and objects are nested to more than {MOST_LEVELS} levels.")
+    values = {name: value for name, value in values.items() if value is not None}
+    try:
+        found = _document(where, values, column, form)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    try:
+        content = [found.prompt, found.text, found.messages, found.tools, found.values]
+        json.dumps(content, default=str, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
+        raise UserError(f"{where}: {error.object[error.start]!r} is no character.") from error
+    return found
+
+
+def _document(where: str, values: Row, column: str | None, form: str | None) -> Document:
+    if form is None and column is not None and column in values:
+        return _of_column(where, values, column)
+    full = {name: each for name, each in values.items() if each not in ("", [])}  # as tables fill what is not there
+    forms = [name for name, (has, _) in FORMATS.items() if has(full)]
+    forms = forms or [name for name, (has, _) in FORMATS.items() if has(values)]
+    if form is not None:
+        if form not in forms:
+            raise UserError(f"the row is not of --format {form}, {_fields_of(form)}: it has {_names(values)}.")
+        forms = [form]
+    if not forms:
+        raise UserError(_unknown(values, column or "text"))
+    if len(forms) > 1:
+        cures = " or ".join(f"--format {name}" for name in forms)
+        told = "; ".join(f"{name} ({_fields_of(name)})" for name in forms)
+        raise UserError(f"the row has the fields of more than one format: {told}. Say which is meant: {cures}.")
+    if form is None and all(name in values for name in _PAIRS):
+        raise UserError(
+            "the row is a pair of answers, chosen and rejected, and finetune would take neither. Say what is trained "
+            f"on: --format {forms[0]}, or --column chosen."
+        )
+    return FORMATS[forms[0]][1](where, values)
+
+
+def _of_column(where: str, values: Row, column: str) -> Document:
+    value = values[column]
+    if isinstance(value, str):
+        return Document(where, value)
+    if _are_messages(value):
+        return _conversation(where, {name: each for name, each in values.items() if name != column}, value)
+    raise UserError(f"{column!r} holds a {type(value).__name__}, and must hold a text or a list of messages.")
+
+
+def _of_text(where: str, values: Row) -> Document:
+    if not isinstance(values["text"], str):
+        raise UserError(f"text holds a {type(values['text']).__name__}, and must hold a text.")
+    return Document(where, values["text"])
+
+
+def _of_messages(where: str, values: Row) -> Document:
+    return _conversation(where, values, values["messages"])
+
+
+def _of_sharegpt(where: str, values: Row) -> Document:
+    names = [name for name in CONVERSATIONS if name in values]
+    if len(names) > 1:
+        raise UserError(f"the row has both {names[0]} and {names[1]}. Say which is meant: --column {names[0]}.")
+    return _conversation(where, {name: each for name, each in values.items() if name not in names}, values[names[0]])
+
+
+def _of_alpaca(where: str, values: Row) -> Document:
+    asked = [_text_in(values, name) for name in ("instruction", "input") if name in values]
+    answer = _text_in(values, "output")
+    if values.get("history"):
+        raise UserError(
+            "the row has a history, of which nobody knows whether it is trained on. Write the row as messages; "
+            '"weight": 0 leaves an answer out.'
+        )
+    question = "\n".join(text for text in asked if text.strip())
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return _conversation(
+        where, {name: values[name] for name in ("system", "tools", VALUES) if name in values}, messages
+    )
+
+
+def _of_completion(where: str, values: Row) -> Document:
+    prompt, completion = (_parsed(values[name]) for name in ("prompt", "completion"))
+    if str(values.get("label")).lower() in ("true", "false", "1", "0"):  # as tables write them
+        raise UserError(
+            "label says whether the completion is wanted, and finetune would train on those that are not, too. Leave "
+            "out their rows, and then the field."
+        )
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if str(values.get("system") or "").strip():
+            raise UserError("the row has a system message beside a prompt that is a text. Write it into the prompt.")
+        if not completion.strip():
+            raise UserError("the completion is empty, so that there is nothing to train on. Leave the row out.")
+        return Document(where, completion, prompt=prompt)
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise UserError("prompt and completion must both be texts, or both be lists of messages.")
+    before = [m | {"weight": 0} if m["role"] == "assistant" else m for m in map(_message, prompt)]
+    rest = {name: each for name, each in values.items() if name not in ("prompt", "completion")}
+    answers = [_message(each) for each in completion]
+    if not any(message["role"] == "assistant" for message in answers):
+        raise UserError("no message of the completion is the assistant's, and only its words are trained on.")
+    return _conversation(where, rest, before + answers)
+
+
+def _conversation(where: str, beside: Row, found: Any) -> Document:
+    """The conversation of messages, in a template's form or in ShareGPT's; `beside` are the row's other fields."""
+    found = _parsed(found)
+    if isinstance(found, list):
+        found = [_message(each) for each in found]
+        found = _with_system(beside.get("system"), found)
+    row = {**beside, "messages": found}
+    return Document(
+        where,
+        messages=_messages.messages(row),
+        tools=_messages.tools(row.get("tools")),
+        values=_messages.template_values(row.get(VALUES)),
+        unread=frozenset(_messages.look_alikes(row)),
+    )
+
+
+def _message(value: Any) -> Any:
+    """A message with a role and a content, whichever form it came in."""
+    if not isinstance(value, dict):
+        raise UserError("messages must be a list of objects, each with a role and a content.")
+    value = {name: each for name, each in value.items() if each is not None}
+    if "from" not in value:
+        if not isinstance(value.get("role"), str):
+            raise UserError("messages must be a list of objects, each with a role and a content.")
+        return value
+    if "role" in value or "content" in value:
+        raise UserError("a message has 'from' beside a role or a content. Leave out what is not meant.")
+    role = value["from"]
+    if not isinstance(role, str) or role not in _ROLES:
+        raise UserError(f"a message is from {role!r}, and must be from one of {', '.join(_ROLES)}.")
+    rest = {name: each for name, each in value.items() if name not in ("from", "value")}
+    return {"role": _ROLES[role], **({"content": value["value"]} if "value" in value else {}), **rest}
+
+
+def _with_system(system: Any, messages: list[Row]) -> list[Row]:
+    """The messages behind the system message that stands beside them, if one does."""
+    if system is None or isinstance(system, str) and not system.strip():
+        return messages
+    if not isinstance(system, str):
+        raise UserError(f"system holds a {type(system).__name__}, and must hold a text.")
+    if messages and messages[0].get("role") == "system":
+        if messages[0].get("content") == system:
+            return messages
+        raise UserError("a system message stands beside the messages, and another one among them. Leave out one.")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _parsed(value: Any) -> Any:
+    """A value, or what a table's cell holds as JSON: an array of objects."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if found and isinstance(found, list) and all(isinstance(each, dict) for each in found) else value
+
+
+def _text_in(values: Row, name: str) -> str:
+    if not isinstance(values[name], str):
+        raise UserError(f"{name} holds a {type(values[name]).__name__}, and must hold a text.")
+    return values[name]
+
+
+def _are_messages(value: Any) -> bool:
+    value = _parsed(value)
+    is_one = lambda each: isinstance(each, dict) and isinstance(each.get("role", each.get("from")), str)
+    return isinstance(value, list) and bool(value) and all(map(is_one, value))
+
+
+def _unknown(values: Row, column: str) -> str:
+    """Why a row is of no format, and what is right to do about it."""
+    told = f"there are no messages, and no text in {column!r}, among {_names(values)}."
+    if all(name in values for name in _PAIRS):
+        return f"{told} A pair of answers is not trained on as a pair. Say which one is: --column chosen."
+    conversations = [name for name, value in values.items() if _are_messages(value)]
+    texts = [name for name, value in values.items() if isinstance(value, str) and value.strip()]
+    if len(conversations) == 1:
+        return f"{told} Name the field with the messages: --column {conversations[0]}."
+    if len(texts) == 1:
+        return f"{told} Name the text's field: --column {texts[0]}."
+    if texts:
+        return (
+            f"{told} If all of one field is the text, name it: --column {texts[0]}. If one field is asked and another "
+            "is answered, rename them to prompt and completion."
+        )
+    formats = "; ".join(f"{name} ({_fields_of(name)})" for name in FORMATS)
+    return f"{told} A row has the fields of one of these formats: {formats}."
+
+
+def _fields_of(form: str) -> str:
+    return {
+        "messages": "messages",
+        "sharegpt": "conversations",
+        "alpaca": "instruction and output",
+        "prompt-completion": "prompt and completion",
+        "text": "text",
+    }[form]
+
+
+def _names(values: Row) -> str:
+    return str(sorted(map(str, values)))
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested to more levels than these."""
+    inside = [value]
+    for _ in range(levels + 1):
+        inside = [each for each in inside if isinstance(each, dict | list)]
+        if not inside:
+            return False
+        inside = [part for each in inside for part in (each.values() if isinstance(each, dict) else each)]
+    return True
+
+
+FORMATS: dict[str, tuple[Callable[[Row], bool], Callable[[str, Row], Document]]] = {  # whether a row is, and what it is
+    "messages": (lambda row: "messages" in row, _of_messages),
+    "sharegpt": (
+        lambda row: any(not isinstance(_parsed(row.get(name, "")), str) for name in CONVERSATIONS),
+        _of_sharegpt,
+    ),
+    "alpaca": (lambda row: "instruction" in row and "output" in row, _of_alpaca),
+    "prompt-completion": (lambda row: "prompt" in row and "completion" in row, _of_completion),
+    "text": (lambda row: "text" in row, _of_text),
+}

@@ -1,0 +1,179 @@
+"""What `--data` names: files, globs, folders and datasets of the hub, each with how often its rows are in an epoch."""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from liger_jax.commands import _files, _formats
+from liger_jax.commands._errors import UserError
+
+_SPLITS = {  # words in the names of files and folders, as the hub's datasets use them
+    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+}  # fmt: skip
+_ABOUT = re.compile(
+    r"(readme|license|licence|citation|changelog)(\.\w+)?|(dataset_infos?|dataset_dict|state)\.json", re.I
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One thing that `--data` names.
+
+    Attributes:
+        name: as it was typed, without its weight.
+        weight: how often its rows are in an epoch.
+        paths: its files; none for a dataset of the hub.
+    """
+
+    name: str
+    weight: float = 1.0
+    paths: tuple[Path, ...] = ()
+
+
+def parts(given: Sequence[str], flag: str = "--data") -> list[Part]:
+    """What the arguments of a flag name.
+
+    Args:
+        given: files, globs, folders and ids of datasets, each perhaps with a weight: `chats.jsonl=2`.
+        flag: the flag, for messages.
+
+    Returns:
+        One part for each argument, in their order.
+
+    Raises:
+        UserError: nothing is found, or a name can be read in two ways.
+    """
+    found = [_part(text, flag) for text in given]
+    seen: set[str] = set()
+    for part in found:
+        for path in map(os.path.abspath, part.paths or [part.name]):
+            if path in seen:
+                raise UserError(
+                    f"{flag} names {path if part.paths else part.name} more than once. Leave one out; "
+                    f"{part.name}=2 takes its rows twice."
+                )
+            seen.add(path)
+    return found
+
+
+def _part_of(text: str, flag: str) -> tuple[str, float]:
+    """The name and the weight of an argument."""
+    name, equals, number = text.rpartition("=")
+    if not equals or not _is_found(name):
+        return text, 1.0
+    weight = _number(number)
+    if os.path.exists(text):
+        if weight is None:
+            return text, 1.0
+        longer = number + ("0" if "." in number else ".0")  # the same number, which no file is called by
+        raise UserError(f"{flag}={text}: both {name} and {text} are there. Write {name}={longer} or {text}=1.")
+    if weight is None:
+        raise UserError(f"{flag}={text}: what stands behind {name}= must be a number above 0, such as {name}=2.")
+    return name, weight
+
+
+def _part(text: str, flag: str) -> Part:
+    name, weight = _part_of(text, flag)
+    if os.path.isdir(name):
+        return Part(name, weight, tuple(_of_folder(Path(name), flag)))
+    paths = tuple(path for path in _files.found(name, flag) if path.is_file())
+    if not paths and not may_be_id(name):
+        raise UserError(f"No file matches {name!r}. Pass {flag} a file, a folder or a quoted glob.")
+    return Part(name, weight, paths)
+
+
+def weight(text: str) -> float:
+    """How often the rows of an argument of `--data` are in an epoch.
+
+    Args:
+        text: as it was typed.
+
+    Returns:
+        What stands behind its last "=", where that is a weight; else 1.
+    """
+    return _part_of(text, "--data")[1]
+
+
+def may_be_id(name: str) -> bool:
+    """Whether a name may be a dataset's. If its first part is a folder here, it is a mistyped path.
+
+    Args:
+        name: as it was typed.
+
+    Returns:
+        Whether it may.
+    """
+    organisation, slash, _ = name.rpartition("/")
+    is_id = re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None and not name.lower().endswith(_formats.KNOWN)
+    return is_id and not (slash and os.path.isdir(organisation))
+
+
+def _is_found(name: str) -> bool:
+    """Whether a name is one of something: a file, a folder, a glob that matches, or a dataset's id with its owner."""
+    return bool(name) and (bool(_files.found(name)) or "/" in name and may_be_id(name))
+
+
+def _number(text: str) -> float | None:
+    """A weight; `None` if the text is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < math.inf else None
+
+
+def _of_folder(folder: Path, flag: str) -> list[Path]:
+    """The files of a folder that are meant: of one kind, and of one split where their names tell splits."""
+    paths = sorted(_all_in(folder))
+    rows = [path for path in paths if _formats.is_rows(path) and not _ABOUT.fullmatch(path.name)]
+    others = sorted({*paths} - {*rows})
+    if rows and (unclear := [path for path in others if not _ABOUT.fullmatch(path.name)]):
+        raise UserError(
+            f"{folder} holds rows, such as {rows[0]}, and other files, such as {unclear[0]}. Name what is meant: "
+            f"{flag} '{folder}/**/*{rows[0].suffix}'."
+        )
+    if rows and others:
+        print(f"data: {_some(others)}: passed over, as what tells about the data")
+    if not (found := rows or others):
+        raise UserError(f"{folder} holds no files. Pass {flag} another folder, or a file.")
+    return _of_split(folder, found, flag)
+
+
+def _of_split(folder: Path, paths: list[Path], flag: str) -> list[Path]:
+    splits = {path: _split(path.relative_to(folder)) for path in paths}
+    if len({*splits.values()}) == 1:
+        return paths
+    wanted = [path for path, split in splits.items() if split == "train"]
+    if flag != "--data" or not wanted or None in splits.values():
+        names = ", ".join(sorted(f"{split or 'no split'} ({next(p for p in paths if splits[p] == split)})"
+                                 for split in {*splits.values()}))  # fmt: skip
+        raise UserError(
+            f"{folder} holds files of several splits by their names: {names}. Name the files that are meant."
+        )
+    left = sorted({*paths} - {*wanted})
+    print(f"data: {_some(left)}: passed over, as by their names they are not to be trained on; --eval-data takes them")
+    return wanted
+
+
+def _split(path: Path) -> str | None:
+    """The split that a path names, in the file's name before the folders'."""
+    for part in reversed(path.parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in _SPLITS:
+                return _SPLITS[word]
+    return None
+
+
+def _all_in(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        yield from (Path(place) / name for name in names if not name.startswith("."))
+
+
+def _some(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+    return ", ".join(map(str, paths[:3])) + more
