@@ -96,6 +96,33 @@ def with_tokens(
     return dataclasses.replace(cache, positions=written), positions
 
 
+def lengthened(cache: KVCache, length: int) -> KVCache:
+    """Makes a cache longer.
+
+    Args:
+        cache: a cache with S slots.
+        length: S or more.
+
+    Returns:
+        A cache with the same tokens, and `length` slots.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+        >>> lengthened(empty_cache(config, 2, 3, jnp.float32), 5).positions.tolist()
+        [[-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]]
+    """
+    more = length - cache.positions.shape[1]
+
+    def longer(x: Array, axis: int, value: int = 0) -> Array:
+        widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths, constant_values=value)
+
+    return dataclasses.replace(
+        cache, keys=longer(cache.keys, 2), values=longer(cache.values, 2), positions=longer(cache.positions, 1, -1)
+    )
+
+
 class LayerCache:
     """One layer's part of a cache during one call. Attention writes to it and reads from it.
 

@@ -12,7 +12,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from liger_jax.models.core.arguments import as_key
+from liger_jax.models.core.cache import lengthened
 from liger_jax.ops.labels import as_labels
+
+_ROOM = 128  # slots of the cache that are free after it grew
+_MOST_LENGTHS = 8  # of the cache: each has a loop of its own in the program
 
 
 def generate(
@@ -26,14 +30,18 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     key: Any = None,
-) -> Int[Array, "B T_and_new"]:
+    return_log_probs: bool = False,
+) -> Int[Array, "B T_and_new"] | tuple[Int[Array, "B T_and_new"], Float[Array, "B new"]]:
     """Continues each row of a batch with the likeliest tokens, or with random ones.
 
     p(token) = softmax(logits/temperature), over the fewest likeliest tokens whose probabilities reach top_p together.
 
-    It compiles once for a model, a batch's shape, a number of new tokens, a number of tokens that end a row, and a way
-    to choose: the likeliest, drawn from all, or drawn with top_p below 1. Another temperature, another top_p below 1 or
-    other ids need no compilation.
+    It compiles once for a model, a batch's shape, a number of new tokens, a number of tokens that end a row, a way
+    to choose (the likeliest, drawn from all, or drawn with top_p below 1), and whether log-probabilities are returned.
+    Another temperature, another top_p below 1 or other ids need no compilation.
+
+    The cache grows with the tokens, so that a step reads little more of it than is filled: up to 128 tokens, or an
+    eighth of `max_new_tokens` if that is more. While it grows there are two of its keys or of its values.
 
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.
@@ -47,10 +55,15 @@ def generate(
             `()` no token ends a row.
         pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first that ends a row.
         key: of `jax.random.key` or `jax.random.PRNGKey`; needed for random tokens.
+        return_log_probs: whether to return the new tokens' log-probabilities, too.
 
     Returns:
         (B, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. From the first position
         whose logits are NaN, tokens are −1. The dtype is input_ids', or int32 if that is narrower.
+
+        With `return_log_probs` a pair of these and (B, max_new_tokens) float32, the log-probability of each new token
+        by softmax(logits/temperature) over the whole vocabulary, before top_p; for the likeliest tokens, by
+        softmax(logits). It is 0 after a row's end. They are what the sampler gives to a policy loss.
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.
@@ -81,11 +94,12 @@ def generate(
     if temperature > 0:
         choice = as_key("generate", key), jnp.float32(temperature), None if top_p == 1 else jnp.float32(top_p)
     ends = jnp.asarray(stops, jnp.int32), jnp.asarray(pad, jnp.int32)
-    return _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens)
+    out, log_probs = _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens, return_log_probs)
+    return out if log_probs is None else (out, log_probs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6))
-def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens):
+@functools.partial(jax.jit, static_argnums=(0, 6, 7))
+def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens, return_log_probs):
     """`choice` is None for the likeliest token, or (key, temperature, top_p or None); `ends` is (stops, pad)."""
     model, (stops, pad) = nnx.merge(graph, params), ends
     batch, length = input_ids.shape
@@ -93,34 +107,57 @@ def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens):
     order = jnp.argsort(mask, axis=1, stable=True)
     mask = jnp.take_along_axis(mask, order, axis=1)
     prompts = jnp.take_along_axis(input_ids, order, axis=1)
-    cache = model.init_cache(batch, length + max_new_tokens - 1)  # nothing follows the last token
+    first_slots, *more_slots = _numbers_of_slots(length, max_new_tokens)
+    cache = model.init_cache(batch, first_slots)
     out = model(prompts, attention_mask=mask, cache=cache, logits_to_keep=1)
 
-    def add(count, logits, tokens, ended):
-        """Writes token number `count` of each row."""
+    def add(count, logits, tokens, log_probs, ended):
+        """Writes token number `count` of each row, and its log-probability."""
         if choice is None:
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
             key, temperature, top_p = choice
             token = draw(jax.random.fold_in(key, count), logits, temperature, top_p)
         token = jnp.where(jnp.isnan(logits[:, 0]), -1, token)  # all of a row's logits are NaN, or none
+        if log_probs is not None:
+            found = jnp.where(ended, 0.0, _log_probs(logits, token, None if choice is None else choice[1]))
+            log_probs = log_probs.at[:, count].set(found)
         token = jnp.where(ended, pad, token)
-        return tokens.at[:, count].set(token), ended | jnp.any(token[:, None] == stops[None], axis=1)
+        return tokens.at[:, count].set(token), log_probs, ended | jnp.any(token[:, None] == stops[None], axis=1)
 
     def unfinished(state):
-        count, _, ended, _ = state
-        return (count < max_new_tokens) & ~jnp.all(ended)
+        count, _, _, ended, cache = state
+        has_room = cache.length < cache.positions.shape[1]
+        return (count < max_new_tokens) & ~jnp.all(ended) & has_room
 
     def step(state):
-        count, tokens, ended, cache = state
+        count, tokens, log_probs, ended, cache = state
         last = jax.lax.dynamic_index_in_dim(tokens, count - 1, axis=1)
         out = model(last, cache=cache)
-        return count + 1, *add(count, out.logits[:, -1], tokens, ended), out.cache
+        return count + 1, *add(count, out.logits[:, -1], tokens, log_probs, ended), out.cache
 
     tokens = jnp.broadcast_to(pad, (batch, max_new_tokens))
-    first = add(0, out.logits[:, -1], tokens, jnp.zeros(batch, bool))
-    _, tokens, _, _ = jax.lax.while_loop(unfinished, step, (jnp.asarray(1, jnp.int32), *first, out.cache))
-    return jnp.concatenate([input_ids, tokens.astype(input_ids.dtype)], axis=1)
+    log_probs = jnp.zeros((batch, max_new_tokens), jnp.float32) if return_log_probs else None
+    first = add(0, out.logits[:, -1], tokens, log_probs, jnp.zeros(batch, bool))
+    state = jax.lax.while_loop(unfinished, step, (jnp.asarray(1, jnp.int32), *first, out.cache))
+    for slots in more_slots:
+        state = jax.lax.while_loop(unfinished, step, (*state[:-1], lengthened(state[-1], slots)))
+    _, tokens, log_probs, *_ = state
+    return jnp.concatenate([input_ids, tokens.astype(input_ids.dtype)], axis=1), log_probs
+
+
+def _numbers_of_slots(length: int, max_new_tokens: int) -> list[int]:
+    """The lengths of the cache, one after the other: the last has room for all tokens but the last."""
+    whole = length + max_new_tokens - 1
+    room = max(_ROOM, -(-max_new_tokens // _MOST_LENGTHS))
+    return [*range(length + room, whole, room), whole]
+
+
+def _log_probs(logits, tokens, temperature):
+    """The log-probabilities (B,) of tokens (B,) by logits (B, V); NaN where these are."""
+    scaled = logits if temperature is None else logits / temperature
+    target = jnp.take_along_axis(scaled, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+    return target - jax.nn.logsumexp(scaled, axis=-1)
 
 
 def draw(
