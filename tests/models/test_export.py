@@ -1,6 +1,7 @@
 """`jax.export` of the loss, of a model and of a training step, whose batch is symbolic."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from liger_jax.pallas_kernels._tiles import least_size
 from liger_jax.training import make_step
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")  # which know no symbolic sizes
-close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+close: Any = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 SIZES = dict(vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 LLAMA = LlamaForCausalLM, LlamaConfig(**SIZES)
 GEMMA = Gemma2ForCausalLM, Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=8, sliding_window=4)  # tied

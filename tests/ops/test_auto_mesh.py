@@ -1,6 +1,7 @@
 """The losses on a mesh with Auto axes: they wrap themselves where arrays show how they lie, else a sentence helps."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from liger_jax import ops
 from liger_jax.losses import causal_lm_loss
 
-close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+close: Any = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 B, T, D, V = 4, 6, 16, 24
 
 
@@ -55,7 +56,7 @@ def test_concrete_arrays_get_the_global_mean_and_gradients_that_lie_as_they_do(w
 
 def test_labels_of_one_device_are_cut_and_losses_of_tokens_stay_where_they_are(mesh, arrays):
     hidden, head, _ = placed(mesh, arrays)
-    losses = causal_lm_loss(hidden, head, arrays[2], reduction="none")
+    losses: Any = causal_lm_loss(hidden, head, arrays[2], reduction="none")
     close(losses, causal_lm_loss(*arrays, reduction="none"))
     assert losses.sharding.spec[0] == ("data", "fsdp")
     found = ops.fused_linear_log_probs(hidden, head, arrays[2]).log_probs
