@@ -63,3 +63,39 @@ def training_step(
     if cuda is None:
         return Step(run, lambda _: None, lambda: None, "cpu")
     return Step(run, lambda _: cuda.synchronize(), cuda.max_memory_allocated, cuda.get_device_name())
+
+
+class Generation(NamedTuple):
+    """A generation of transformers."""
+
+    run: Callable[[int], Any]  # takes the number of new tokens
+    wait: Callable[[Any], Any]
+    device: str
+
+
+def generation(values: dict[str, Any], prompts: np.ndarray, *, sampled: dict[str, float] | None) -> Generation:
+    """Generation by a random model in bfloat16, with a static cache; on a GPU transformers compiles its steps.
+
+    Args:
+        values: config.json.
+        prompts: (B, T).
+        sampled: temperature and top_p; None for the likeliest tokens.
+    """
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    cuda = torch.cuda if torch.cuda.is_available() else None
+    with torch.device("cuda" if cuda else "cpu"):
+        config = transformers.AutoConfig.for_model(**json.loads(json.dumps(values)))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        ids = torch.tensor(prompts, dtype=torch.int64)
+        mask = torch.ones_like(ids)
+    model.generation_config.eos_token_id = None  # no token ends a row
+    model.generation_config.pad_token_id = 0
+    choice = {"do_sample": False} if sampled is None else {"do_sample": True, "top_k": 0, **sampled}
+
+    def run(new):
+        options = dict(max_new_tokens=new, cache_implementation="static", **choice)
+        return model.generate(input_ids=ids, attention_mask=mask, **options)
+
+    if cuda is None:
+        return Generation(run, lambda _: None, "cpu")
+    return Generation(run, lambda _: cuda.synchronize(), cuda.get_device_name())

@@ -21,6 +21,7 @@ from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.hugging_face import checkpoint
+from liger_jax.models.hugging_face.names import refusing_foreign_names
 from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import TokenLogProbs, TokenLosses
@@ -52,6 +53,7 @@ class CausalLM(Pretrained):
     lm_head_adapter: Any = None  # `lora.add_lora` and `lora.train_more` set them
     lm_head_rows: Any = None
 
+    @refusing_foreign_names
     def __init__(
         self,
         config: Any,
@@ -95,7 +97,7 @@ class CausalLM(Pretrained):
         adapter = self.lm_head_adapter
         return adapter.of_head(head, self.model.dtype) if adapter is not None and adapter.on else head
 
-    generate = generate
+    generate = refusing_foreign_names(generate)
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> KVCache:
         """Makes an empty key-value cache; `model(input_ids, cache=cache)` returns it with the tokens added.
@@ -113,6 +115,7 @@ class CausalLM(Pretrained):
         """
         return empty_cache(self.config, batch, length, self.model.dtype if dtype is None else dtype)
 
+    @refusing_foreign_names
     @with_auto_axes
     def __call__(
         self,
@@ -165,7 +168,7 @@ class CausalLM(Pretrained):
         Raises:
             ValueError: a shape is wrong, two arguments exclude each other, an argument would be ignored, or the loss
                 needs more than `KernelOptions.memory_budget_bytes`.
-            TypeError: ids or labels are not integers.
+            TypeError: ids or labels are not integers, or an argument has a name of transformers that is not ours.
         """
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
@@ -178,6 +181,7 @@ class CausalLM(Pretrained):
             out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
         return dataclasses.replace(out, cache=decoded.cache, aux=decoded.aux or None)
 
+    @refusing_foreign_names
     @with_auto_axes
     def hidden_states(
         self,
@@ -206,6 +210,7 @@ class CausalLM(Pretrained):
         arguments.check_call(input_ids, None, None, None, None)
         return self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)[0].hidden
 
+    @refusing_foreign_names
     @with_auto_axes
     def log_probs(
         self,

@@ -1,5 +1,6 @@
 """Helpers that all Pallas kernels share: tile sizes, masks, output types."""
 
+import bisect
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels import _mosaic_tpu as pltpu
 from liger_jax.pallas_kernels.devices import TPUS
 
+_MOST_BITS = 40  # of a symbolic dimension's lower bound
 TPU_LEAST_VMEM_BYTES = TPUS["v4"].vmem_bytes
 
 
@@ -32,6 +34,29 @@ def previous_power_of_2(n: int) -> int:
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least n."""
     return cdiv(n, multiple) * multiple
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a dimension is symbolic: a batch that `jax.export` leaves open."""
+    return not isinstance(size, int)
+
+
+def least_size(size: Any) -> int:
+    """The dimension, or the least that a symbolic one can be: what is planned for it must serve every size.
+
+    JAX tells the bounds of a symbolic dimension by comparisons only.
+    """
+    if not is_symbolic(size):
+        return size
+
+    def is_at_least(number: int) -> bool:
+        try:
+            return bool(size >= number)
+        except jax.errors.InconclusiveDimensionOperation:
+            return False
+
+    power = next((i for i in range(_MOST_BITS) if not is_at_least(1 << i)), _MOST_BITS)
+    return bisect.bisect_left(range(1, 1 << power), True, key=lambda number: not is_at_least(number + 1)) + 1
 
 
 def promoted(*dtypes: jax.typing.DTypeLike) -> jax.typing.DTypeLike:

@@ -13,11 +13,11 @@ from liger_jax.ops.labels import IGNORE_INDEX
 
 
 def causal_lm_loss(
-    hidden: Float[ArrayLike, "B T D"],
+    hidden: Float[ArrayLike, "*B T D"],
     head: Float[ArrayLike, "..."],
-    labels: Integer[ArrayLike, "B T"],
+    labels: Integer[ArrayLike, "*B T"],
     *,
-    segment_ids: Int[ArrayLike, "B T"] | None = None,
+    segment_ids: Int[ArrayLike, "*B T"] | None = None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, LossMetrics]:
     """The loss of predicting each token from those before it, without logits, for a model of any library.
@@ -25,10 +25,12 @@ def causal_lm_loss(
     Call the model up to its last norm, and take the head's matrix out of its parameters. In Flax's `Linear` and `Dense`
     this is the kernel, (D, V), whose layout is "dv". Gradients flow to the hidden states and to the head.
 
-    loss = mean over scored t of −log softmax(hidden[:, t]·headᵀ)[labels[:, t + 1]]
+    loss = mean over scored t of −log softmax(hidden[..., t, :]·headᵀ)[labels[..., t + 1]]
+
+    A batch axis is not needed: one sequence serves, and so does `jax.vmap` over sequences, with a mean for each.
 
     Args:
-        hidden: hidden states after the last norm, any float dtype.
+        hidden: (..., T, D) hidden states after the last norm, any float dtype.
         head: (V, D), any float dtype; or (D, V) with `weight_layout="dv"`.
         labels: token ids in [0, V), unshifted; -100 is not scored, nor is the last position of a sequence.
         segment_ids: ids of packed segments, whose last positions are not scored either.
@@ -36,10 +38,11 @@ def causal_lm_loss(
             `token_weights`, `reduction`, `return_metrics` and `mode`; `ignore_index` is -100.
 
     Returns:
-        A float32 scalar, or (B, T) with `reduction="none"`; with `return_metrics=True` a pair of it and the metrics.
+        A float32 scalar, or (..., T) with `reduction="none"`; with `return_metrics=True` a pair of it and the metrics.
 
     Raises:
-        ValueError: `labels` or `segment_ids` have another shape than the positions, or an option is refused.
+        ValueError: there is no axis of positions, `labels` or `segment_ids` have another shape than the positions, or
+            an option is refused.
         TypeError: an option is unknown, or an array of another dtype.
 
     Example:
@@ -50,6 +53,11 @@ def causal_lm_loss(
     """
     hidden, head = _checks.floating("causal_lm_loss", hidden=hidden, head=head)
     labels, segment_ids = as_arrays(labels, segment_ids)
+    if hidden.ndim < 2:
+        raise ValueError(
+            f"causal_lm_loss: hidden has shape {hidden.shape}; it must be (..., T, D), with an axis of positions: each "
+            "predicts the next one's label. For positions that are labelled already take fused_linear_cross_entropy."
+        )
     for name, x in dict(labels=labels, segment_ids=segment_ids).items():
         if x is not None and x.shape != hidden.shape[:-1]:
             raise ValueError(
@@ -60,8 +68,8 @@ def causal_lm_loss(
 
 
 def shifted_labels(
-    labels: Integer[ArrayLike, "B T"], segment_ids: Int[ArrayLike, "B T"] | None = None
-) -> Int[Array, "B T"]:
+    labels: Integer[ArrayLike, "*B T"], segment_ids: Int[ArrayLike, "*B T"] | None = None
+) -> Int[Array, "*B T"]:
     """Moves labels one position to the left, with -100 at the end of each sequence and segment.
 
     Args:
@@ -76,8 +84,9 @@ def shifted_labels(
         [[6, -100, 8, -100]]
     """
     labels, segment_ids = as_arrays(labels, segment_ids)
-    shifted = jnp.concatenate([labels[:, 1:], jnp.full_like(labels[:, :1], IGNORE_INDEX)], axis=1)
+    shifted = jnp.concatenate([labels[..., 1:], jnp.full_like(labels[..., :1], IGNORE_INDEX)], axis=-1)
     if segment_ids is None:
         return shifted
-    same_segment = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)))
+    same = segment_ids[..., 1:] == segment_ids[..., :-1]
+    same_segment = jnp.concatenate([same, jnp.zeros_like(segment_ids[..., :1], bool)], axis=-1)
     return jnp.where(same_segment, shifted, IGNORE_INDEX)

@@ -1,4 +1,5 @@
 """Ops on meshes with Explicit axes: the inputs' types say how they lie there, and each device computes on its own part.
+The linear losses do the same with concrete arrays on Auto axes.
 
 After its checks, a public op calls itself inside a `jax.shard_map` that these functions make. Devices exchange
 parameters and their gradients, and for a loss a few numbers.
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops._loss import LossMetrics
-from liger_jax.ops.layout import Names, full_spec, is_explicit, names, spec_of
+from liger_jax.ops.layout import Names, full_spec, is_explicit, mesh_of, names, spec_of
 
 
 def spec_of_explicit(x: jax.Array) -> P | None:
@@ -42,7 +43,7 @@ def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], spe
     Args:
         op: the op's public name, for messages.
         function: takes the parts that one device has.
-        arrays: the first of them lies on an Explicit mesh; `None` entries are passed on.
+        arrays: the first of them is seen to lie on a mesh (`layout.mesh_of`); `None` entries are passed on.
         specs: how each array has to lie on the mesh. An array that every device has whole is cut into parts. A vector
             that is split is gathered.
         out: how the results lie on the mesh.
@@ -53,20 +54,21 @@ def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], spe
     Raises:
         ValueError: an array of two axes or more would have to be gathered, or sent to other devices.
     """
-    mesh = jax.typeof(arrays[0]).sharding.mesh
+    mesh: Any = mesh_of(arrays[0])
     placed = [x if x is None else _placed(op, x, spec, mesh) for x, spec in zip(arrays, specs, strict=True)]
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = {name for name in kinds if kinds[name] == AxisType.Explicit} or set(kinds)
     in_context = not jax.sharding.get_abstract_mesh().empty
     # With check_vma=True, Hopper's kernels of the loss could not write in place.
     mapped = jax.shard_map(
-        function, mesh=None if in_context else mesh, in_specs=specs, out_specs=out, axis_names=explicit, check_vma=False
+        function, mesh=None if in_context else mesh, in_specs=specs, out_specs=out, axis_names=axes, check_vma=False
     )
     return mapped(*placed)
 
 
 def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
     found, wanted = spec_of(x), full_spec(spec, x.ndim)
-    if found == wanted and is_explicit(x):
+    if found == wanted and mesh_of(x) is not None:
         return x
     is_cut = all(there in (None, here) for there, here in zip(found, wanted, strict=True))
     if x.ndim > 1 and not is_cut:
@@ -74,7 +76,8 @@ def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:
             f"{op}: an array of shape {x.shape} lies on the mesh as {found}, but beside the others must lie as "
             f"{wanted}. Move it by jax.sharding.reshard."
         )
-    return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+    move = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else jax.device_put
+    return move(x, NamedSharding(mesh, wanted))
 
 
 def token_spec(op: str, rows: jax.Array) -> tuple[P, Names]:
@@ -83,8 +86,8 @@ def token_spec(op: str, rows: jax.Array) -> tuple[P, Names]:
     Raises:
         ValueError: the last axis of `rows` is split.
     """
-    spec = row_spec(rows)
-    if spec is None:
+    spec = spec_of(rows) if rows.ndim else P(None)
+    if spec[-1] is not None:
         raise ValueError(
             f"{op}: the first argument lies on the mesh as {spec_of(rows)}, but each device must have its last axis "
             "whole. Move it by jax.sharding.reshard."

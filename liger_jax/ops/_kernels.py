@@ -22,6 +22,7 @@ import jax
 from liger_jax.ops._mesh import opaque
 from liger_jax.ops._place import Place, place_of
 from liger_jax.pallas_kernels import _hopper
+from liger_jax.pallas_kernels._tiles import is_symbolic
 from liger_jax.pallas_kernels.devices import AMPERE
 
 Implementation = str | tuple[str, ...] | None
@@ -197,6 +198,8 @@ class Kernels:
         reason = _no_interpreter(name) if interpret else _wrong_device(name, place)
         if name not in _PARTITIONED:
             reason = reason or place.mesh_refusal
+        if name != "xla" and any(is_symbolic(size) for x in inputs if x is not None for size in x.shape):
+            reason = reason or "its kernels are compiled for sizes that are known, and a shape is symbolic; use 'xla'."
         return reason or self.modules[name].unsupported(*inputs, **case)
 
 

@@ -6,6 +6,7 @@ import jax
 
 from liger_jax.ops._kernels import Choice, Implementation, Kernels
 from liger_jax.ops._place import Place, place_of
+from liger_jax.pallas_kernels._tiles import least_size
 
 # With 2,048 rows or fewer, each of Hopper's teams has five rows at most. Triton is faster then, below 5,120 columns.
 _FEW_ROWS = 2048
@@ -41,7 +42,7 @@ def choose(
     hopper_first = {**kernels.defaults, "gpu": ("mosaic_gpu", *kernels.defaults["gpu"])}
 
     def choose_from(least_width: int) -> Choice:
-        least_width = least_width if n > _FEW_ROWS else max(least_width, _LEAST_WIDTH_OF_FEW)
+        least_width = least_width if least_size(n) > _FEW_ROWS else max(least_width, _LEAST_WIDTH_OF_FEW)
         is_wide = d >= least_width and x.dtype.itemsize == 2
         own = dataclasses.replace(kernels, defaults=hopper_first) if is_wide else kernels
         return own.choose(None, *arrays, place=place)

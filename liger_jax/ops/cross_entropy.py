@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Integer
 
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards, layout
 from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.pallas_kernels.cross_entropy import formulas, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
@@ -20,6 +21,7 @@ _KERNELS = Kernels(
     {"xla": xla, "triton": triton, "mosaic_tpu": mosaic_tpu},
     defaults={"gpu": ("triton",), "tpu": ("mosaic_tpu",)},
 )
+_FORWARD_MODE = "Take optax.losses.softmax_cross_entropy_with_integer_labels, which is plain JAX."
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -172,6 +174,7 @@ def reduced_cross_entropy(
         flat(labels), flat(where), flat(token_weights), class_weights, loss_options, vocab_size, vocab_axis
     )
     z, kernel_labels, class_weights = _mesh.align_varying(z, kernel_labels, class_weights)
+    z = reverse_only(z, loss_options.op, _FORWARD_MODE)
     options = loss_options.logit_options(return_metrics)
     kernels = choice.kernel("statistics", options=options), choice.kernel("gradient", options=options)
     # Before they meet coefficients, of whose gradients they are factors: a row that does not count may hold inf or NaN.

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Names = tuple[str, ...]
@@ -53,16 +54,59 @@ def is_explicit(x: jax.Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
+def mesh_of(x: jax.Array) -> Any | None:
+    """The mesh on which an array is seen to lie.
+
+    Args:
+        x: an array or a tracer.
+
+    Returns:
+        The mesh in its type, if that has Explicit axes. Else the mesh of Auto axes on which a concrete array lies, also
+        where `jax.grad` differentiates it outside of jit. None where nothing can be seen, as under jit; inside
+        `jax.shard_map`; or on a mesh of one device.
+    """
+    if is_explicit(x):
+        return jax.typeof(x).sharding.mesh
+    sharding = _sharding_of(x)
+    return None if sharding is None else sharding.mesh
+
+
+def are_seen(*arrays: jax.Array) -> bool:
+    """Whether all arrays are seen to lie on one mesh; on a mesh of Explicit axes it is enough that the first is.
+
+    Args:
+        *arrays: arrays or tracers.
+
+    Returns:
+        Whether a `jax.shard_map` around them needs no more to be said.
+    """
+    first = mesh_of(arrays[0])
+    return first is not None and (is_explicit(arrays[0]) or all(mesh_of(x) == first for x in arrays[1:]))
+
+
+def _sharding_of(x: Any) -> NamedSharding | None:
+    """How a concrete array lies on several devices of a mesh of Auto axes, or None."""
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        return None
+    while isinstance(x, Tracer):  # outside of jit, tracers of derivatives hold the array
+        x = getattr(x, "primal", None)
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return None
+    return sharding if set(sharding.mesh.axis_types) == {AxisType.Auto} else None
+
+
 def spec_of(x: jax.Array) -> P:
     """How an array lies on its mesh.
 
     Args:
-        x: an array or a tracer. Only Explicit axes are known: where a mesh has none, nothing is split.
+        x: an array or a tracer. Auto axes are known only where `mesh_of` sees them: elsewhere nothing is split.
 
     Returns:
         The spec, with an entry for each dimension of `x`.
     """
-    return full_spec(jax.typeof(x).sharding.spec, x.ndim)
+    sharding = None if is_explicit(x) else _sharding_of(x)
+    return full_spec((jax.typeof(x).sharding if sharding is None else sharding).spec, x.ndim)
 
 
 def full_spec(spec: P, ndim: int) -> P:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
+from liger_jax.pallas_kernels._tiles import is_symbolic
+
 
 def keep(logits_to_keep: Any, hidden: jax.Array, *per_token: jax.Array | None) -> tuple[Any, ...]:
     """Cuts the T axis of hidden states and of per-token arrays down to the kept positions.
@@ -67,6 +69,11 @@ def check_call(input_ids: Any, labels: Any, shift_labels: Any, loss_weights: Any
         raise ValueError(f"input_ids has shape {input_ids.shape}; it must be (batch, length). Add the missing axis.")
     if input_ids.shape[1] == 0:
         raise ValueError(f"input_ids has shape {input_ids.shape}; a sequence must have at least one token.")
+    if is_symbolic(input_ids.shape[1]):
+        raise ValueError(
+            f"input_ids has the symbolic length {input_ids.shape[1]}; only the batch may be symbolic. Export the model "
+            "for one length, and pad shorter sequences with attention_mask."
+        )
     if labels is not None and shift_labels is not None:
         raise ValueError("labels and shift_labels exclude each other: pass the unshifted or the shifted ones.")
     if labels is None and shift_labels is None:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from liger_jax.pallas_kernels._tiles import is_symbolic
+
 
 def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
     """Looks up table[ids] in `dtype`; an id outside [0, V) gives NaN.
@@ -90,8 +92,13 @@ def _sorted_tokens(ids, vocab_size) -> _SortedTokens:
     order = jnp.argsort(ids)
     ids = ids[order]
     place = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0, dtype=jnp.int32) - 1
-    beyond = vocab_size + jnp.arange(min(len(ids), vocab_size + 1), dtype=ids.dtype)
+    beyond = vocab_size + jnp.arange(_most_distinct(ids.size, vocab_size), dtype=ids.dtype)
     return _SortedTokens(order, place, beyond.at[place].set(ids))
+
+
+def _most_distinct(num_tokens, vocab_size):
+    """The most ids that differ. With a symbolic number of tokens the smaller number is not known."""
+    return num_tokens if is_symbolic(num_tokens) else min(num_tokens, vocab_size + 1)
 
 
 _DISTINCT: Any = dict(unique_indices=True, indices_are_sorted=True, wrap_negative_indices=False)
@@ -128,7 +135,11 @@ def _look_up(table, ids, dtype):
 
     The cotangent of the zeros holds the rounding errors of the table's cotangent.
     """
-    return _rows(table, ids, dtype), table, jnp.zeros((min(ids.size, len(table) + 1), table.shape[1]), jnp.float32)
+    return (
+        _rows(table, ids, dtype),
+        table,
+        jnp.zeros((_most_distinct(ids.size, len(table)), table.shape[1]), jnp.float32),
+    )
 
 
 def _look_up_forward(table, ids, dtype):

@@ -132,7 +132,9 @@ class LayerStack:
         sums: dict[str, list[Any]] = {}  # for each feed-forward, trees of its layers' sums, stacked
         if self.scan:
             carry, sums = self._scanned(layers, carry, inputs)
-            unrolled = [(i, last_layers[str(i)]) for i in sorted(map(int, last_layers))]  # nnx.Dict sorts by name
+            num_stacked = sum(map(len, self.stacked.values()))
+            # By number: nnx.Dict sorts by name, and nnx.tabulate leaves a name of its own among them.
+            unrolled = [(i, last_layers[str(i)]) for i in range(num_stacked, len(self.kinds))]
         else:
             unrolled = enumerate(layers)
         calls: dict[Any, Any] = {}  # one function for equal layers: JAX traces and lowers it once

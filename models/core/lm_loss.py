@@ -21,6 +21,7 @@ from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.ops.layout import SplitHead
 from liger_jax.ops.linear._quantized_head import quantized_log_probs
+from liger_jax.pallas_kernels._tiles import least_size
 
 Result = tuple[Float[Array, ""], LossMetrics | None]
 
@@ -252,5 +253,5 @@ class LanguageModelLoss:
     def _budget_bytes(self, hidden, targets, head):
         """How much of this device's memory the fused loss may use."""
         head = Head(self.table_dtype, head.dtype, isinstance(head, SplitHead))
-        sizes = self.config, self.kernels, self.remat, hidden.dtype, head, targets.size
+        sizes = self.config, self.kernels, self.remat, hidden.dtype, head, least_size(targets.size)
         return loss_budget_bytes(*sizes, device_of(hidden))

@@ -6,7 +6,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +16,7 @@ from liger_jax.models import quantized
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
+from liger_jax.models.hugging_face.names import no_attribute, refusing_foreign_names
 from liger_jax.models.hugging_face.source import Source, find, tokenizer_files
 
 Model = TypeVar("Model", bound="Pretrained")
@@ -30,7 +31,13 @@ class Pretrained(nnx.Module):
     kept: checkpoint.Kept
     head: Any  # its dtype goes to config.json
 
+    if not TYPE_CHECKING:  # a checker would take every name for an attribute
+
+        def __getattr__(self, name):
+            raise no_attribute(self, name)
+
     @classmethod
+    @refusing_foreign_names
     def from_pretrained(
         cls: type[Model],
         path_or_id: str | os.PathLike[str] | Source,
@@ -78,6 +85,7 @@ class Pretrained(nnx.Module):
                 floats (the message lists all of them); `partition_specs` do not fit the parameters; or `quantize` is
                 unknown, or its blocks of 64 do not divide a projection's input.
             ImportError: an id is given, and `huggingface_hub` is not installed.
+            TypeError: an option has a name of transformers that is not ours; the message says which is.
         """
         source = find(path_or_id)
         if quantize is not None:

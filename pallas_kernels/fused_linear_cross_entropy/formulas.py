@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from liger_jax.pallas_kernels._tiles import full_like
+from liger_jax.pallas_kernels._tiles import cdiv, full_like, is_symbolic
 from liger_jax.pallas_kernels.cross_entropy.formulas import NO_LABEL, Cotangents, is_live
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import (
     Gradients,
@@ -63,10 +63,12 @@ def over_tokens(n: int, size: int, body: Callable[[Any, Any, Any], Any], carry: 
     All chunks have one size, so that one loop body serves all of them. The first chunk therefore overlaps with the
     second, which writes over the results of the tokens that both hold.
     """
-    if n <= size:
+    if not is_symbolic(n) and n <= size:
         return carry if n == 0 else body(carry, 0, size)
-    parts = -(-n // size)
+    parts = cdiv(n, size)
     own_of_first = n - (parts - 1) * size
+    if is_symbolic(n):  # and at least `size`: plans are made for the least number of tokens
+        parts, own_of_first = jnp.asarray(parts, jnp.int32), jnp.asarray(own_of_first, jnp.int32)
 
     def step(i, carry):
         start = jnp.maximum(own_of_first + (i - 1) * size, 0)

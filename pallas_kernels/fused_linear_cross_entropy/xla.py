@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.pallas_kernels._tiles import full_like
+from liger_jax.pallas_kernels._tiles import full_like, is_symbolic
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy import xla as cross_entropy
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
@@ -22,6 +22,8 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, Inputs, LinearOptions, Needs, Typed
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.formulas import product, put, take
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.xla_buffers import MEMORY as MEMORY
+
+_ENTRIES_OF_SYMBOLIC = 2048  # in a slice of logits where the number of tokens is not known
 
 
 def unsupported(hidden: Typed, weight: Typed, *others: jax.Array | None, options: LinearOptions) -> str | None:
@@ -52,7 +54,8 @@ def statistics(inputs: Inputs, *, options: LinearOptions) -> Statistics:
         )
 
     # As many logits at a time as a chunk of the fast mode holds.
-    size = options.chunk_size if options.mode == "lean" else max(1, options.chunk_size * v // max(n, 1))
+    as_many = _ENTRIES_OF_SYMBOLIC if is_symbolic(n) else max(1, options.chunk_size * v // max(n, 1))
+    size = options.chunk_size if options.mode == "lean" else as_many
     state = formulas.over_slices(v, min(size, v), body, start_state, last_waits=True)
     parts = jax.tree.map(lambda field: field.reshape(1, n), state)
     return row_formulas.online_merge(parts, options.logit)

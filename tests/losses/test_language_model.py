@@ -89,3 +89,34 @@ def test_a_shape_that_is_not_the_positions_is_refused(name, tokens, unchecked_ty
     wrong = {"labels": tokens, **{name: tokens[:, 1:]}}
     with pytest.raises(ValueError, match=rf"{name} has shape \(2, 10\); it must be \(2, 11\), one for each position"):
         causal_lm_loss(jnp.ones((2, 11, D)), jnp.ones((V, D)), **wrong)
+
+
+@pytest.fixture
+def arrays(rng):
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return draw(3, 11, D), draw(V, D), jnp.asarray(rng.integers(0, V, (3, 11))).at[1, 4].set(-100)
+
+
+def test_one_sequence_needs_no_batch_axis(arrays):
+    hidden, head, labels = arrays
+    segments = jnp.asarray([0] * 4 + [1] * 7)
+    one = causal_lm_loss(hidden[0], head, labels[0], segment_ids=segments)
+    close(one, causal_lm_loss(hidden[:1], head, labels[:1], segment_ids=segments[None]))
+    assert causal_lm_loss(hidden[0], head, labels[0], reduction="none").shape == (11,)
+    close(causal_lm_loss(hidden[None], head, labels[None]), causal_lm_loss(hidden, head, labels))
+
+
+def test_vmap_over_sequences_gives_each_its_own_loss_and_gradients(arrays):
+    hidden, head, labels = arrays
+    loss = jax.value_and_grad(causal_lm_loss, argnums=(0, 1))
+    found = jax.vmap(loss, in_axes=(0, None, 0))(hidden, head, labels)
+    each = [loss(hidden[i : i + 1], head, labels[i : i + 1]) for i in range(3)]
+    close(found[0], [value for value, _ in each])
+    close(found[1][0], jnp.concatenate([grads[0] for _, grads in each]))
+    close(found[1][1], jnp.stack([grads[1] for _, grads in each]))
+
+
+def test_hidden_states_of_one_position_are_refused(arrays, unchecked_types):
+    hidden, head, _ = arrays
+    with pytest.raises(ValueError, match=r"hidden has shape \(16,\); it must be \(..., T, D\)"):
+        causal_lm_loss(hidden[0, 0], head, jnp.int32(1))

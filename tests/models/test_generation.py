@@ -25,6 +25,7 @@ from liger_jax.models import (
     generate,
     stream,
 )
+from liger_jax.models.core import generation
 from liger_jax.models.core.cache import cached_attention
 from liger_jax.models.core.generation import draw
 from liger_jax.models.llama.modeling import LlamaLayer
@@ -431,3 +432,39 @@ def test_under_jit_a_cache_that_is_too_short_makes_logits_nan(rng):
     _, cache = call(model, tokens, None, model.init_cache(2, 7))
     logits, _ = call(model, tokens, None, cache)
     assert np.isnan(logits).all()
+
+
+# --- log-probabilities, and a cache that grows ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", [{}, {"temperature": 0.7, "top_p": 0.6, "key": jax.random.key(3)}], ids=str)
+def test_log_probabilities_are_the_model_s_own_before_top_p(choice, rng):
+    model, prompts = make_model(), random_tokens(rng, length=4)
+    options = dict(max_new_tokens=6, return_log_probs=True, **choice)
+    tokens, found = generate(model, prompts, eos_token_id=(), **options)
+    of_all = model.log_probs(tokens, labels=tokens, temperature=choice.get("temperature", 1.0)).log_probs
+    np.testing.assert_allclose(found, of_all[:, 3:-1], rtol=1e-4, atol=1e-5)
+    stop = int(tokens[0, 5])  # the first row's second new token, unless it is the first one, too
+    ended, found_until = generate(model, prompts, eos_token_id=stop, **options)
+    is_after = np.cumsum(np.asarray(ended[:, 4:]) == stop, axis=1) - (np.asarray(ended[:, 4:]) == stop) > 0
+    assert is_after.any() and found.dtype == jnp.float32
+    np.testing.assert_allclose(found_until, np.where(is_after, 0, found), rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_grows_with_the_tokens_and_changes_none(monkeypatch, rng):
+    model, prompts = make_model(), random_tokens(rng, length=5)
+    options = dict(max_new_tokens=11, attention_mask=jnp.asarray([[1] * 5, [0, 0, 1, 1, 1]]), eos_token_id=())
+    expected = generate(model, prompts, **options)
+    assert generation._numbers_of_slots(5, 11) == [15]
+    monkeypatch.setattr(generation, "_ROOM", 3)
+    assert generation._numbers_of_slots(5, 11) == [8, 11, 14, 15]
+    generation._generate.clear_cache()
+    np.testing.assert_array_equal(generate(model, prompts, **options), expected)
+    generation._generate.clear_cache()
+
+
+def test_a_long_generation_has_a_cache_of_eight_lengths_at_most():
+    assert generation._numbers_of_slots(512, 512) == [640, 768, 896, 1023]
+    lengths = generation._numbers_of_slots(7, 100_000)
+    assert len(lengths) == 8 and lengths[-1] == 100_006
+    assert generation._numbers_of_slots(7, 1) == [7]

@@ -22,3 +22,14 @@ def test_what_only_some_programs_need_is_imported_there_alone(program):
     assert not {"tokenizers", "jinja2", "tqdm", "orbax", "tensorboardX", "datasets"} & imported
     assert program != "import liger_jax" or not {"liger_jax.commands", "liger_jax.planner"} & imported
     assert not [name for name in imported if name.startswith("jax_plugins.")]  # those of platforms, which take longest
+
+
+def seconds_of_cpu(modules):
+    """The CPU's time to import modules, the least of three: other programs do not count."""
+    program = f"import {modules}, time; print(time.process_time())"
+    return min(float(subprocess.check_output([sys.executable, "-c", program], text=True)) for _ in range(3))
+
+
+@pytest.mark.full
+def test_the_import_takes_little_more_than_what_it_stands_on():
+    assert seconds_of_cpu("liger_jax") <= seconds_of_cpu("jax, flax, optax") + 0.3

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops import _checks, _explicit, _loss, _mesh
+from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops._place import Place, place_of
-from liger_jax.ops.layout import gathered, is_explicit
+from liger_jax.ops.layout import are_seen, gathered
 from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import as_shapes, from_shapes, instantiated, needs_of, present, scaled, values
 from liger_jax.ops.linear.distillation_plan import KERNELS, DistillationProblem, plan_distillation
 from liger_jax.ops.linear.plan import Plan
 from liger_jax.ops.linear.problem import possible_mode, soft_budget_bytes, why_not_fast
+from liger_jax.pallas_kernels._tiles import is_symbolic
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Needs
 from liger_jax.pallas_kernels.fused_linear_distillation import chunks
@@ -78,8 +80,19 @@ def _token_losses_backward_rule(options, choice, residuals, cotangent):
 
 
 _token_losses_vjp.defvjp(_token_losses_forward_rule, _token_losses_backward_rule, symbolic_zeros=True)
-# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-_token_losses = jax.jit(_token_losses_vjp, static_argnums=(6, 7), inline=True)
+
+
+def _reverse_only(run):
+    """`run`, of which forward mode gets a sentence; jitted, since shard_map runs no bare custom_vjp outside of jit."""
+
+    def with_sentence(hidden, weight, bias, teacher, labels, scale, options, choice):
+        head = reverse_only((hidden, weight, bias), choice.op, f"Else {_TWICE}.")
+        return run(*head, teacher, labels, scale, options, choice)
+
+    return jax.jit(with_sentence, static_argnums=(6, 7), inline=True)
+
+
+_token_losses = _reverse_only(_token_losses_vjp)
 
 
 # --- fast: the summed loss, whose gradients are made in the forward ---------------------------------------------------
@@ -103,7 +116,7 @@ def _summed_loss_backward_rule(options, choice, grads, cotangent):
 
 
 _summed_loss_vjp.defvjp(_summed_loss_forward_rule, _summed_loss_backward_rule, symbolic_zeros=True)
-_summed_loss = jax.jit(_summed_loss_vjp, static_argnums=(6, 7), inline=True)
+_summed_loss = _reverse_only(_summed_loss_vjp)
 
 
 def _run(hidden, weight, bias, teacher, labels, scale, options, choice, needs):
@@ -164,6 +177,11 @@ def plan(
     reason = why_not_fast(static.reduction, options.vocab_axis, *dtypes)
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
     n, d = student.hidden.shape
+    if is_symbolic(n):
+        raise ValueError(
+            f"{static.op}: hidden has the shape {student.hidden.shape}, and its kernels are planned for a number of "
+            "tokens that is known. Export it for one batch."
+        )
     sizes = Sizes(
         n,
         d,
@@ -205,7 +223,8 @@ def _entries_of_slice(planned: Plan, student: Head, teacher: Head | TopK, v: int
 
 def loss(student: Head, teacher: Head | TopK, labels: Any, where: Any, denominator: Any, options: Any, static: Static):
     """The loss of tokens of any shape, on one device or on a mesh of Explicit axes."""
-    if options.vocab_axis is not None or not is_explicit(student.hidden):
+    heads = [*student[:2], *(teacher[:2] if isinstance(teacher, Head) else ())]
+    if options.vocab_axis is not None or not are_seen(*heads):
         return _local(student, teacher, labels, where, denominator, options, static, ())
     op = static.op
     parts = parts_of(op, student.hidden, student.weight, options.student.vocab_dim)

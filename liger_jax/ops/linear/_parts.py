@@ -1,12 +1,13 @@
-"""How the arrays of a linear loss lie on a mesh with Explicit axes."""
+"""How the arrays of a linear loss lie on a mesh, where it can be seen."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops._explicit import token_spec
-from liger_jax.ops.layout import HeadSplit, Names, along, head_split, names, spec_of
+from liger_jax.ops.layout import HeadSplit, Names, along, head_split, mesh_of, names, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,5 +54,6 @@ def parts_of(op: str, hidden: jax.Array, weight: jax.Array, vocab_dim: int) -> P
             f"{op}: weight lies on the mesh as {spec}, and the tokens over {token_axes}. A mesh axis that does not "
             "split tokens may split the vocabulary, by itself, and nothing else. Move it by jax.sharding.reshard."
         )
-    split = head_split(along(spec, token_axes), jax.typeof(weight).sharding.mesh.shape)
+    mesh: Any = mesh_of(weight)  # None if every device has it whole
+    split = None if mesh is None else head_split(along(spec, token_axes), mesh.shape)
     return Parts(tokens, token_axes, spec, vocab_axes[0] if vocab_axes else None, split)

@@ -10,16 +10,22 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.ops import _mesh
+from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops._kernels import Kernel
 from liger_jax.ops._place import place_of
 from liger_jax.ops.linear import _sliced_head
-from liger_jax.ops.linear.plan import kernel_options, make_plan
-from liger_jax.ops.linear.problem import KERNELS, Problem, problem_of, why_not_fast
+from liger_jax.ops.linear.plan import choose_mode, kernel_options, make_plan
+from liger_jax.ops.linear.problem import KERNELS, OP, Problem, problem_of, why_not_fast
+from liger_jax.pallas_kernels._tiles import is_symbolic
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Inputs, LinearOptions, Needs
 
 _SECOND_DERIVATIVES = "take cross_entropy(hidden @ weight.T, labels, implementation='xla')"
+FORWARD_MODE = (
+    "XLA's fast mode has it, where the loss is one number: pass implementation='xla' and mode='fast'; else make the "
+    "logits, and take a loss in plain JAX."
+)
 
 
 def problem_on_device(
@@ -48,7 +54,13 @@ def problem_on_device(
         **limits,
     )
     if place.mesh_refusal is not None:
-        raise ValueError(f"{op}: {place.mesh_refusal}")
+        call = _mesh.loss_call(op, _mesh.axes_of(hidden, weight)) if op == OP else ""
+        raise ValueError(f"{op}: {place.mesh_refusal} {call}".rstrip())
+    if is_symbolic(hidden.shape[0]) and problem.hard_budget_bytes is not None and choose_mode(problem) == "lean":
+        raise ValueError(
+            f"{op}: memory_budget_bytes={problem.hard_budget_bytes} bounds no batch of the symbolic shape "
+            f"{hidden.shape}, since mode 'lean' needs more for more tokens. Leave the budget out, or pass mode='fast'."
+        )
     return problem
 
 
@@ -63,7 +75,8 @@ def kernel_of(
 
 def guarded_inputs(problem: Problem, hidden: Any, weight: Any, labels: Any, bias: Any, class_weights: Any) -> Inputs:
     """What every kernel reads, guarded. XLA's loss is guarded too, because its scan over chunks is not partitioned."""
-    return _mesh.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES)
+    axes = _mesh.axes_of(hidden, weight) if problem.op == OP else None
+    return _mesh.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES, axes)
 
 
 def needs_of(hidden: Any, weight: Any, bias: Any) -> Needs:
@@ -73,7 +86,7 @@ def needs_of(hidden: Any, weight: Any, bias: Any) -> Needs:
 
 def instantiated(cotangent: Any) -> Any:
     """The cotangent as an array, or None: JAX hands over a symbolic zero where nothing depends on an output."""
-    if _is_zero(cotangent):
+    if is_zero(cotangent):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
 
@@ -93,7 +106,8 @@ def values(*primals: Any) -> list[Any]:
     return [jax.tree.map(lambda p: p.value, primal) for primal in primals]
 
 
-def _is_zero(cotangent: Any) -> bool:
+def is_zero(cotangent: Any) -> bool:
+    """Whether it is JAX's symbolic zero."""
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
@@ -126,7 +140,7 @@ def _statistics_forward_rule(hidden, weight, bias, class_weights, labels, proble
 def _statistics_backward_rule(problem, options, residuals, cotangents):
     needs, hidden, weight, bias, class_weights, labels, (lse, entropy) = residuals
     g = Cotangents(*(instantiated(x) for x in cotangents[:3]))
-    if entropy is not None and not _is_zero(cotangents.entropy):
+    if entropy is not None and not is_zero(cotangents.entropy):
         g = row_formulas.with_entropy(g, entropy, cotangents.entropy)
     needs = from_shapes(needs)
     kernel = kernel_of(problem, options, "gradients", needs)
@@ -149,5 +163,12 @@ def _run_statistics(inputs: Inputs, problem: Problem, options: LinearOptions) ->
 
 
 _statistics_vjp.defvjp(_statistics_forward_rule, _statistics_backward_rule, symbolic_zeros=True)
+
+
+def _statistics(hidden, weight, bias, class_weights, labels, problem, options) -> Statistics:
+    head = reverse_only((hidden, weight, bias), problem.op, FORWARD_MODE)
+    return _statistics_vjp(*head, class_weights, labels, problem, options)
+
+
 # Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-linear_statistics = jax.jit(_statistics_vjp, static_argnums=(5, 6), inline=True)
+linear_statistics = jax.jit(_statistics, static_argnums=(5, 6), inline=True)

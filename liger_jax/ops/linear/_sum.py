@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops.linear._statistics import (
+    FORWARD_MODE,
     guarded_inputs,
     instantiated,
+    is_zero,
     kernel_of,
     needs_of,
     present,
@@ -21,9 +25,10 @@ from liger_jax.ops.linear._statistics import (
     values,
 )
 from liger_jax.ops.linear.problem import Problem
+from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
-from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions
+from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import Gradients, LinearOptions, Needs
 
 
 class RowLoss(NamedTuple):
@@ -38,34 +43,43 @@ class RowLoss(NamedTuple):
     is_shared: bool  # whether they are the same functions in every call, or close over what belongs to one
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
-def _sum_vjp(
-    hidden, weight, bias, terms, class_weights, constants, labels, problem, options, row_loss
-) -> tuple[jax.Array, Statistics]:
+def _sum(hidden, weight, bias, terms, class_weights, constants, labels, problem, options, row_loss):
+    """The sum and the statistics, without gradients."""
     kernel = kernel_of(problem, options, "statistics")
     statistics = kernel.run(*kernel.guarded(guarded_inputs(problem, hidden, weight, labels, bias, class_weights)))
     statistics = formulas.where(labels != formulas.NO_LABEL, statistics)
     return jnp.sum(row_loss.losses(statistics, terms, constants)), statistics
 
 
+def _sum_and_gradients(arrays, needs, problem, options, row_loss):
+    """The sum and the statistics, and with them the gradients by hidden, weight and bias."""
+    hidden, weight, bias, terms, class_weights, constants, labels = arrays
+    if not any(needs):  # only the terms or the constants are differentiated
+        of_all = terms, class_weights, constants, labels, problem, options, row_loss
+        return *_sum(hidden, weight, bias, *of_all), Gradients(None, None, None)
+    inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
+    kernel = kernel_of(
+        problem,
+        options,
+        "gradients_in_forward",
+        needs,
+        row_cotangents=row_loss.cotangents,
+        is_shared=row_loss.is_shared,
+    )
+    statistics, grads = kernel.run(*kernel.guarded(inputs, terms, constants))
+    return jnp.sum(row_loss.losses(statistics, terms, constants)), statistics, grads
+
+
+# --- kernels: gradients alone -----------------------------------------------------------------------------------------
+
+_sum_vjp = jax.custom_vjp(_sum, nondiff_argnums=(7, 8, 9))
+
+
 def _sum_forward_rule(hidden, weight, bias, terms, class_weights, constants, labels, problem, options, row_loss):
     needs = needs_of(hidden, weight, bias)
-    hidden, weight, bias, terms, class_weights, constants, labels = values(
-        hidden, weight, bias, terms, class_weights, constants, labels
-    )
-    inputs = guarded_inputs(problem, hidden, weight, labels, bias, class_weights)
-    if any(needs):
-        kernel = kernel_of(
-            problem, options, "gradients_in_forward", needs,
-            row_cotangents=row_loss.cotangents, is_shared=row_loss.is_shared,
-        )  # fmt: skip
-        statistics, grads = kernel.run(*kernel.guarded(inputs, terms, constants))
-    else:  # only the terms or the constants are differentiated
-        kernel = kernel_of(problem, options, "statistics")
-        statistics = formulas.where(labels != formulas.NO_LABEL, kernel.run(*kernel.guarded(inputs)))
-        grads = Gradients(None, None, None)
-    loss = jnp.sum(row_loss.losses(statistics, terms, constants))
-    return (loss, statistics), (present(grads), statistics, terms, constants)
+    arrays = values(hidden, weight, bias, terms, class_weights, constants, labels)
+    loss, statistics, grads = _sum_and_gradients(arrays, needs, problem, options, row_loss)
+    return (loss, statistics), (present(grads), statistics, arrays[3], arrays[5])
 
 
 def _sum_backward_rule(problem, options, row_loss, residuals, cotangents):
@@ -81,8 +95,53 @@ def _sum_backward_rule(problem, options, row_loss, residuals, cotangents):
 
 
 _sum_vjp.defvjp(_sum_forward_rule, _sum_backward_rule, symbolic_zeros=True)
+
+# --- XLA: the derivative along a direction is the gradients' product with it ------------------------------------------
+
+_sum_jvp = jax.custom_jvp(_sum, nondiff_argnums=(7, 8, 9))
+
+
+def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
+    of_head = tangents[:3]
+    needs = Needs(*(x is not None and not is_zero(x) for x in of_head))
+    loss, statistics, grads = _sum_and_gradients(arrays, needs, problem, options, row_loss)
+    product = lambda grad, tangent: jnp.sum(grad.astype(jnp.float32) * tangent.astype(jnp.float32))
+    parts = [product(grad, x) for grad, x, need in zip(grads, of_head, needs, strict=True) if need]
+    if not all(map(is_zero, jax.tree.leaves((tangents[3], tangents[5])))):
+
+        def loss_of(terms, constants):
+            return jnp.sum(row_loss.losses(statistics, terms, constants))
+
+        primals = arrays[3], arrays[5]
+        parts.append(jax.jvp(loss_of, primals, jax.tree.map(_as_tangent, primals, (tangents[3], tangents[5])))[1])
+    no_tangents = jax.tree.map(_no_tangent, statistics)  # they are metrics
+    return (loss, statistics), (functools.reduce(jnp.add, parts, _no_tangent(loss)), no_tangents)
+
+
+def _no_tangent(x: jax.Array) -> Any:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return full_like(x, x.shape, 0, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _as_tangent(primal: jax.Array, tangent: Any) -> Any:
+    return _no_tangent(primal) if is_zero(tangent) else tangent
+
+
+_sum_jvp.defjvp(_sum_tangent_rule, symbolic_zeros=True)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _sum_of_rows(hidden, weight, bias, terms, class_weights, constants, labels, problem, options, row_loss):
+    of_all = terms, class_weights, constants, labels, problem, options, row_loss
+    if problem.kernels == "xla":
+        return _sum_jvp(hidden, weight, bias, *of_all)
+    return _sum_vjp(*reverse_only((hidden, weight, bias), problem.op, FORWARD_MODE), *of_all)
+
+
 # Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
-_shared_sum = jax.jit(_sum_vjp, static_argnums=(7, 8, 9), inline=True)
+_shared_sum = jax.jit(_sum_of_rows, static_argnums=(7, 8, 9), inline=True)
 
 
 def linear_sum(
@@ -96,4 +155,5 @@ def linear_sum(
         return _shared_sum(*arrays, problem, options, row_loss)
     # jit keeps what it traced for as long as its function lives, and static arguments with it. So this call's functions
     # get a jit of their own.
-    return jax.jit(lambda *arrays: _sum_vjp(*arrays, problem, options, row_loss), inline=True)(*arrays)
+    own = functools.partial(_sum_of_rows, problem=problem, options=options, row_loss=row_loss)
+    return jax.jit(own, inline=True)(*arrays)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Integer
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops.layout import SplitHead, is_explicit, taken_apart, whole_weight
+from liger_jax.ops.layout import SplitHead, are_seen, taken_apart, whole_weight
 from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear._sum import RowLoss, linear_sum
@@ -62,7 +62,11 @@ def fused_linear_cross_entropy(
 
     On a mesh with Explicit axes tokens stay where they are, and "mean" is the mean over all devices. A weight that is
     split over the tokens' axes is gathered: in mode "lean" by slices, and each slice's gradient is scattered at once. A
-    weight whose vocabulary is split over another axis stays split.
+    weight whose vocabulary is split over another axis stays split. Auto axes are seen on arrays that are concrete, also
+    where jax.grad differentiates them outside of jit, and then it is the same. Under jit they are not seen: the error
+    shows the jax.shard_map to write.
+
+    Forward mode (jax.jvp, jax.linearize, jax.jacfwd) is mode "fast" of "xla" alone; the others have gradients only.
 
     Args:
         hidden: (..., D), any float dtype.
@@ -94,7 +98,8 @@ def fused_linear_cross_entropy(
         The loss, float32: () for "mean" and "sum", (...) for "none". With `return_metrics`: (loss, metrics).
 
     Raises:
-        TypeError: a dtype is wrong, an option is no Python number, or class_weights are differentiated.
+        TypeError: a dtype is wrong, an option is no Python number, class_weights are differentiated, or forward mode
+            reaches a mode or an implementation that has gradients only.
         ValueError: a shape does not fit, an option is out of range, a concrete label lies outside [0, V), the
             budget is too small, or mode or implementation cannot run here; and, when compiled for several devices
             outside of `jax.shard_map`, that the compiler would gather the tokens.
@@ -131,7 +136,7 @@ def fused_linear_cross_entropy(
     if split is not None:
         return _local(*arrays, options=loss_options, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
-    by_device = _on_parts if is_explicit(hidden) else _local
+    by_device = _on_parts if are_seen(hidden, weight) else _local
     return by_device(*arrays, options=loss_options, **static)
 
 

@@ -14,7 +14,7 @@ from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops.layout import SplitHead, is_explicit, taken_apart, whole_weight
+from liger_jax.ops.layout import SplitHead, are_seen, taken_apart, whole_weight
 from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
 from liger_jax.ops.linear._sum import RowLoss, linear_sum
@@ -160,7 +160,7 @@ def fused_linear_token_loss(
     if split is not None:
         return _local(*arrays, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
-    return (_on_parts if is_explicit(hidden) else _local)(*arrays, **static)
+    return (_on_parts if are_seen(hidden, weight) else _local)(*arrays, **static)
 
 
 # --- the function of one token ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from liger_jax.ops._checks import current_precision
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.ops._place import Place, described, device_of
 from liger_jax.ops.layout import HeadSplit
+from liger_jax.pallas_kernels._tiles import least_size
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.buffers import Memory, Sizes
@@ -141,8 +142,10 @@ def problem_of(
     if mode == "auto" and options.logit.entropy:  # which not every kernel makes in mode "fast"
         as_fast = dataclasses.replace(options, mode="fast")
         mode = "auto" if choice.module.unsupported(hidden, weight, *others, options=as_fast) is None else "lean"
+    n, d = hidden.shape
     return Problem(
-        *hidden.shape,
+        least_size(n),
+        d,
         v=weight.shape[options.vocab_dim],
         itemsize=hidden.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,

@@ -1,0 +1,82 @@
+"""The losses on a mesh with Auto axes: they wrap themselves where arrays show how they lie, else a sentence helps."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax import ops
+from liger_jax.losses import causal_lm_loss
+
+close: Any = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+B, T, D, V = 4, 6, 16, 24
+
+
+@pytest.fixture
+def mesh(devices):
+    shape, types = (len(devices) // 2, 2), (AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("data", "fsdp"), axis_types=types, devices=devices)
+
+
+@pytest.fixture
+def arrays(rng):
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return draw(B, T, D), draw(V, D), jnp.asarray(rng.integers(0, V, (B, T))).at[0, 3:].set(-100)
+
+
+def placed(mesh, arrays, weight=None):
+    specs = P(("data", "fsdp")), weight or P(), P(("data", "fsdp"))
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "weight, options",
+    [
+        (P(), {}),
+        pytest.param(P("fsdp"), {"mode": "lean"}, marks=pytest.mark.full),
+        pytest.param(P(None, "fsdp"), {"reduction": "sum"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_concrete_arrays_get_the_global_mean_and_gradients_that_lie_as_they_do(weight, options, mesh, arrays):
+    loss = functools.partial(causal_lm_loss, **options)
+    expected, truth = jax.value_and_grad(loss, argnums=(0, 1))(*arrays)
+    hidden, head, labels = placed(mesh, arrays, weight)
+    close(loss(hidden, head, labels), expected)
+    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(hidden, head, labels)
+    close(value, expected)
+    jax.tree.map(close, grads, truth)
+    assert [x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in zip(grads, (hidden, head), strict=True)]
+
+
+def test_labels_of_one_device_are_cut_and_losses_of_tokens_stay_where_they_are(mesh, arrays):
+    hidden, head, _ = placed(mesh, arrays)
+    losses: Any = causal_lm_loss(hidden, head, arrays[2], reduction="none")
+    close(losses, causal_lm_loss(*arrays, reduction="none"))
+    assert losses.sharding.spec[0] == ("data", "fsdp")
+    found = ops.fused_linear_log_probs(hidden, head, arrays[2]).log_probs
+    close(found, ops.fused_linear_log_probs(*arrays).log_probs)
+
+
+def test_a_head_that_is_not_on_the_mesh_is_refused(mesh, arrays):
+    hidden, _, labels = placed(mesh, arrays)
+    with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
+        causal_lm_loss(hidden, arrays[1], labels)
+
+
+@pytest.mark.parametrize("in_context", [True, False], ids=["in context", "no context"])
+def test_under_jit_the_sentence_shows_the_call_with_the_axes_and_the_call_is_right(in_context, mesh, arrays):
+    hidden, head, labels = placed(mesh, arrays)
+    with jax.set_mesh(mesh) if in_context else jax.default_matmul_precision("float32"):
+        with pytest.raises(ValueError, match=r"write jax\.shard_map") as error:
+            jax.jit(ops.fused_linear_cross_entropy)(hidden, head, labels)
+    call = str(error.value).partition("write ")[2].removesuffix(".")
+    assert "('data', 'fsdp')" in call
+    names = dict(jax=jax, P=P, mesh=mesh, hidden=hidden, weight=head, labels=labels, num_tokens=B * T - 3)
+    names["fused_linear_cross_entropy"] = ops.fused_linear_cross_entropy
+    close(eval(call, names), ops.fused_linear_cross_entropy(*arrays))

@@ -1,0 +1,83 @@
+"""Forward mode: XLA's fast loss has it, and what has gradients only says so in a sentence of ours."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax import ops
+from liger_jax.losses import causal_lm_loss
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+N, D, V = 12, 8, 19
+
+
+@pytest.fixture
+def arrays(rng):
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, V, N)).at[2].set(-100)
+    return (draw(N, D), draw(V, D), draw(V)), (draw(N, D), draw(V, D), draw(V)), labels
+
+
+def plain(labels):
+    return lambda h, w, b: ops.cross_entropy(h @ w.T + b[None], labels)
+
+
+def fused(labels, **options):
+    options = dict(implementation="xla", mode="fast", chunk_size=5) | options
+    return lambda h, w, b: ops.fused_linear_cross_entropy(h, w, labels, bias=b, **options)
+
+
+def test_the_tangent_is_the_gradients_product_with_the_direction(arrays):
+    primals, directions, labels = arrays
+    value, tangent = jax.jvp(fused(labels), primals, directions)
+    expected, grads = jax.value_and_grad(plain(labels), argnums=(0, 1, 2))(*primals)
+    close(value, expected)
+    close(tangent, sum(jnp.vdot(grad, x) for grad, x in zip(grads, directions, strict=True)))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_linearize_and_jacfwd_agree_with_reverse_mode(transform, arrays):
+    (hidden, weight, bias), (direction, *_), labels = arrays
+    loss = transform(lambda h: fused(labels, token_weights=jnp.tanh(h[:, 0]))(h, weight, bias))
+    grad = jax.grad(loss)(hidden)
+    close(jax.linearize(loss, hidden)[1](direction), jnp.vdot(grad, direction))
+    close(jax.jacfwd(loss)(hidden), grad)
+
+
+def test_a_model_of_ones_own_has_forward_mode_through_its_loss(arrays):
+    (hidden, weight, _), (direction, *_), labels = arrays
+    loss = lambda h: causal_lm_loss(jnp.tanh(h), weight, labels, implementation="xla", mode="fast")
+    close(jax.jvp(loss, (hidden,), (direction,))[1], jnp.vdot(jax.grad(loss)(hidden), direction))
+
+
+LEAN = {"mode": "lean", "chunk_size": None}
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "name, loss",
+    [
+        ("fused_linear_cross_entropy", lambda labels: fused(labels, **LEAN)),
+        ("fused_linear_log_probs", lambda y: lambda h, w, b: ops.fused_linear_log_probs(h, w, y, bias=b).log_probs),
+        ("cross_entropy", plain),
+    ],
+)
+def test_what_has_gradients_only_says_so(name, loss, transform, arrays):
+    primals, directions, labels = arrays
+    function = transform(loss(labels))
+    with pytest.raises(TypeError, match=rf"^{name} has gradients \(jax\.grad, jax\.vjp\), but here no forward mode"):
+        jax.jvp(function, primals, directions)
+    jax.grad(lambda *primals: jnp.sum(function(*primals)), argnums=(0, 1, 2))(*primals)
+    with pytest.raises(TypeError, match=f"^{name} has gradients"):
+        jax.linearize(function, *primals)[1](*directions)
+
+
+def test_fused_distillation_says_so_too(arrays):
+    (hidden, weight, _), (direction, *_), _ = arrays
+    loss = lambda h: ops.fused_linear_distillation(h, weight, hidden, 2 * weight)
+    jax.grad(loss)(hidden)
+    with pytest.raises(TypeError, match=r"^fused_linear_distillation has gradients .* no forward mode"):
+        jax.jvp(loss, (hidden,), (direction,))
