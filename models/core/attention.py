@@ -17,6 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_OUTPUT
+from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, summed
 
 
 def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
@@ -35,7 +36,7 @@ def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]
     if not all(is_plain_product(projection) and alike(projection) for projection in projections):
         return [projection(x) for projection in projections]
     kernel = jnp.concatenate([projection.kernel[...] for projection in projections], axis=1)
-    ends = list(itertools.accumulate(projection.out_features for projection in projections))
+    ends = list(itertools.accumulate(projection.kernel.shape[1] for projection in projections))
     # The barrier holds for the gradient too, so that XLA concatenates it once. Without the barrier XLA concatenates it
     # for each of the two products that read it: 142 µs against 110 in a layer of Llama-3.2-1B, 8 × 2,048, on an H200.
     packed = jax.lax.optimization_barrier(x.astype(first.dtype) @ kernel.astype(first.dtype))
@@ -78,13 +79,17 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B own D"],
         cos: Float[Array, "#B T H"],
         sin: Float[Array, "#B T H"],
         segments: ops.Segments | None,
         window: int | None,
         cache: LayerCache | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Float[Array, "B own D"]:
+        layout = self.kernels.mesh_layout
+        tensor = axis_of_part(layout.tensor, self.o_proj)
+        x = all_positions(x, tensor)
+
         def heads(y):
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
@@ -95,7 +100,6 @@ class Attention(nnx.Module):
         if self.kernels.rope:
             rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
         of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
-        layout = self.kernels.mesh_layout
         q, k = layout.run(rope, of_batch, shared, spec=layout.in_attention)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
@@ -109,4 +113,4 @@ class Attention(nnx.Module):
             out = attend_to_own(q, k, v)
         else:
             out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
-        return self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]))
+        return summed(self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3])), tensor)

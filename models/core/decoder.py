@@ -87,10 +87,12 @@ class Decoder(nnx.Module):
         """
         table = self.embed_tokens[...]
         is_frozen = bool(nnx.to_flat_state(nnx.state(self, nnx.LoRAParam)))
-        if sums_gradients(self.layout.batch, is_frozen=is_frozen):
+        if sums_gradients(self.layout.axes, is_frozen=is_frozen):
             return embed_tied(table, input_ids, self.dtype)
-        if not self.layout.batch:
+        if not self.layout.axes:
             return embed(table, input_ids, self.dtype), table
+        if (tensor := self.layout.tensor_parts()) is not None:
+            return embed_parts(tensor, table, input_ids, self.dtype), table
         look_up = lambda ids, table: embed(table, ids, self.dtype)
         sent = table.astype(sent_dtype(table.dtype, self.dtype))
         return self.layout.run(look_up, (input_ids,), (sent,)), table
@@ -108,7 +110,10 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states before the last norm, the layers' sums over tokens, and the cache.
         """
-        return self.stack(self.layers, self.last_layers, x, inputs, cache)
+        arguments = self.layers, self.last_layers, x, inputs
+        if (tensor := self.layout.tensor_parts()) is None:
+            return self.stack(*arguments, cache)
+        return Decoded(tensor.run_layers(self.stack, *arguments, self.config), {}, None)
 
     def __call__(
         self,

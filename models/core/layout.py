@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.on_parts import on_parts
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
+from liger_jax.models.core.tensor_parts import TensorParts
+from liger_jax.models.core.vocabulary_parts import loss_on_parts
 
 Names = tuple[str, ...]
 
@@ -88,8 +90,8 @@ class Layout:
 
     @property
     def between_blocks(self) -> P:
-        """How activations (B, T, …) lie between blocks."""
-        return _spec(self.batch, self.sequence)
+        """How activations (B, T, …) lie between blocks: a norm is computed on one device of a tensor axis alone."""
+        return _spec(self.batch, tuple(axis for axis in (self.sequence, self.tensor) if axis is not None))
 
     @property
     def in_attention(self) -> P:
@@ -119,6 +121,8 @@ class Layout:
         Raises:
             ValueError: the mesh does not divide a matrix.
         """
+        if (tensor := self.tensor_parts(sizes)) is not None:
+            return tensor.spec(info, shape)
         parts = math.prod(sizes[name] for name in self.fsdp_axes)
         if parts == 1 or info.kind in _WHOLE:
             return P()
@@ -180,7 +184,8 @@ class Layout:
         whole: tuple[Any, ...] = (),
         head: Any = None,
         *,
-        spec: P | None = None,
+        spec: P | tuple[P, ...] | None = None,
+        out: Any = None,
     ) -> Any:
         """Runs `function(*split, *whole)` on every device's part; on one device, a plain call.
 
@@ -194,7 +199,8 @@ class Layout:
                 axis over `fsdp`, if that divides it, and its gradient leaves the same way.
             head: the function's last argument, if there is one, an array or quantised. A linear loss gathers an array
                 as it needs it; a quantised head is whole.
-            spec: how `split` and the results lie: `between_blocks`, which is the default, `in_attention` or `in_loss`.
+            spec: how `split` lies, or each of it: `between_blocks`, which is the default, `in_attention` or `in_loss`.
+            out: how the results lie; `None` for as `split` does.
 
         Returns:
             The function's results.
@@ -203,7 +209,7 @@ class Layout:
             ValueError: the mesh in context and the layout do not fit.
         """
         spec = self.between_blocks if spec is None else spec
-        return self._on_parts(function, split, whole, head, spec, spec)
+        return self._on_parts(function, split, whole, head, spec, spec if out is None else out)
 
     def run_sum(
         self,
@@ -211,6 +217,8 @@ class Layout:
         split: tuple[Any, ...],
         whole: tuple[Any, ...] = (),
         head: Any = None,
+        *,
+        spec: P | tuple[P, ...] | None = None,
     ) -> tuple[jax.Array, Any]:
         """Does what `run` does, `in_loss`, for a function that returns a sum over its tokens and arrays per token.
 
@@ -219,6 +227,7 @@ class Layout:
             split: as in `run`.
             whole: as in `run`.
             head: as in `run`.
+            spec: how `split` lies, if not `in_loss`.
 
         Returns:
             (the sum over all tokens, the arrays).
@@ -230,7 +239,8 @@ class Layout:
             total, others = function(*arrays)
             return jax.lax.psum(total, axes) if axes else total, others
 
-        return self._on_parts(local, split, whole, head, self.in_loss, (P(), self.in_loss))
+        spec = self.in_loss if spec is None else spec
+        return self._on_parts(local, split, whole, head, spec, (P(), self.in_loss))
 
     def gathered(self, parameters: Any, dtype: Any) -> Any:
         """Gathers a layer's parameters on every device just before their use, as FSDP does.
@@ -254,12 +264,41 @@ class Layout:
 
         return jax.tree.map(gather, parameters)
 
+    def tensor_parts(self, sizes: Mapping[str, int] | None = None) -> TensorParts | None:
+        """How the tensor axis splits a model.
+
+        Args:
+            sizes: the devices along each axis; `None` for the axes of the mesh in context that are not Manual.
+
+        Returns:
+            The parts; `None` where no axis of several devices does.
+
+        Raises:
+            ValueError: the mesh in context and the layout do not fit.
+        """
+        if self.tensor is None:
+            return None
+        sizes = self._open_axes() if sizes is None else sizes
+        if sizes.get(self.tensor, 1) == 1:
+            return None
+        has = lambda names: tuple(name for name in names if name in sizes)
+        fsdp = has(self.fsdp_axes)
+        return TensorParts(
+            axis=self.tensor,
+            size=sizes[self.tensor],
+            fsdp=fsdp,
+            fsdp_size=math.prod(sizes[name] for name in fsdp),
+            batch=has(self.batch),
+            axes=tuple(sizes),
+            between=_along(self.between_blocks, sizes),
+        )
+
     def _open_axes(self) -> dict[str, int]:
         """The axes of the mesh in context that are not Manual, and the devices along them; none on one device."""
         mesh = jax.sharding.get_abstract_mesh()
-        if self.batch and mesh.empty:
+        if self.axes and mesh.empty:
             raise ValueError(f"{self}: no mesh is in context. Call the model under jax.set_mesh(mesh).")
-        return self._sizes(mesh) if self.batch else {}
+        return self._sizes(mesh) if self.axes else {}
 
     def _sizes(self, mesh: Mesh | AbstractMesh) -> dict[str, int]:
         """The devices along each axis of a mesh, but for axes that are Manual.
@@ -296,8 +335,12 @@ class Layout:
         if not sizes:
             return function(*split, *whole, *(() if head is None else (head,)))
         out = jax.tree.map(lambda spec: _along(spec, sizes), out, is_leaf=lambda x: isinstance(x, P))
+        spec = tuple(_along(one, sizes) for one in spec) if isinstance(spec, tuple) else _along(spec, sizes)
+        tensor = self.tensor_parts(sizes)
+        if tensor is not None and head is not None:
+            return loss_on_parts(tensor, function, split, whole, head, spec, out)
         fsdp = {name: sizes[name] for name in self.fsdp_axes if name in sizes}
-        return on_parts(function, split, whole, head, _along(spec, sizes), out, fsdp, tuple(sizes))
+        return on_parts(function, split, whole, head, spec, out, fsdp, tuple(sizes))
 
 
 ONE_DEVICE = Layout(batch=(), fsdp=())
