@@ -103,6 +103,11 @@ class Layout:
         """How hidden states, labels and results (B, T, …) lie in the loss."""
         return _spec(self.batch, self.sequence)
 
+    @property
+    def of_logits(self) -> P:
+        """How logits (B, T, V) lie."""
+        return _spec(self.batch, self.sequence, self.tensor)
+
     def spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
         """How a parameter lies on a mesh, and what an optimizer holds of its shape.
 

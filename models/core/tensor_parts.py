@@ -88,6 +88,11 @@ class TensorParts:
     axes: Names
     between: P
 
+    @property
+    def tokens(self) -> P:
+        """How arrays (B, …) lie whose positions a device has whole."""
+        return _trimmed([self.batch])
+
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
         """How a parameter lies on the mesh.
 
@@ -116,9 +121,8 @@ class TensorParts:
             entries[at] = (self.axis,)
         elif at is not None and info.kind not in ("embedding", "head") and not _is_of_key_heads(info):
             raise ValueError(self._does_not_divide(self.axis, self.size, at, info, shape))
-        other = self._fsdp_axis(info)
         is_vector = info.kind in ("bias", "norm")
-        other = info.out_axis if is_vector else other
+        other = info.out_axis if is_vector else self._fsdp_axis(info)
         if other is not None and self.fsdp_size > 1:
             parts = self.fsdp_size * (self.size if entries[other] else 1)
             if shape[other] % parts == 0:
@@ -138,6 +142,19 @@ class TensorParts:
                     f"number that divides num_attention_heads={heads} and intermediate_size={width} is "
                     f"{nearest_divisor(math.gcd(heads, width), self.size)}."
                 )
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """Rows in which each device has as many positions as every other one.
+
+        No position sees those that are added, which are behind it, and no largest position or id grows.
+
+        Args:
+            x: (B, T) or (1, T).
+
+        Returns:
+            The rows, with their last number repeated until the axis divides T.
+        """
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.size)), mode="edge")
 
     def run_layers(
         self,
@@ -182,7 +199,7 @@ class TensorParts:
             return decoded.hidden
 
         of_parameters = jax.tree_util.tree_map_with_path(self._entry, parameters)
-        of_arrays = [P() if leaf.shape[0] == 1 else _trimmed([self.batch]) for leaf in arrays]
+        of_arrays = [P() if leaf.shape[0] == 1 else self.tokens for leaf in arrays]
         specs = self.between, of_parameters, of_arrays
         return mapped(local, specs, self.between, self.axes)(x, parameters, arrays)
 
@@ -207,7 +224,8 @@ class TensorParts:
         def of_leaf(keys, x):
             info = parameter(("layers", 0, *path_of(keys)), x.shape)
             if info.kind == "dropout_key":
-                return jax.random.fold_in(x, jax.lax.axis_index(self._axes_of_inputs(info)))
+                axes = self._axes_of_inputs(info)
+                return jax.random.fold_in(x, jax.lax.axis_index(axes)) if axes else x
             x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
             axis = self._fsdp_axis(info)
             if axis is not None and self.fsdp_size > 1:

@@ -61,7 +61,7 @@ def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any
         return summed(jnp.where(is_own[..., None], found, elsewhere[..., None]), parts.axis)
 
     table = padded(table.astype(sent_dtype(table.dtype, dtype)), parts.size)
-    specs = P(parts.batch), P(parts.axis, parts.fsdp)
+    specs = parts.tokens, P(parts.axis, parts.fsdp)
     return mapped(local, specs, parts.between, parts.axes)(ids, table)
 
 
@@ -82,7 +82,7 @@ def logits_parts(parts: TensorParts, hidden: jax.Array, head: jax.Array) -> jax.
         return head_logits(all_positions(hidden, axis), gathered(part, P(None, parts.fsdp)))
 
     head = padded(head.astype(sent_dtype(head.dtype, hidden.dtype)), parts.size)
-    out = P(parts.batch, None, parts.axis)
+    out = P(parts.batch or None, None, parts.axis)
     return mapped(local, (rows, P(parts.axis, parts.fsdp)), out, parts.axes)(hidden, head)
 
 
@@ -163,8 +163,7 @@ def vocabulary_of(parts: TensorParts, head: Any, config: Any) -> dict[str, Any]:
     Raises:
         ValueError: there is padding, which a softcap of logits would let in again.
     """
-    array, _ = taken_apart(head)
-    size, vocab_size = array.shape[0], config.vocab_size
+    size, vocab_size = taken_apart(head)[0].shape[0], config.vocab_size
     if size * parts.size == vocab_size:
         return dict(vocab_axis=parts.axis)
     if config.final_logit_softcapping is not None:
@@ -179,4 +178,4 @@ def vocabulary_of(parts: TensorParts, head: Any, config: Any) -> dict[str, Any]:
 
 def _rows(parts: TensorParts, hidden: jax.Array) -> tuple[P, str | None]:
     """How hidden states enter, and the axis over which to gather their positions; they may have been cut."""
-    return (P(parts.batch), None) if hidden.shape[1] % parts.size else (parts.between, parts.axis)
+    return (parts.tokens, None) if hidden.shape[1] % parts.size else (parts.between, parts.axis)
