@@ -25,17 +25,19 @@ _WHOLE = ("lora_a", "lora_b", "magnitude", "dropout_key")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which axes of a mesh split a model's batch, and which of these split its parameters, as FSDP and ZeRO-3 do.
+    """Which axes of a mesh split a model's batch and its parameters, as FSDP, ZeRO-3 and tensor parallelism do.
 
-    Each device computes its own sequences. A layer's parameters are gathered where they are used, and their gradients
-    are scattered. The mesh's axes may be Auto or Explicit. Axes that are Manual already, inside a `jax.shard_map`, are
-    left alone.
+    Each device computes its own sequences, or with the other devices of a tensor axis its share of them. A layer's
+    parameters are gathered over fsdp where they are used, and their gradients are scattered. The mesh's axes may be
+    Auto or Explicit. Axes that are Manual already, inside a `jax.shard_map`, are left alone.
 
     Args:
         batch: the axes that split the batch.
         fsdp: the axis, or the axes, that split parameters and optimizer state. They are among those of the batch. `()`
             leaves every parameter whole.
-        tensor: not built yet: a mesh may have one device along it.
+        tensor: the axis that splits heads, feed-forwards and the vocabulary of dense models. Its devices compute the
+            same sequences together; between sublayers each has its part of the positions. It must divide query heads
+            and the feed-forward's width. Key heads, the vocabulary and the length may be anything.
         sequence: not built yet: a mesh may have one device along it.
         expert: not built yet: a mesh may have one device along it.
 
@@ -113,7 +115,8 @@ class Layout:
 
         A matrix is split along its input, or along a head's vocabulary. Codes and scales of quantised kernels are split
         along the output, so that blocks stay whole. Vectors are small: where the mesh does not divide them, every
-        device has them whole.
+        device has them whole. With several devices along `tensor`, it splits heads, the feed-forward's width or the
+        vocabulary, and fsdp splits a matrix's other axis.
 
         Args:
             info: what the parameter is.
@@ -181,6 +184,41 @@ class Layout:
         if optimizer is None:
             return of_params
         return of_params, _state_shardings(optimizer, state, params, of_params, NamedSharding(mesh, P()))
+
+    def place(self, batch: Any, mesh: Mesh | None = None) -> Any:
+        """Puts a batch on the mesh, each device's rows where the device computes them.
+
+        Args:
+            batch: a tree of arrays with a leading batch axis, such as `dict(input_ids=…, labels=…)`. Numbers, and
+                arrays of fewer rows such as positions (1, T), go to every device.
+            mesh: has the axes that the layout names; `None` for the mesh in context, of `jax.set_mesh`.
+
+        Returns:
+            The tree of arrays on the mesh.
+
+        Raises:
+            ValueError: no mesh is in context, it does not fit the layout, or it does not divide the rows.
+
+        Example:
+            >>> mesh = jax.make_mesh((1,), ("fsdp",))
+            >>> Layout(batch=("fsdp",)).place(dict(input_ids=jnp.ones((2, 5))), mesh)["input_ids"].sharding.spec
+            P('fsdp',)
+        """
+        mesh = jax.sharding.get_mesh() if mesh is None else mesh
+        if mesh.empty:
+            raise ValueError("place: no mesh is in context. Call it under jax.set_mesh(mesh), or pass mesh=….")
+        sizes, of_rows = self._sizes(mesh), _spec(self.batch)
+        parts = math.prod(sizes[name] for name in self.batch)
+
+        rows_of = lambda x: jnp.shape(x)[0] if jnp.ndim(x) else 0
+        rows = max(map(rows_of, jax.tree.leaves(batch)), default=0)
+        if rows % parts:
+            raise ValueError(
+                f"place: the batch has {rows} rows, which {'·'.join(self.batch)}={parts} does not divide. Pass a "
+                f"multiple of {parts} rows."
+            )
+        spec_for = lambda x: of_rows if rows_of(x) == rows else P()
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec_for(x))), batch)
 
     def run(
         self,
@@ -325,7 +363,7 @@ class Layout:
                     f"of them would compute the same. Let it split the batch, Layout(batch={(*self.batch, name)}, …), "
                     "or make a mesh without it."
                 )
-        for role in ("tensor", "sequence", "expert"):
+        for role in ("sequence", "expert"):
             name = getattr(self, role)
             if sizes.get(name, 1) > 1:
                 raise ValueError(

@@ -97,7 +97,7 @@ class TensorParts:
         """How a parameter lies on the mesh.
 
         `tensor_axis` is split by the tensor axis, and a matrix's other axis by fsdp. Codes and scales of quantised
-        weights are split by both along the output, as far as they can be, so that blocks stay whole. A vocabulary and
+        weights are split by fsdp along the output, so that blocks stay whole. A vocabulary and
         key heads that the tensor axis does not divide are whole along it, and so is a vector that fsdp does not divide.
 
         Args:
