@@ -100,14 +100,17 @@ class Attention(nnx.Module):
         if self.kernels.rope:
             rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
         of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
-        q, k = layout.run(rope, of_batch, shared, spec=layout.in_attention)
+        heads_lie, tokens_lie = layout.in_attention, layout.in_loss
+        of_rope = (heads_lie, heads_lie, tokens_lie, tokens_lie)[: len(of_batch)]
+        q, k = layout.run(rope, of_batch, shared, spec=of_rope, out=heads_lie)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
 
         def attend_to_own(q, k, v):
             attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
-            return layout.run(attend, (q, k, v, segments), spec=layout.in_attention)
+            specs = heads_lie, heads_lie, heads_lie, tokens_lie
+            return layout.run(attend, (q, k, v, segments), spec=specs, out=heads_lie)
 
         if cache is None:
             out = attend_to_own(q, k, v)

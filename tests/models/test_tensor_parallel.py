@@ -113,7 +113,7 @@ def assert_like_one_device(case, devices, rng, call=loss_of, trained=nnx.Param):
         found = compiled(*placed, *on_mesh)
     for (path, x), truth in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         error = np.max(np.abs(np.asarray(x, np.float64) - truth)) / max(np.max(np.abs(truth)), 1e-30)
-        # Gemma 2 reached 8e-6 in this comparison: its softcaps and its many norms round more.
+        # Gemma 3 reached 1.2e-5. A change of its parameters by half a unit in the last place moves it by 5e-6.
         assert error < (1e-5 if case["family"] == "llama" else 2e-5), (jax.tree_util.keystr(path), error)
     return compiled.as_text()
 
@@ -124,6 +124,7 @@ def assert_like_one_device(case, devices, rng, call=loss_of, trained=nnx.Param):
         pytest.param(case("llama", 2, AxisType.Explicit, length=11, config=ODD), id="llama-explicit-odd"),
         full("llama-auto", "llama"),
         full("llama-tensor-alone", "llama", 4),
+        full("llama-tensor-of-one", "llama", 1),
         full("llama-heads-repeated-unevenly", "llama", 2, config=dict(num_attention_heads=6, num_key_value_heads=3)),
         full("llama-unrolled", "llama", scan_layers=False),
         full("llama-logits", "llama", length=11, config=ODD, kernels=dict(fused_linear_cross_entropy=False)),
@@ -179,6 +180,16 @@ def test_log_probs_token_losses_and_logits_are_those_of_one_device(length, devic
         assert_like_one_device(case("llama", 2, length=length, config=ODD), devices, rng, call)
 
 
+def test_a_tensor_axis_of_one_device_changes_nothing(devices):
+    mesh = jax.make_mesh((2, 1), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices[:2])
+    make = lambda: LlamaForCausalLM(LlamaConfig(**SIZES), kernels=KernelOptions(layout=LAYOUT), rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh):
+        tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+        positions = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+        call = lambda x, at: make()(x, labels=x, segment_ids=x, positions=at).loss
+        assert jax.eval_shape(call, tokens, positions).shape == ()
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +216,7 @@ def test_what_the_axis_does_not_divide_is_named_with_the_nearest_number_that_doe
 
 def test_what_is_not_built_for_a_tensor_axis_says_so(devices):
     dora = lambda model: add_lora(model, **LORA, dora=True, rngs=nnx.Rngs(1))
-    refused("o_proj.magnitude is DoRA's", devices, prepare=dora)
+    refused("_proj.magnitude is DoRA's", devices, prepare=dora)
     with_cache = lambda model, tokens: model(tokens, cache=model.init_cache(2, 8)).logits
     refused("cache is given on a mesh with 2 devices along tensor='tensor'", devices, call=with_cache)
 
@@ -267,7 +278,7 @@ def test_codes_and_adapters_are_split_as_their_matrix():
 def test_a_matrix_without_a_rule_is_refused():
     with pytest.raises(ValueError, match="router.kernel is a matrix of which nothing says how tensor=2 splits it"):
         LAYOUT.shardings({"router": {"kernel": jnp.zeros((4, 4))}}, AbstractMesh((1, 2), ("fsdp", "tensor")))
-    with pytest.raises(ValueError, match="tensor=3 does not divide axis 1 of q_proj.kernel.* nearest to 3 is 4"):
+    with pytest.raises(ValueError, match="tensor=3 does not divide axis 1 of q_proj.kernel.* nearest to 3 is 2"):
         LAYOUT.shardings({"q_proj": {"kernel": jnp.zeros((4, 8))}}, AbstractMesh((1, 3), ("fsdp", "tensor")))
 
 
