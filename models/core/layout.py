@@ -179,6 +179,9 @@ class Layout:
             return NamedSharding(mesh, self.spec(parameter(path_of(keys), x.shape), x.shape, sizes))
 
         params, state = tree if optimizer is not None else (tree, None)
+        tensor, config = self.tensor_parts(sizes), getattr(params, "config", None)
+        if tensor is not None and config is not None:
+            tensor.check(config)
         params = nnx.state(params) if isinstance(params, nnx.Module) else params
         of_params = jax.tree_util.tree_map_with_path(of_leaf, params)
         if optimizer is None:

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -30,6 +31,7 @@ from liger_jax.models import (
 )
 from liger_jax.models.lora import add_lora
 from liger_jax.models.quantized import quantize
+from liger_jax.training import make_step
 from tests.ops._oracle import sent
 
 LAYOUT = Layout(batch=("fsdp",), fsdp="fsdp", tensor="tensor")
@@ -143,6 +145,7 @@ def test_loss_metrics_and_gradients_are_those_of_one_device(case, devices, rng):
         vocabulary = case["config"].get("vocab_size", SIZES["vocab_size"])
         logits = 4 * case["length"] * vocabulary // len(devices)
         assert max(size for _, size in sent(text)) < logits, "logits, or a whole stack of matrices, are sent"
+        assert {kind for kind, _ in sent(text)} <= {"all-gather", "reduce-scatter", "all-reduce"}
 
 
 LORA = dict(rank=2, alpha=4)
@@ -180,6 +183,36 @@ def test_log_probs_token_losses_and_logits_are_those_of_one_device(length, devic
         assert_like_one_device(case("llama", 2, length=length, config=ODD), devices, rng, call)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_twenty_steps_learn_what_one_device_learns(axis_type, devices, rng):
+    """In micro-batches, with clipping and momentum; parameters and their moments stay where the layout puts them."""
+    config, optimizer = LlamaConfig(**SIZES), optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+    tokens, labels, *_ = batch_of(rng, 13, config.vocab_size)
+    batch = dict(input_ids=jnp.tile(tokens, (2, 1)), labels=jnp.tile(labels, (2, 1)))
+    start = filled(nnx.split(nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0))))[1], rng)
+
+    def train(layout, state, batch):
+        make = lambda: LlamaForCausalLM(config, kernels=KernelOptions(layout=layout), remat="full", rngs=nnx.Rngs(0))
+        step, losses = jax.jit(make_step(nnx.split(nnx.eval_shape(make))[0], optimizer, micro_batches=2)), []
+        for _ in range(20):
+            state, loss = step(state, batch)
+            losses.append(float(loss))
+        return state, losses
+
+    _, expected = train(None, (start, optimizer.init(start)), batch)
+    shape = (len(devices) // 2, 2)
+    mesh = jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(axis_type,) * 2, devices=devices)
+    with jax.set_mesh(mesh):
+        state = (start, optimizer.init(start))
+        lie = LAYOUT.shardings(state, mesh, optimizer)
+        state, found = train(LAYOUT, jax.device_put(state, lie), LAYOUT.place(batch))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert expected[-1] < expected[0] - 0.5
+    for leaf, sharding in zip(*map(jax.tree.leaves, (state, lie)), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
 def test_a_tensor_axis_of_one_device_changes_nothing(devices):
     mesh = jax.make_mesh((2, 1), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices[:2])
     make = lambda: LlamaForCausalLM(LlamaConfig(**SIZES), kernels=KernelOptions(layout=LAYOUT), rngs=nnx.Rngs(0))
@@ -212,6 +245,13 @@ def test_what_the_axis_does_not_divide_is_named_with_the_nearest_number_that_doe
             intermediate_size=15)  # fmt: skip
     refused(r"do not divide vocab_size=23\. .*final_logit_softcapping=30.0 bounds", devices, family="gemma2",
             vocab_size=23)  # fmt: skip
+
+
+def test_a_model_s_shardings_ask_for_whole_heads():
+    config = LlamaConfig(**SIZES | dict(num_attention_heads=2, head_dim=8))  # 16 columns, which 4 divides
+    model = nnx.eval_shape(lambda: LlamaForCausalLM(config, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="4 devices, which do not divide num_attention_heads=2. The nearest .* is 2"):
+        LAYOUT.shardings(model, AbstractMesh((1, 4), ("fsdp", "tensor")))
 
 
 def test_what_is_not_built_for_a_tensor_axis_says_so(devices):
