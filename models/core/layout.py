@@ -204,8 +204,9 @@ class Layout:
 
         Example:
             >>> mesh = jax.make_mesh((1,), ("fsdp",))
-            >>> Layout(batch=("fsdp",)).place(dict(input_ids=jnp.ones((2, 5))), mesh)["input_ids"].sharding.spec
-            P('fsdp',)
+            >>> placed = Layout(batch=("fsdp",)).place(dict(input_ids=jnp.ones((2, 5))), mesh)
+            >>> placed["input_ids"].sharding.spec == P("fsdp")
+            True
         """
         mesh = jax.sharding.get_mesh() if mesh is None else mesh
         if mesh.empty:
