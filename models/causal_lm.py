@@ -20,6 +20,7 @@ from liger_jax.models.core.layer_stack import Decoded
 from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.core.output import CausalLMOutput
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.vocabulary_parts import logits_parts, without_padding
 from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.names import refusing_foreign_names
 from liger_jax.models.hugging_face.pretrained import Pretrained
@@ -348,6 +349,13 @@ class CausalLM(Pretrained):
                 attention_mask.astype(bool), input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1)
             )
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
+        decoder = self.model
+        outside = (self.lm_head_adapter, self.lm_head_rows, decoder.embed_tokens_adapter, decoder.embed_tokens_rows)
+        if any(part is not None for part in outside) and self.kernels.mesh_layout.tensor_parts() is not None:
+            raise ValueError(
+                "The head or the embedding has an adapter, or tokens that are trained, and a mesh axis of several "
+                "devices splits the vocabulary, which is not built yet. Give the devices to an axis of the batch."
+            )
         if cache is None and self.config.tie_word_embeddings:
             inputs_embeds, table = self.model.embed(input_ids)
             decoded, head = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token), self._trained_head(table)
@@ -367,7 +375,7 @@ class CausalLM(Pretrained):
             # Nothing is scored.
             nothing = jnp.zeros((), jnp.float32)
             metrics = dataclasses.replace(metrics, accuracy=nothing, num_tokens=nothing)
-        return CausalLMOutput(logits=logits, metrics=metrics)
+        return CausalLMOutput(logits=self._entries(logits), metrics=metrics)
 
     def _score(self, hidden, head, targets, loss_weights, loss_normalizer, return_logits, return_metrics):
         """The result with labels."""
@@ -377,19 +385,27 @@ class CausalLM(Pretrained):
         loss, metrics = self._loss(hidden, head, logits, targets, loss_weights, **options)
         if loss_normalizer is not None:
             loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
-        return CausalLMOutput(loss=loss, logits=logits if return_logits else None, metrics=metrics)
+        return CausalLMOutput(loss=loss, logits=self._entries(logits) if return_logits else None, metrics=metrics)
 
     @property
     def _loss(self) -> LanguageModelLoss:
         return LanguageModelLoss(self.config, self.kernels, self.model.stack.remat, self.head.dtype)
 
+    def _entries(self, logits):
+        """The logits of the vocabulary, which have padding behind them if a mesh axis does not divide it."""
+        vocab_size = self.config.vocab_size
+        return logits if logits is None or logits.shape[-1] == vocab_size else logits[..., :vocab_size]
+
     def _logits(self, hidden, head):
         head = head.astype(hidden.dtype) if is_quantized(head) else head
         layout = self.kernels.mesh_layout
-        logits = layout.run(head_logits, (hidden,), (head,), spec=layout.in_loss)
+        if (tensor := layout.tensor_parts()) is not None:
+            logits = logits_parts(tensor, hidden, head)
+        else:
+            logits = layout.run(head_logits, (hidden,), (head,), spec=layout.in_loss)
         softcap, scale = self.config.final_logit_softcapping, self.config.logit_scale
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-        return logits if scale == 1.0 else scale * logits
+        return without_padding(logits if scale == 1.0 else scale * logits, self.config.vocab_size)
 
 
 def _targets(labels, shift_labels, segment_ids):

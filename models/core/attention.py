@@ -17,6 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_OUTPUT
+from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, summed
 
 
 def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
@@ -35,7 +36,7 @@ def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]
     if not all(is_plain_product(projection) and alike(projection) for projection in projections):
         return [projection(x) for projection in projections]
     kernel = jnp.concatenate([projection.kernel[...] for projection in projections], axis=1)
-    ends = list(itertools.accumulate(projection.out_features for projection in projections))
+    ends = list(itertools.accumulate(projection.kernel.shape[1] for projection in projections))
     # The barrier holds for the gradient too, so that XLA concatenates it once. Without the barrier XLA concatenates it
     # for each of the two products that read it: 142 µs against 110 in a layer of Llama-3.2-1B, 8 × 2,048, on an H200.
     packed = jax.lax.optimization_barrier(x.astype(first.dtype) @ kernel.astype(first.dtype))
@@ -84,13 +85,17 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B own D"],
         cos: Float[Array, "#B T R"] | None,
         sin: Float[Array, "#B T R"] | None,
         segments: ops.Segments | None,
         window: int | None,
         cache: LayerCache | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Float[Array, "B own D"]:
+        layout = self.kernels.mesh_layout
+        tensor, heads_lie, tokens_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention, layout.in_loss
+        x = all_positions(x, tensor)
+
         def heads(y):
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
@@ -105,23 +110,24 @@ class Attention(nnx.Module):
             q, k = heads(self.q_norm(q)), heads(self.k_norm(k))
         else:
             q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
-        layout = self.kernels.mesh_layout
         if cos is not None and sin is not None:
             rope = plain.apply_rope
             if self.kernels.rope:
                 rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
             of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
-            q, k = layout.run(rope, of_batch, shared, spec=layout.in_attention)
+            of_rope = (heads_lie, heads_lie, tokens_lie, tokens_lie)[: len(of_batch)]
+            q, k = layout.run(rope, of_batch, shared, spec=of_rope, out=heads_lie)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
         options = dict(window=window, softcap=self.softcap, scale=self.scale)
 
         def attend_to_own(q, k, v):
             attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
-            return layout.run(attend, (q, k, v, segments), spec=layout.in_attention)
+            specs = heads_lie, heads_lie, heads_lie, tokens_lie
+            return layout.run(attend, (q, k, v, segments), spec=specs, out=heads_lie)
 
         if cache is None:
             out = attend_to_own(q, k, v)
         else:
             out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
-        return self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]))
+        return summed(self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3])), tensor)

@@ -15,6 +15,7 @@ from liger_jax.models.core.embedding import embed, embed_tied, sums_gradients
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded, LayerKind, LayerStack
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.vocabulary_parts import embed_parts
 from liger_jax.ops import Segments, rope_table
 from liger_jax.ops.layout import sent_dtype
 
@@ -81,8 +82,10 @@ class Decoder(nnx.Module):
         self.layers, self.last_layers = self.stack.make(make_layer, rngs)
         self.norm = Blocks(config, kernels, dtype, param_dtype).norm()
 
-    def embed(self, input_ids: Integer[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
+    def embed(self, input_ids: Integer[Array, "B T"]) -> tuple[Float[Array, "B padded D"], Float[Array, "V D"]]:
         """Looks up the tokens' embeddings, and returns the table too, as the weight of a tied head.
+
+        If a tensor axis does not divide the positions, the last token follows itself until it does.
 
         On one device the table's two gradients, as an embedding and as a head, are summed in float32 and rounded once.
         If the batch is split over several devices, each device sums the two gradients of its part. The table is sent
@@ -101,10 +104,12 @@ class Decoder(nnx.Module):
         """What `embed` returns of the table alone."""
         table = self.embed_tokens[...]
         is_frozen = bool(nnx.to_flat_state(nnx.state(self, nnx.LoRAParam)))
-        if sums_gradients(self.layout.batch, is_frozen=is_frozen):
+        if sums_gradients(self.layout.axes, is_frozen=is_frozen):
             return embed_tied(table, input_ids, self.dtype)
-        if not self.layout.batch:
+        if not self.layout.axes:
             return embed(table, input_ids, self.dtype), table
+        if (tensor := self.layout.tensor_parts()) is not None:
+            return embed_parts(tensor, table, tensor.padded(input_ids), self.dtype), table
         look_up = lambda ids, table: embed(table, ids, self.dtype)
         sent = table.astype(sent_dtype(table.dtype, self.dtype))
         return self.layout.run(look_up, (input_ids,), (sent,)), table
@@ -122,13 +127,16 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states before the last norm, the layers' sums over tokens, and the cache.
         """
-        return self.stack(self.layers, self.last_layers, x, inputs, cache)
+        arguments = self.layers, self.last_layers, x, inputs
+        if (tensor := self.layout.tensor_parts()) is None:
+            return self.stack(*arguments, cache)
+        return Decoded(tensor.run_layers(self.stack, *arguments, self.config), {}, None)
 
     def __call__(
         self,
         input_ids: Integer[Array, "B T"],
         *,
-        inputs_embeds: Float[Array, "B T D"] | None = None,
+        inputs_embeds: Float[Array, "B padded D"] | None = None,
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         attention_mask: Bool[Array, "B T"] | Int[Array, "B T"] | None = None,
@@ -153,6 +161,13 @@ class Decoder(nnx.Module):
             positions = jnp.maximum(order, 0) if positions is None else positions
         positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
         ids = attention_segments(segment_ids, attention_mask)
+        if (tensor := self.layout.tensor_parts()) is not None:
+            if cache is not None:
+                raise ValueError(
+                    f"cache is given on a mesh with {tensor.size} devices along tensor={tensor.axis!r}, on which it "
+                    "cannot lie. Generate on a mesh whose devices split the batch."
+                )
+            positions, ids = tensor.padded(positions), None if ids is None else tensor.padded(ids)
         segments = None if ids is None else Segments.of(ids)
         inputs = {}
         for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):
@@ -165,7 +180,8 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(config.embedding_scale, self.dtype)  # the scale rounded as in training
         x, aux, cache = self.run_layers(x, inputs, cache)
         if cache is None:
-            return Decoded(self.norm(x), aux, None)
+            hidden = self.norm(x)
+            return Decoded(hidden if hidden.shape[1] == length else hidden[:, :length], aux, None)
         # Under jit no error can be raised for a cache that is too short or that mixes rotations, so the result is NaN.
         x = jnp.where((cache.length + length <= cache.positions.shape[1]) & ~jnp.asarray(is_mixed), x, jnp.nan)
         return Decoded(self.norm(x), aux, dataclasses.replace(cache, length=cache.length + length))

@@ -26,17 +26,17 @@ def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) ->
     return _embedded(table, ids, dtype)
 
 
-def sums_gradients(batch_axes: tuple[str, ...], *, is_frozen: bool) -> bool:
+def sums_gradients(mesh_axes: tuple[str, ...], *, is_frozen: bool) -> bool:
     """Whether a tied table's two gradients are summed in float32, by `embed_tied`: on one device, if it is trained.
 
     Args:
-        batch_axes: the axes of the mesh that split the batch; none on one device.
+        mesh_axes: the axes of the mesh that a layout names; none on one device.
         is_frozen: whether only adapters are trained.
 
     Returns:
         False where the head is the table as it is.
     """
-    return not batch_axes and not is_frozen
+    return not mesh_axes and not is_frozen
 
 
 def tied_head_dtype(table_dtype: Any) -> Any:

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.layout import Layout
+from liger_jax.ops.layout import names
 
 
 def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +53,7 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
                 [x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)
             ]
 
-        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=[P(), P(layout.batch)])
+        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=[P(), P(layout.batch or None)])
         numbers, of_batch = on_auto_axes(state, input_ids, arrays)
         tree, is_number = structure
         rest = {True: iter(numbers), False: iter(of_batch)}
@@ -63,8 +64,7 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_batch(spec: P, layout: Layout, arguments: dict[str, Any]) -> None:
     """Raises a ValueError unless input_ids lie on an Explicit mesh as the model's layout says."""
-    split = spec[0] if len(spec) else None
-    if not layout.batch or ((split,) if isinstance(split, str) else split) != layout.batch or any(spec[1:]):
+    if not layout.axes or names(spec[0] if len(spec) else None) != layout.batch or any(spec[1:]):
         raise ValueError(
             f"input_ids lie on a mesh with Explicit axes as {spec}, and the axes that split the model's batch are "
             f"{layout.batch}. Pass KernelOptions(layout=Layout(batch=…)) with those that split input_ids, and split "

@@ -16,6 +16,7 @@ from liger_jax.layers.mlp import are_plain_products, in_one_op
 from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, summed
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`
 
@@ -37,7 +38,7 @@ def may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
         False where the products and the gate stay separate.
     """
     kept_unstacked = remat == "none" and not scan
-    return kernels.glu and not kernels.mesh_layout.batch and (kept_unstacked or remat in ("full", "offload"))
+    return kernels.glu and not kernels.mesh_layout.axes and (kept_unstacked or remat in ("full", "offload"))
 
 
 class DenseFeedForward(nnx.Module):
@@ -69,10 +70,13 @@ class DenseFeedForward(nnx.Module):
         if self.has_gate_up:
             return self._of_gate_up(x), {}
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        layout = self.kernels.mesh_layout
         if self.fused and are_plain_products(gate, up, down):
             options = dict(recomputed=self.recomputed, implementation=self.kernels.implementation)
             return in_one_op(x, gate, up, down, activation=self.activation, **options), {}
-        return down(self.kernels.mesh_layout.run(self._gated, (gate(x), up(x)))), {}
+        tensor = axis_of_part(layout.tensor, down)
+        x = all_positions(x, tensor)
+        return summed(down(layout.run(self._gated, (gate(x), up(x)))), tensor), {}
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:

@@ -36,7 +36,7 @@ def generate(
     pad_token_id: int | None = None,
     key: Any = None,
     return_log_probs: bool = False,
-) -> Int[Array, "B T_and_new"] | tuple[Int[Array, "B T_and_new"], Float[Array, "B new"]]:
+) -> Any:
     """Continues each row of a batch with the likeliest tokens, or with random ones.
 
     p(token) = softmax(logits/temperature), over the top_k likeliest tokens, and of those over the fewest likeliest

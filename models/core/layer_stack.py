@@ -114,6 +114,8 @@ class LayerStack:
         x: Float[Array, "B T D"],
         inputs: Mapping[str, Sequence[Any]],
         cache: KVCache | None = None,
+        *,
+        gathered: Callable[[Any, Any], Any] | None = None,
     ) -> Decoded:
         """Runs the layers. Each takes hidden states and its inputs, and returns hidden states and aux.
 
@@ -123,15 +125,18 @@ class LayerStack:
             x: hidden states.
             inputs: for each kind of attention, a layer's arguments after the hidden states.
             cache: the key-value cache; each layer reads and writes its own part of it. `None` for no cache.
+            gathered: makes a layer's parameters what the layer computes with, from them and the computation's dtype;
+                `None` for the layout's `gathered`.
 
         Returns:
             Hidden states, aux and the cache.
         """
+        gathered = self.kernels.mesh_layout.gathered if gathered is None else gathered
         # Without a cache the scan carries hidden states alone.
         carry = (x, None if cache is None else (cache, jnp.zeros((), jnp.int32)))
         sums: dict[str, list[Any]] = {}  # for each feed-forward, trees of its layers' sums, stacked
         if self.scan:
-            carry, sums = self._scanned(layers, carry, inputs)
+            carry, sums = self._scanned(layers, carry, inputs, gathered)
             num_stacked = sum(map(len, self.stacked.values()))
             # By number: nnx.Dict sorts by name, and nnx.tabulate leaves a name of its own among them.
             unrolled = [(i, last_layers[str(i)]) for i in range(num_stacked, len(self.kinds))]
@@ -141,7 +146,7 @@ class LayerStack:
         for i, layer in unrolled:
             kind, (graphdef, state) = self.kinds[i], nnx.split(layer)
             if (kind, graphdef) not in calls:
-                calls[kind, graphdef] = self._layer_call(graphdef, inputs[kind.attention], prevent_cse=True)
+                calls[kind, graphdef] = self._layer_call(graphdef, inputs[kind.attention], gathered, prevent_cse=True)
             carry, aux = calls[kind, graphdef](carry, state)
             sums.setdefault(kind.feed_forward, []).append(jax.tree.map(lambda leaf: leaf[None], aux))
         x, memory = carry
@@ -150,7 +155,13 @@ class LayerStack:
         return Decoded(x, aux, None if memory is None else memory[0])
 
     def _layer_call(
-        self, graphdef: Any, inputs: Sequence[Any], *, prevent_cse: bool, place: int | None = None
+        self,
+        graphdef: Any,
+        inputs: Sequence[Any],
+        gathered: Callable[[Any, Any], Any],
+        *,
+        prevent_cse: bool,
+        place: int | None = None,
     ) -> Callable[[Any, Any], Any]:
         """One layer's (carry, state) → (carry, aux). With a `place`, the state holds its whole group of layers."""
 
@@ -158,8 +169,7 @@ class LayerStack:
             x, memory = carry
             if place is not None:  # inside the checkpoint, so that the slice is not kept for the backward
                 state = jax.tree.map(lambda leaf: leaf[place], state)
-            whole = self.kernels.mesh_layout.gathered(state, x.dtype)
-            layer, x = nnx.merge(graphdef, whole), checkpoint_name(x, INPUT)
+            layer, x = nnx.merge(graphdef, gathered(state, x.dtype)), checkpoint_name(x, INPUT)
             if memory is None:
                 x, aux = layer(x, *inputs)
                 return (x, None), aux
@@ -173,7 +183,7 @@ class LayerStack:
         return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[self.remat])
 
     def _scanned(
-        self, layers: Any, carry: Any, inputs: Mapping[str, Sequence[Any]]
+        self, layers: Any, carry: Any, inputs: Mapping[str, Sequence[Any]], gathered: Callable[[Any, Any], Any]
     ) -> tuple[Any, dict[str, list[Any]]]:
         """The carry after the stacked layers, and for each feed-forward a list of one tree of its layers' sums."""
         pattern = self.kinds[: pattern_length(self.kinds)]
@@ -187,6 +197,7 @@ class LayerStack:
             self._layer_call(
                 graphdefs[of_layer],
                 inputs[attention],
+                gathered,
                 prevent_cse=False,
                 place=feed_forwards[:i].count(of_layer),
             )

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.on_parts import on_parts
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
+from liger_jax.models.core.tensor_parts import TensorParts
+from liger_jax.models.core.vocabulary_parts import loss_on_parts
 
 Names = tuple[str, ...]
 
@@ -23,17 +25,19 @@ _WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_r
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which axes of a mesh split a model's batch, and which of these split its parameters, as FSDP and ZeRO-3 do.
+    """Which axes of a mesh split a model's batch and its parameters, as FSDP, ZeRO-3 and tensor parallelism do.
 
-    Each device computes its own sequences. A layer's parameters are gathered where they are used, and their gradients
-    are scattered. The mesh's axes may be Auto or Explicit. Axes that are Manual already, inside a `jax.shard_map`, are
-    left alone.
+    Each device computes its own sequences, or with the other devices of a tensor axis its share of them. A layer's
+    parameters are gathered over fsdp where they are used, and their gradients are scattered. The mesh's axes may be
+    Auto or Explicit. Axes that are Manual already, inside a `jax.shard_map`, are left alone.
 
     Args:
         batch: the axes that split the batch.
         fsdp: the axis, or the axes, that split parameters and optimizer state. They are among those of the batch. `()`
             leaves every parameter whole.
-        tensor: not built yet: a mesh may have one device along it.
+        tensor: the axis that splits heads, feed-forwards and the vocabulary of dense models. Its devices compute the
+            same sequences together; between sublayers each has its part of the positions. It must divide query heads
+            and the feed-forward's width. Key heads, the vocabulary and the length may be anything.
         sequence: not built yet: a mesh may have one device along it.
         expert: not built yet: a mesh may have one device along it.
 
@@ -88,8 +92,8 @@ class Layout:
 
     @property
     def between_blocks(self) -> P:
-        """How activations (B, T, …) lie between blocks."""
-        return _spec(self.batch, self.sequence)
+        """How activations (B, T, …) lie between blocks: a norm is computed on one device of a tensor axis alone."""
+        return _spec(self.batch, tuple(axis for axis in (self.sequence, self.tensor) if axis is not None))
 
     @property
     def in_attention(self) -> P:
@@ -101,12 +105,18 @@ class Layout:
         """How hidden states, labels and results (B, T, …) lie in the loss."""
         return _spec(self.batch, self.sequence)
 
+    @property
+    def of_logits(self) -> P:
+        """How logits (B, T, V) lie."""
+        return _spec(self.batch, self.sequence, self.tensor)
+
     def spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
         """How a parameter lies on a mesh, and what an optimizer holds of its shape.
 
         A matrix is split along its input, or along a head's vocabulary. Codes and scales of quantised kernels are split
         along the output, so that blocks stay whole. Vectors are small: where the mesh does not divide them, every
-        device has them whole.
+        device has them whole. With several devices along `tensor`, it splits heads, the feed-forward's width or the
+        vocabulary, and fsdp splits a matrix's other axis.
 
         Args:
             info: what the parameter is.
@@ -119,6 +129,8 @@ class Layout:
         Raises:
             ValueError: the mesh does not divide a matrix.
         """
+        if (tensor := self.tensor_parts(sizes)) is not None:
+            return tensor.spec(info, shape)
         parts = math.prod(sizes[name] for name in self.fsdp_axes)
         if parts == 1 or info.kind in _WHOLE:
             return P()
@@ -167,11 +179,50 @@ class Layout:
             return NamedSharding(mesh, self.spec(parameter(path_of(keys), x.shape), x.shape, sizes))
 
         params, state = tree if optimizer is not None else (tree, None)
+        tensor, config = self.tensor_parts(sizes), getattr(params, "config", None)
+        if tensor is not None and config is not None:
+            tensor.check(config)
         params = nnx.state(params) if isinstance(params, nnx.Module) else params
         of_params = jax.tree_util.tree_map_with_path(of_leaf, params)
         if optimizer is None:
             return of_params
         return of_params, _state_shardings(optimizer, state, params, of_params, NamedSharding(mesh, P()))
+
+    def place(self, batch: Any, mesh: Mesh | None = None) -> Any:
+        """Puts a batch on the mesh, each device's rows where the device computes them.
+
+        Args:
+            batch: a tree of arrays with a leading batch axis, such as `dict(input_ids=…, labels=…)`. Numbers, and
+                arrays of fewer rows such as positions (1, T), go to every device.
+            mesh: has the axes that the layout names; `None` for the mesh in context, of `jax.set_mesh`.
+
+        Returns:
+            The tree of arrays on the mesh.
+
+        Raises:
+            ValueError: no mesh is in context, it does not fit the layout, or it does not divide the rows.
+
+        Example:
+            >>> mesh = jax.make_mesh((1,), ("fsdp",))
+            >>> placed = Layout(batch=("fsdp",)).place(dict(input_ids=jnp.ones((2, 5))), mesh)
+            >>> placed["input_ids"].sharding.spec == P("fsdp")
+            True
+        """
+        mesh = jax.sharding.get_mesh() if mesh is None else mesh
+        if mesh.empty:
+            raise ValueError("place: no mesh is in context. Call it under jax.set_mesh(mesh), or pass mesh=….")
+        sizes, of_rows = self._sizes(mesh), _spec(self.batch)
+        parts = math.prod(sizes[name] for name in self.batch)
+
+        rows_of = lambda x: jnp.shape(x)[0] if jnp.ndim(x) else 0
+        rows = max(map(rows_of, jax.tree.leaves(batch)), default=0)
+        if rows % parts:
+            raise ValueError(
+                f"place: the batch has {rows} rows, which {'·'.join(self.batch)}={parts} does not divide. Pass a "
+                f"multiple of {parts} rows."
+            )
+        spec_for = lambda x: of_rows if rows_of(x) == rows else P()
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec_for(x))), batch)
 
     def run(
         self,
@@ -180,7 +231,8 @@ class Layout:
         whole: tuple[Any, ...] = (),
         head: Any = None,
         *,
-        spec: P | None = None,
+        spec: P | tuple[P, ...] | None = None,
+        out: Any = None,
     ) -> Any:
         """Runs `function(*split, *whole)` on every device's part; on one device, a plain call.
 
@@ -194,7 +246,8 @@ class Layout:
                 axis over `fsdp`, if that divides it, and its gradient leaves the same way.
             head: the function's last argument, if there is one, an array or quantised. A linear loss gathers an array
                 as it needs it; a quantised head is whole.
-            spec: how `split` and the results lie: `between_blocks`, which is the default, `in_attention` or `in_loss`.
+            spec: how `split` lies, or each of it: `between_blocks`, which is the default, `in_attention` or `in_loss`.
+            out: how the results lie; `None` for as `split` does.
 
         Returns:
             The function's results.
@@ -203,7 +256,7 @@ class Layout:
             ValueError: the mesh in context and the layout do not fit.
         """
         spec = self.between_blocks if spec is None else spec
-        return self._on_parts(function, split, whole, head, spec, spec)
+        return self._on_parts(function, split, whole, head, spec, spec if out is None else out)
 
     def run_sum(
         self,
@@ -211,6 +264,8 @@ class Layout:
         split: tuple[Any, ...],
         whole: tuple[Any, ...] = (),
         head: Any = None,
+        *,
+        spec: P | tuple[P, ...] | None = None,
     ) -> tuple[jax.Array, Any]:
         """Does what `run` does, `in_loss`, for a function that returns a sum over its tokens and arrays per token.
 
@@ -219,6 +274,7 @@ class Layout:
             split: as in `run`.
             whole: as in `run`.
             head: as in `run`.
+            spec: how `split` lies, if not `in_loss`.
 
         Returns:
             (the sum over all tokens, the arrays).
@@ -230,7 +286,8 @@ class Layout:
             total, others = function(*arrays)
             return jax.lax.psum(total, axes) if axes else total, others
 
-        return self._on_parts(local, split, whole, head, self.in_loss, (P(), self.in_loss))
+        spec = self.in_loss if spec is None else spec
+        return self._on_parts(local, split, whole, head, spec, (P(), self.in_loss))
 
     def gathered(self, parameters: Any, dtype: Any) -> Any:
         """Gathers a layer's parameters on every device just before their use, as FSDP does.
@@ -254,12 +311,41 @@ class Layout:
 
         return jax.tree.map(gather, parameters)
 
+    def tensor_parts(self, sizes: Mapping[str, int] | None = None) -> TensorParts | None:
+        """How the tensor axis splits a model.
+
+        Args:
+            sizes: the devices along each axis; `None` for the axes of the mesh in context that are not Manual.
+
+        Returns:
+            The parts; `None` where no axis of several devices does.
+
+        Raises:
+            ValueError: the mesh in context and the layout do not fit.
+        """
+        if self.tensor is None:
+            return None
+        sizes = self._open_axes() if sizes is None else sizes
+        if sizes.get(self.tensor, 1) == 1:
+            return None
+        has = lambda names: tuple(name for name in names if name in sizes)
+        fsdp = has(self.fsdp_axes)
+        return TensorParts(
+            axis=self.tensor,
+            size=sizes[self.tensor],
+            fsdp=fsdp,
+            fsdp_size=math.prod(sizes[name] for name in fsdp),
+            batch=has(self.batch),
+            axes=tuple(sizes),
+            between=_along(self.between_blocks, sizes),
+        )
+
     def _open_axes(self) -> dict[str, int]:
         """The axes of the mesh in context that are not Manual, and the devices along them; none on one device."""
         mesh = jax.sharding.get_abstract_mesh()
-        if self.batch and mesh.empty:
+        if self.axes and mesh.empty:
             raise ValueError(f"{self}: no mesh is in context. Call the model under jax.set_mesh(mesh).")
-        return self._sizes(mesh) if self.batch else {}
+        return self._sizes(mesh) if self.axes else {}
 
     def _sizes(self, mesh: Mesh | AbstractMesh) -> dict[str, int]:
         """The devices along each axis of a mesh, but for axes that are Manual.
@@ -281,7 +367,7 @@ class Layout:
                     f"of them would compute the same. Let it split the batch, Layout(batch={(*self.batch, name)}, …), "
                     "or make a mesh without it."
                 )
-        for role in ("tensor", "sequence", "expert"):
+        for role in ("sequence", "expert"):
             name = getattr(self, role)
             if sizes.get(name, 1) > 1:
                 raise ValueError(
@@ -296,8 +382,12 @@ class Layout:
         if not sizes:
             return function(*split, *whole, *(() if head is None else (head,)))
         out = jax.tree.map(lambda spec: _along(spec, sizes), out, is_leaf=lambda x: isinstance(x, P))
+        spec = tuple(_along(one, sizes) for one in spec) if isinstance(spec, tuple) else _along(spec, sizes)
+        tensor = self.tensor_parts(sizes)
+        if tensor is not None and head is not None:
+            return loss_on_parts(tensor, function, split, whole, head, spec, out)
         fsdp = {name: sizes[name] for name in self.fsdp_axes if name in sizes}
-        return on_parts(function, split, whole, head, _along(spec, sizes), out, fsdp, tuple(sizes))
+        return on_parts(function, split, whole, head, spec, out, fsdp, tuple(sizes))
 
 
 ONE_DEVICE = Layout(batch=(), fsdp=())

@@ -15,6 +15,7 @@ from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.memory import Head, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.vocabulary_parts import vocabulary_of
 from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._place import device_of
 from liger_jax.ops.block_quantized import BlockQuantized
@@ -67,7 +68,7 @@ class LanguageModelLoss:
         Returns:
             The float32 loss, and the metrics or `None`.
         """
-        if self.kernels.mesh_layout.batch:
+        if self.kernels.mesh_layout.axes:
             return self._sharded(hidden, head, logits, targets, loss_weights, reduction, return_metrics)
         return self._local(hidden, logits, targets, loss_weights, head, reduction, return_metrics)
 
@@ -101,7 +102,8 @@ class LanguageModelLoss:
             implementation=self.kernels.implementation,
             **logit_options_of(self.config),
         )
-        in_order = lambda hidden, targets, head: local(hidden, head, targets)
+        vocabulary = self._vocabulary()
+        in_order = lambda hidden, targets, head: local(hidden, head, targets, **vocabulary(head))
         layout = self.kernels.mesh_layout
         return layout.run(in_order, (hidden, targets), head=head, spec=layout.in_loss)
 
@@ -156,25 +158,35 @@ class LanguageModelLoss:
                 memory_budget_bytes=budget,
                 implementation=self.kernels.implementation,
                 **logit_options_of(self.config),
+                **vocabulary(head),
             )
 
+        vocabulary = self._vocabulary()
         budget = self._budget_bytes(hidden, targets, head)
         batch, shared = (hidden, targets, *per_token), (denominator, *constants)
-        if self.kernels.mesh_layout.batch:
+        if self.kernels.mesh_layout.axes:
             return self.kernels.mesh_layout.run_sum(local, batch, shared, head)
         return local(*batch, *shared, head)
 
     def _sharded(self, hidden, head, logits, targets, loss_weights, reduction, return_metrics):
         """The loss of a batch that is sharded: each device sums its tokens, and "mean" is the global mean."""
+        layout = self.kernels.mesh_layout
 
         def local(hidden, logits, targets, weights, head=None):
-            loss, own = self._local(hidden, logits, targets, weights, head, "sum", return_metrics)
+            options = vocabulary(head) if logits is None else of_logits
+            loss, own = self._local(hidden, logits, targets, weights, head, "sum", return_metrics, **options)
             return loss, own and (own.predicted_tokens, own.max_logit, own.log_normalizer)
 
         # Where there are logits, the head would be gathered once more for nothing.
-        per_token = (hidden, None) if logits is None else (None, logits)
-        head = head if logits is None else None
-        loss, per_token = self.kernels.mesh_layout.run_sum(local, (*per_token, targets, loss_weights), head=head)
+        vocabulary, of_logits, tensor = self._vocabulary(), {}, layout.tensor_parts()
+        per_token, specs = (hidden, None), None
+        if logits is not None:
+            per_token, head, tokens = (None, logits), None, layout.in_loss
+            specs = tokens, tokens, tokens, tokens
+            # The loss in plain jnp, which is for measurements, gathers logits whose vocabulary is split.
+            if tensor is not None and (self.kernels.cross_entropy or self.kernels.fused_linear_cross_entropy):
+                of_logits, specs = dict(vocab_axis=tensor.axis), (tokens, layout.of_logits, tokens, tokens)
+        loss, per_token = layout.run_sum(local, (*per_token, targets, loss_weights), head=head, spec=specs)
         weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
         counts = (targets != IGNORE_INDEX) & (weights != 0)
         num_tokens = jnp.sum(weights, where=counts)
@@ -194,17 +206,23 @@ class LanguageModelLoss:
             num_tokens=jax.lax.stop_gradient(num_tokens),
         )
 
-    def _local(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics):
-        """The loss of tokens that are all on this device."""
+    def _vocabulary(self) -> Callable[[Any], dict[str, Any]]:
+        """What a linear loss has to know of a device's part of the head, from this part: nothing if it has it all."""
+        tensor = self.kernels.mesh_layout.tensor_parts()
+        return lambda head: {} if tensor is None else vocabulary_of(tensor, head, self.config)
+
+    def _local(self, hidden, logits, targets, loss_weights, head, reduction, return_metrics, **vocabulary):
+        """The loss of tokens that are all on this device, as their vocabulary may be."""
         kernels = self.kernels
         if logits is None and isinstance(head, BlockQuantized):
-            return self._by_quantized_head(hidden, targets, loss_weights, head, reduction, return_metrics)
+            return self._by_quantized_head(hidden, targets, loss_weights, head, reduction, return_metrics, **vocabulary)
         options = dict(
             token_weights=loss_weights,
             ignore_index=IGNORE_INDEX,
             reduction=reduction,
             return_metrics=return_metrics,
             implementation=kernels.implementation,
+            **vocabulary,
         )
         if logits is None:
             budget = self._budget_bytes(hidden, targets, head)
@@ -219,7 +237,7 @@ class LanguageModelLoss:
             return loss, metrics if return_metrics else None
         return result if return_metrics else (result, None)
 
-    def _by_quantized_head(self, hidden, targets, loss_weights, head, reduction, return_metrics):
+    def _by_quantized_head(self, hidden, targets, loss_weights, head, reduction, return_metrics, **vocabulary):
         """The loss by a quantised head, from log-probabilities: the head is made dense slice by slice."""
         weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
         targets = jnp.where(weights != 0, targets, IGNORE_INDEX)
@@ -233,6 +251,7 @@ class LanguageModelLoss:
             memory_budget_bytes=self.kernels.memory_budget_bytes,
             implementation=self.kernels.implementation,
             **logit_options_of(self.config),
+            **vocabulary,
         )
         num_tokens = jnp.sum(weights, where=counts)
         loss = -jnp.sum(weights * found.log_probs, where=counts)

@@ -146,7 +146,7 @@ class Head:
         Returns:
             The head; a tied one is widened where its two gradients are summed in float32.
         """
-        is_summed = config.tie_word_embeddings and sums_gradients(kernels.mesh_layout.batch, is_frozen=is_frozen)
+        is_summed = config.tie_word_embeddings and sums_gradients(kernels.mesh_layout.axes, is_frozen=is_frozen)
         return cls(table_dtype, tied_head_dtype(table_dtype) if is_summed else jnp.dtype(table_dtype), is_split)
 
     @property
@@ -194,7 +194,7 @@ def loss_budget_bytes(
         weight_dtype=head.dtype_in_products(dtype),
         weight_is_split=head.is_split,
         layers_are_recomputed=remat != "none",
-        head_is_copied=not kernels.mesh_layout.batch and jnp.dtype(head.table_dtype) != jnp.dtype(dtype),
+        head_is_copied=not kernels.mesh_layout.axes and jnp.dtype(head.table_dtype) != jnp.dtype(dtype),
         head_is_widened=head.is_widened,
         implementation=kernels.implementation,
         device=device,

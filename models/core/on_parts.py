@@ -15,7 +15,7 @@ def on_parts(
     split: tuple[Any, ...],
     whole: tuple[Any, ...],
     head: Any,
-    spec: P,
+    spec: P | tuple[P, ...],
     out: Any,
     fsdp: Mapping[str, int],
     axes: tuple[str, ...],
@@ -27,7 +27,7 @@ def on_parts(
         split: trees of arrays that lie as `spec` says.
         whole: arrays that are whole inside the function. A matrix enters split over `fsdp` if that divides its rows.
         head: the last argument, or `None`.
-        spec: how each of `split` lies.
+        spec: how each of `split` lies, or one spec for each.
         out: how the results lie.
         fsdp: the axes that split parameters, and their sizes.
         axes: the mesh's axes that are not Manual yet. Inside the function all are.
@@ -46,13 +46,28 @@ def on_parts(
         return function(*own, *others, *(() if head is None else (head,)))
 
     of_whole = tuple(P(names) if cut else P() for cut in is_cut)
-    specs = tuple(spec for _ in split), of_whole, P() if split_of_head is None else split_of_head.spec
+    of_split = spec if isinstance(spec, tuple) else tuple(spec for _ in split)
+    specs = of_split, of_whole, P() if split_of_head is None else split_of_head.spec
+    return mapped(local, specs, out, axes)(tuple(split), tuple(whole), head)
+
+
+def mapped(function: Callable[..., Any], specs: Any, out: Any, axes: tuple[str, ...]) -> Callable[..., Any]:
+    """The function in a `jax.shard_map` over the mesh in context, in which all axes are Manual.
+
+    Args:
+        function: takes one device's parts.
+        specs: how the arguments lie.
+        out: how the results lie.
+        axes: the mesh's axes that are not Manual yet.
+
+    Returns:
+        The function of arrays on the mesh.
+    """
     has_manual_axes = len(axes) < len(jax.sharding.get_abstract_mesh().axis_names)
     left: dict[str, Any] = dict(axis_names=set(axes)) if has_manual_axes else {}
     # Without check_vma: JAX's own attention kernels do not declare the axes that they vary over, and Hopper's loss
     # kernels cannot write in place under it.
-    mapped = jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=False, **left)
-    return mapped(tuple(split), tuple(whole), head)
+    return jax.shard_map(function, in_specs=specs, out_specs=out, check_vma=False, **left)
 
 
 def _split_of(head: jax.Array, fsdp: Mapping[str, int]) -> HeadSplit | None:

@@ -38,6 +38,11 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "rows": ("token_rows", ("tokens", "out")),
 }
 KEPT = "_kept"  # ends the name of a trained weight's original, or of a trained weight that is switched off
+# Projections by what tensor parallelism splits: their outputs, which are heads or the feed-forward's width, or their
+# inputs, which are the same.
+SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+SPLIT_INPUTS = ("o_proj", "down_proj")
+_OF_VOCABULARY = {"embed_tokens": "in", "lm_head": "out"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +59,8 @@ class ParameterInfo:
         expert_axis: the axis that counts experts; `None` if there is none.
         in_axis: the axis of the layer's input, an embedding's vocabulary included; `None` if there is none.
         out_axis: the axis of the layer's output, a head's vocabulary included; `None` if there is none.
+        tensor_axis: the axis that tensor parallelism splits: heads, the feed-forward's width, or the vocabulary;
+            `None` where every device has the parameter whole, as a norm's scale or an adapter's other matrix.
         tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer. Adapters have PEFT's
             names, without the prefix that all of them share. A scale and a dropout's key have
             no tensor.
@@ -65,6 +72,7 @@ class ParameterInfo:
     expert_axis: int | None
     in_axis: int | None
     out_axis: int | None
+    tensor_axis: int | None
     tensor_names: tuple[str, ...]
 
     @property
@@ -136,6 +144,7 @@ def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
         expert_axis=None,
         in_axis=place.get("in"),
         out_axis=place.get("out"),
+        tensor_axis=place.get(_split_by_tensor(modules, last)),
         tensor_names=_tensor_names(modules, layer, last, shape[0] if is_stacked else None),
     )
 
@@ -154,6 +163,14 @@ def projections(model: nnx.Module) -> list[tuple[Path, Any]]:
 def kernel_of(path: Path, projection: Any) -> ParameterInfo:
     """What the kernel of the projection at this path is, dense or quantised."""
     return parameter((*path, "kernel"), projection.kernel.shape)
+
+
+def _split_by_tensor(modules: list[str], last: str) -> str | None:
+    """Which of a parameter's axes tensor parallelism splits, if the parameter has it."""
+    module = modules[-1] if modules else ""
+    if module in SPLIT_OUTPUTS:
+        return "out"
+    return "in" if module in SPLIT_INPUTS else _OF_VOCABULARY.get(last)
 
 
 def _layer_of(modules: list[str]) -> tuple[int | None, bool]:

@@ -18,6 +18,8 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     """Whether a result costs more than one pass over memory; norms, gates, rotations and sums cost one."""
     if primitive.name == "pallas_call":
         return not any(kind in params["name"] for kind in ("norm", "glu", "rope"))
+    if primitive.name == "reduce_scatter":  # a sublayer's result, summed over devices: theirs is not kept, then
+        return True
     if primitive.name == "name":
         return params["name"] in (ADAPTED, ATTENTION_OUTPUT, UP_PROJECTION)
     is_cudnn = primitive.name.startswith("dot_product_attention")
@@ -31,7 +33,10 @@ POLICIES = {
     "none": _more_than_one_pass,
     "full": None,
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        lambda primitive, *shapes, **params: (
+            primitive.name == "reduce_scatter"
+            or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
+        ),
         jax.checkpoint_policies.save_only_these_names(ADAPTED),
     ),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -64,7 +65,8 @@ class Pretrained(nnx.Module):
             mesh: the devices that get the parameters; `None` for the default device.
             partition_specs: how parameters are split over the mesh. A function gets a parameter's name, such as
                 "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
-                `PartitionSpec` has the structure of `nnx.state(model)`. `None` puts whole parameters on every device.
+                `PartitionSpec` has the structure of `nnx.state(model)`. `None` splits them as the layout of `kernels`
+                says, and puts whole parameters on every device if it names no axes.
             quantize: "nf4" or "int8" for projections in 4 or 8 bits, as `quantized.quantize` makes them. Each is
                 quantised before the next is read, so that a device holds one dense parameter at a time. Projections
                 that bitsandbytes has quantised to nf4 stay so with `None`, too, bit for bit.
@@ -113,6 +115,10 @@ class Pretrained(nnx.Module):
         # A checkpoint may hold a tied head twice, and old ones hold frequencies that the rotary embedding computes.
         ignored = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if config.tie_word_embeddings else ())
         graph, state = nnx.split(nnx.eval_shape(make))
+        layout = kernels.mesh_layout
+        by_layout = mesh is not None and partition_specs is None and layout.axes
+        if by_layout:
+            partition_specs = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state, mesh))
         shardings = weights.shardings_of(mesh, partition_specs, state)
 
         def kept_as(info, array):
@@ -122,7 +128,11 @@ class Pretrained(nnx.Module):
 
         model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, kept_as=kept_as)
         model.kept = kept
-        return quantized.frozen(model)
+        model = quantized.frozen(model)
+        if by_layout and quantize is not None:  # codes lie otherwise than dense kernels
+            state = nnx.state(model)
+            nnx.update(model, jax.device_put(state, layout.shardings(state, mesh)))
+        return model
 
     def save_pretrained(
         self,

@@ -458,9 +458,9 @@ def test_the_cache_grows_with_the_tokens_and_changes_none(monkeypatch, rng):
     assert generation._numbers_of_slots(5, 11) == [15]
     monkeypatch.setattr(generation, "_ROOM", 3)
     assert generation._numbers_of_slots(5, 11) == [8, 11, 14, 15]
-    generation._generate.clear_cache()
+    jax.clear_caches()
     np.testing.assert_array_equal(generate(model, prompts, **options), expected)
-    generation._generate.clear_cache()
+    jax.clear_caches()
 
 
 def test_a_long_generation_has_a_cache_of_eight_lengths_at_most():

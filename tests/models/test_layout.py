@@ -57,7 +57,7 @@ def test_an_unnamed_axis_of_one_device_is_no_harm(devices):
         np.testing.assert_array_equal(layout.run(lambda x: x + 1, (jnp.arange(8.0),)), jnp.arange(8.0) + 1)
 
 
-@pytest.mark.parametrize("role", ["tensor", "sequence", "expert"])
+@pytest.mark.parametrize("role", ["sequence", "expert"])
 def test_what_is_not_built_yet_says_so(role):
     layout = Layout(batch=("fsdp",), **{role: "x"})
     with pytest.raises(ValueError, match=f"2 devices along {role}='x', which is not built yet"):
@@ -153,6 +153,19 @@ class RowScales:
 
     def split_like(self, sharding):
         return RowScales(NamedSharding(sharding.mesh, P(sharding.spec[0])))
+
+
+def test_a_batch_is_placed_by_its_rows(devices):
+    mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
+    batch = dict(input_ids=jnp.zeros((8, 5)), positions=jnp.zeros((1, 5)), normalizer=3.0)
+    with jax.set_mesh(mesh):
+        placed = layout.place(batch)
+    parts = {name: x.addressable_shards[0].data.shape for name, x in placed.items()}
+    assert parts == dict(input_ids=(8 // len(devices), 5), positions=(1, 5), normalizer=())
+    with pytest.raises(ValueError, match=f"the batch has 3 rows, which data·fsdp={len(devices)} does not divide"):
+        layout.place(jnp.zeros((3, 5)), mesh)
+    with pytest.raises(ValueError, match="no mesh is in context"):
+        layout.place(batch)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -37,27 +37,29 @@ def quantized_log_probs(
     logit_softcap: float | None = None,
     entropy: bool = False,
     metrics: bool = True,
+    vocab_axis: str | None = None,
     **limits: Any,
 ) -> TokenLogProbs:
     """What `fused_linear_log_probs` gives with the dense head, which is frozen here.
 
-    The head's blocks lie along D. `metrics` says whether largest logits and their tokens are made. `limits` are the
+    The head's blocks lie along D. `metrics` says whether largest logits and their tokens are made. Inside
+    `jax.shard_map`, `vocab_axis` is the mesh axis that splits the head's vocabulary. `limits` are the
     `memory_budget_bytes` and the `implementation` of a slice's products; all else is as in `fused_linear_log_probs`.
     """
     options = _loss.LossOptions(OP, ignore_index, 0.0, 0.0, logit_scale / temperature, logit_softcap, "none")
     logit_options = dataclasses.replace(options.logit_options(metrics), entropy=entropy)
     linear = LinearOptions(logit_options, "vd", _checks.current_precision(None), "lean", 0)
     flat, vocab_size, dtype = labels.reshape(-1), head.shape[0], hidden.dtype
-    terms = _loss.token_terms(flat, None, None, None, options, vocab_size)
+    terms, labels_here = _vocab_shards.token_terms(flat, None, None, None, options, vocab_size, vocab_axis)
     slices = math.ceil(vocab_size / MOST_IN_A_SLICE)
     size = math.ceil(vocab_size / slices)
 
     @jax.checkpoint
     def statistics_of(rows: BlockQuantized, start: jax.Array, x: jax.Array) -> Statistics:
         x, weight = x.astype(dtype), rows.astype(dtype)
-        own = terms.labels - start
-        is_own = (terms.labels >= 0) & (own >= 0) & (own < weight.shape[0])
-        y = jnp.where(is_own, own, jnp.where(terms.labels == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
+        own = labels_here - start
+        is_own = (labels_here >= 0) & (own >= 0) & (own < weight.shape[0])
+        y = jnp.where(is_own, own, jnp.where(labels_here == NO_LABEL, NO_LABEL, IMPOSSIBLE_LABEL))
         problem = problem_on_device(
             OP, x, weight, y, None, options=linear, reduction="none", vocab_axis=None, **limits
         )  # fmt: skip
@@ -74,4 +76,6 @@ def quantized_log_probs(
     found = jax.tree.map(lambda parts, part: jnp.concatenate([parts, part[None]]), found, last)
     merge = functools.partial(_vocab_shards.merged_over, axis=_SLICES, shard_size=size)
     merged = jax.tree.map(lambda leaf: leaf[0], jax.vmap(merge, axis_name=_SLICES)(found))
+    if vocab_axis is not None:
+        merged = _vocab_shards.merged_over(merged, vocab_axis, vocab_size)
     return token_log_probs(formulas.where(terms.counts, merged), terms, labels.shape)

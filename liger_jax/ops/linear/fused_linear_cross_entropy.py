@@ -131,10 +131,8 @@ def fused_linear_cross_entropy(
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
-    if vocab_axis is not None:
-        return _local(*arrays, options=loss_options, vocab_axis=vocab_axis, **static)
-    if split is not None:
-        return _local(*arrays, options=loss_options, split=split, **static)
+    if vocab_axis is not None or split is not None:
+        return _local(*arrays, options=loss_options, vocab_axis=vocab_axis, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
     by_device = _on_parts if are_seen(hidden, weight) else _local
     return by_device(*arrays, options=loss_options, **static)

@@ -137,10 +137,8 @@ def fused_linear_log_probs(
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where
-    if vocab_axis is not None:
-        return _local(*arrays, vocab_axis=vocab_axis, **static)
-    if split is not None:
-        return _local(*arrays, split=split, **static)
+    if vocab_axis is not None or split is not None:
+        return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
     return (_on_parts if are_seen(hidden, weight) else _local)(*arrays, **static)
 

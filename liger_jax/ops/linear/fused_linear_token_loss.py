@@ -155,10 +155,8 @@ def fused_linear_token_loss(
     )
     constants = _as_denominator(denominator), *closed_over
     arrays = hidden, weight, labels, bias, where, per_token, constants
-    if vocab_axis is not None:
-        return _local(*arrays, vocab_axis=vocab_axis, **static)
-    if split is not None:
-        return _local(*arrays, split=split, **static)
+    if vocab_axis is not None or split is not None:
+        return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
     return (_on_parts if are_seen(hidden, weight) else _local)(*arrays, **static)
 

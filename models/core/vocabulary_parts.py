@@ -1,0 +1,181 @@
+"""A vocabulary that a mesh axis splits: the embedding, the logits, and how the fused losses get the head.
+
+A device has the same number of entries as every other one, and padding behind the last of them if need be. Token ids
+and labels are those of the whole vocabulary everywhere.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models.core.embedding import embed
+from liger_jax.models.core.head import head_logits
+from liger_jax.models.core.on_parts import mapped
+from liger_jax.models.core.tensor_parts import TensorParts, all_positions, nearest_divisor, summed
+from liger_jax.ops.layout import SplitHead, gathered, head_split, sent_dtype, taken_apart
+
+# The logit of an entry that is padding. It is finite, so that nothing multiplies 0 by an infinity.
+NO_LOGIT = -1e30
+
+
+def padded(table: jax.Array, size: int) -> jax.Array:
+    """A table (V, D) with zeros behind its last entry, so that `size` devices have equal parts.
+
+    Args:
+        table: an embedding or a head.
+        size: the devices.
+
+    Returns:
+        (V′, D), V′ the next multiple of the size.
+
+    Example:
+        >>> padded(jnp.ones((5, 2)), 4).shape
+        (8, 2)
+    """
+    return jnp.pad(table, ((0, -table.shape[0] % size), (0, 0)))
+
+
+def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+    """Looks up table[ids]: each device those of its part of the vocabulary.
+
+    Args:
+        parts: the devices.
+        table: (V, D).
+        ids: (B, T), with a T that the tensor axis divides.
+        dtype: dtype of the computation.
+
+    Returns:
+        (B, T, D), which lies as `parts.between` says; an id outside [0, V) gives NaN.
+    """
+    vocab_size, on_fsdp = table.shape[0], P(None, parts.fsdp)
+
+    def local(ids, part):
+        part = gathered(part, on_fsdp)
+        own = ids - jax.lax.axis_index(parts.axis) * part.shape[0]
+        is_own = (own >= 0) & (own < part.shape[0])
+        elsewhere = jnp.where((ids >= 0) & (ids < vocab_size), 0.0, jnp.nan).astype(dtype)
+        found = embed(part, jnp.where(is_own, own, -1), dtype)  # an id of -1 has no gradient
+        return summed(jnp.where(is_own[..., None], found, elsewhere[..., None]), parts.axis)
+
+    table = padded(table.astype(sent_dtype(table.dtype, dtype)), parts.size)
+    specs = parts.tokens, P(parts.axis, parts.fsdp)
+    return mapped(local, specs, parts.between, parts.axes)(ids, table)
+
+
+def logits_parts(parts: TensorParts, hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """Logits (B, T, V′): each device makes those of its part of the vocabulary, and no logits are sent.
+
+    Args:
+        parts: the devices.
+        hidden: (B, T, D).
+        head: (V, D).
+
+    Returns:
+        float32 logits, split along V′. Those behind V are padding's.
+    """
+    rows, axis = _rows(parts, hidden)
+
+    def local(hidden, part):
+        return head_logits(all_positions(hidden, axis), gathered(part, P(None, parts.fsdp)))
+
+    head = padded(head.astype(sent_dtype(head.dtype, hidden.dtype)), parts.size)
+    out = P(parts.batch or None, None, parts.axis)
+    return mapped(local, (rows, P(parts.axis, parts.fsdp)), out, parts.axes)(hidden, head)
+
+
+def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """Logits in which the entries that are padding have no part in a softmax.
+
+    Args:
+        logits: (..., V′).
+        vocab_size: V.
+
+    Returns:
+        (..., V′), `NO_LOGIT` behind V.
+    """
+    is_entry = jnp.arange(logits.shape[-1]) < vocab_size
+    return logits if logits.shape[-1] == vocab_size else jnp.where(is_entry, logits, NO_LOGIT)
+
+
+def loss_on_parts(
+    parts: TensorParts,
+    function: Callable[..., Any],
+    split: tuple[Any, ...],
+    whole: tuple[Any, ...],
+    head: Any,
+    spec: P,
+    out: Any,
+) -> Any:
+    """`Layout.run` for a linear loss: each device has its tokens' whole rows, and its part of the vocabulary.
+
+    The hidden states' gradient is scattered over the tensor axis where their positions were gathered.
+
+    Args:
+        parts: the devices.
+        function: takes one device's parts of `split`, then `whole`, then the head, which is padded.
+        split: hidden states (B, T, D), and trees of arrays (B, T).
+        whole: arrays that are whole inside.
+        head: (V, D), or quantised.
+        spec: how arrays (B, T) lie.
+        out: how the results lie.
+
+    Returns:
+        The function's results.
+
+    Raises:
+        ValueError: the head is quantised, and the axis does not divide its vocabulary.
+    """
+    rows, axis = _rows(parts, split[0])
+    split_of_head, of_head = None, P(parts.axis)
+    if isinstance(head, jax.Array):
+        head = padded(head, parts.size)
+        of_head = P(parts.axis, parts.fsdp)
+        split_of_head = head_split(P(None, parts.fsdp), jax.sharding.get_abstract_mesh().shape)
+    elif head.shape[0] % parts.size:
+        raise ValueError(
+            f"tensor={parts.axis!r} has {parts.size} devices, which do not divide the {head.shape[0]} entries of a "
+            'quantised head. Quantise the projections alone: quantize(model, "nf4", head=False).'
+        )
+
+    def local(split, whole, head):
+        hidden, *tokens = split
+        head = head if split_of_head is None else SplitHead(head, split_of_head)
+        return function(all_positions(hidden, axis), *tokens, *whole, head)
+
+    specs = (rows, *(spec for _ in split[1:])), tuple(P() for _ in whole), of_head
+    return mapped(local, specs, out, parts.axes)(tuple(split), tuple(whole), head)
+
+
+def vocabulary_of(parts: TensorParts, head: Any, config: Any) -> dict[str, Any]:
+    """What a linear loss has to know of its head inside `loss_on_parts`.
+
+    Args:
+        parts: the devices.
+        head: this device's part.
+        config: the architecture.
+
+    Returns:
+        `vocab_axis`, and where the head has padding a `bias` that takes it out.
+
+    Raises:
+        ValueError: there is padding, which a softcap of logits would let in again.
+    """
+    size, vocab_size = taken_apart(head)[0].shape[0], config.vocab_size
+    if size * parts.size == vocab_size:
+        return dict(vocab_axis=parts.axis)
+    if config.final_logit_softcapping is not None:
+        raise ValueError(
+            f"tensor={parts.axis!r} has {parts.size} devices, which do not divide vocab_size={vocab_size}. Entries "
+            f"that pad it would count, since final_logit_softcapping={config.final_logit_softcapping} bounds their "
+            f"logits. The nearest number that divides it is {nearest_divisor(vocab_size, parts.size)}."
+        )
+    is_entry = jax.lax.axis_index(parts.axis) * size + jnp.arange(size) < vocab_size
+    return dict(vocab_axis=parts.axis, bias=jnp.where(is_entry, 0.0, NO_LOGIT).astype(jnp.float32))
+
+
+def _rows(parts: TensorParts, hidden: jax.Array) -> tuple[P, str | None]:
+    """How hidden states enter, and the axis over which to gather their positions; they may have been cut."""
+    return (parts.tokens, None) if hidden.shape[1] % parts.size else (parts.between, parts.axis)
