@@ -1,6 +1,7 @@
 """`causal_lm_loss` serves models of any library by hidden states and head."""
 
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +100,11 @@ def arrays(rng):
 
 def test_one_sequence_needs_no_batch_axis(arrays):
     hidden, head, labels = arrays
-    segments = jnp.asarray([0] * 4 + [1] * 7)
-    one = causal_lm_loss(hidden[0], head, labels[0], segment_ids=segments)
-    close(one, causal_lm_loss(hidden[:1], head, labels[:1], segment_ids=segments[None]))
-    assert causal_lm_loss(hidden[0], head, labels[0], reduction="none").shape == (11,)
-    close(causal_lm_loss(hidden[None], head, labels[None]), causal_lm_loss(hidden, head, labels))
+    segments, loss_of = jnp.asarray([0] * 4 + [1] * 7), cast(Any, causal_lm_loss)
+    one = loss_of(hidden[0], head, labels[0], segment_ids=segments)
+    close(one, loss_of(hidden[:1], head, labels[:1], segment_ids=segments[None]))
+    assert loss_of(hidden[0], head, labels[0], reduction="none").shape == (11,)
+    close(loss_of(hidden[None], head, labels[None]), loss_of(hidden, head, labels))
 
 
 def test_vmap_over_sequences_gives_each_its_own_loss_and_gradients(arrays):
