@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.on_parts import on_parts
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
+from liger_jax.models.core.state_shardings import state_shardings
 from liger_jax.models.core.tensor_parts import TensorParts
 from liger_jax.models.core.vocabulary_parts import loss_on_parts
 
@@ -186,7 +187,7 @@ class Layout:
         of_params = jax.tree_util.tree_map_with_path(of_leaf, params)
         if optimizer is None:
             return of_params
-        return of_params, _state_shardings(optimizer, state, params, of_params, NamedSharding(mesh, P()))
+        return of_params, state_shardings(optimizer, state, params, of_params, NamedSharding(mesh, P()))
 
     def place(self, batch: Any, mesh: Mesh | None = None) -> Any:
         """Puts a batch on the mesh, each device's rows where the device computes them.
@@ -403,41 +404,3 @@ def _along(spec: P, sizes: Mapping[str, int]) -> P:
     """The partition, without the axes that are not in `sizes`."""
     names = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     return _spec(*(tuple(name for name in names(entry) if name in sizes) for entry in spec))
-
-
-def _state_shardings(optimizer: Any, state: Any, params: Any, of_params: Any, whole: NamedSharding) -> Any:
-    """The shardings of an optimizer's state, whose leaves follow parameters or are scalars.
-
-    Raises:
-        ValueError: a leaf is neither.
-    """
-    # A Variable has the attributes of its value.
-    has_rule = lambda x: hasattr(x, "split_like") and not isinstance(x, nnx.Variable)
-    unruled = object()
-    shape_of = lambda x: getattr(x, "shape", ())  # a state may hold Python numbers
-    of_other = lambda x: unruled if shape_of(x) else whole
-
-    def like(x, param, sharding):
-        if isinstance(x, optax.MaskedNode):
-            return x
-        if has_rule(x):
-            return x.split_like(sharding)
-        return sharding if shape_of(x) == param.shape else of_other(x)
-
-    found = optax.tree_map_params(
-        lambda params: jax.eval_shape(optimizer.init, params),
-        like,
-        state,
-        params,
-        of_params,
-        transform_non_params=of_other,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode) or has_rule(x),
-    )
-    for keys, sharding in jax.tree_util.tree_leaves_with_path(found):
-        if sharding is unruled:
-            raise ValueError(
-                f"shardings: the optimizer's state has an array at {jax.tree_util.keystr(keys)} that is neither a "
-                "scalar nor of its parameter's shape, so that nothing says how it is split. Put it into an object with "
-                "a method split_like(sharding), or hold another state."
-            )
-    return found
