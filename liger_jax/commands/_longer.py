@@ -25,7 +25,7 @@ def lines(
 
     Example:
         >>> (line,) = lines({"steps": 10, "epochs": None, "batch": 2}, 10, 0.1, 20, lambda step: 0.5, 100)
-        >>> print(line[:94])
+        >>> print(line[:93])
         goes on from step 10 to 20, where it was to end at 10: the learning rate follows the schedule
     """
     if not done or before.get("steps", steps) >= steps:

@@ -35,6 +35,7 @@ def merge_lora(model: Model) -> Model:
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
+        >>> from liger_jax.models.lora import add_lora
         >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)
         >>> model = add_lora(LlamaForCausalLM(config, rngs=nnx.Rngs(0)), 2, alpha=4, rngs=nnx.Rngs(1))
         >>> type(merge_lora(model).model.layers.self_attn.q_proj).__name__

@@ -58,7 +58,7 @@ def test_names_of_other_trainers_lead_to_options_that_there_are():
 def test_what_is_nothing_like_an_option_is_only_refused(capsys):
     assert "unrecognized option: --zzz.\n" in said(capsys, "finetune", "--zzz")[0]
     assert "Options stand behind the command" in said(capsys, "--model", "x", "finetune")[0]
-    assert "unrecognized arguments: chats.jsonl." in said(capsys, *"finetune --model x --data y chats.jsonl".split())[0]
+    assert "unrecognized arguments: chats.jsonl." in said(capsys, *"plan --model x chats.jsonl".split())[0]
 
 
 # --- files of options -------------------------------------------------------------------------------------------------

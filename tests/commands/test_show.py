@@ -137,7 +137,7 @@ def test_several_files_and_weights_are_shown_with_what_is_scored_of_other_data(s
     (source.parent / "more.jsonl").write_text("\n".join(_tiny.chats(20).split("\n")[12:]))
     others = f"{source.parent / 'texts.jsonl'}=2", "--eval-data", str(source.parent / "more.jsonl"), "--rows=30"
     printed = shown(capsys, source, "chats.jsonl", *others, "--length=64")
-    assert "data: 18 documents; " in printed and "; 8 pieces are scored\n" in printed
+    assert "data: 18 documents in " in printed and "; 8 pieces scored\n" in printed
     assert re.search(
         r"an epoch has 32 rows: 12 of .*chats.jsonl, which has 12; 20 of .*texts.jsonl=2, which has 10\n", printed
     )

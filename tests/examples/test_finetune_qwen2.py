@@ -9,7 +9,7 @@ def test_it_is_the_command_for_qwen2(monkeypatch):
     monkeypatch.setattr(finetune, "run", lambda args: runs.append(args) or 0)
     assert finetune_qwen2.main(["--data=text.txt", "--pack"]) == 0
     assert finetune_qwen2.main(["--data=text.txt", "--model=./mine", "--out=there"]) == 0
-    assert [(args.model, args.out, args.pack) for args in runs] == [
+    assert [(args.model, args.out, bool(args.pack)) for args in runs] == [
         ("Qwen/Qwen2-0.5B", "runs/finetune_qwen2", True),
         ("./mine", "there", False),
     ]

@@ -12,7 +12,8 @@ from liger_jax.planner.architectures import architecture
 from tests.models import _hugging_face as hugging_face
 from tests.models._llama import make_model
 
-FAMILIES = sorted(path.name for path in hugging_face.GOLDEN.iterdir() if path.is_dir())
+# A file in nf4 has codes in other shapes: tests/models/test_nf4.py.
+FAMILIES = sorted(path.name for path in hugging_face.GOLDEN.iterdir() if path.is_dir() and path.name != "llama_nf4")
 SCANS = pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 
 

@@ -378,9 +378,13 @@ def test_a_checkpoint_is_read_as_the_layout_of_its_kernels_says(kind, devices, t
 )
 def test_families_that_it_cannot_split_are_refused(family, config, message, devices):
     mesh = jax.make_mesh((1, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices[:2])
-    model = nnx.eval_shape(lambda: family(config(**SIZES), kernels=KernelOptions(layout=LAYOUT), rngs=nnx.Rngs(0)))
+
+    def run():
+        model = family(config(**SIZES), kernels=KernelOptions(layout=LAYOUT), rngs=nnx.Rngs(0))
+        return model(jnp.zeros((2, 8), jnp.int32))
+
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda: model(jnp.zeros((2, 8), jnp.int32)))
+        jax.eval_shape(run)
 
 
 def test_adapters_outside_of_layers_are_refused(devices):

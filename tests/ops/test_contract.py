@@ -230,8 +230,14 @@ def test_kernels_say_that_they_have_no_second_derivatives(name, rng):
             jax.eval_shape(by_one, {argument: arrays[argument]})
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "causal_attention"])  # in XLA it has one
+# In XLA these have one.
+WITH_FORWARD_MODE = {
+    "causal_attention", "fused_linear_cross_entropy, fast", "fused_linear_token_loss, fast", "causal_lm_loss",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_FORWARD_MODE])
 def test_there_is_no_forward_mode(name, rng):
     total, arrays, others = case(name, rng)
-    with pytest.raises(TypeError, match="can't apply forward-mode"):
+    with pytest.raises(TypeError, match="can't apply forward-mode|has gradients .* but here no forward mode"):
         jax.jvp(lambda arrays: total(arrays, others), (arrays,), (arrays,))

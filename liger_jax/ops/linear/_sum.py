@@ -105,8 +105,7 @@ def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
     of_head = tangents[:3]
     needs = Needs(*(x is not None and not is_zero(x) for x in of_head))
     loss, statistics, grads = _sum_and_gradients(arrays, needs, problem, options, row_loss)
-    product = lambda grad, tangent: jnp.sum(grad.astype(jnp.float32) * tangent.astype(jnp.float32))
-    parts = [product(grad, x) for grad, x, need in zip(grads, of_head, needs, strict=True) if need]
+    parts = [_product(grad, x) for grad, x, need in zip(grads, of_head, needs, strict=True) if need]
     if not all(map(is_zero, jax.tree.leaves((tangents[3], tangents[5])))):
 
         def loss_of(terms, constants):
@@ -116,6 +115,11 @@ def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
         parts.append(jax.jvp(loss_of, primals, jax.tree.map(_as_tangent, primals, (tangents[3], tangents[5])))[1])
     no_tangents = jax.tree.map(_no_tangent, statistics)  # they are metrics
     return (loss, statistics), (functools.reduce(jnp.add, parts, _no_tangent(loss)), no_tangents)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)  # else jax.grad would keep the gradient in float32
+def _product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
+    return jnp.sum(grad.astype(jnp.float32) * tangent.astype(jnp.float32))
 
 
 def _no_tangent(x: jax.Array) -> Any:
