@@ -104,7 +104,7 @@ _sum_jvp = jax.custom_jvp(_sum, nondiff_argnums=(7, 8, 9))
 def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
     of_head = tangents[:3]
     needs = Needs(*(x is not None and not is_zero(x) for x in of_head))
-    loss, statistics, grads = _sum_and_gradients(arrays, needs, problem, options, row_loss)
+    loss, statistics, grads = _undivided(arrays, needs, problem, options, row_loss)
     parts = [_product(grad, x) for grad, x, need in zip(grads, of_head, needs, strict=True) if need]
     if not all(map(is_zero, jax.tree.leaves((tangents[3], tangents[5])))):
 
@@ -115,6 +115,16 @@ def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
         parts.append(jax.jvp(loss_of, primals, jax.tree.map(_as_tangent, primals, (tangents[3], tangents[5])))[1])
     no_tangents = jax.tree.map(_no_tangent, statistics)  # they are metrics
     return (loss, statistics), (functools.reduce(jnp.add, parts, _no_tangent(loss)), no_tangents)
+
+
+# When JAX divides a program into what is known and what is linear, it takes constants out of loops: a chunk's logits in
+# zeros would be held beside the chunk's own. It does not divide a function with a rule of its own.
+_undivided = jax.custom_jvp(_sum_and_gradients, nondiff_argnums=(1, 2, 3, 4))
+
+
+@_undivided.defjvp
+def _second_derivatives(needs, problem, options, row_loss, primals, tangents):
+    return jax.jvp(lambda arrays: _sum_and_gradients(arrays, needs, problem, options, row_loss), primals, tangents)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # else jax.grad would keep the gradient in float32
