@@ -69,9 +69,9 @@ def finetune(settings: Settings) -> int:
         return _finetune(settings, out)
 
 
-def _finetune(settings: Settings, out: Path) -> int:
+def _finetune(asked: Settings, out: Path) -> int:
     with user_errors():
-        settings, source = _adapters.found(settings)
+        settings, source = _adapters.found(asked)
         for folder in _adapters.tuned(settings, source):
             _output.check(settings, folder)
         settings = _as_stored(settings, source)
@@ -105,7 +105,7 @@ def _finetune(settings: Settings, out: Path) -> int:
         )
         return 0
     with user_errors():
-        _output.write_settings(settings)
+        _output.write_settings(asked)
     reading = beside(_read, settings, source, precision)
     with user_errors(), telling("tracing"):
         programs, shapes = _programs(settings, source, found, precision, optimizer, batch_of(0))
@@ -131,7 +131,7 @@ def _finetune(settings: Settings, out: Path) -> int:
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
     samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence)
-    with Log(settings.log, out, log["steps"], settings.to_write()) as files:
+    with Log(settings.log, out, log["steps"], asked.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: step(state, batch, frozen),
             batch_of=batch_of,

@@ -66,6 +66,8 @@ def test_training_goes_on_from_a_folder_of_adapters(tuned, source, tmp_path, cap
     assert new.keys() == old.keys() and moved == {name for name in old if "base_layer" not in name}
     assert losses(tmp_path)[0] < losses(tuned)[0]
     capsys.readouterr()
+    assert main(["finetune", f"--config={tmp_path / 'settings.toml'}"]) == 0
+    assert "finished: " in capsys.readouterr().out  # by its own file of options
     assert run(adapters, data, tuned) == 2
     assert "which is --model itself. Pass another --out" in capsys.readouterr().err
 
