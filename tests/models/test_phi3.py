@@ -1,11 +1,13 @@
 """Phi-3: LongRoPE in config.json and in generation, and adapters and codes of fused projections."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from liger_jax.models import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+from liger_jax.models import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, stream
 from liger_jax.models.hugging_face import config_json
 from liger_jax.models.lora import add_lora, load_adapters, save_adapters
 from liger_jax.models.quantized import dequantize, quantize
@@ -78,13 +80,10 @@ def test_a_text_that_grows_beyond_the_length_in_training_is_hugging_face_s():
     model = AutoModelForCausalLM.from_pretrained(folder)
     at, length = model.config.rope_changes_at, prompts.shape[1] + expected.greedy.shape[1]
     assert prompts.shape[1] < at < length
-    out = model.generate(
-        prompts,
-        attention_mask=jnp.asarray(hugging_face.PROMPT),
-        max_new_tokens=length - prompts.shape[1],
-        eos_token_id=(),
-    )
-    np.testing.assert_array_equal(out[:, prompts.shape[1] :], expected.greedy)
+    options: Any = dict(attention_mask=jnp.asarray(hugging_face.PROMPT), eos_token_id=())
+    options |= dict(max_new_tokens=length - prompts.shape[1])
+    np.testing.assert_array_equal(model.generate(prompts, **options)[:, prompts.shape[1] :], expected.greedy)
+    np.testing.assert_array_equal(np.stack([*stream(model, prompts, **options)], axis=1), expected.greedy)
 
 
 @pytest.mark.parametrize("rows", first(1, [slice(1, 2), slice(0, 1)]), ids=["padded", "whole"])
