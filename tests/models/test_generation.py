@@ -456,8 +456,8 @@ def test_the_cache_grows_with_the_tokens_and_changes_none(monkeypatch, rng):
     options = dict(max_new_tokens=11, attention_mask=jnp.asarray([[1] * 5, [0, 0, 1, 1, 1]]), eos_token_id=())
     expected = generate(model, prompts, **options)
     assert generation._numbers_of_slots(5, 11) == [15]
-    monkeypatch.setattr(generation, "_ROOM", 3)
-    assert generation._numbers_of_slots(5, 11) == [8, 11, 14, 15]
+    monkeypatch.setattr(generation, "_ROOM", 6)
+    assert generation._numbers_of_slots(5, 11) == [11, 15]
     jax.clear_caches()
     np.testing.assert_array_equal(generate(model, prompts, **options), expected)
     jax.clear_caches()
