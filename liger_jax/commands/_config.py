@@ -39,9 +39,11 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
     from liger_jax.commands._parser import meant
 
     known = {name: action for name, action in actions.items() if name not in _NO_OPTIONS}
+    name_of = {_name(option): name for name, action in known.items() for option in action.option_strings}
+    name_of |= {name: name for name in known}
     found, others = {}, []
     for key, value in _table(path).items():
-        name = key.removeprefix("--").replace("-", "_")
+        name = name_of.get(_name(key), _name(key))
         if name in found:
             raise UserError(f"--config {path}: {name} stands there twice, also as {key}. Keep one of them.")
         if name in known:
@@ -71,6 +73,10 @@ def write(path: Path, options: Mapping[str, Any], heading: str) -> None:
     new = path.with_name(f".{path.name}.new")  # a process that is killed leaves the old file or the new one
     new.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
     new.replace(path)
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _table(path: str) -> dict[str, Any]:

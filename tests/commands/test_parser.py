@@ -139,4 +139,5 @@ def test_every_command_takes_a_file(capsys, options, tmp_path):
     printed = capsys.readouterr()
     assert len(re.findall(r"^row \d", printed.out, re.MULTILINE)) == 1
     assert printed.err == f"{file[1]}: not read, as options of other commands: batch\n"
-    assert main(["plan", *options('model = "qwen2-0.5b"'), *PLAN]) == 0
+    assert main(["plan", *options('model = "qwen2-0.5b"\nlength = 77\npack = true'), "--device=h200"]) == 0
+    assert "8 × 77 tokens packed" in capsys.readouterr().out  # plan's own names are --seq and --packed
