@@ -94,15 +94,7 @@ def _finetune(asked: Settings, out: Path) -> int:
         checkpoints = _checkpoints(settings, source, steps, data)
     checkpoints.check()
     data.keep()
-    latest, finished = checkpoints.latest_step, checkpoints.finished
-    early = _output.ended_early(settings, finished)
-    if (latest == steps or early) and _output.is_there(settings, finished):
-        why = "where --patience ended it" if early else "the last one"
-        cure = "Another --patience goes" if early else "More --steps or --epochs go"
-        print(
-            f"finished: {_output.folder(settings)} is there since step {latest}, {why}; nothing is changed. {cure} on "
-            "from it"
-        )
+    if _is_finished(settings, checkpoints, steps):
         return 0
     with user_errors():
         _output.write_settings(asked)
@@ -147,15 +139,13 @@ def _finetune(asked: Settings, out: Path) -> int:
             shown=SHOWN,
         )
         state, stopped_by = loop.run(state, log)
-    done = len(log["steps"])
     if stopped_by:
-        print(f"stopped after step {done} of {steps}, which is saved; the same command goes on from there")
+        print(f"stopped after step {len(log['steps'])} of {steps}, which is saved; the same command goes on from there")
         return 128 + stopped_by
-    early, best = done < steps, checkpoints.best
-    if early and best is not None:
-        print(f"stopped after step {done} of {steps}: step {best[0]} had the least held-out loss, and is taken")
-        done, state = best[0], _shapes(state)
-        state, _ = checkpoints.read(done, state)
+    done, early = steps, len(log["steps"]) < steps
+    if early:
+        state = _shapes(state)  # two states need not fit
+        state, done = _best(state, steps, checkpoints)
     tuned = nnx.merge(graph, state[0], frozen)
     tuned.kept = keeps
     del state  # the moments' memory, in which the weights may be cast
@@ -163,15 +153,44 @@ def _finetune(asked: Settings, out: Path) -> int:
     checkpoints.finish(target.name, _output.record(settings, target, early))
     _output.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
-    first, last = log["steps"][0]["loss"], log["steps"][done - 1]["loss"]
+    _tell(log["steps"], done, target, checkpoints, out)
+    return 0
+
+
+def _is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:
+    """Whether the result is there already, which is said."""
+    latest, finished = checkpoints.latest_step, checkpoints.finished
+    early = _output.ended_early(settings, finished)
+    if not ((latest == steps or early) and _output.is_there(settings, finished)):
+        return False
+    why = "where --patience ended it" if early else "the last one"
+    cure = "Another --patience goes" if early else "More --steps or --epochs go"
+    print(
+        f"finished: {_output.folder(settings)} is there since step {latest}, {why}; nothing is changed. {cure} on "
+        "from it"
+    )
+    return True
+
+
+def _best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
+    """The state with the least held-out loss of a run that ended early, and its step."""
+    assert checkpoints.best is not None and checkpoints.latest_step is not None
+    step, last = checkpoints.best[0], checkpoints.latest_step
+    print(f"stopped after step {last} of {steps}: step {step} had the least held-out loss, and is taken")
+    return checkpoints.read(step, like)[0], step
+
+
+def _tell(log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints, out: Path) -> None:
+    """Says how a run has ended, and where its result is."""
+    first, last = log[0]["loss"], log[done - 1]["loss"]
     print(f"{done} steps; loss {first:.3f} → {last:.3f}; {target.name} in {target}")
+    best = checkpoints.best
     if best is not None and best[0] != done:
         there = out / _output.CHECKPOINTS / str(best[0])
         print(
             f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, with "
             f"{best[1]:.3f}, whose checkpoint stays in {there}"
         )
-    return 0
 
 
 def _as_stored(settings: Settings, source: Source) -> Settings:
