@@ -346,7 +346,7 @@ def test_tokens_are_drawn_from_the_top_k_likeliest_and_top_p_counts_among_them(t
 
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(temperature=0.9, top_p=0.9, top_k=20, key=jax.random.key(0))],
+    [pytest.param({}, marks=pytest.mark.full), dict(temperature=0.9, top_p=0.9, top_k=20, key=jax.random.key(0))],
     ids=["likeliest", "random"],
 )
 def test_a_stream_yields_the_tokens_of_generate_and_ends_with_the_last_row(options, rng):

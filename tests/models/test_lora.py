@@ -368,6 +368,7 @@ def test_adapters_load_and_merge_on_a_mesh_and_kernels_stay_split(mesh, tmp_path
     )
 
 
+@pytest.mark.full
 @AXIS_TYPES
 def test_dora_of_quantised_weights_loads_and_merges_on_a_mesh(mesh, tmp_path):
     quantised = lambda model: quantize(model, "nf4", block_size=16)

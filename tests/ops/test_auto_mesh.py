@@ -54,6 +54,7 @@ def test_concrete_arrays_get_the_global_mean_and_gradients_that_lie_as_they_do(w
     assert [x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in zip(grads, (hidden, head), strict=True)]
 
 
+@pytest.mark.full
 def test_labels_of_one_device_are_cut_and_losses_of_tokens_stay_where_they_are(mesh, arrays):
     hidden, head, _ = placed(mesh, arrays)
     losses: Any = causal_lm_loss(hidden, head, arrays[2], reduction="none")
@@ -69,7 +70,9 @@ def test_a_head_that_is_not_on_the_mesh_is_refused(mesh, arrays):
         causal_lm_loss(hidden, arrays[1], labels)
 
 
-@pytest.mark.parametrize("in_context", [True, False], ids=["in context", "no context"])
+@pytest.mark.parametrize(
+    "in_context", [True, pytest.param(False, marks=pytest.mark.full)], ids=["in context", "no context"]
+)
 def test_under_jit_the_sentence_shows_the_call_with_the_axes_and_the_call_is_right(in_context, mesh, arrays):
     hidden, head, labels = placed(mesh, arrays)
     with jax.set_mesh(mesh) if in_context else jax.default_matmul_precision("float32"):
