@@ -149,9 +149,11 @@ _sum_jvp.defjvp(_sum_tangent_rule, symbolic_zeros=True)
 
 def _sum_of_rows(hidden, weight, bias, terms, class_weights, constants, labels, problem, options, row_loss):
     of_all = terms, class_weights, constants, labels, problem, options, row_loss
-    if problem.kernels == "xla":
+    # JAX (0.12) keeps a custom_jvp's functions, and so what a call's own loss closes over.
+    if problem.kernels == "xla" and row_loss.is_shared:
         return _sum_jvp(hidden, weight, bias, *of_all)
-    return _sum_vjp(*reverse_only((hidden, weight, bias), problem.op, FORWARD_MODE), *of_all)
+    cure = FORWARD_MODE if row_loss.is_shared else "Make the logits, and take a loss in plain JAX."
+    return _sum_vjp(*reverse_only((hidden, weight, bias), problem.op, cure), *of_all)
 
 
 # Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
