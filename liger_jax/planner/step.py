@@ -16,6 +16,7 @@ from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.hugging_face.adapter_targets import Targets
+from liger_jax.models.lora.vocabulary import columns
 from liger_jax.models.quantized import quantize
 from liger_jax.ops import plan_fused_linear_cross_entropy
 from liger_jax.ops.block_quantized import KINDS
@@ -155,10 +156,13 @@ class Run:
         """
         config, head, device = self.model.config, self.head, self.target.description
         remat: Any = self.remat
-        budget = loss_budget_bytes(config, self._kernels, remat, self.dtype, head, self.tokens, device)
+        width = config.hidden_size
+        if self.lora is not None and self.adapts_head:
+            width += columns(self.lora, width)
+        sizes = self.tokens, width
+        budget = loss_budget_bytes(config, self._kernels, remat, self.dtype, head, sizes, device)
         return plan_fused_linear_cross_entropy(
-            self.tokens,
-            config.hidden_size,
+            *sizes,
             config.vocab_size,
             dtype=self.dtype,
             weight_dtype=head.dtype_in_products(self.dtype),

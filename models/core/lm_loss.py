@@ -272,5 +272,5 @@ class LanguageModelLoss:
     def _budget_bytes(self, hidden, targets, head):
         """How much of this device's memory the fused loss may use."""
         head = Head(self.table_dtype, head.dtype, isinstance(head, SplitHead))
-        sizes = self.config, self.kernels, self.remat, hidden.dtype, head, least_size(targets.size)
-        return loss_budget_bytes(*sizes, device_of(hidden))
+        sizes = least_size(targets.size), hidden.shape[-1]
+        return loss_budget_bytes(self.config, self.kernels, self.remat, hidden.dtype, head, sizes, device_of(hidden))

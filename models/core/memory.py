@@ -167,7 +167,7 @@ class Head:
 
 
 def loss_budget_bytes(
-    config: Any, kernels: KernelOptions, remat: Remat, dtype: Any, head: Head, tokens: int, device: Any
+    config: Any, kernels: KernelOptions, remat: Remat, dtype: Any, head: Head, sizes: tuple[int, int], device: Any
 ) -> int | None:
     """How much of a device's memory the fused loss may use.
 
@@ -177,7 +177,7 @@ def loss_budget_bytes(
         remat: what layers keep for the backward.
         dtype: dtype of the hidden states.
         head: the head as the loss gets it.
-        tokens: tokens of one device and micro-batch.
+        sizes: tokens of one device and micro-batch, and the hidden states' columns, with those of the head's adapter.
         device: the device that the step runs on.
 
     Returns:
@@ -186,8 +186,7 @@ def loss_budget_bytes(
     if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
         return kernels.memory_budget_bytes
     return budget_beside_layers(
-        tokens,
-        config.hidden_size,
+        *sizes,
         config.vocab_size,
         f=config.intermediate_size,
         dtype=dtype,

@@ -124,9 +124,22 @@ class TokenRows(nnx.Module):
         return table.at[jnp.asarray(self.tokens)].set(self.rows[...].astype(table.dtype))
 
 
+def columns(rank: int, width: int) -> int:
+    """How many columns an adapter of this rank adds to hidden states and a head of `width`.
+
+    Args:
+        rank: of the adapter.
+        width: columns of the hidden states.
+
+    Returns:
+        The rank, up to whole tiles if `width` has whole tiles.
+    """
+    return rank + (-rank % _TILE if width % _TILE == 0 else 0)
+
+
 def _filled(x: jax.Array, width: int) -> jax.Array:
-    """Columns of zeros behind x, up to whole tiles if `width`, which they stand beside, has whole tiles."""
-    missing = -x.shape[-1] % _TILE if width % _TILE == 0 else 0
+    """x (..., r), with columns of zeros behind it, up to those that stand beside `width` others."""
+    missing = columns(x.shape[-1], width) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
 
 

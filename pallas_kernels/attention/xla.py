@@ -47,14 +47,15 @@ def attend(
     q_ids = jax.lax.dynamic_slice_in_dim(ids, offset, q_length, axis=1) if is_part else ids
     grouped = q.reshape(batch, q_length, kv_heads, query_heads // kv_heads, width)
     # The gradients of keys and values are summed over chunks in the dtype that the chunks are handed.
-    k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    k_wide, v_wide = k.astype(wide), v.astype(wide)
 
     @functools.partial(jax.checkpoint, static_argnums=4)
     def attend_chunk(queries, own_ids, start, first, count):
         """Queries (B, C, K, Q/K, H) from position `start` on, to `count` keys from `first` on."""
         seen = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=1)
-        seen_k, seen_v = seen(k32).astype(dtype), seen(v32).astype(dtype)
-        scores = scale * jnp.einsum("bckgh,bskh->bkgcs", queries, seen_k, preferred_element_type=jnp.float32)
+        seen_k, seen_v = seen(k_wide).astype(dtype), seen(v_wide).astype(dtype)
+        scores = scale * jnp.einsum("bckgh,bskh->bkgcs", queries, seen_k, preferred_element_type=wide)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         places = lambda start, n: start + jnp.arange(n, dtype=jnp.int32)

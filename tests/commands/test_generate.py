@@ -21,7 +21,8 @@ WIDTH = 64  # prompts are padded, so that one program serves all
 
 @pytest.fixture(scope="module", autouse=True)
 def each_program_is_compiled_once(caches):
-    with pytest.MonkeyPatch.context() as patch:
+    """Products are exact, so that the command's programs and the library's choose the same tokens on a GPU, too."""
+    with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision("highest"):
         patch.setenv("XDG_CACHE_HOME", str(caches))
         patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
         yield
@@ -64,7 +65,7 @@ def expected(source, prompt, count, adapters=None, **options):
 
 def generated(capsys, *arguments):
     capsys.readouterr()
-    assert main(["generate", *map(str, arguments)]) == 0
+    assert main(["generate", "--dtype=float32", *map(str, arguments)]) == 0
     return capsys.readouterr()
 
 

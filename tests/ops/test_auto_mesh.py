@@ -20,7 +20,7 @@ B, T, D, V = 4, 6, 16, 24
 @pytest.fixture
 def mesh(devices):
     shape, types = (len(devices) // 2, 2), (AxisType.Auto,) * 2
-    return jax.make_mesh(shape, ("data", "fsdp"), axis_types=types, devices=devices)
+    return jax.make_mesh(shape, ("data", "fsdp"), axis_types=types, devices=devices)  # of two devices: (1, 2)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_under_jit_the_sentence_shows_the_call_with_the_axes_and_the_call_is_rig
         with pytest.raises(ValueError, match=r"write jax\.shard_map") as error:
             jax.jit(ops.fused_linear_cross_entropy)(hidden, head, labels)
     call = str(error.value).partition("write ")[2].removesuffix(".")
-    assert "('data', 'fsdp')" in call
+    assert ("('data', 'fsdp')" if mesh.shape["data"] > 1 else "'fsdp'") in call
     names = dict(jax=jax, P=P, mesh=mesh, hidden=hidden, weight=head, labels=labels, num_tokens=B * T - 3)
     names["fused_linear_cross_entropy"] = ops.fused_linear_cross_entropy
     close(eval(call, names), ops.fused_linear_cross_entropy(*arrays))

@@ -140,6 +140,13 @@ def test_micro_batches_save_memory_as_estimated():
 
 
 @pytest.mark.full
+def test_the_loss_has_memory_for_the_columns_that_an_adapter_of_the_head_adds(tiny):
+    """In float32 nothing is copied, so that the loss's budget is exact: a column that it did not count is refused."""
+    options = dict(lora=3, lora_targets=["q_proj", "lm_head"], param_dtype="float32", dtype="float32", packed=True)
+    assert compiled(PLAN, tiny, 2, 64, "h200", json.dumps(options))["total"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options, kind, part",
     [
