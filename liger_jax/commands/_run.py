@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from liger_jax.commands import (
@@ -22,6 +23,7 @@ from liger_jax.commands import (
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
 from liger_jax.commands._laid_rows import RowParts
 from liger_jax.commands._log import Log, check_wandb
+from liger_jax.commands._prompt_rows import PromptRows
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.commands._task import Task
 from liger_jax.models import AutoModelForCausalLM
@@ -43,6 +45,8 @@ from liger_jax.training import (
 )
 from liger_jax.training.errors import memory_errors
 from liger_jax.training.waiting import Compiling, beside, telling
+
+RunRows = _training_rows.TrainingRows | PromptRows
 
 
 @training_errors()
@@ -82,7 +86,7 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         print(line)
     parts = _training_rows.parts_of(settings)
     tokenizer = _training_rows.tokenizer(source, found, task.tokenizer)
-    data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
+    data = task.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
     print(data.summary)
     steps = _steps(settings, data)
     rate = _recipe.schedule(settings, steps)
@@ -97,9 +101,11 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         return 0
     with user_errors():
         _output.write_settings(asked)
-    reading = beside(_read, settings, source, precision)
+    played = None if task.played is None else task.played(settings, data, tokenizer)
+    reading = beside(_read, settings, task, source, precision)
     with user_errors(), telling("tracing"):
-        programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batch_of(0))
+        batches = batch_of(0) if played is None else played.example, batch_of(0)
+        programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batches)
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
@@ -122,10 +128,11 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
     samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence)
-    with Log(settings.log, out, task.columns, log["steps"], asked.to_write()) as files:
+    columns = task.columns if played is None else (*task.columns, *played.columns)
+    with Log(settings.log, out, columns, log["steps"], asked.to_write()) as files:
         loop = Loop(
-            step=lambda state, batch: step(state, batch, frozen),
-            batch_of=batch_of,
+            step=_loop_step(played, graph, step, frozen),
+            batch_of=batch_of if played is None else lambda step: {**batch_of(step), "number": np.int32(step)},
             steps=steps,
             checkpoints=checkpoints,
             every=settings.every,
@@ -205,7 +212,7 @@ def _as_stored(settings: Settings, source: Source) -> Settings:
     return dataclasses.replace(settings, quantize="nf4")
 
 
-def _steps(settings: Settings, data: _training_rows.TrainingRows) -> int:
+def _steps(settings: Settings, data: RunRows) -> int:
     if settings.steps is not None:
         return settings.steps
     number, epochs = data.num_in_epoch, settings.epochs_to_train or 1.0
@@ -218,7 +225,7 @@ def _checkpoints(
     settings: Settings,
     source: Source,
     steps: int,
-    data: _training_rows.TrainingRows,
+    data: RunRows,
 ) -> Checkpoints:
     """The run's checkpoints, which no other run goes on from."""
     made_of = {
@@ -266,9 +273,17 @@ def _precision(settings: Settings, stored: str) -> dict[str, str]:
     )
 
 
-def _read(settings: Settings, source: Source, precision: dict[str, str]) -> Any:
+def _read(settings: Settings, task: Task, source: Source, precision: dict[str, str]) -> Any:
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-    return AutoModelForCausalLM.from_pretrained(source, **options, remat=settings.remat, quantize=settings.quantize)
+    options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=task.scan_layers)
+    return AutoModelForCausalLM.from_pretrained(source, **options)
+
+
+def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:
+    """A step of the loop, from the compiled one."""
+    if played is None:
+        return lambda state, batch: step(state, batch, frozen)
+    return lambda state, batch: played.step(graph, step, state, batch, frozen)
 
 
 def _with_adapters(settings: Settings, source: Source, reading: Future[Any]) -> Any:
@@ -288,21 +303,22 @@ def _trained(settings: Settings) -> Any:
 def _programs(
     settings: Settings,
     task: Task,
-    data: _training_rows.TrainingRows,
+    data: RunRows,
     source: Source,
     found: Architecture,
     precision: dict[str, str],
     optimizer: Any,
-    batch: rows.Rows,
+    batches: tuple[Any, rows.Rows],
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone.
 
-    The state's shapes come beside them.
+    `batches` are an example of what is trained on, and one of rows. The state's shapes come beside the programs.
     """
     dtypes = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
 
     def make():
-        model = found.family(found.config, **dtypes, remat=settings.remat, rngs=nnx.Rngs(0))
+        model_options: Any = dict(remat=settings.remat, scan_layers=task.scan_layers, rngs=nnx.Rngs(0))
+        model = found.family(found.config, **dtypes, **model_options)
         if source.is_nf4:
             quantized_as_in(source.folder, model)
         elif settings.quantize is not None:
@@ -317,9 +333,9 @@ def _programs(
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)
     state = (params, jax.eval_shape(optimizer.init, params))
     size, compiling = settings.batch // settings.micro_batches, Compiling()
-    part = {name: values[:size] for name, values in batch.items() if values.ndim == 2}
+    part = {name: values[:size] for name, values in batches[1].items() if values.ndim == 2}
     programs = (
-        compiling.start(jax.jit(step, donate_argnums=0), state, batch, frozen),
+        compiling.start(jax.jit(step, donate_argnums=0), state, batches[0], frozen),
         compiling.start(task.sums(graph, settings, data), params, frozen, part),
     )
     return programs, state

@@ -45,7 +45,8 @@ def generate(
 
     It compiles once for a model, a batch's shape, numbers of new tokens, of sequences and of tokens that end a row, a
     way to choose (the likeliest, drawn from all, with top_p below 1, with top_k, or both), and whether
-    log-probabilities are returned. Another temperature, another top_p below 1, another top_k or other ids need no compilation.
+    log-probabilities are returned. Another temperature, another top_p below 1, another top_k or other ids need no
+    compilation.
 
     The cache grows with the tokens, so that a step reads little more of it than is filled: up to 128 tokens, or an
     eighth of `max_new_tokens` if that is more. While it grows there are two of its keys or of its values. With
@@ -72,9 +73,9 @@ def generate(
         sequences of a prompt follow one another. From the first position whose logits are NaN, tokens are −1. The dtype
         is input_ids', or int32 if that is narrower.
 
-        With `return_log_probs` a pair of these and float32 in the new tokens' shape, the log-probability of each new token
-        by softmax(logits/temperature) over the whole vocabulary, before top_p and top_k; for the likeliest tokens, by
-        softmax(logits). It is 0 after a row's end. They are what the sampler gives to a policy loss.
+        With `return_log_probs` a pair of these and float32 in the new tokens' shape, the log-probability of each new
+        token by softmax(logits/temperature) over the whole vocabulary, before top_p and top_k; for the likeliest
+        tokens, by softmax(logits). It is 0 after a row's end. They are what the sampler gives to a policy loss.
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.

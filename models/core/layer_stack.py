@@ -1,6 +1,7 @@
 """The layers of a decoder: how their parameters lie in memory, and how one layer runs after another."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -159,8 +160,7 @@ class LayerStack:
         for kind, numbers in self.stacked.items():
             if number in numbers:
                 graphdef, state = nnx.split(layers if len(self.stacked) == 1 else layers[kind])
-                place = numbers.index(number)
-                return graphdef, jax.tree.map(lambda leaf: leaf[place], state)
+                return graphdef, jax.tree.map(operator.itemgetter(numbers.index(number)), state)
         # By number: nnx.Dict sorts by name, and nnx.tabulate leaves a name of its own among them.
         return nnx.split(last_layers[str(number)])
 
