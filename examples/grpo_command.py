@@ -1,4 +1,4 @@
-"""`liger-jax grpo` on a model of letters, from nothing to the picture of its reward, on a CPU in about two minutes.
+"""`liger-jax grpo` on a model of letters, from nothing to the picture of its reward, on a CPU in less than two minutes.
 
     python -m examples.grpo_command [--steps 150]
 
