@@ -68,18 +68,19 @@ def training_step(
 class Generation(NamedTuple):
     """A generation of transformers."""
 
-    run: Callable[[int], Any]  # takes the number of new tokens
+    run: Callable[
+        [int, dict[str, float] | None], Any
+    ]  # of new tokens, and temperature and top_p; None for the likeliest
     wait: Callable[[Any], Any]
     device: str
 
 
-def generation(values: dict[str, Any], prompts: np.ndarray, *, sampled: dict[str, float] | None) -> Generation:
+def generation(values: dict[str, Any], prompts: np.ndarray) -> Generation:
     """Generation by a random model in bfloat16, with a static cache; on a GPU transformers compiles its steps.
 
     Args:
         values: config.json.
         prompts: (B, T).
-        sampled: temperature and top_p; None for the likeliest tokens.
     """
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     cuda = torch.cuda if torch.cuda.is_available() else None
@@ -90,9 +91,9 @@ def generation(values: dict[str, Any], prompts: np.ndarray, *, sampled: dict[str
         mask = torch.ones_like(ids)
     model.generation_config.eos_token_id = None  # no token ends a row
     model.generation_config.pad_token_id = 0
-    choice = {"do_sample": False} if sampled is None else {"do_sample": True, "top_k": 0, **sampled}
 
-    def run(new):
+    def run(new, sampled):
+        choice = {"do_sample": False} if sampled is None else {"do_sample": True, "top_k": 0, **sampled}
         options = dict(max_new_tokens=new, cache_implementation="static", **choice)
         return model.generate(input_ids=ids, attention_mask=mask, **options)
 

@@ -1,4 +1,4 @@
-"""A fine-tuning run from its settings to the folder that it leaves."""
+"""A training run from its settings to the folder that it leaves."""
 
 import dataclasses
 from concurrent.futures import Future
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from liger_jax.commands import (
@@ -22,7 +23,9 @@ from liger_jax.commands import (
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
 from liger_jax.commands._laid_rows import RowParts
 from liger_jax.commands._log import Log, check_wandb
+from liger_jax.commands._prompt_rows import PromptRows
 from liger_jax.commands._settings import MOST, Settings
+from liger_jax.commands._task import Task
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.passed_over import dropout
@@ -38,21 +41,21 @@ from liger_jax.training import (
     lock,
     make_step,
     rows,
-    score_sums,
     scoring,
 )
 from liger_jax.training.errors import memory_errors
 from liger_jax.training.waiting import Compiling, beside, telling
 
-SHOWN = ("loss", "token_accuracy", "tokens_per_second", "memory_gib")  # in the progress bar
+RunRows = _training_rows.TrainingRows | PromptRows
 
 
 @training_errors()
-def finetune(settings: Settings) -> int:
-    """Fine-tunes a model.
+def train(settings: Settings, task: Task) -> int:
+    """Trains a model.
 
     Args:
         settings: the run.
+        task: what it trains for.
 
     Returns:
         The exit code: 0, or 128 and a signal's number if one stopped it.
@@ -66,10 +69,10 @@ def finetune(settings: Settings) -> int:
     out = Path(settings.out)
     writable_folder(out)
     with lock.held(out), _token_cache.leftovers_removed(out):
-        return _finetune(settings, out)
+        return _train(settings, task, out)
 
 
-def _finetune(asked: Settings, out: Path) -> int:
+def _train(asked: Settings, task: Task, out: Path) -> int:
     with user_errors():
         settings, source = _adapters.found(asked)
         for folder in _adapters.tuned(settings, source):
@@ -82,8 +85,8 @@ def _finetune(asked: Settings, out: Path) -> int:
     if (line := dropout(source.config)) is not None:
         print(line)
     parts = _training_rows.parts_of(settings)
-    tokenizer = _training_rows.tokenizer(source, found)
-    data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
+    tokenizer = _training_rows.tokenizer(source, found, task.tokenizer)
+    data = task.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
     print(data.summary)
     steps = _steps(settings, data)
     rate = _recipe.schedule(settings, steps)
@@ -98,9 +101,11 @@ def _finetune(asked: Settings, out: Path) -> int:
         return 0
     with user_errors():
         _output.write_settings(asked)
-    reading = beside(_read, settings, source, precision)
+    played = None if task.played is None else task.played(settings, data, tokenizer)
+    reading = beside(_read, settings, task, source, precision)
     with user_errors(), telling("tracing"):
-        programs, shapes = _programs(settings, source, found, precision, optimizer, batch_of(0))
+        batches = batch_of(0) if played is None else played.example, batch_of(0)
+        programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batches)
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
@@ -118,15 +123,16 @@ def _finetune(asked: Settings, out: Path) -> int:
     with telling("compiling"), memory_errors("while the step was compiled."):
         step, sums = (program.result() for program in programs)
     size = settings.batch // settings.micro_batches
-    score = scoring(sums, frozen)
+    score = scoring(sums, frozen, task.scores)
     held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
     samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence)
-    with Log(settings.log, out, log["steps"], asked.to_write()) as files:
+    columns = task.columns if played is None else (*task.columns, *played.columns)
+    with Log(settings.log, out, columns, log["steps"], asked.to_write()) as files:
         loop = Loop(
-            step=lambda state, batch: step(state, batch, frozen),
-            batch_of=batch_of,
+            step=_loop_step(played, graph, step, frozen),
+            batch_of=batch_of if played is None else lambda step: {**batch_of(step), "number": np.int32(step)},
             steps=steps,
             checkpoints=checkpoints,
             every=settings.every,
@@ -136,7 +142,7 @@ def _finetune(asked: Settings, out: Path) -> int:
             check=lambda params, step: score(params, its_rows(step))["eval_loss"],
             rate=rate,
             write=files.write,
-            shown=SHOWN,
+            shown=task.shown,
         )
         state, stopped_by = loop.run(state, log)
     if stopped_by:
@@ -206,7 +212,7 @@ def _as_stored(settings: Settings, source: Source) -> Settings:
     return dataclasses.replace(settings, quantize="nf4")
 
 
-def _steps(settings: Settings, data: _training_rows.TrainingRows) -> int:
+def _steps(settings: Settings, data: RunRows) -> int:
     if settings.steps is not None:
         return settings.steps
     number, epochs = data.num_in_epoch, settings.epochs_to_train or 1.0
@@ -219,7 +225,7 @@ def _checkpoints(
     settings: Settings,
     source: Source,
     steps: int,
-    data: _training_rows.TrainingRows,
+    data: RunRows,
 ) -> Checkpoints:
     """The run's checkpoints, which no other run goes on from."""
     made_of = {
@@ -267,9 +273,17 @@ def _precision(settings: Settings, stored: str) -> dict[str, str]:
     )
 
 
-def _read(settings: Settings, source: Source, precision: dict[str, str]) -> Any:
+def _read(settings: Settings, task: Task, source: Source, precision: dict[str, str]) -> Any:
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-    return AutoModelForCausalLM.from_pretrained(source, **options, remat=settings.remat, quantize=settings.quantize)
+    options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=task.scan_layers)
+    return AutoModelForCausalLM.from_pretrained(source, **options)
+
+
+def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:
+    """A step of the loop, from the compiled one."""
+    if played is None:
+        return lambda state, batch: step(state, batch, frozen)
+    return lambda state, batch: played.step(graph, step, state, batch, frozen)
 
 
 def _with_adapters(settings: Settings, source: Source, reading: Future[Any]) -> Any:
@@ -288,20 +302,23 @@ def _trained(settings: Settings) -> Any:
 
 def _programs(
     settings: Settings,
+    task: Task,
+    data: RunRows,
     source: Source,
     found: Architecture,
     precision: dict[str, str],
     optimizer: Any,
-    batch: rows.Rows,
+    batches: tuple[Any, rows.Rows],
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone.
 
-    The state's shapes come beside them.
+    `batches` are an example of what is trained on, and one of rows. The state's shapes come beside the programs.
     """
-    options = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+    dtypes = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
 
     def make():
-        model = found.family(found.config, **options, remat=settings.remat, rngs=nnx.Rngs(0))
+        model_options: Any = dict(remat=settings.remat, scan_layers=task.scan_layers, rngs=nnx.Rngs(0))
+        model = found.family(found.config, **dtypes, **model_options)
         if source.is_nf4:
             quantized_as_in(source.folder, model)
         elif settings.quantize is not None:
@@ -311,12 +328,14 @@ def _programs(
         return model
 
     graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
-    step = make_step(graph, optimizer, _adapters.loss_of(settings), has_aux=True, micro_batches=settings.micro_batches)
+    loss = _adapters.loss_of(settings, task.loss(settings, data))
+    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
+    step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)
     state = (params, jax.eval_shape(optimizer.init, params))
     size, compiling = settings.batch // settings.micro_batches, Compiling()
-    part = {name: values[:size] for name, values in batch.items() if values.ndim == 2}
+    part = {name: values[:size] for name, values in batches[1].items() if values.ndim == 2}
     programs = (
-        compiling.start(jax.jit(step, donate_argnums=0), state, batch, frozen),
-        compiling.start(score_sums(graph), params, frozen, part),
+        compiling.start(jax.jit(step, donate_argnums=0), state, batches[0], frozen),
+        compiling.start(task.sums(graph, settings, data), params, frozen, part),
     )
     return programs, state

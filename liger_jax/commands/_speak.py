@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _files, _messages
+from liger_jax.commands import _files, _prompt_lines
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError, in_one_line
 from liger_jax.commands._generation import Generation
@@ -15,7 +15,6 @@ from liger_jax.commands._speaker import Speaker
 
 _NEW = "/new"
 _JSON_LINES = (".jsonl", ".ndjson")
-_ANSWER = {"role": "assistant", "content": "."}  # stands behind messages while they are checked
 
 
 def generate(options: Generation, prompt: str | None, file: str | None, chat: bool) -> int:
@@ -94,19 +93,7 @@ def _prompt(where: str, line: str) -> Document:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}, is no JSON: {error}.") from error
-    if isinstance(values, dict) and isinstance(values.get("prompt"), str):
-        return Document(where, values["prompt"])
-    if not isinstance(values, dict) or not isinstance(values.get("messages"), list):
-        raise UserError(f"{where}, must hold an object with a prompt, which is a text, or with messages.")
-    try:
-        messages = _messages.messages({"messages": [*values["messages"], _ANSWER]})[:-1]
-        tools = _messages.tools(values.get("tools"))
-        more = _messages.template_values(values.get(_messages.VALUES))
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    if not messages or messages[-1]["role"] == "assistant":
-        raise UserError(f"{where}: the last message must be one that the assistant answers.")
-    return Document(where, messages=messages, tools=tools, values=more)
+    return _prompt_lines.document(where, values)
 
 
 def _lines() -> Iterator[str]:

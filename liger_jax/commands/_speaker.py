@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,9 @@ class Speaker:
             stops = list(source.stops)
             what = str(source.folder if adapters is None else f"{source.folder} with the adapters of {adapters.folder}")
             with contextlib.redirect_stdout(sys.stderr), telling(f"reading {what}"):
-                self._model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, quantize=options.quantize)
+                # Out of a stack of layers each token's step would copy some of the weights that it reads.
+                given: Any = dict(dtype=dtype, quantize=options.quantize, scan_layers=False)
+                self._model = AutoModelForCausalLM.from_pretrained(source, **given)
                 if adapters is not None:
                     load_adapters(self._model, adapters.folder)
                     stops += _stops(adapters)

@@ -43,7 +43,7 @@ class Loop:
 
     Attributes:
         step: `step(state, batch) -> (state, loss)`, or `(state, (loss, others))` with scalars by name. `make_step`
-            makes it.
+            makes it. A scalar `num_tokens` is how many it has seen, where the batch does not tell.
         batch_of: a step's batch by the step's number, from 0, whatever ran before.
         steps: how many steps the whole run has.
         checkpoints: where the state is saved, with `eval_loss` as its score; `None` for nowhere.
@@ -165,9 +165,10 @@ class Loop:
         self._check_finite(loss, f"at step {number}")
         seconds = time.perf_counter() - start
         found = {"step": number, "loss": loss, **{name: float(other) for name, other in others.items()}}
+        tokens = found.pop("num_tokens", None) or num_tokens(batch)
         if self.rate is not None:
             found["learning_rate"] = float(self.rate(number - 1))
-        return state, found | {"tokens_per_second": num_tokens(batch) / seconds, "memory_gib": memory_in_use() / 2**30}
+        return state, found | {"tokens_per_second": tokens / seconds, "memory_gib": memory_in_use() / 2**30}
 
     def _is_due(self, number, saved_at):
         """Whether the state after a step is saved."""

@@ -123,6 +123,26 @@ def lengthened(cache: KVCache, length: int) -> KVCache:
     )
 
 
+def repeated(cache: KVCache, times: int) -> KVCache:
+    """Gives each row of a cache copies, which follow it.
+
+    Args:
+        cache: a cache of B rows.
+        times: how many rows one becomes.
+
+    Returns:
+        A cache of B·times rows.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+        >>> repeated(empty_cache(config, 2, 3, jnp.float32), 4).keys.shape
+        (1, 8, 3, 1, 8)
+    """
+    keys, values = (jnp.repeat(x, times, axis=1) for x in (cache.keys, cache.values))
+    return dataclasses.replace(cache, keys=keys, values=values, positions=jnp.repeat(cache.positions, times, axis=0))
+
+
 def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array, ""]) -> Bool[Array, ""] | bool:
     """Whether tokens would meet keys in a cache that a `LongRope` has turned by its other frequencies.
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from liger_jax.models.core.arguments import as_key
-from liger_jax.models.core.cache import lengthened
+from liger_jax.models.core.cache import lengthened, repeated
 from liger_jax.models.core.generation_checks import check_choice, check_ends, check_prompts
 from liger_jax.ops.labels import as_labels
 
@@ -35,6 +35,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     key: Any = None,
+    num_return_sequences: int = 1,
     return_log_probs: bool = False,
 ) -> Any:
     """Continues each row of a batch with the likeliest tokens, or with random ones.
@@ -42,12 +43,14 @@ def generate(
     p(token) = softmax(logits/temperature), over the top_k likeliest tokens, and of those over the fewest likeliest
     whose probabilities reach top_p together.
 
-    It compiles once for a model, a batch's shape, a number of new tokens, a number of tokens that end a row, a way to
-    choose (the likeliest, drawn from all, with top_p below 1, with top_k, or both), and whether log-probabilities are
-    returned. Another temperature, another top_p below 1, another top_k or other ids need no compilation.
+    It compiles once for a model, a batch's shape, numbers of new tokens, of sequences and of tokens that end a row, a
+    way to choose (the likeliest, drawn from all, with top_p below 1, with top_k, or both), and whether
+    log-probabilities are returned. Another temperature, another top_p below 1, another top_k or other ids need no
+    compilation.
 
     The cache grows with the tokens, so that a step reads little more of it than is filled: up to 128 tokens, or an
-    eighth of `max_new_tokens` if that is more. While it grows there are two of its keys or of its values.
+    eighth of `max_new_tokens` if that is more. While it grows there are two of its keys or of its values. With
+    `scan_layers=False` a step reads each weight once; out of a stack of layers it copies some of them first.
 
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.
@@ -62,15 +65,17 @@ def generate(
             `()` no token ends a row.
         pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first that ends a row.
         key: of `jax.random.key` or `jax.random.PRNGKey`; needed for random tokens.
+        num_return_sequences: how many sequences each prompt gets, at least 1. The model reads the prompt once for all.
         return_log_probs: whether to return the new tokens' log-probabilities, too.
 
     Returns:
-        (B, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. From the first position
-        whose logits are NaN, tokens are −1. The dtype is input_ids', or int32 if that is narrower.
+        (B·num_return_sequences, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. The
+        sequences of a prompt follow one another. From the first position whose logits are NaN, tokens are −1. The dtype
+        is input_ids', or int32 if that is narrower.
 
-        With `return_log_probs` a pair of these and (B, max_new_tokens) float32, the log-probability of each new token
-        by softmax(logits/temperature) over the whole vocabulary, before top_p and top_k; for the likeliest tokens, by
-        softmax(logits). It is 0 after a row's end. They are what the sampler gives to a policy loss.
+        With `return_log_probs` a pair of these and float32 in the new tokens' shape, the log-probability of each new
+        token by softmax(logits/temperature) over the whole vocabulary, before top_p and top_k; for the likeliest
+        tokens, by softmax(logits). It is 0 after a row's end. They are what the sampler gives to a policy loss.
 
     Raises:
         ValueError: an argument is out of its range, missing, or would be ignored.
@@ -89,7 +94,10 @@ def generate(
     input_ids, *asked = _asked(
         model, input_ids, attention_mask, max_new_tokens, temperature, top_p, top_k, eos_token_id, pad_token_id, key
     )
-    out, log_probs = _generate(*nnx.split(model), input_ids, *asked, max_new_tokens, return_log_probs)
+    if num_return_sequences < 1:
+        raise ValueError(f"generate: num_return_sequences={num_return_sequences} must be at least 1.")
+    static = max_new_tokens, num_return_sequences, return_log_probs
+    out, log_probs = _generate(*nnx.split(model), input_ids, *asked, *static)
     return out if log_probs is None else (out, log_probs)
 
 
@@ -196,10 +204,10 @@ def _asked(
     return input_ids, mask, choice, (jnp.asarray(stops, jnp.int32), jnp.asarray(pad, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6, 7))
-def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens, return_log_probs):
-    """All tokens, and their log-probabilities or None."""
-    model, (batch, length) = nnx.merge(graph, params), input_ids.shape
+@functools.partial(jax.jit, static_argnums=(0, 6, 7, 8))
+def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens, times, return_log_probs):
+    """All tokens, `times` rows for each prompt, and their log-probabilities or None."""
+    model, length = nnx.merge(graph, params), input_ids.shape[1]
     prompts, mask = _padded_left(input_ids, mask)
     first_slots, *more_slots = _numbers_of_slots(length, max_new_tokens)
     changes_at, temperature = model.config.rope_changes_at, None if choice is None else choice[1]
@@ -241,9 +249,13 @@ def _generate(graph, params, input_ids, mask, choice, ends, max_new_tokens, retu
             logits, cache = jax.lax.cond(is_full, of_all, of_last, count, tokens, cache)
         return count + 1, *add(count, logits, tokens, log_probs, ended), cache
 
+    logits, cache = _of_prompts(model, prompts, mask, length if times > 1 else first_slots)
+    if times > 1:
+        input_ids, prompts, mask, logits = (jnp.repeat(x, times, axis=0) for x in (input_ids, prompts, mask, logits))
+        cache = lengthened(repeated(cache, times), first_slots)
+    batch = len(prompts)
     tokens = jnp.broadcast_to(ends[1], (batch, max_new_tokens))
     log_probs = jnp.zeros((batch, max_new_tokens), jnp.float32) if return_log_probs else None
-    logits, cache = _of_prompts(model, prompts, mask, first_slots)
     first = add(0, logits, tokens, log_probs, jnp.zeros(batch, bool))
     state = jax.lax.while_loop(unfinished, step, (jnp.asarray(1, jnp.int32), *first, cache))
     for slots in more_slots:
@@ -319,6 +331,9 @@ def draw(
 ) -> Int[Array, " B"]:
     """Draws tokens from softmax(logits/temperature), or from the likeliest of them.
 
+    Tokens that are exactly as likely as the last of the likeliest are drawn from, too. Nothing is sorted: the least
+    probability that is drawn from is found in 15 passes over the probabilities, two of its 30 bits in each.
+
     Args:
         key: a key of `jax.random`.
         logits: float32.
@@ -334,14 +349,26 @@ def draw(
         [1]
     """
     scaled = logits / temperature
-    if top_p is None and top_k is None:
-        return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
-    ranked, tokens = jax.lax.top_k(scaled, scaled.shape[-1])
-    if top_k is not None:
-        ranked = jnp.where(jnp.arange(ranked.shape[-1]) < top_k, ranked, -jnp.inf)
-    if top_p is not None:
-        probabilities = jax.nn.softmax(ranked, axis=-1)
-        likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # the probability of all likelier tokens
-        ranked = jnp.where(likelier < top_p, ranked, -jnp.inf)
-    rank = jax.random.categorical(key, ranked, axis=-1)
-    return jnp.take_along_axis(tokens, rank[:, None], axis=-1)[:, 0]
+    if top_p is not None or top_k is not None:
+        p = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))  # in [0, 1], the likeliest has 1
+        if top_k is not None:
+            p = jnp.where(p >= _least(p, jnp.ones_like(p), jnp.minimum(top_k, p.shape[-1])), p, 0.0)
+        if top_p is not None:
+            p = jnp.where(p >= _least(p, p, top_p * jnp.sum(p, axis=-1)), p, 0.0)
+        scaled = jnp.where(p > 0, scaled, -jnp.inf)
+    return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
+
+
+def _least(p, weights, target):
+    """The largest number (B, 1) of which Σ weights[p ≥ number] ≥ target, in p (B, V) of numbers in [0, 1]."""
+    bits = jax.lax.bitcast_convert_type(p, jnp.int32)  # in the order of the numbers; 1.0 is below 2³⁰
+
+    def narrowed(step, least):
+        unit = jnp.left_shift(jnp.int32(1), 28 - 2 * step)
+        reached = [
+            jnp.sum(jnp.where(bits >= (least + n * unit)[:, None], weights, 0.0), axis=-1) >= target for n in (1, 2, 3)
+        ]
+        return least + unit * sum(more.astype(jnp.int32) for more in reached)
+
+    least = jax.lax.fori_loop(0, 15, narrowed, jnp.zeros(p.shape[0], jnp.int32))
+    return jax.lax.bitcast_convert_type(least, jnp.float32)[:, None]

@@ -1,6 +1,7 @@
 """The layers of a decoder: how their parameters lie in memory, and how one layer runs after another."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -135,16 +136,14 @@ class LayerStack:
         # Without a cache the scan carries hidden states alone.
         carry = (x, None if cache is None else (cache, jnp.zeros((), jnp.int32)))
         sums: dict[str, list[Any]] = {}  # for each feed-forward, trees of its layers' sums, stacked
-        if self.scan:
+        first = 0
+        # One token reads each weight once, and a scan would first copy each layer's weights and cache out of the stack.
+        if self.scan and (cache is None or x.shape[1] > 1):
             carry, sums = self._scanned(layers, carry, inputs, gathered)
-            num_stacked = sum(map(len, self.stacked.values()))
-            # By number: nnx.Dict sorts by name, and nnx.tabulate leaves a name of its own among them.
-            unrolled = [(i, last_layers[str(i)]) for i in range(num_stacked, len(self.kinds))]
-        else:
-            unrolled = enumerate(layers)
+            first = sum(map(len, self.stacked.values()))
         calls: dict[Any, Any] = {}  # one function for equal layers: JAX traces and lowers it once
-        for i, layer in unrolled:
-            kind, (graphdef, state) = self.kinds[i], nnx.split(layer)
+        for i in range(first, len(self.kinds)):
+            kind, (graphdef, state) = self.kinds[i], self._split(layers, last_layers, i)
             if (kind, graphdef) not in calls:
                 calls[kind, graphdef] = self._layer_call(graphdef, inputs[kind.attention], gathered, prevent_cse=True)
             carry, aux = calls[kind, graphdef](carry, state)
@@ -153,6 +152,17 @@ class LayerStack:
         joined = {kind: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees) for kind, trees in sums.items()}
         aux = {kind: tree for kind, tree in joined.items() if jax.tree.leaves(tree)}
         return Decoded(x, aux, None if memory is None else memory[0])
+
+    def _split(self, layers: Any, last_layers: Mapping[str, nnx.Module], number: int) -> tuple[Any, Any]:
+        """The graph and the state of one layer; that of a stacked layer is a slice."""
+        if not self.scan:
+            return nnx.split(layers[number])
+        for kind, numbers in self.stacked.items():
+            if number in numbers:
+                graphdef, state = nnx.split(layers if len(self.stacked) == 1 else layers[kind])
+                return graphdef, jax.tree.map(operator.itemgetter(numbers.index(number)), state)
+        # By number: nnx.Dict sorts by name, and nnx.tabulate leaves a name of its own among them.
+        return nnx.split(last_layers[str(number)])
 
     def _layer_call(
         self,

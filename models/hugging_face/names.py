@@ -28,7 +28,6 @@ ARGUMENTS = {
     "gradient_checkpointing": 'pass remat="full" to the constructor or to from_pretrained',
     "do_sample": "pass temperature above 0 and a key; temperature=0 takes the likeliest token",
     "max_length": "pass max_new_tokens",
-    "num_return_sequences": "repeat the prompts: jnp.repeat(input_ids, n, axis=0)",
     "generator": "pass key=jax.random.key(0)",
 }
 ATTRIBUTES = {

@@ -317,7 +317,7 @@ def nucleus(logits, temperature, top_p):
         ([0.1, 0.4, 0.2, 0.3], 0.75, [0, 4 / 9, 2 / 9, 3 / 9]),
         ([0.1, 0.4, 0.2, 0.3], 0.01, [0, 1, 0, 0]),
         ([0.1, 0.4, 0.2, 0.3], None, [0.1, 0.4, 0.2, 0.3]),
-        ([0.25] * 4, 0.5, [0.5, 0.5, 0, 0]),
+        ([0.25] * 4, 0.5, [0.25] * 4),  # tokens as likely as the last one, too
     ],
 )
 def test_tokens_are_drawn_from_the_fewest_likeliest_that_reach_top_p(p, top_p, expected, rng):
@@ -325,6 +325,14 @@ def test_tokens_are_drawn_from_the_fewest_likeliest_that_reach_top_p(p, top_p, e
     logits = jnp.broadcast_to(temperature * jnp.log(jnp.asarray(p)), (DRAWS, 4))
     top_p = None if top_p is None else jnp.float32(top_p)
     assert_drawn_from(draw(key, logits, jnp.float32(temperature), top_p), np.asarray(expected))
+
+
+def test_tokens_are_drawn_from_the_nucleus_of_random_logits(rng):
+    logits, top_p = rng.normal(0, 2, 61).astype(np.float32), float(rng.uniform(0.3, 0.95))
+    key, temperature = jax.random.key(int(rng.integers(2**31))), float(rng.uniform(0.5, 1.5))
+    rows = jnp.broadcast_to(jnp.asarray(logits), (DRAWS, 61))
+    tokens = draw(key, rows, jnp.float32(temperature), jnp.float32(top_p))
+    assert_drawn_from(tokens, nucleus(logits.astype(np.float64), temperature, top_p))
 
 
 @pytest.mark.parametrize(
@@ -379,6 +387,7 @@ def test_both_of_two_random_tokens_have_the_model_s_probabilities(rng):
 @pytest.mark.parametrize(
     ["options", "message"],
     [
+        (dict(num_return_sequences=0), "num_return_sequences=0 must be at least 1"),
         (dict(max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
         (dict(max_new_tokens=62), "3 positions of input_ids and max_new_tokens=62 are more than the 64 that .* fewer"),
         (dict(temperature=-1.0), "temperature=-1.0 must be 0, .* or positive"),
@@ -432,6 +441,19 @@ def test_under_jit_a_cache_that_is_too_short_makes_logits_nan(rng):
     _, cache = call(model, tokens, None, model.init_cache(2, 7))
     logits, _ = call(model, tokens, None, cache)
     assert np.isnan(logits).all()
+
+
+@pytest.mark.parametrize("choice", [{}, dict(temperature=0.7, key=jax.random.key(3))], ids=["likeliest", "random"])
+def test_sequences_of_a_prompt_are_those_of_a_batch_that_repeats_it(choice, rng):
+    model, prompts, mask = make_model(), random_tokens(rng, length=5), jnp.asarray([[1] * 5, [0, 0, 1, 1, 1]])
+    options = dict(max_new_tokens=7, eos_token_id=(), return_log_probs=True, **choice)
+    found = generate(model, prompts, attention_mask=mask, num_return_sequences=3, **options)
+    of_all = (jnp.repeat(x, 3, axis=0) for x in (prompts, mask))
+    expected = generate(model, next(of_all), attention_mask=next(of_all), **options)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+    if choice:
+        assert len({tuple(row) for row in found[0][:3].tolist()}) > 1
 
 
 # --- log-probabilities, and a cache that grows ------------------------------------------------------------------------

@@ -1,0 +1,108 @@
+"""What a run of `liger-jax grpo` is told beside what every training run is told."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import ADAPTER_CONFIG, Settings
+
+LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
+LEVELS = ("token", "sequence")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline")
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoSettings(Settings):
+    """A run that trains a policy by rewards. A row of its batch is a completion.
+
+    Attributes:
+        reward: reward functions, each "module:function", perhaps with a weight: "rewards:right=0.5".
+        group: completions of a prompt, at least 2.
+        prompt_length: the most tokens of a prompt.
+        completion_length: the most tokens of a completion.
+        temperature: of sampling, and of the policy's log-probabilities.
+        top_p: the share of the likeliest tokens' probability that is drawn from.
+        top_k: how many of the likeliest tokens are drawn from; `None` for all.
+        loss_type: a type of `losses.policy_loss`.
+        importance_level: "token" or "sequence", as in `losses.policy_loss`.
+        advantages: how rewards become advantages, a name of `ADVANTAGES`.
+        epsilon_low: as in `losses.policy_loss`.
+        epsilon_high: as in `losses.policy_loss`.
+        delta: as in `losses.policy_loss`.
+        beta: weight of the penalty for the distance from the reference, the model with its adapters off.
+        mask_truncated: leave completions out of the loss that were cut off at their longest length.
+        length: tokens in a packed row; 0 for a prompt and a completion of the longest lengths.
+
+    Raises:
+        UserError: a value is out of its range, or does not go with another.
+    """
+
+    reward: Sequence[str] = ()
+    group: int = 8
+    prompt_length: int = 512
+    completion_length: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    loss_type: str = "dapo"
+    importance_level: str = "token"
+    advantages: str = "grpo"
+    epsilon_low: float | None = None
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    mask_truncated: bool = False
+    length: int = 0
+    batch: int = 64
+    micro_batches: int = 8
+    lora_dropout: float | None = 0.0
+    pack: bool = True
+    eval_share: float | None = 0.0
+    out: str = "runs/grpo"
+
+    def __post_init__(self):
+        object.__setattr__(self, "reward", (self.reward,) if isinstance(self.reward, str) else tuple(self.reward))
+        for name, least in (("group", 2), ("prompt_length", 1), ("completion_length", 1), ("top_k", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be at least {least}.")
+        longest = self.prompt_length + self.completion_length
+        object.__setattr__(self, "length", self.length or longest)
+        super().__post_init__()
+        if not self.reward:
+            raise UserError("A run needs a reward: pass --reward module:function.")
+        if self.length < longest:
+            raise UserError(
+                f"--length={self.length} is less than --prompt-length={self.prompt_length} and "
+                f"--completion-length={self.completion_length} together. Pass --length {longest}, or leave it out."
+            )
+        if self.batch % self.group:
+            raise UserError(f"--batch={self.batch} completions must be a multiple of --group={self.group}.")
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"--temperature={self.temperature} must be a finite number above 0.")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p={self.top_p} must be above 0 and at most 1.")
+        if not 0 <= self.beta < math.inf:
+            raise UserError(f"--beta={self.beta} must be a finite number, at least 0.")
+        if self.beta and self.lora is None and not (Path(self.model) / ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"--beta={self.beta} needs a reference, which is the model with its adapters off: pass --lora, such as "
+                "--lora 16, or leave --beta out."
+            )
+
+    @property
+    def peak_rate(self) -> float:
+        """The peak of the learning rate."""
+        return self.learning_rate or (1e-6 if self.lora is None else 1e-5)
+
+    def loss_options(self) -> dict[str, Any]:
+        """Options of `losses.policy_loss`.
+
+        Returns:
+            Values by name.
+        """
+        names = "loss_type importance_level epsilon_low epsilon_high delta beta".split()
+        longest = self.completion_length if self.loss_type == "dr_grpo" else None
+        return {name: getattr(self, name) for name in names} | {"max_length": longest}

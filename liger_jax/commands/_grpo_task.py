@@ -1,0 +1,94 @@
+"""What `liger-jax grpo` trains for: that completions which are better than their group become likelier."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax import losses
+from liger_jax.commands import _prompt_rows
+from liger_jax.commands._grpo_settings import GrpoSettings
+from liger_jax.commands._rollouts import Rollouts, num_segments
+from liger_jax.commands._task import Task
+from liger_jax.models.lora import with_adapters
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import score_sums
+
+
+def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
+    """The loss function of a run.
+
+    There is one update for each rollout, so that the policy which sampled is the one that is trained, without gradient.
+
+    Args:
+        settings: the run.
+        data: its prompts, which say nothing more.
+
+    Returns:
+        A function of a model, a batch as `Rollouts.example`, and what `_denominators` makes. It returns the loss and
+        figures that add up over micro-batches. Nothing is computed for rows without tokens.
+    """
+
+    def loss(model: Any, batch: Mapping[str, Any], denominators: Any) -> Any:
+        denominator, num_tokens = denominators
+        ids, labels = batch["segment_ids"], batch["labels"]
+        mask = losses.shifted_labels(labels, ids) != IGNORE_INDEX
+        arguments = {name: batch[name] for name in ("input_ids", "labels", "segment_ids", "positions")}
+        arguments["temperature"] = settings.temperature
+
+        def of_tokens():
+            reference = None
+            if settings.beta:
+                reference = jax.lax.stop_gradient(with_adapters(model, False).log_probs(**arguments).log_probs)
+            found = losses.policy_loss(
+                model.log_probs(**arguments).log_probs,
+                None,
+                batch["advantages"],
+                mask=mask,
+                segment_ids=ids,
+                num_segments=num_segments(settings),
+                reference_log_probs=reference,
+                denominator=denominator,
+                **settings.loss_options(),
+            )
+            share = jnp.sum(mask) / num_tokens
+            figures = {"kl": found.kl} if settings.beta else {}
+            figures |= {"clip_ratio/low_mean": found.clipped_low, "clip_ratio/high_mean": found.clipped_high}
+            return found.loss, {name: share * figure for name, figure in figures.items()}
+
+        if settings.micro_batches == 1:
+            return of_tokens()
+        nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_tokens))
+        return jax.lax.cond(jnp.any(mask), of_tokens, nothing)
+
+    return loss
+
+
+def _denominators(batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The loss's, and the number of tokens."""
+    return batch["denominator"], batch["num_tokens"]
+
+
+def _prompt_loss(totals: Sequence[float]) -> dict[str, float]:
+    """The mean loss of prompts, which says whether the parameters are finite."""
+    loss, _, tokens = totals
+    return {"eval_loss": loss / max(tokens, 1.0)}
+
+
+TASK = Task(
+    prepared=_prompt_rows.prepared,
+    loss=policy_loss,
+    normalizer=_denominators,
+    sums=lambda graph, settings, data: score_sums(graph),
+    scores=_prompt_loss,
+    figures=(
+        "reward", "reward_std", "frac_reward_zero_std", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean",
+        "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+        "completions/mean_terminated_length",
+    ),
+    scored=(),
+    shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
+    played=Rollouts,
+    scan_layers=False,  # a step of sampling reads each weight once, and none is copied out of a stack
+)  # fmt: skip

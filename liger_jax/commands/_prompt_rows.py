@@ -1,0 +1,185 @@
+"""The prompts of a run that samples its own completions: lines of the data, their tokens, and their order."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_jax.commands import _data, _file_rows, _prompt_lines, _sources
+from liger_jax.commands._document import Document
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._pieces import Piece
+from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training.rows import Rows
+
+_MULTIPLE = 16  # prompts are padded to a multiple of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the data.
+
+    Attributes:
+        where: where it stands, in words.
+        tokens: (tokens,) int32, the prompt's.
+        fields: its values by name, which rewards are given.
+    """
+
+    where: str
+    tokens: np.ndarray
+    fields: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRows:
+    """The prompts of a run. A row is a completion's: each prompt has a group of equal rows.
+
+    Attributes:
+        lines: the lines of the data.
+        batch: completions in a step, a multiple of `group`.
+        group: completions of a prompt.
+        seed: seed of the order.
+        parts: names and weights of what `--data` names, with the number of lines of each.
+    """
+
+    lines: Sequence[Line]
+    batch: int
+    group: int
+    seed: int
+    parts: Sequence[tuple[str, float, int]]
+
+    held_out_rows = None
+
+    @property
+    def summary(self) -> str:
+        """How many there are, in words."""
+        sizes = [len(line.tokens) for line in self.lines]
+        return (
+            f"data: {len(self.lines):,} prompts of {min(sizes)} to {max(sizes)} tokens; a step has "
+            f"{self.batch // self.group} prompts with {self.group} completions each"
+        )
+
+    @property
+    def num_in_epoch(self) -> int:
+        """How many rows an epoch has, in whole steps."""
+        return self._steps_in_epoch * self.batch
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompts after padding."""
+        return -(-max(len(line.tokens) for line in self.lines) // _MULTIPLE) * _MULTIPLE
+
+    def made_of(self) -> dict[str, str]:
+        """Texts by which the data can be told from that of another run."""
+        digest = hashlib.sha256()
+        for line in self.lines:
+            digest.update(line.tokens.tobytes() + json.dumps(line.fields, default=str, sort_keys=True).encode())
+        return {"documents": f"{len(self.lines)} prompts {digest.hexdigest()[:12]}"}
+
+    def lines_of(self, step: int) -> list[Line]:
+        """The lines of a step.
+
+        Args:
+            step: its number, from 0.
+
+        Returns:
+            `batch // group` lines, in an order that each epoch draws anew.
+        """
+        epoch, first = divmod(step, self._steps_in_epoch)
+        number = self.batch // self.group
+        return [self.lines[i] for i in self._order(epoch)[first * number : (first + 1) * number]]
+
+    def batches(self, settings: Any) -> Callable[[int], Rows]:
+        """The rows of each step by its number, from 0.
+
+        Args:
+            settings: the run, which says nothing more.
+
+        Returns:
+            A function of the step. Its rows are padded in front; labels are the tokens.
+        """
+
+        def rows_of(step: int) -> Rows:
+            tokens = [line.tokens for line in self.lines_of(step) for _ in range(self.group)]
+            in_front = lambda some, fill: np.pad(some, (self.length - len(some), 0), constant_values=fill)
+            return {
+                "input_ids": np.stack([in_front(some, 0) for some in tokens]),
+                "labels": np.stack([in_front(some, IGNORE_INDEX) for some in tokens]),
+                "attention_mask": np.stack([in_front(np.ones_like(some), 0) for some in tokens]),
+            }
+
+        return rows_of
+
+    def held_out(self, most: int) -> list[Piece]:
+        """None are held out."""
+        return []
+
+    def keep(self) -> None:
+        """Prompts are tokenised at each start."""
+
+    @property
+    def _steps_in_epoch(self) -> int:
+        visits = sum(max(1, round(weight * count)) for _, weight, count in self.parts)
+        return -(-visits // (self.batch // self.group))
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """The lines of an epoch. The last step is filled up with lines that come twice."""
+        random, found, first = np.random.default_rng([self.seed, epoch]), [], 0
+        for _, weight, count in self.parts:
+            visits = max(1, round(weight * count))
+            turns = [random.permutation(count) for _ in range(-(-visits // count))]
+            found.append(first + np.concatenate(turns)[:visits])
+            first += count
+        visits, needed = np.concatenate(found), self._steps_in_epoch * (self.batch // self.group)
+        order = random.permutation(visits)
+        return np.concatenate([order, *[random.permutation(visits) for _ in range(needed // len(order))]])[:needed]
+
+
+def prepared(settings: Any, encoder: Tokenizer, place: Path, parts: Mapping[str, list[_sources.Part]]) -> PromptRows:
+    """Reads the prompts of a run.
+
+    Args:
+        settings: the run, of `liger-jax grpo`.
+        encoder: the tokenizer.
+        place: of no use here, where tokens are not kept.
+        parts: files and datasets, by flag.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        UserError: a line is no prompt, or too long; or there is none.
+    """
+    lines, counts = [], []
+    for part in parts["--data"]:
+        before = len(lines)
+        for where, values in _rows(part, settings.subset):
+            tokens = encoder.prompt(_prompt_lines.document(where, values))
+            if len(tokens) > settings.prompt_length:
+                raise UserError(
+                    f"{where} has {len(tokens)} tokens, and --prompt-length={settings.prompt_length} is the most of a "
+                    f"prompt. Leave the line out, or pass --prompt-length {len(tokens)}."
+                )
+            lines.append(Line(where, np.asarray(tokens, np.int32), values))
+        if len(lines) == before:
+            raise UserError(f"--data={part.name} has no line.")
+        counts.append((part.name, part.weight, len(lines) - before))
+    return PromptRows(lines, settings.batch, settings.group, settings.seed, counts)
+
+
+def _rows(part: _sources.Part, subset: str | None) -> Iterator[tuple[str, Any]]:
+    """The rows of files, or of a dataset of the hub, each with where it stands."""
+    if not part.paths:
+        for number, row in enumerate(_data.dataset(part.name, subset), 1):
+            yield f"{part.name}, row {number}", dict(row)
+    for path in part.paths:
+        for found in _file_rows.of_file(path):
+            if isinstance(found, Document):
+                raise UserError(f"{path} holds prose, and must hold lines with a prompt or with messages.")
+            where, values = found
+            yield where, _file_rows.of_line(where, values) if isinstance(values, _file_rows.Line) else values

@@ -1,0 +1,199 @@
+"""A step of GRPO on the host: completions are sampled and rewarded, and packed into rows for the update."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from liger_jax import losses
+from liger_jax.commands import _rewards
+from liger_jax.commands._grpo_settings import GrpoSettings
+from liger_jax.commands._prompt_rows import Line, PromptRows
+from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import pack_completions
+from liger_jax.training.errors import NotFiniteError
+from liger_jax.training.rows import Rows
+
+
+class Completion(NamedTuple):
+    """What the model has added to a prompt.
+
+    Attributes:
+        tokens: (tokens,) int32, with the one that ends it.
+        text: the text, without special tokens.
+        is_cut: no token has ended it.
+    """
+
+    tokens: np.ndarray
+    text: str
+    is_cut: bool
+
+
+class Rollouts:
+    """The steps of a run, each with completions of its own.
+
+    Args:
+        settings: the run.
+        data: its prompts.
+        tokenizer: their tokenizer.
+
+    Raises:
+        UserError: a reward function is not there.
+    """
+
+    def __init__(self, settings: GrpoSettings, data: PromptRows, tokenizer: Tokenizer):
+        self._settings, self._data, self._tokenizer = settings, data, tokenizer
+        self._rewards = _rewards.found(settings.reward)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of each reward's figures."""
+        return tuple(f"rewards/{reward.name}/{name}" for reward in self._rewards for name in ("mean", "std"))
+
+    @property
+    def example(self) -> dict[str, Any]:
+        """A batch without tokens: it has a row for each completion, though packing leaves some empty.
+
+        `denominator` is the loss's, and `num_tokens` the number of tokens that count.
+        """
+        shape, names = (self._settings.batch, self._settings.length), ("input_ids", "segment_ids", "positions")
+        batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
+        batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
+        return batch | {"denominator": np.float32(1), "num_tokens": np.float32(1)}
+
+    def step(self, graph: Any, update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
+        """Samples, rewards and updates.
+
+        Args:
+            graph: the model's structure.
+            update: the compiled step.
+            state: parameters and the optimizer's state.
+            rows: the prompts, each as often as its group is large, and the step's `number`.
+            frozen: the variables that are not trained.
+
+        Returns:
+            The state, and the loss with figures by TRL's names.
+
+        Raises:
+            NotFiniteError: the model's logits are NaN.
+            UserError: a reward function fails.
+        """
+        lines = self._data.lines_of(int(rows["number"]))
+        completions = self._sampled(nnx.merge(graph, state[0], frozen), rows)
+        rewards, figures = self._rewarded(lines, completions)
+        batch = self._packed(lines, completions, self._advantages(rewards))
+        state, (loss, others) = update(state, batch, frozen)
+        seen = np.count_nonzero(batch["segment_ids"])
+        return state, (loss, {**others, **figures, **_lengths(completions), "num_tokens": seen})
+
+    def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
+        """A group of completions for each prompt, one prompt after the other."""
+        settings, number = self._settings, int(rows["number"])
+        stops = tuple(stop for stop in self._tokenizer.stops if stop < model.config.vocab_size)
+        tokens = model.generate(
+            jnp.asarray(rows["input_ids"][:: settings.group]),
+            attention_mask=jnp.asarray(rows["attention_mask"][:: settings.group]),
+            max_new_tokens=settings.completion_length,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            eos_token_id=stops,
+            key=jax.random.fold_in(jax.random.key(settings.seed), number),
+            num_return_sequences=settings.group,
+        )
+        new = np.asarray(tokens)[:, rows["input_ids"].shape[1] :]
+        if (new < 0).any():
+            raise NotFiniteError(f"The model's logits are NaN at step {number + 1}, so that nothing can be sampled.")
+        return [self._completion(row, stops) for row in new]
+
+    def _completion(self, row: np.ndarray, stops: Sequence[int]) -> Completion:
+        ends = np.flatnonzero(np.isin(row, stops))
+        last = int(ends[0]) if ends.size else len(row)
+        text = self._tokenizer.text(row[:last].tolist(), special=False)
+        return Completion(row[: last + 1].astype(np.int32), text, not ends.size)
+
+    def _rewarded(self, lines: Sequence[Line], completions: Sequence[Completion]) -> tuple[np.ndarray, dict[str, Any]]:
+        """Rewards (prompts, group), the weighted sums over the functions; and their figures."""
+        group, figures, total = self._settings.group, {}, np.zeros((len(lines), self._settings.group))
+        texts = [completion.text for completion in completions]
+        for reward in self._rewards:
+            of_lines = (
+                reward.of(line.where, texts[i * group : (i + 1) * group], line.fields) for i, line in enumerate(lines)
+            )
+            found = np.array(list(of_lines))
+            total += reward.weight * found
+            figures |= {f"rewards/{reward.name}/mean": found.mean(), f"rewards/{reward.name}/std": found.std(ddof=1)}
+        spread = total.std(axis=1, ddof=1)
+        same = np.mean(total.max(axis=1) == total.min(axis=1))
+        return total, figures | {
+            "reward": total.mean(), "reward_std": spread.mean(), "frac_reward_zero_std": same
+        }  # fmt: skip
+
+    def _advantages(self, rewards: np.ndarray) -> np.ndarray:
+        """(completions,)."""
+        method, rewards = self._settings.advantages, jnp.asarray(rewards, jnp.float32)
+        if method.startswith("reinforce"):
+            found = losses.reinforce_advantages(rewards, group_baseline=method == "reinforce_baseline")
+        else:
+            found = losses.group_advantages(rewards, method)
+        return np.asarray(found).reshape(-1)
+
+    def _packed(
+        self, lines: Sequence[Line], completions: Sequence[Completion], advantages: np.ndarray
+    ) -> dict[str, Any]:
+        """The batch of the update."""
+        settings, sequences, labels = self._settings, [], []
+        for number, (tokens, _, is_cut) in enumerate(completions):
+            prompt = lines[number // settings.group].tokens
+            sequences.append(np.concatenate([prompt, tokens]))
+            counted = np.full_like(tokens, IGNORE_INDEX) if is_cut and settings.mask_truncated else tokens
+            labels.append(np.concatenate([np.full_like(prompt, IGNORE_INDEX), counted]))
+        packed, places = pack_completions(
+            [[each] for each in sequences], settings.length, labels=[[each] for each in labels]
+        )
+        batch, own = self.example, dict(packed)
+        own["advantages"] = np.zeros(packed["input_ids"].shape, np.float32)
+        for (row, segment), advantage in zip(places, advantages, strict=True):
+            own["advantages"][row][packed["segment_ids"][row] == segment + 1] = advantage
+        # The update takes row i for part i mod `micro_batches`, and passes over parts without tokens.
+        rows = np.arange(len(packed["input_ids"]))
+        parts = settings.micro_batches
+        to = rows % (settings.batch // parts) * parts + rows // (settings.batch // parts)
+        for name, values in own.items():
+            batch[name][to] = values
+        if num_tokens := sum(int(np.count_nonzero(each != IGNORE_INDEX)) for each in labels):
+            mask = jnp.asarray(losses.shifted_labels(batch["labels"], batch["segment_ids"]) != IGNORE_INDEX)
+            options = dict(segment_ids=batch["segment_ids"], num_segments=num_segments(settings))
+            types = settings.loss_type, settings.loss_options()["max_length"]
+            batch["denominator"] = np.float32(losses.policy_weights(mask, *types, **options)[1])
+            batch["num_tokens"] = np.float32(num_tokens)
+        return batch
+
+
+def num_segments(settings: GrpoSettings) -> int:
+    """The most completions in a row.
+
+    Args:
+        settings: the run.
+
+    Returns:
+        Their number: each has a token of its own, and one of its prompt.
+    """
+    return max(1, min(settings.batch, settings.length // 2))
+
+
+def _lengths(completions: Sequence[Completion]) -> dict[str, float]:
+    sizes, is_cut = (
+        np.array(x) for x in ([len(each.tokens) for each in completions], [each.is_cut for each in completions])
+    )
+    return {
+        "completions/mean_length": sizes.mean(),
+        "completions/min_length": sizes.min(),
+        "completions/max_length": sizes.max(),
+        "completions/clipped_ratio": is_cut.mean(),
+        "completions/mean_terminated_length": sizes[~is_cut].mean() if not is_cut.all() else 0.0,
+    }

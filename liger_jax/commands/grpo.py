@@ -1,0 +1,68 @@
+"""`liger-jax grpo`: trains a model by rewards of what it writes.
+
+liger-jax grpo --model Qwen/Qwen2.5-0.5B-Instruct --data prompts.jsonl --reward rewards:right --lora 16
+liger-jax grpo --model ./llama --data prompts.jsonl --reward rewards:right rewards:short=0.2 --loss-type dapo
+liger-jax grpo --config runs/grpo/settings.toml --beta 0.02 --out runs/other
+
+Each line of the data has a `prompt`, a text or messages. A reward is a function of yours, in a module of the current
+folder or an installed one: it takes `completions`, a list of texts, and the line's fields by name, and returns a number
+for each completion.
+"""
+
+import argparse
+from typing import Any
+
+from liger_jax.commands._grpo_settings import ADVANTAGES, LEVELS, LOSS_TYPES, GrpoSettings
+from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
+from liger_jax.commands._settings import add_training_arguments
+from liger_jax.commands._training_command import trained
+
+SUMMARY = "train a model by rewards of what it writes"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `liger-jax grpo`.
+
+    Args:
+        command: its parser.
+    """
+    add = command.add_argument
+    data = "lines with a prompt: files, globs, folders, a dataset's id; FILE=2 takes its lines twice"
+    add("--data", nargs="+", required=True, metavar="DATA", help=data)
+    add("--subset", help="the dataset's configuration")
+    add("--reward", nargs="+", metavar="MODULE:FUNCTION", help="what scores completions; MODULE:FUNCTION=0.5 weighs it")
+    add("--group", type=int, help=f"completions of a prompt (default: {GrpoSettings.group})")
+    add("--prompt-length", type=int, help=f"the most tokens of a prompt (default: {GrpoSettings.prompt_length})")
+    add("--completion-length", type=int, help=f"the most tokens of one (default: {GrpoSettings.completion_length})")
+    add("--temperature", type=float, help="of sampling, and of the policy (default: 1)")
+    add("--top-p", type=float, help="draw from the likeliest tokens with this probability together (default: 1)")
+    add("--top-k", type=int, help="draw from so many of the likeliest tokens (default: all)")
+    add("--loss-type", choices=LOSS_TYPES, help="how the policy's loss is made (default: dapo)")
+    add("--importance-level", choices=LEVELS, help="what has a ratio, a token or a sequence (default: token)")
+    add("--advantages", choices=ADVANTAGES, help="how rewards become advantages (default: grpo)")
+    add("--epsilon-low", type=float, help="how far the ratio may fall (default: 0.2)")
+    add("--epsilon-high", type=float, help="how far it may rise (default: as far as it may fall)")
+    add("--delta", type=float, help="the largest ratio of a worse completion (default: none)")
+    add("--beta", type=float, help="weight of the distance from the model without its adapters (default: 0)")
+    add("--mask-truncated", action="store_true", help="leave completions out of the loss that were cut off")
+    add("--length", type=int, help="tokens in a packed row (default: a longest prompt's and completion's)")
+    add("--seed", type=int, help="of all that is random (default: 0)")
+    add_training_arguments(command, "1e-6, with --lora 1e-5", GrpoSettings.out)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, and prints a user's error as one sentence.
+
+    Args:
+        args: the parsed arguments that `add_arguments` has added.
+
+    Returns:
+        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
+    """
+    return trained("grpo", args, _task, GrpoSettings)
+
+
+def _task() -> Any:
+    from liger_jax.commands import _grpo_task
+
+    return _grpo_task.TASK

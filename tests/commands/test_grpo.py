@@ -1,0 +1,278 @@
+"""`liger-jax grpo` on a tiny checkpoint: it learns what is rewarded, goes on, and refuses in one sentence."""
+
+import contextlib
+import csv
+import json
+import re
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from liger_jax import losses
+from liger_jax.commands import UserError, _cache, _prompt_rows, _rewards, _rollouts, main
+from liger_jax.commands._grpo_settings import GrpoSettings
+from liger_jax.commands._grpo_task import TASK
+from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from liger_jax.training import make_step
+from tests.commands import _tiny
+
+SHORT = "--group 4 --batch 16 --micro-batches 4 --prompt-length 16 --completion-length 8".split()
+REWARDS = '''
+def letters(completions, letter):
+    """The share of a text's characters that the line names."""
+    return [text.count(letter) / max(1, len(text)) for text in completions]
+
+def short(completions, **fields):
+    assert fields["prompt"] and fields["letter"] == "e" and "completions" not in fields
+    return [-len(text) / 100 for text in completions]
+
+def failing(completions, prompt):
+    if "four" in prompt.split()[0]:
+        raise KeyError("four")
+    return [0.0 for _ in completions]
+
+def too_few(completions):
+    return [1.0]
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_program_is_compiled_once(caches):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(caches))
+        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint's folder, with prompts and rewards beside it."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model")
+    lines = [json.dumps({"prompt": _tiny.text(2 + i % 3, i), "letter": "e"}) for i in range(10)]
+    (folder.parent / "prompts.jsonl").write_text("\n".join(lines))
+    (folder.parent / "tiny_rewards.py").write_text(REWARDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder.parent)
+        yield folder
+
+
+def grpo(source, out, *options, reward="tiny_rewards:letters"):
+    """The exit code of a run."""
+    data = f"--data={source.parent / 'prompts.jsonl'}"
+    return main(["grpo", f"--model={source}", data, f"--reward={reward}", f"--out={out}", *SHORT, *options])
+
+
+def figures_of(out):
+    with (out / "log.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+LEARNS = "--steps 30 --learning-rate 0.03 --schedule constant".split()
+
+
+@pytest.fixture(scope="module")
+def trained(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("grpo") / "out"
+    assert grpo(source, out, *LEARNS) == 0
+    return out
+
+
+def test_what_is_rewarded_becomes_more(trained):
+    rewards = [each["reward"] for each in figures_of(trained)]
+    assert len(rewards) == 30 and np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.5, rewards
+
+
+def test_figures_have_the_names_of_trl_and_true_values(trained):
+    first = figures_of(trained)[0]
+    assert first["rewards/letters/mean"] == pytest.approx(first["reward"])
+    assert 0 < first["reward_std"] < 1 and first["frac_reward_zero_std"] < 1
+    assert 1 <= first["completions/min_length"] <= first["completions/mean_length"] <= 8
+    assert 0 <= first["completions/clipped_ratio"] <= 1
+    assert first["clip_ratio/low_mean"] == first["clip_ratio/high_mean"] == 0  # one update for each rollout
+
+
+@contextlib.contextmanager
+def ctrl_c_before_step(number):
+    lines_of = _prompt_rows.PromptRows.lines_of
+
+    def stopping(self, step):
+        if step == number:
+            signal.raise_signal(signal.SIGINT)
+        return lines_of(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_prompt_rows.PromptRows, "lines_of", stopping)
+        yield
+
+
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(trained, source, tmp_path):
+    with ctrl_c_before_step(5):
+        assert grpo(source, tmp_path, *LEARNS) == 128 + signal.SIGINT
+    assert len(figures_of(tmp_path)) < 30
+    assert grpo(source, tmp_path, *LEARNS) == 0
+    whole, resumed = (load_file(out / "model" / "model.safetensors") for out in (trained, tmp_path))
+    assert whole.keys() == resumed.keys() and whole
+    for name, array in whole.items():
+        np.testing.assert_array_equal(resumed[name], array, err_msg=name)
+    names = ("loss", "reward", "completions/mean_length")
+    for one, other in zip(figures_of(trained), figures_of(tmp_path), strict=True):
+        assert [one[name] for name in names] == [other[name] for name in names]
+
+
+@pytest.mark.full
+def test_adapters_stay_near_the_reference_that_they_are_off_for(source, tmp_path):
+    options = "--steps 12 --learning-rate 0.5 --schedule constant --lora 4 --advantages rloo --loss-type grpo".split()
+    assert grpo(source, tmp_path / "free", *options) == 0
+    assert grpo(source, tmp_path / "near", *options, "--beta", "10") == 0
+    free, near = (figures_of(tmp_path / name) for name in ("free", "near"))
+    assert "kl" not in free[0] and near[0]["kl"] == pytest.approx(0, abs=1e-6) and near[-1]["kl"] > 0
+    assert (tmp_path / "near" / "adapters" / "adapter_config.json").is_file()
+
+
+# --- the update -------------------------------------------------------------------------------------------------------
+
+
+class NoTokenizer(Tokenizer):
+    """One that is asked nothing."""
+
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(loss_type="grpo", importance_level="sequence", mask_truncated=True)], ids=str
+)
+def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_path):
+    settings = GrpoSettings(
+        model="m", data="d", reward=f"{__name__}:ones", group=2, batch=12, micro_batches=3, prompt_length=4,
+        completion_length=5, length=13, temperature=0.7, **options,
+    )  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config, scan_layers=False, rngs=nnx.Rngs(0))
+    draw = lambda least, most: rng.integers(2, 31, rng.integers(least, most + 1)).astype(np.int32)
+    lines = [_prompt_rows.Line("", draw(1, 4), {}) for _ in range(6)]
+    rollouts = _rollouts.Rollouts(settings, _prompt_rows.PromptRows(lines, 12, 2, 0, [("d", 1.0, 6)]), NoTokenizer())
+    completions = [_rollouts.Completion(draw(1, 5), "", bool(i % 5 == 0)) for i in range(12)]
+    advantages = rng.normal(size=12).astype(np.float32)
+    batch = rollouts._packed(lines, completions, advantages)
+    assert not batch["segment_ids"][2::3].any()  # the last part is empty
+
+    graph, params = nnx.split(model)
+    options = dict(normalizer=TASK.normalizer, has_aux=True, micro_batches=3)
+    step = jax.jit(make_step(graph, optax.sgd(1.0), TASK.loss(settings, None), **options))
+    (found, _), (loss, figures) = step((params, optax.sgd(1.0).init(params)), batch)
+
+    tokens, mask = np.zeros((12, 9), np.int32), np.zeros((12, 9), bool)
+    for i, (new, _, is_cut) in enumerate(completions):
+        prompt = lines[i // 2].tokens
+        tokens[i, : len(prompt) + len(new)] = np.concatenate([prompt, new])
+        mask[i, len(prompt) - 1 : len(prompt) + len(new) - 1] = not (is_cut and settings.mask_truncated)
+
+    def plain(params):
+        log_probs = nnx.merge(graph, params).log_probs(jnp.asarray(tokens), labels=jnp.asarray(tokens), temperature=0.7)
+        options = dict(loss_type=settings.loss_type, importance_level=settings.importance_level)
+        return losses.policy_loss(
+            log_probs.log_probs, None, jnp.asarray(advantages), mask=jnp.asarray(mask), **options
+        ).loss
+
+    expected, grads = jax.jit(jax.value_and_grad(plain))(params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    for own, before, grad in zip(*map(jax.tree.leaves, (found, params, grads)), strict=True):
+        np.testing.assert_allclose(own, before - grad, rtol=1e-4, atol=1e-6)
+    assert set(figures) == {"clip_ratio/low_mean", "clip_ratio/high_mean"}
+
+
+def ones(completions):
+    return [1.0 for _ in completions]
+
+
+# --- prompts and rewards ----------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_each_line_and_whole_steps_and_weights_count():
+    lines = [_prompt_rows.Line(str(i), np.ones(1 + i, np.int32), {}) for i in range(7)]
+    data = _prompt_rows.PromptRows(lines, batch=6, group=2, seed=3, parts=[("a", 2.0, 3), ("b", 1.0, 4)])
+    assert data.num_in_epoch == 4 * 6 and data.length == 16  # 10 visits in steps of 3 prompts
+    epochs = [[line.where for step in range(4 * e, 4 * e + 4) for line in data.lines_of(step)] for e in range(2)]
+    for epoch in epochs:
+        counts = np.bincount(np.array(epoch, int), minlength=7)
+        assert len(epoch) == 12 and (counts[:3] >= 2).all() and (counts >= 1).all()
+    assert epochs[0] != epochs[1]
+    rows = data.batches(None)(0)
+    first = data.lines_of(0)[0].tokens
+    assert rows["input_ids"].shape == (6, 16) and rows["attention_mask"][0].sum() == len(first)
+    np.testing.assert_array_equal(rows["labels"][1], [*[-100] * (16 - len(first)), *first])
+
+
+@pytest.mark.usefixtures("source")
+def test_a_reward_gets_the_fields_that_it_names_and_its_weight():
+    letters, short = _rewards.found(["tiny_rewards:letters", "tiny_rewards:short=0.5"])
+    assert (letters.name, letters.weight, short.name, short.weight) == ("letters", 1.0, "short", 0.5)
+    fields = {"prompt": "one", "letter": "e", "completions": "of the line"}
+    assert letters.of("line 1", ["eve", ""], fields) == [pytest.approx(2 / 3), 0.0]
+    assert short.of("line 1", ["eve"], fields) == [-0.03]
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize(
+    ["reward", "message"],
+    [
+        ("tiny_rewards", "--reward=tiny_rewards must name a function as module:function"),
+        ("tiny_rewards:gone", "tiny_rewards has no function gone"),
+        ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
+        ("tiny_rewards:short=much", "what stands behind tiny_rewards:short= must be a number"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_refused(reward, message):
+    with pytest.raises(UserError, match=message):
+        _rewards.found([reward])
+    with pytest.raises(UserError, match="two functions 'letters'"):
+        _rewards.found(["tiny_rewards:letters"] * 2)
+
+
+@pytest.mark.usefixtures("source")
+def test_a_reward_that_fails_names_its_line():
+    failing, too_few = _rewards.found(["tiny_rewards:failing", "tiny_rewards:too_few"])
+    with pytest.raises(UserError, match="p.jsonl, line 3: the reward failing has failed with KeyError: 'four'"):
+        failing.of("p.jsonl, line 3", ["a"], {"prompt": "four five"})
+    with pytest.raises(UserError, match=r"line 4: the reward too_few has returned \[1.0\] for 2 completions"):
+        too_few.of("line 4", ["a", "b"], {})
+    with pytest.raises(UserError, match="line 5: the reward letters has failed with TypeError: .*'letter'"):
+        _rewards.found(["tiny_rewards:letters"])[0].of("line 5", ["a"], {})
+
+
+@pytest.mark.parametrize(
+    ["options", "message"],
+    [
+        (["--group", "1"], "--group=1 must be at least 2"),
+        (["--group", "5"], "--batch=16 completions must be a multiple of --group=5"),
+        (["--temperature", "0"], "--temperature=0.0 must be a finite number above 0"),
+        (["--beta", "0.1"], "--beta=0.1 needs a reference, .*--lora 16"),
+        (["--length", "20"], "--length=20 is less than --prompt-length=16 and --completion-length=8 together"),
+        (
+            ["--prompt-length", "3"],
+            r"prompts.jsonl, line \d+ has \d tokens, and --prompt-length=3 .* --prompt-length \d",
+        ),
+        (["--loss-type", "vespo", "--importance-level", "sequence"], "importance_level='sequence' does not go with"),
+    ],
+)
+def test_what_does_not_go_is_refused_in_one_sentence(options, message, source, tmp_path, capfd):
+    assert grpo(source, tmp_path / "out", *options, "--steps", "1") == 2
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("liger-jax grpo:")]
+    assert len(told) == 1 and re.search(message, told[0]), told
+
+
+def test_lines_without_a_prompt_are_refused(source, tmp_path, capsys):
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "one"}\n{"question": "two"}\n')
+    options = [f"--model={source}", f"--data={tmp_path / 'wrong.jsonl'}", "--reward=tiny_rewards:letters", *SHORT]
+    assert main(["grpo", *options, f"--out={tmp_path / 'out'}"]) == 2
+    assert "wrong.jsonl, line 2, must hold an object with a prompt" in capsys.readouterr().err
