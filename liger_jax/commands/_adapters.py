@@ -17,7 +17,6 @@ from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.adapter_targets import ALL_LINEAR
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.lora import TARGETS, add_lora, load_adapters, with_dropout
-from liger_jax.training import loss_and_accuracy
 from liger_jax.training.rows import Rows
 
 _NUMBERS = "dropout_numbers"  # in a batch, a number for each row
@@ -128,23 +127,24 @@ def files(settings: Settings) -> dict[str, bytes | None]:
     return {name: (Path(settings.adapters) / name).read_bytes() for name in names}
 
 
-def loss_of(settings: Settings) -> Callable[..., Any]:
+def loss_of(settings: Settings, loss: Callable[..., Any]) -> Callable[..., Any]:
     """The loss that is trained: with dropout in the adapters, where the run has some.
 
     Args:
         settings: the run.
+        loss: the loss of its task.
 
     Returns:
         A function for `make_step` with `has_aux=True`.
     """
     if not settings.lora_dropout:
-        return loss_and_accuracy
+        return loss
 
     def loss_with_dropout(model: nnx.Module, batch: Mapping[str, Any], normalizer: Any = None) -> Any:
         arguments = dict(batch)
         number = arguments.pop(_NUMBERS)[0]  # each micro-batch has others
         key = jax.random.fold_in(jax.random.key(settings.seed), number)
-        return loss_and_accuracy(with_dropout(model, key), arguments, normalizer)
+        return loss(with_dropout(model, key), arguments, normalizer)
 
     return loss_with_dropout
 

@@ -14,10 +14,7 @@ from liger_jax.commands._errors import UserError, needed_packages
 TABLE, EVENTS, WANDB = "log.csv", "tensorboard", "wandb"
 PLACES = {"csv": TABLE, "tensorboard": EVENTS, "wandb": WANDB}
 _ID = "run_id"  # a file in the folder `WANDB`
-FIELDS = (
-    "step", "loss", "token_accuracy", "learning_rate", "tokens_per_second", "memory_gib",
-    "eval_loss", "eval_perplexity", "eval_token_accuracy",
-)  # fmt: skip
+_FIRST = ("step", "loss")  # columns of every run's table
 
 
 def check_table(path: Path) -> None:
@@ -34,7 +31,7 @@ def check_table(path: Path) -> None:
             first = file.readline()
     except OSError:  # there is none, or opening it to write says why not
         return
-    if first and not first.startswith(",".join(FIELDS[:2])):
+    if first and not first.startswith(",".join(_FIRST)):
         raise UserError(f"{path} is no log of a run, which would replace it. Move it, or pass another --out.")
 
 
@@ -58,6 +55,7 @@ class Log:
     Args:
         kinds: "csv" for log.csv, "tensorboard" and "wandb" for folders of these names.
         folder: where both lie.
+        columns: names of all figures, of which "step" and "loss" come first.
         earlier: figures of the steps before, as a resumed run has them; what the files hold beyond them is dropped.
         config: what Weights & Biases shows as the run's options.
 
@@ -69,6 +67,7 @@ class Log:
         self,
         kinds: Sequence[str],
         folder: Path,
+        columns: Sequence[str],
         earlier: Sequence[dict[str, Any]],
         config: Mapping[str, Any] | None = None,
     ):
@@ -79,7 +78,7 @@ class Log:
                 self._file = (folder / TABLE).open("w", newline="", encoding="utf-8")
             except OSError as error:
                 raise UserError(f"{folder / TABLE} cannot be written: {error.strerror}.") from error
-            self._table = csv.DictWriter(self._file, FIELDS)
+            self._table = csv.DictWriter(self._file, columns)
             self._table.writeheader()
             self._table.writerows(earlier)
         if "tensorboard" in kinds:
@@ -102,7 +101,7 @@ class Log:
         """Adds a step.
 
         Args:
-            figures: by names of `FIELDS`; those that are missing stay empty.
+            figures: by names of `columns`; those that are missing stay empty.
         """
         if self._file is not None and self._table is not None:
             try:

@@ -1,4 +1,4 @@
-"""A fine-tuning run from its settings to the folder that it leaves."""
+"""A training run from its settings to the folder that it leaves."""
 
 import dataclasses
 from concurrent.futures import Future
@@ -23,6 +23,7 @@ from liger_jax.commands._errors import UserError, need, training_errors, user_er
 from liger_jax.commands._laid_rows import RowParts
 from liger_jax.commands._log import Log, check_wandb
 from liger_jax.commands._settings import MOST, Settings
+from liger_jax.commands._task import Task
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.passed_over import dropout
@@ -38,21 +39,19 @@ from liger_jax.training import (
     lock,
     make_step,
     rows,
-    score_sums,
     scoring,
 )
 from liger_jax.training.errors import memory_errors
 from liger_jax.training.waiting import Compiling, beside, telling
 
-SHOWN = ("loss", "token_accuracy", "tokens_per_second", "memory_gib")  # in the progress bar
-
 
 @training_errors()
-def finetune(settings: Settings) -> int:
-    """Fine-tunes a model.
+def train(settings: Settings, task: Task) -> int:
+    """Trains a model.
 
     Args:
         settings: the run.
+        task: what it trains for.
 
     Returns:
         The exit code: 0, or 128 and a signal's number if one stopped it.
@@ -66,10 +65,10 @@ def finetune(settings: Settings) -> int:
     out = Path(settings.out)
     writable_folder(out)
     with lock.held(out), _token_cache.leftovers_removed(out):
-        return _finetune(settings, out)
+        return _train(settings, task, out)
 
 
-def _finetune(asked: Settings, out: Path) -> int:
+def _train(asked: Settings, task: Task, out: Path) -> int:
     with user_errors():
         settings, source = _adapters.found(asked)
         for folder in _adapters.tuned(settings, source):
@@ -82,7 +81,7 @@ def _finetune(asked: Settings, out: Path) -> int:
     if (line := dropout(source.config)) is not None:
         print(line)
     parts = _training_rows.parts_of(settings)
-    tokenizer = _training_rows.tokenizer(source, found)
+    tokenizer = _training_rows.tokenizer(source, found, task.tokenizer)
     data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
     print(data.summary)
     steps = _steps(settings, data)
@@ -100,7 +99,7 @@ def _finetune(asked: Settings, out: Path) -> int:
         _output.write_settings(asked)
     reading = beside(_read, settings, source, precision)
     with user_errors(), telling("tracing"):
-        programs, shapes = _programs(settings, source, found, precision, optimizer, batch_of(0))
+        programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batch_of(0))
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
@@ -118,12 +117,12 @@ def _finetune(asked: Settings, out: Path) -> int:
     with telling("compiling"), memory_errors("while the step was compiled."):
         step, sums = (program.result() for program in programs)
     size = settings.batch // settings.micro_batches
-    score = scoring(sums, frozen)
+    score = scoring(sums, frozen, task.scores)
     held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
     samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence)
-    with Log(settings.log, out, log["steps"], asked.to_write()) as files:
+    with Log(settings.log, out, task.columns, log["steps"], asked.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: step(state, batch, frozen),
             batch_of=batch_of,
@@ -136,7 +135,7 @@ def _finetune(asked: Settings, out: Path) -> int:
             check=lambda params, step: score(params, its_rows(step))["eval_loss"],
             rate=rate,
             write=files.write,
-            shown=SHOWN,
+            shown=task.shown,
         )
         state, stopped_by = loop.run(state, log)
     if stopped_by:
@@ -288,6 +287,8 @@ def _trained(settings: Settings) -> Any:
 
 def _programs(
     settings: Settings,
+    task: Task,
+    data: _training_rows.TrainingRows,
     source: Source,
     found: Architecture,
     precision: dict[str, str],
@@ -298,10 +299,10 @@ def _programs(
 
     The state's shapes come beside them.
     """
-    options = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+    dtypes = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
 
     def make():
-        model = found.family(found.config, **options, remat=settings.remat, rngs=nnx.Rngs(0))
+        model = found.family(found.config, **dtypes, remat=settings.remat, rngs=nnx.Rngs(0))
         if source.is_nf4:
             quantized_as_in(source.folder, model)
         elif settings.quantize is not None:
@@ -311,12 +312,14 @@ def _programs(
         return model
 
     graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
-    step = make_step(graph, optimizer, _adapters.loss_of(settings), has_aux=True, micro_batches=settings.micro_batches)
+    loss = _adapters.loss_of(settings, task.loss(settings, data))
+    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
+    step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)
     state = (params, jax.eval_shape(optimizer.init, params))
     size, compiling = settings.batch // settings.micro_batches, Compiling()
     part = {name: values[:size] for name, values in batch.items() if values.ndim == 2}
     programs = (
         compiling.start(jax.jit(step, donate_argnums=0), state, batch, frozen),
-        compiling.start(score_sums(graph), params, frozen, part),
+        compiling.start(task.sums(graph, settings, data), params, frozen, part),
     )
     return programs, state

@@ -1,4 +1,4 @@
-"""What a run of `liger-jax finetune` is told, and what is refused of it: one dataclass, an option for each field."""
+"""What a training run is told, and what is refused of it: one dataclass, an option for each field."""
 
 import argparse
 import dataclasses
@@ -246,7 +246,19 @@ class Settings:
 
 
 def add_data_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say how the data becomes rows.
+    """Adds the arguments that say how texts and conversations become rows.
+
+    Args:
+        command: a parser.
+    """
+    add = command.add_argument
+    add("--column", help="the field that is trained on: a text, or a list of messages (default: by the fields' names)")
+    add("--format", choices=list(FORMATS), help="the format of rows that have the fields of several")
+    add_row_arguments(command)
+
+
+def add_row_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say how any data becomes rows.
 
     Args:
         command: a parser.
@@ -255,29 +267,25 @@ def add_data_arguments(command: argparse.ArgumentParser) -> None:
     data = "what is scored and not trained on, in the place of a share of --data"
     add("--eval-data", nargs="+", metavar="DATA", help=data)
     add("--subset", help="the dataset's configuration")
-    add("--column", help="the field that is trained on: a text, or a list of messages (default: by the fields' names)")
-    add("--format", choices=list(FORMATS), help="the format of rows that have the fields of several")
     add("--pack", action="store_true", help="documents share rows, and none sees another")
     add("--length", type=int, help="tokens in a row (default: 2048)")
     add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
     add("--seed", type=int, help="of all that is random (default: 0)")
 
 
-def add_training_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of every command that trains a model on data: one for each field of `Settings`.
+def add_training_arguments(command: argparse.ArgumentParser, rate: str, out: str) -> None:
+    """Adds the arguments of every command that trains a model, apart from those of its data.
 
     Args:
         command: its parser.
+        rate: the default learning rate, in words.
+        out: the default folder.
     """
-    add = command.add_argument
-    add("--model", required=True, help="a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters")
-    data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
-    add("--data", nargs="+", required=True, metavar="DATA", help=data)
-    add_data_arguments(command)
-    add("--stream", action="store_true", help="read a dataset from the hub while the run goes on; needs --steps")
+    model = "a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters"
+    command.add_argument("--model", required=True, help=model)
     _add_model_arguments(command)
-    _add_step_arguments(command)
-    _add_run_arguments(command)
+    _add_step_arguments(command, rate)
+    _add_run_arguments(command, out)
 
 
 def _add_model_arguments(command: argparse.ArgumentParser) -> None:
@@ -306,14 +314,14 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
 
 
-def _add_step_arguments(command: argparse.ArgumentParser) -> None:
+def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
     """How many steps there are, and what a step does."""
     add = command.add_argument
     add("--batch", type=int, help="rows in a step (default: 8)")
     add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")
     add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
     add("--steps", type=int, help="training steps, in the place of --epochs")
-    add("--learning-rate", type=float, help="the peak (default: 1e-5, with --lora 2e-4)")
+    add("--learning-rate", type=float, help=f"the peak (default: {rate})")
     add("--optimizer", choices=OPTIMIZERS, help="adamw8bit holds its moments in 8 bits (default: adamw)")
     add("--schedule", choices=SCHEDULES, help="of the rate behind its peak (default: cosine, down to a tenth)")
     add("--warmup", type=float, help="share of the steps in which the rate rises, or their number (default: 0.03)")
@@ -321,7 +329,7 @@ def _add_step_arguments(command: argparse.ArgumentParser) -> None:
     add("--clip", type=float, help="largest norm of a gradient, 0 for any (default: 1)")
 
 
-def _add_run_arguments(command: argparse.ArgumentParser) -> None:
+def _add_run_arguments(command: argparse.ArgumentParser, out: str) -> None:
     """What a run looks at, prints and leaves."""
     add = command.add_argument
     add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
@@ -329,18 +337,19 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
     add("--patience", type=int, metavar="N", help="stop after N evaluations without a smaller held-out loss")
     add("--keep", type=int, help="newest checkpoints to keep, beside the best by held-out loss (default: 1)")
     add("--log", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(LOGS)}, with commas (default: csv)")
-    add("--out", help="folder for checkpoints, logs and the result (default: runs/finetune)")
+    add("--out", help=f"folder for checkpoints, logs and the result (default: {out})")
     add("--merge", action="store_true", help="add the adapters to the weights in the result")
     add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
     add("--verify", action="store_true", help="read all weights to know that the model is still the run's")
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace, settings_type: type[Settings] = Settings) -> Settings:
     """The settings of a run.
 
     Args:
-        args: parsed arguments, of which those that `Settings` does not have are passed over.
+        args: parsed arguments, of which those that the settings do not have are passed over.
+        settings_type: `Settings`, or a command's own kind of them.
 
     Returns:
         The settings, with defaults for what was not given.
@@ -348,5 +357,5 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Raises:
         UserError: a value is out of its range, or does not go with another.
     """
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    return Settings(**{k: v for k, v in vars(args).items() if k in fields and v is not None})
+    fields = {field.name for field in dataclasses.fields(settings_type) if field.init}
+    return settings_type(**{k: v for k, v in vars(args).items() if k in fields and v is not None})

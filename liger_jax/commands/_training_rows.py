@@ -100,12 +100,13 @@ class TrainingRows:
         _token_cache.keep(self._tokens)
 
 
-def tokenizer(source: Source, model: Architecture) -> Tokenizer:
+def tokenizer(source: Source, model: Architecture, kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
     """Reads a checkpoint's tokenizer.
 
     Args:
         source: the checkpoint.
         model: its architecture.
+        kind: `Tokenizer`, or a kind of it.
 
     Returns:
         The tokenizer.
@@ -115,7 +116,7 @@ def tokenizer(source: Source, model: Architecture) -> Tokenizer:
     """
     with user_errors():
         stops = source.stops
-    return Tokenizer(source, model.config.vocab_size, stops)
+    return kind(source, model.config.vocab_size, stops)
 
 
 def parts_of(settings: Settings) -> dict[str, list[_sources.Part]]:

@@ -12,23 +12,27 @@ loads OUT/model or OUT/adapters.
 """
 
 import argparse
-import sys
+from typing import Any
 
-from liger_jax.commands._errors import UserError, in_one_line, needed_packages
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._settings import add_training_arguments, settings_of
-from liger_jax.training.listening import listened_or_not
+from liger_jax.commands._settings import Settings, add_data_arguments, add_training_arguments
+from liger_jax.commands._training_command import trained
 
 SUMMARY = "train a model on your text or conversations"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `liger-jax finetune`: those of every command that trains.
+    """Adds the arguments of `liger-jax finetune`.
 
     Args:
         command: its parser.
     """
-    add_training_arguments(command)
+    add = command.add_argument
+    data = "text, or rows of text or messages: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
+    add("--data", nargs="+", required=True, metavar="DATA", help=data)
+    add("--stream", action="store_true", help="read a dataset from the hub while the run goes on; needs --steps")
+    add_data_arguments(command)
+    add_training_arguments(command, "1e-5, with --lora 2e-4", Settings.out)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,18 +44,10 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
     """
-    try:
-        settings = settings_of(args)
-        with needed_packages():
-            from liger_jax.commands import _run
-        with listened_or_not():
-            return _run.finetune(settings)
-    except UserError as error:
-        print("liger-jax finetune:", in_one_line(error), file=sys.stderr)
-        return 2
-    except MemoryError:
-        print("liger-jax finetune: This machine has too little memory. Pass a smaller --batch.", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # the training loop has a handler of its own
-        print("liger-jax finetune: stopped outside of training; nothing new is saved.", file=sys.stderr)
-        return 130
+    return trained("finetune", args, _task)
+
+
+def _task() -> Any:
+    from liger_jax.commands import _text_task
+
+    return _text_task.TASK

@@ -65,16 +65,38 @@ def score_sums(graph: nnx.GraphDef) -> Any:
     return sums
 
 
-def scoring(sums: Any, frozen: Any) -> Callable[[Any, Sequence[Rows]], dict[str, float]]:
+def mean_scores(totals: Sequence[float]) -> dict[str, float]:
+    """The scores of a language model.
+
+    Args:
+        totals: what `score_sums` has returned, added up over all rows.
+
+    Returns:
+        `eval_loss`, `eval_perplexity` and `eval_token_accuracy`, means over all scored tokens.
+
+    Example:
+        >>> mean_scores([4.0, 1.0, 2.0])["eval_token_accuracy"]
+        0.5
+    """
+    loss, right, tokens = totals
+    mean = loss / tokens
+    perplexity = math.exp(min(mean, 700.0))  # beyond it, more than a float holds
+    return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_token_accuracy": right / tokens}
+
+
+def scoring(
+    sums: Any, frozen: Any, scores: Callable[[Sequence[float]], dict[str, float]] = mean_scores
+) -> Callable[[Any, Sequence[Rows]], dict[str, float]]:
     """The scores of parameters, as `Loop` takes them.
 
     Args:
-        sums: what `score_sums` returns, perhaps compiled.
+        sums: what `score_sums` returns, perhaps compiled; or another function of parameters, frozen variables and rows
+            that returns an array.
         frozen: the variables that are not trained.
+        scores: what becomes of the sums over all rows.
 
     Returns:
-        A function of parameters and rows in parts of one shape. It returns `eval_loss`, `eval_perplexity` and
-        `eval_token_accuracy`, means over all scored tokens of all parts.
+        A function of parameters and rows in parts of one shape, which returns the scores of all parts by name.
 
     Example:
         >>> sums = lambda params, frozen, part: np.array([part, 1.0, 2.0])
@@ -84,9 +106,6 @@ def scoring(sums: Any, frozen: Any) -> Callable[[Any, Sequence[Rows]], dict[str,
 
     def score(params, parts):
         totals: Any = np.sum([sums(params, frozen, part) for part in parts], axis=0, dtype=np.float64)
-        loss, right, tokens = totals.tolist()
-        mean = loss / tokens
-        perplexity = math.exp(min(mean, 700.0))  # beyond it, more than a float holds
-        return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_token_accuracy": right / tokens}
+        return scores(totals.tolist())
 
     return score

@@ -183,7 +183,7 @@ def test_the_result_is_of_the_last_step_and_a_better_one_is_told(source, tmp_pat
         [5.0, 4.0, 9.0, 3.0, 9.0, 8.0, 9.0, 7.0, 9.0]
     )  # before step 1, and of held-out and own rows after each
     scores = lambda: {"eval_loss": next(losses), "eval_perplexity": 1.0, "eval_token_accuracy": 0.0}
-    monkeypatch.setattr(_run, "scoring", lambda sums, frozen: lambda params, parts: scores())
+    monkeypatch.setattr(_run, "scoring", lambda *args: lambda params, parts: scores())
     assert chat(source, tmp_path, "--every=1", "--steps=4") == 0
     there = tmp_path / "checkpoints" / "2"
     assert (
@@ -356,7 +356,7 @@ def test_a_run_stops_early_with_the_best_weights_and_shows_samples(source, tmp_p
     monkeypatch.setattr(_run, "check_wandb", lambda: None)
     with monkeypatch.context() as patch:
         scores = lambda: {"eval_loss": next(losses), "eval_perplexity": 1.0, "eval_token_accuracy": 0.0}
-        patch.setattr(_run, "scoring", lambda sums, frozen: lambda params, parts: scores())
+        patch.setattr(_run, "scoring", lambda *args: lambda params, parts: scores())
         options = "--every=1 --patience=2 --samples=1 --log=csv,wandb --schedule=constant --warmup=0 --seed=3".split()
         assert chat(source, tmp_path / "run", *options) == 0
     printed = capsys.readouterr().out

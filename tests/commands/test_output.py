@@ -198,7 +198,7 @@ def test_a_result_for_which_there_is_no_room_is_a_sentence(sources, small_disk):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     (tmp_path / _log.TABLE).symlink_to("/dev/full")
-    with _log.Log(["csv"], tmp_path, []) as log:
+    with _log.Log(["csv"], tmp_path, ["step", "loss"], []) as log:
         for step in (1, 2):
             log.write({"step": step, "loss": 1.0})
     told = f"{tmp_path / _log.TABLE} cannot be written: No space left on device. It will be whole when the run goes on."

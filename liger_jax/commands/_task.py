@@ -1,0 +1,40 @@
+"""What differs between the commands that train: a run asks its task, and all else of `_run` is the same for them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from liger_jax.commands._settings import Settings
+from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.commands._training_rows import TrainingRows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a run trains for.
+
+    Attributes:
+        tokenizer: what encodes documents: `Tokenizer`, or a kind of it.
+        loss: the loss function of a run and its rows, as `make_step` takes it with `has_aux=True`.
+        normalizer: what `make_step` makes the loss's denominator with.
+        sums: what some rows add to the scores, of the model's structure, a run and its rows: a jitted function of
+            parameters, frozen variables and some rows, which returns an array.
+        scores: the scores by the names of `scored`, from the sums over all rows.
+        figures: names of what the loss function returns beside the loss.
+        scored: names of the scores, among them "eval_loss".
+        shown: names of the figures in the progress bar.
+    """
+
+    tokenizer: type[Tokenizer] = Tokenizer
+    loss: Callable[[Settings, TrainingRows], Callable[..., Any]]
+    normalizer: Callable[[Any], Any]
+    sums: Callable[[Any, Settings, TrainingRows], Any]
+    scores: Callable[[Sequence[float]], dict[str, float]]
+    figures: tuple[str, ...]
+    scored: tuple[str, ...]
+    shown: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the run's table."""
+        return ("step", "loss", *self.figures, "learning_rate", "tokens_per_second", "memory_gib", *self.scored)

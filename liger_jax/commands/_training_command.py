@@ -1,0 +1,41 @@
+"""The commands that train, around their runs: a user's error is one sentence, whichever of them it is."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from liger_jax.commands._errors import UserError, in_one_line, needed_packages
+from liger_jax.commands._settings import Settings, settings_of
+from liger_jax.training.listening import listened_or_not
+
+
+def trained(
+    name: str, args: argparse.Namespace, task: Callable[[], Any], settings_type: type[Settings] = Settings
+) -> int:
+    """Trains, and prints a user's error as one sentence.
+
+    Args:
+        name: the command's name.
+        args: its parsed arguments.
+        task: imports the command's `Task`, which needs packages of an extra.
+        settings_type: what the arguments become.
+
+    Returns:
+        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
+    """
+    try:
+        settings = settings_of(args, settings_type)
+        with needed_packages():
+            from liger_jax.commands import _run
+        with listened_or_not():
+            return _run.train(settings, task())
+    except UserError as error:
+        print(f"liger-jax {name}:", in_one_line(error), file=sys.stderr)
+        return 2
+    except MemoryError:
+        print(f"liger-jax {name}: This machine has too little memory. Pass a smaller --batch.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # the training loop has a handler of its own
+        print(f"liger-jax {name}: stopped outside of training; nothing new is saved.", file=sys.stderr)
+        return 130
