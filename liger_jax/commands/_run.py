@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from liger_jax.commands import (
@@ -24,7 +25,7 @@ from liger_jax.commands._laid_rows import RowParts
 from liger_jax.commands._log import Log, check_wandb
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.commands._task import Task
-from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.passed_over import dropout
 from liger_jax.models.hugging_face.source import Source
@@ -38,6 +39,7 @@ from liger_jax.training import (
     identity,
     lock,
     make_step,
+    meshes,
     rows,
     scoring,
 )
@@ -77,9 +79,25 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         precision = _precision(settings, source.dtype)
         found = architecture_of(source)
         settings.check_length(found.name, found.config.longest_sequence)
-        _memory.check(settings, found, **precision, stored=source.dtype)
-    if (line := dropout(source.config)) is not None:
+        shape = lambda layout: nnx.eval_shape(lambda: _new_model(settings, source, found, precision, layout))
+        devices = meshes.chosen(settings.mesh, jax.devices(), settings.batch // settings.micro_batches, shape)
+        _memory.check(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
+    for line in filter(None, (devices.line, dropout(source.config))):
         print(line)
+    with devices.context():
+        return _train_on(devices, asked, settings, source, found, precision, task, out)
+
+
+def _train_on(
+    devices: meshes.Devices,
+    asked: Settings,
+    settings: Settings,
+    source: Source,
+    found: Architecture,
+    precision: dict[str, str],
+    task: Task,
+    out: Path,
+) -> int:
     parts = _training_rows.parts_of(settings)
     tokenizer = _training_rows.tokenizer(source, found, task.tokenizer)
     data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
@@ -88,7 +106,8 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
     rate = _recipe.schedule(settings, steps)
     optimizer = _recipe.optimizer(settings, rate)
     rows_of = data.batches(settings)
-    batch_of = lambda step: _adapters.numbered(settings, next(rows.parts(rows_of(step), settings.batch)), step)
+    filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
+    batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
     with user_errors():
         checkpoints = _checkpoints(settings, source, steps, data)
     checkpoints.check()
@@ -97,14 +116,14 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         return 0
     with user_errors():
         _output.write_settings(asked)
-    reading = beside(_read, settings, source, precision)
+    reading = beside(_read, settings, source, precision, devices)
     with user_errors(), telling("tracing"):
-        programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batch_of(0))
+        programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batch_of(0), devices)
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
-    state, keeps = (params, jax.jit(optimizer.init)(params)), model.kept
+    state, frozen, keeps = devices.started(params, optimizer), devices.placed(frozen), model.kept
     del model, params  # a step overwrites the state in place: nothing else may hold it
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = _shapes(state)
@@ -117,11 +136,12 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
     with telling("compiling"), memory_errors("while the step was compiled."):
         step, sums = (program.result() for program in programs)
     size = settings.batch // settings.micro_batches
-    score = scoring(sums, frozen, task.scores)
+    score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
     held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
-    samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence)
+    unit = devices.sizes["data"] * devices.sizes["fsdp"]
+    samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence, unit)
     with Log(settings.log, out, task.columns, log["steps"], asked.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: step(state, batch, frozen),
@@ -266,9 +286,10 @@ def _precision(settings: Settings, stored: str) -> dict[str, str]:
     )
 
 
-def _read(settings: Settings, source: Source, precision: dict[str, str]) -> Any:
+def _read(settings: Settings, source: Source, precision: dict[str, str], devices: meshes.Devices) -> Any:
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-    return AutoModelForCausalLM.from_pretrained(source, **options, remat=settings.remat, quantize=settings.quantize)
+    options |= dict(remat=settings.remat, quantize=settings.quantize, mesh=devices.mesh, kernels=devices.kernels)
+    return AutoModelForCausalLM.from_pretrained(source, **options)
 
 
 def _with_adapters(settings: Settings, source: Source, reading: Future[Any]) -> Any:
@@ -285,6 +306,22 @@ def _trained(settings: Settings) -> Any:
     return nnx.Param if settings.lora is None else nnx.LoRAParam
 
 
+def _new_model(
+    settings: Settings, source: Source, found: Architecture, precision: dict[str, str], layout: Layout | None
+) -> Any:
+    """A model of the run's structure with random weights, for its shapes."""
+    dtypes = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+    kernels = KernelOptions(layout=layout)
+    model = found.family(found.config, **dtypes, remat=settings.remat, kernels=kernels, rngs=nnx.Rngs(0))
+    if source.is_nf4:
+        quantized_as_in(source.folder, model)
+    elif settings.quantize is not None:
+        quantize(model, settings.quantize)
+    if settings.lora is not None:
+        _adapters.add(model, settings)
+    return model
+
+
 def _programs(
     settings: Settings,
     task: Task,
@@ -294,32 +331,22 @@ def _programs(
     precision: dict[str, str],
     optimizer: Any,
     batch: rows.Rows,
+    devices: meshes.Devices,
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone.
 
     The state's shapes come beside them.
     """
-    dtypes = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-
-    def make():
-        model = found.family(found.config, **dtypes, remat=settings.remat, rngs=nnx.Rngs(0))
-        if source.is_nf4:
-            quantized_as_in(source.folder, model)
-        elif settings.quantize is not None:
-            quantize(model, settings.quantize)
-        if settings.lora is not None:
-            _adapters.add(model, settings)
-        return model
-
+    make = lambda: _new_model(settings, source, found, precision, devices.layout)
     graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)
-    state = (params, jax.eval_shape(optimizer.init, params))
+    state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
     size, compiling = settings.batch // settings.micro_batches, Compiling()
-    part = {name: values[:size] for name, values in batch.items() if values.ndim == 2}
+    part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batch.items() if x.ndim == 2}
     programs = (
-        compiling.start(jax.jit(step, donate_argnums=0), state, batch, frozen),
-        compiling.start(task.sums(graph, settings, data), params, frozen, part),
+        compiling.start(devices.jitted(step, state, optimizer), state, batch, frozen),
+        compiling.start(task.sums(graph, settings, data), state[0], frozen, devices.place(part)),
     )
     return programs, state

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, user_errors
 from liger_jax.commands._row_formats import FORMATS
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.step import REMATS
+from liger_jax.training.meshes import parse_mesh
 
 DTYPES = ("float32", "bfloat16")
 SAVE_DTYPES = (*DTYPES, "float16")
@@ -27,7 +28,7 @@ _BOUNDS = dict(
 _MOST_FLOAT = 3.4e38  # of float32
 # What may change when a run is continued: where figures and results go, and how often it saves and looks at itself.
 _NOT_OF_THE_RUN = (
-    "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify",
+    "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify", "mesh",
 )  # fmt: skip
 ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file
 
@@ -79,6 +80,7 @@ class Settings:
         merge: add the adapters to the weights in the result.
         save_dtype: dtype of the weights in the result; `None` for the checkpoint's own, if it is smaller than theirs.
         fresh: start over, whatever checkpoint there is.
+        mesh: the devices along each axis, such as "fsdp=2,tensor=2"; `None` for as many along fsdp as divide the run.
         verify: read all of the model's weights to know whether they are still those of the run.
 
     Raises:
@@ -126,6 +128,7 @@ class Settings:
     merge: bool = False
     save_dtype: str | None = None
     fresh: bool = False
+    mesh: str | None = None
     verify: bool = False
 
     def __post_init__(self):
@@ -148,6 +151,9 @@ class Settings:
             )
         if self.batch % self.micro_batches:
             raise UserError(f"--micro-batches={self.micro_batches} must divide --batch={self.batch}.")
+        if self.mesh is not None:
+            with user_errors():
+                parse_mesh(self.mesh)
         for name in ("learning_rate", "epochs", "lora_alpha"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number above 0.")
@@ -319,6 +325,10 @@ def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
     add = command.add_argument
     add("--batch", type=int, help="rows in a step (default: 8)")
     add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")
+    add(
+        "--mesh",
+        help="devices along axes, as fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
+    )
     add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
     add("--steps", type=int, help="training steps, in the place of --epochs")
     add("--learning-rate", type=float, help=f"the peak (default: {rate})")

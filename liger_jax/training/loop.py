@@ -218,7 +218,7 @@ def memory_in_use() -> int:
         >>> memory_in_use() >= 0
         True
     """
-    if stats := jax.devices()[0].memory_stats():
+    if stats := jax.local_devices()[0].memory_stats():
         return stats["peak_bytes_in_use"]
     try:
         import resource

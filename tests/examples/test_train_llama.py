@@ -226,8 +226,8 @@ def test_a_mesh_trains_as_one_device_does_and_is_no_part_of_what_the_run_is(trai
     with monkeypatch.context() as patch:
         patch.setattr(text.Text, "batch", batch_and_kill)
         assert "devices: tensor=2 of 4 × cpu; 2 are idle" in train("--steps=6", "--mesh=tensor=2").out
-    assert "resumed at step 3\n" in train("--steps=6", "--mesh=fsdp=2").out
+    assert "resumed at step 3\n" in train("--steps=6", "--mesh=data=2").out
     ours, one = (losses_of(tmp_path / out / "checkpoints") for out in ("run", "one"))
     np.testing.assert_allclose(ours, one, rtol=1e-4)
-    with pytest.raises(UserError, match="do not divide num_attention_heads=2. The nearest number that divides"):
-        train("--steps=6", "--mesh=tensor=4")
+    with pytest.raises(UserError, match="fsdp=2 does not divide axis 0 of model.embed_tokens"):
+        train("--steps=6", "--mesh=fsdp=2")
