@@ -256,8 +256,8 @@ def _is_over() -> bool:
 def _lose(i: int, how: str) -> None:
     """Says which process is lost, leaves the main thread a moment to end, and ends the process."""
     _why.append(
-        f"Process {i} of {jax.process_count()} {how}, so this one ends, too. Start all of them again, on as many devices "
-        "or fewer: the run goes on from its newest checkpoint."
+        f"Process {i} of {jax.process_count()} {how}, so this one ends, too. Start all of them again, on as many "
+        "devices or fewer: the run goes on from its newest checkpoint."
     )
     time.sleep(3)
     print(_why[0], file=sys.stderr, flush=True)
