@@ -1,5 +1,6 @@
 """A training run from its settings to the folder that it leaves."""
 
+import contextlib
 import dataclasses
 from concurrent.futures import Future
 from pathlib import Path
@@ -40,6 +41,7 @@ from liger_jax.training import (
     lock,
     make_step,
     meshes,
+    processes,
     rows,
     scoring,
 )
@@ -66,11 +68,21 @@ def train(settings: Settings, task: Task) -> int:
         check_wandb()
     out = Path(settings.out)
     writable_folder(out)
-    with lock.held(out), _token_cache.leftovers_removed(out):
-        return _train(settings, task, out)
+    with processes.only_first_speaks(), contextlib.ExitStack() as stack:
+        if processes.is_first():
+            stack.enter_context(lock.held(out))
+            stack.enter_context(_token_cache.leftovers_removed(out))
+        try:
+            return _train(settings, task, out)
+        except jax.errors.JaxRuntimeError as error:
+            if not (why := processes.lost()):
+                raise
+            raise UserError(why) from error
 
 
 def _train(asked: Settings, task: Task, out: Path) -> int:
+    if asked.samples and jax.process_count() > 1:
+        raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
         settings, source = _adapters.found(asked)
         for folder in _adapters.tuned(settings, source):
@@ -100,22 +112,26 @@ def _train_on(
 ) -> int:
     parts = _training_rows.parts_of(settings)
     tokenizer = _training_rows.tokenizer(source, found, task.tokenizer)
-    data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
+    with processes.first_before_others():
+        data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
+        if jax.process_count() > 1 and processes.is_first():
+            data.keep()  # the others find them
     print(data.summary)
     steps = _steps(settings, data)
     rate = _recipe.schedule(settings, steps)
     optimizer = _recipe.optimizer(settings, rate)
-    rows_of = data.batches(settings)
+    rows_of = data.batches(settings, devices.own_rows(settings.batch))
     filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
     batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
     with user_errors():
         checkpoints = _checkpoints(settings, source, steps, data)
     checkpoints.check()
-    data.keep()
+    if processes.is_first():
+        data.keep()
     if _is_finished(settings, checkpoints, steps):
         return 0
     with user_errors():
-        _output.write_settings(asked)
+        processes.by_first(lambda: _output.write_settings(asked))
     reading = beside(_read, settings, source, precision, devices)
     with user_errors(), telling("tracing"):
         programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batch_of(0), devices)
@@ -142,7 +158,7 @@ def _train_on(
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
     unit = devices.sizes["data"] * devices.sizes["fsdp"]
     samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence, unit)
-    with Log(settings.log, out, task.columns, log["steps"], asked.to_write()) as files:
+    with Log(settings.log if processes.is_first() else (), out, task.columns, log["steps"], asked.to_write()) as files:
         loop = Loop(
             step=lambda state, batch: step(state, batch, frozen),
             batch_of=batch_of,
@@ -156,6 +172,7 @@ def _train_on(
             rate=rate,
             write=files.write,
             shown=task.shown,
+            progress=processes.is_first(),
         )
         state, stopped_by = loop.run(state, log)
     if stopped_by:
@@ -169,11 +186,16 @@ def _train_on(
     tuned.kept = keeps
     del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, source, tokenizer.stops)
+    processes.by_first(lambda: _leave(settings, checkpoints, target, early))
+    _tell(log["steps"], done, target, checkpoints, out)
+    return 0
+
+
+def _leave(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
+    """Writes down that the result is there, and removes what an earlier run has left."""
     checkpoints.finish(target.name, _output.record(settings, target, early))
     _output.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
-    _tell(log["steps"], done, target, checkpoints, out)
-    return 0
 
 
 def _is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -132,6 +133,22 @@ class Devices:
         """
         out = {} if self.mesh is None else dict(out_shardings=(self.shardings(state, optimizer), self.whole))
         return jax.jit(step, donate_argnums=0, **out)
+
+    def own_rows(self, batch: int) -> np.ndarray | None:
+        """The rows of a batch that this process's devices compute.
+
+        Args:
+            batch: rows in a batch.
+
+        Returns:
+            Their places; `None` for all, in a run of one process.
+        """
+        if self.mesh is None or self.layout is None or jax.process_count() == 1:
+            return None
+        of_rows = NamedSharding(self.mesh, P(self.layout.batch))
+        parts = of_rows.addressable_devices_indices_map((batch,)).values()
+        places = np.arange(batch)
+        return np.unique(np.concatenate([places[index] for index in parts if index is not None]))
 
     def place(self, batch: Any) -> Any:
         """Puts a batch on the devices, each one's rows where it computes them.

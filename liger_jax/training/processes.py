@@ -52,7 +52,21 @@ def begin(place: str) -> None:
         cure = "" if place else " Where JAX knows no cluster, pass HOST:PORT,INDEX/NUMBER, as in 'host0:1234,0/2'."
         raise ValueError(f"The processes do not find each other: {' '.join(str(error).split())}.{cure}") from error
     if jax.process_count() > 1:
-        threading.Thread(target=_watch, args=(_client(),), name="watching processes", daemon=True).start()
+        _watching.append(threading.Thread(target=_watch, args=(_client(),), name="watching processes", daemon=True))
+        _watching[0].start()
+
+
+def are_several() -> bool:
+    """Whether `begin` has joined several processes. JAX's devices are not looked for.
+
+    Returns:
+        Whether it has.
+
+    Example:
+        >>> are_several()
+        False
+    """
+    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_first() -> bool:
@@ -160,24 +174,6 @@ def agreed(received: list[int]) -> list[int]:
     return received
 
 
-def fetched(x: Any) -> np.ndarray:
-    """A whole array on the host. One that several processes hold is gathered on a device of each of them first.
-
-    Args:
-        x: an array.
-
-    Returns:
-        The array, in every process.
-
-    Example:
-        >>> fetched(jax.numpy.ones(2)).tolist()
-        [1.0, 1.0]
-    """
-    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
-        x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
-    return np.asarray(x)
-
-
 def end(code: int) -> int:
     """Ends this process's part of a run.
 
@@ -191,10 +187,13 @@ def end(code: int) -> int:
         >>> end(0)
         0
     """
-    if jax.distributed.is_initialized() and jax.process_count() > 1:
+    if are_several():
+        _over.set()
+        _watching[0].join(SILENT_SECONDS)
         if code in (0, *range(129, 160)):  # the same in all processes
             wait()
             _tell(_ENDED)
+            _leave_in_order()
         else:
             _tell(f"{_ENDED} {code}")
             sys.stdout.flush(), sys.stderr.flush()
@@ -222,6 +221,8 @@ def lost() -> str:
 
 
 _why: list[str] = []  # the sentence, once a process is lost
+_watching: list[threading.Thread] = []
+_over = threading.Event()  # this process is at its end
 
 
 def _watch(client: Any) -> None:
@@ -229,11 +230,13 @@ def _watch(client: Any) -> None:
     own, others = jax.process_index(), [i for i in range(jax.process_count()) if i != jax.process_index()]
     seen = {i: ("", time.monotonic()) for i in others}
     for beat in itertools.count():
+        if _over.is_set():
+            return
         try:
             client.key_value_set(_key(own), str(beat), True)
             told = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get("liger_jax/alive/")}
         except Exception as error:  # the service is process 0's, and went with it
-            if own == 0 or _is_over():
+            if own == 0:
                 return
             told = {0: f"{_ENDED} {type(error).__name__}"}
         for i in others:
@@ -246,11 +249,7 @@ def _watch(client: Any) -> None:
                 seen[i] = value, now
             elif now - seen[i][1] > SILENT_SECONDS:
                 return _lose(i, f"has not been heard of for {SILENT_SECONDS:.0f} seconds")
-        time.sleep(BEAT_SECONDS)
-
-
-def _is_over() -> bool:
-    return _client() is None  # `jax.distributed.shutdown` was called
+        _over.wait(BEAT_SECONDS)
 
 
 def _lose(i: int, how: str) -> None:
@@ -259,9 +258,24 @@ def _lose(i: int, how: str) -> None:
         f"Process {i} of {jax.process_count()} {how}, so this one ends, too. Start all of them again, on as many "
         "devices or fewer: the run goes on from its newest checkpoint."
     )
-    time.sleep(3)
+    if _over.wait(3):
+        return
     print(_why[0], file=sys.stderr, flush=True)
     os._exit(2)
+
+
+def _leave_in_order() -> None:
+    """Lets the others leave JAX's coordination service before its process, the first one, ends."""
+    if not is_first():
+        jax.distributed.shutdown()
+        return
+    begun = time.monotonic()
+    while time.monotonic() - begun < SILENT_SECONDS:
+        told = [value for _, value in _client().key_value_dir_get("liger_jax/alive/")]
+        if all(value == _ENDED for value in told):
+            break
+        time.sleep(0.1)
+    time.sleep(1)
 
 
 def _tell(text: str) -> None:
