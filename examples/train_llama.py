@@ -6,6 +6,7 @@
     python -m examples.train_llama --pack                       # whole documents share rows, and none sees another
     python -m examples.train_llama --no-rms-norm --loss logits  # without this kernel, and on logits
     python -m examples.train_llama --kernels off                # all in plain jnp
+    python -m examples.train_llama --mesh fsdp=2,tensor=2       # one model over four devices
 
 If Ctrl-C or kill stops it, it saves its state, and the same command continues the run. In its folder (--out) it leaves
 loss.png, memory.png, its checkpoints and the text's tokens. `python PATH/examples/train_llama.py` is the same from any
@@ -16,7 +17,9 @@ import argparse
 import dataclasses
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # started by its path, from any folder: Python must find the packages of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -35,7 +38,7 @@ with needed_packages(__name__):
     from liger_jax.commands import training_errors, user_errors, writable_folder
     from liger_jax.models import LlamaConfig, LlamaForCausalLM
     from liger_jax.planner.compiled import memory_of
-    from liger_jax.training import Checkpoints, Loop, language_model_loss, make_step, optimizer_named
+    from liger_jax.training import Checkpoints, Loop, language_model_loss, make_step, meshes, optimizer_named
     from liger_jax.training.waiting import Compiling, telling
 
 
@@ -92,7 +95,6 @@ def main(argv: list[str] | None = None) -> None:
     training = from_flags(args, size.training)
     out = Path(args.out or f"runs/llama-{args.size}")
     writable_folder(out)
-    device = jax.devices()[0]
     with telling("reading the text, and tokenising it the first time"):
         corpus = text.load(args.data, size.vocab, out, size.characters)
     print(f"text: {corpus.source}, vocabulary {corpus.vocab_size:,}")
@@ -100,28 +102,55 @@ def main(argv: list[str] | None = None) -> None:
     model = lambda training: make_model(size.model, corpus.vocab_size, training)
     optimizer = make_optimizer(training)
     with user_errors():
+        devices = _devices(args.mesh, model, training)
+    settings = dataclasses.asdict(training) | {"model": size.model, "vocab": size.vocab, "data": corpus.source}
+    with devices.context():
+        is_done = _train(_on(devices, training), corpus, model, optimizer, devices, settings, out, args.fresh)
+    if is_done and not args.no_memory:
+        losses = lambda loss: model(dataclasses.replace(training, kernels=with_loss(training.kernels, loss)))
+        _report_memory(losses, optimizer, training, corpus.vocab_size, out / "memory.png")
+
+
+def _devices(mesh: str | None, model: Callable[[Training], Any], training: Training) -> meshes.Devices:
+    """The devices that --mesh names; without it, the first one."""
+    if mesh is None:
+        return meshes.Devices()
+    of_layout = lambda layout: nnx.eval_shape(lambda: model(_on(meshes.Devices(layout=layout), training)))
+    return meshes.chosen(mesh, jax.devices(), training.batch // training.micro_batches, of_layout)
+
+
+def _on(devices: meshes.Devices, training: Training) -> Training:
+    """The training of a model that is split over these devices."""
+    return dataclasses.replace(training, kernels=dataclasses.replace(training.kernels, layout=devices.layout))
+
+
+def _train(training, corpus, model, optimizer, devices, settings, out, fresh) -> bool:
+    """Trains, prints and draws; whether it came to its end."""
+    with user_errors():
         graph, params = nnx.split(model(training))
+    device = jax.devices()[0]
     millions = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
     print(f"model: LLaMA, {millions:.1f} million parameters, on {device.device_kind}")
-    print(f"training: {training}")
+    print(f"training: {training}", *filter(None, [devices.line]), sep="\n")
 
-    batch_of = text.batches(corpus, training.batch, training.length, packed=training.pack)
+    rows_of = text.batches(corpus, training.batch, training.length, packed=training.pack)
     held_out = corpus.held_out_batches(
         training.batch, training.length, most=max(1, HELD_OUT_TOKENS // training.batch // training.length)
     )
-    start, compiling = (params, jax.jit(optimizer.init)(params)), Compiling()
-    train_step = jax.jit(make_step(graph, optimizer, micro_batches=training.micro_batches), donate_argnums=0)
+    batch_of = lambda step: devices.place(rows_of(step))
+    start, compiling = devices.started(params, optimizer), Compiling()
+    train_step = devices.jitted(make_step(graph, optimizer, micro_batches=training.micro_batches), start, optimizer)
+    scored = [devices.place(tokens) for tokens in held_out]
     evaluate = jax.jit(lambda params, tokens: language_model_loss(nnx.merge(graph, params), tokens))
     with user_errors(), telling("tracing"):  # which tells whether kernels can run as the flags say
-        programs = compiling.start(train_step, start, batch_of(0)), compiling.start(evaluate, params, held_out[0])
-    mean_loss = lambda params: float(np.mean([evaluate(params, tokens) for tokens in held_out]))
-    settings = dataclasses.asdict(training) | {"model": size.model, "vocab": size.vocab, "data": corpus.source}
-    checkpoints = Checkpoints(out / "checkpoints", settings, fresh=args.fresh)
+        programs = compiling.start(train_step, start, batch_of(0)), compiling.start(evaluate, start[0], scored[0])
+    mean_loss = lambda params: float(np.mean([evaluate(params, tokens) for tokens in scored]))
+    checkpoints = Checkpoints(out / "checkpoints", settings, fresh=fresh)
     if (restored := checkpoints.restore(start)) is not None:
         print(f"resumed at step {checkpoints.latest_step}")
     with telling("compiling"):
         train_step, evaluate = (program.result() for program in programs)
-    state, log = restored or (start, {"steps": [], "held_out_start": mean_loss(params)})
+    state, log = restored or (start, {"steps": [], "held_out_start": mean_loss(start[0])})
 
     loop = Loop(
         step=train_step,
@@ -129,13 +158,13 @@ def main(argv: list[str] | None = None) -> None:
         steps=training.steps,
         checkpoints=checkpoints,
         seconds=SECONDS_BETWEEN_CHECKPOINTS,
-        check=lambda params, step: float(evaluate(params, held_out[0])),
+        check=lambda params, step: float(evaluate(params, scored[0])),
     )
     done = len(log["steps"])
     state, stopped_by = loop.run(state, log)
     if stopped_by:
         print(f"stopped after step {len(log['steps'])} of {training.steps}; the same command goes on from there")
-        return
+        return False
     rates = [step["tokens_per_second"] for step in log["steps"][done:]]
     _print_speed(train_step, rates, device)
     scores = {
@@ -146,9 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     print("held-out loss: " + ", ".join(f"{name} {score:.3f}" for name, score in scores.items()))
     report.loss_curve([step["loss"] for step in log["steps"]], scores, out / "loss.png")
     print(f"picture of the loss: {out / 'loss.png'}")
-    if not args.no_memory:
-        losses = lambda loss: model(dataclasses.replace(training, kernels=with_loss(training.kernels, loss)))
-        _report_memory(losses, optimizer, training, corpus.vocab_size, out / "memory.png")
+    return True
 
 
 def _arguments(argv):
@@ -158,6 +185,7 @@ def _arguments(argv):
     parser.add_argument("--out", help="folder for pictures and checkpoints (default: runs/llama-SIZE)")
     parser.add_argument("--fresh", action="store_true", help="start over, whatever checkpoint there is")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory table out")
+    parser.add_argument("--mesh", help="several devices, such as fsdp=2,tensor=2 (default: the first one alone)")
     add_flags(parser)
     return parser.parse_args(argv)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from liger_jax.commands import _adapters
@@ -12,13 +12,16 @@ from liger_jax.planner import defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
+from liger_jax.planner.mesh import AXES
 from liger_jax.planner.step import Run
 
 _OPTION = {"seq": "length"}
 _SHORTEST = 128  # rows shorter than this are not proposed
 
 
-def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str, stored: str) -> None:
+def check(
+    settings: Settings, model: Architecture, dtype: str, param_dtype: str, stored: str, mesh: Mapping[str, int]
+) -> None:
     """Prints what the run needs.
 
     Args:
@@ -27,6 +30,7 @@ def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str,
         dtype: dtype of the computation.
         param_dtype: dtype of the weights.
         stored: dtype of the checkpoint, which frozen weights would have.
+        mesh: the devices along each axis of `meshes.AXES`.
 
     Raises:
         UserError: the run does not fit; the message says what makes it fit.
@@ -36,13 +40,19 @@ def check(settings: Settings, model: Architecture, dtype: str, param_dtype: str,
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")
         return
+    sizes = {name: mesh[name] for name in AXES}
+    if any(size > 1 for name, size in mesh.items() if name not in AXES):
+        print("memory: not estimated, since the planner knows the axes data and fsdp alone")
+        return
+    device = dataclasses.replace(device, count=math.prod(sizes.values()))
     options = dict(dtype=dtype, param_dtype=param_dtype, remat=settings.remat, micro_batches=settings.micro_batches)
     options |= dict(optimizer=settings.optimizer, packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
     options |= dict(packed=settings.pack, lora=settings.lora, dora=settings.dora, quantize=settings.quantize)
     options |= dict(lora_targets=_adapters.targets(settings.lora_targets))
-    run = Run(model, settings.batch, settings.length, device, {"data": 1, "fsdp": 1}, **options)
+    run = Run(model, settings.batch, settings.length, device, sizes, **options)
     needed, capacity = estimate(run).total, device.capacity_bytes
-    text = f"{gib(needed)} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
+    each = "" if device.count == 1 else " on each device"
+    text = f"{gib(needed)}{each} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
     if needed > capacity:
         raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored)}")
     print(f"memory: the run needs {text}")
@@ -98,7 +108,7 @@ def _changes(run: Run, frozen: str) -> Iterator[dict[str, Any]]:
     if run.remat in ("none", "dots"):
         yield dict(remat="full")
     for parts in range(run.micro_batches + 1, run.batch + 1):
-        if run.batch % parts == 0:
+        if run.batch % (parts * run.target.count) == 0:
             yield dict(micro_batches=parts)
     if run.lora is None and run.param_dtype == "float32":
         yield dict(param_dtype="bfloat16")  # trained with stochastic rounding

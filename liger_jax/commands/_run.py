@@ -1,6 +1,8 @@
 """A training run from its settings to the folder that it leaves."""
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from liger_jax.commands._log import Log, check_wandb
 from liger_jax.commands._prompt_rows import PromptRows
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.commands._task import Task
-from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
 from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
 from liger_jax.models.hugging_face.passed_over import dropout
 from liger_jax.models.hugging_face.source import Source
@@ -40,6 +42,8 @@ from liger_jax.training import (
     identity,
     lock,
     make_step,
+    meshes,
+    processes,
     rows,
     scoring,
 )
@@ -68,11 +72,21 @@ def train(settings: Settings, task: Task) -> int:
         check_wandb()
     out = Path(settings.out)
     writable_folder(out)
-    with lock.held(out), _token_cache.leftovers_removed(out):
-        return _train(settings, task, out)
+    with processes.only_first_speaks(), contextlib.ExitStack() as stack:
+        if processes.is_first():
+            stack.enter_context(lock.held(out))
+            stack.enter_context(_token_cache.leftovers_removed(out))
+        try:
+            return _train(settings, task, out)
+        except jax.errors.JaxRuntimeError as error:
+            if not (why := processes.lost()):
+                raise
+            raise UserError(why) from error
 
 
 def _train(asked: Settings, task: Task, out: Path) -> int:
+    if asked.samples and jax.process_count() > 1:
+        raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
         settings, source = _adapters.found(asked)
         for folder in _adapters.tuned(settings, source):
@@ -81,36 +95,60 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         precision = _precision(settings, source.dtype)
         found = architecture_of(source)
         settings.check_length(found.name, found.config.longest_sequence)
-        _memory.check(settings, found, **precision, stored=source.dtype)
-    if (line := dropout(source.config)) is not None:
+        shape = lambda layout: nnx.eval_shape(lambda: _new_model(settings, task, source, found, precision, layout))
+        # A model that writes its own batches does so on one device.
+        there = jax.devices() if task.played is None else jax.devices()[:1]
+        devices = meshes.chosen(settings.mesh, there, settings.batch // settings.micro_batches, shape)
+        _memory.check(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
+    for line in filter(None, (devices.line, dropout(source.config))):
         print(line)
+    with devices.context():
+        return _train_on(devices, asked, settings, source, found, precision, task, out)
+
+
+def _train_on(
+    devices: meshes.Devices,
+    asked: Settings,
+    settings: Settings,
+    source: Source,
+    found: Architecture,
+    precision: dict[str, str],
+    task: Task,
+    out: Path,
+) -> int:
     parts = _training_rows.parts_of(settings)
     tokenizer = _training_rows.tokenizer(source, found, task.tokenizer)
-    data = task.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
+    with processes.first_before_others():
+        data = task.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
+        if jax.process_count() > 1 and processes.is_first():
+            data.keep()  # the others find them
     print(data.summary)
     steps = _steps(settings, data)
     rate = _recipe.schedule(settings, steps)
     optimizer = _recipe.optimizer(settings, rate)
-    rows_of = data.batches(settings)
-    batch_of = lambda step: _adapters.numbered(settings, next(rows.parts(rows_of(step), settings.batch)), step)
+    rows_of = data.batches(settings, devices.own_rows(settings.batch))
+    filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
+    batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
     with user_errors():
         checkpoints = _checkpoints(settings, source, steps, data)
     checkpoints.check()
-    data.keep()
+    if processes.is_first():
+        data.keep()
     if _is_finished(settings, checkpoints, steps):
         return 0
     with user_errors():
-        _output.write_settings(asked)
+        processes.by_first(lambda: _output.write_settings(asked))
     played = None if task.played is None else task.played(settings, data, tokenizer)
-    reading = beside(_read, settings, task, source, precision)
+    reading = beside(_read, settings, task, source, precision, devices)
     with user_errors(), telling("tracing"):
         batches = batch_of(0) if played is None else played.example, batch_of(0)
-        programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batches)
+        make = lambda: _new_model(settings, task, source, found, precision, devices.layout)
+        programs, shapes = _programs(settings, task, data, make, optimizer, batches, devices)
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
-    state, keeps = (params, jax.jit(optimizer.init)(params)), model.kept
+    state, frozen, keeps = devices.started(params, optimizer), devices.placed(frozen), model.kept
     del model, params  # a step overwrites the state in place: nothing else may hold it
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = _shapes(state)
@@ -123,13 +161,14 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
     with telling("compiling"), memory_errors("while the step was compiled."):
         step, sums = (program.result() for program in programs)
     size = settings.batch // settings.micro_batches
-    score = scoring(sums, frozen, task.scores)
+    score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
     held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
-    samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence)
+    unit = devices.sizes["data"] * devices.sizes["fsdp"]
+    samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence, unit)
     columns = task.columns if played is None else (*task.columns, *played.columns)
-    with Log(settings.log, out, columns, log["steps"], asked.to_write()) as files:
+    with Log(settings.log if processes.is_first() else (), out, columns, log["steps"], asked.to_write()) as files:
         loop = Loop(
             step=_loop_step(played, graph, step, frozen),
             batch_of=batch_of if played is None else lambda step: {**batch_of(step), "number": np.int32(step)},
@@ -143,6 +182,7 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
             rate=rate,
             write=files.write,
             shown=task.shown,
+            progress=processes.is_first(),
         )
         state, stopped_by = loop.run(state, log)
     if stopped_by:
@@ -156,11 +196,16 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
     tuned.kept = keeps
     del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, source, tokenizer.stops)
+    processes.by_first(lambda: _leave(settings, checkpoints, target, early))
+    _tell(log["steps"], done, target, checkpoints, out)
+    return 0
+
+
+def _leave(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
+    """Writes down that the result is there, and removes what an earlier run has left."""
     checkpoints.finish(target.name, _output.record(settings, target, early))
     _output.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
-    _tell(log["steps"], done, target, checkpoints, out)
-    return 0
 
 
 def _is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:
@@ -273,10 +318,10 @@ def _precision(settings: Settings, stored: str) -> dict[str, str]:
     )
 
 
-def _read(settings: Settings, task: Task, source: Source, precision: dict[str, str]) -> Any:
+def _read(settings: Settings, task: Task, source: Source, precision: dict[str, str], devices: meshes.Devices) -> Any:
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=task.scan_layers)
-    return AutoModelForCausalLM.from_pretrained(source, **options)
+    return AutoModelForCausalLM.from_pretrained(source, mesh=devices.mesh, kernels=devices.kernels, **options)
 
 
 def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:
@@ -300,42 +345,50 @@ def _trained(settings: Settings) -> Any:
     return nnx.Param if settings.lora is None else nnx.LoRAParam
 
 
+def _new_model(
+    settings: Settings,
+    task: Task,
+    source: Source,
+    found: Architecture,
+    precision: dict[str, str],
+    layout: Layout | None,
+) -> Any:
+    """A model of the run's structure with random weights, for its shapes."""
+    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+    options |= dict(remat=settings.remat, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout))
+    model = found.family(found.config, **options, rngs=nnx.Rngs(0))
+    if source.is_nf4:
+        quantized_as_in(source.folder, model)
+    elif settings.quantize is not None:
+        quantize(model, settings.quantize)
+    if settings.lora is not None:
+        _adapters.add(model, settings)
+    return model
+
+
 def _programs(
     settings: Settings,
     task: Task,
     data: RunRows,
-    source: Source,
-    found: Architecture,
-    precision: dict[str, str],
+    make: Callable[[], Any],
     optimizer: Any,
     batches: tuple[Any, rows.Rows],
+    devices: meshes.Devices,
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone.
 
-    `batches` are an example of what is trained on, and one of rows. The state's shapes come beside the programs.
+    `make` makes the model; `batches` are an example of what is trained on, and one of rows. The state's shapes come
+    beside the programs.
     """
-    dtypes = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-
-    def make():
-        model_options: Any = dict(remat=settings.remat, scan_layers=task.scan_layers, rngs=nnx.Rngs(0))
-        model = found.family(found.config, **dtypes, **model_options)
-        if source.is_nf4:
-            quantized_as_in(source.folder, model)
-        elif settings.quantize is not None:
-            quantize(model, settings.quantize)
-        if settings.lora is not None:
-            _adapters.add(model, settings)
-        return model
-
     graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)
-    state = (params, jax.eval_shape(optimizer.init, params))
+    state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
     size, compiling = settings.batch // settings.micro_batches, Compiling()
-    part = {name: values[:size] for name, values in batches[1].items() if values.ndim == 2}
+    part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim == 2}
     programs = (
-        compiling.start(jax.jit(step, donate_argnums=0), state, batches[0], frozen),
-        compiling.start(task.sums(graph, settings, data), params, frozen, part),
+        compiling.start(devices.jitted(step, state, optimizer), state, batches[0], frozen),
+        compiling.start(task.sums(graph, settings, data), state[0], frozen, devices.place(part)),
     )
     return programs, state

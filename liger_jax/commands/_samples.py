@@ -23,10 +23,11 @@ class Samples:
         pieces: the rows' pieces, the first of which are taken.
         tokenizer: their tokenizer.
         longest: the most tokens that the model takes.
+        unit: a batch has a multiple of so many rows, as a mesh of devices needs it.
     """
 
-    def __init__(self, pieces: Sequence[Piece], tokenizer: Tokenizer, longest: int):
-        self._tokenizer, self._new = tokenizer, min(NEW_TOKENS, max(1, longest // 2))
+    def __init__(self, pieces: Sequence[Piece], tokenizer: Tokenizer, longest: int, unit: int = 1):
+        self._unit, self._tokenizer, self._new = unit, tokenizer, min(NEW_TOKENS, max(1, longest // 2))
         self._prompts = [beginning(piece)[-(longest - self._new) :] for piece in pieces]
 
     def show(self, model: nnx.Module, write: Callable[[str], Any]) -> None:
@@ -37,12 +38,13 @@ class Samples:
             write: prints a text.
         """
         width = max(map(len, self._prompts))
-        rows = np.stack([np.pad(tokens, (width - len(tokens), 0)) for tokens in self._prompts])
-        mask = np.stack([np.arange(width) >= width - len(tokens) for tokens in self._prompts])
+        filled = self._prompts + self._prompts[-1:] * (-len(self._prompts) % self._unit)
+        rows = np.stack([np.pad(tokens, (width - len(tokens), 0)) for tokens in filled])
+        mask = np.stack([np.arange(width) >= width - len(tokens) for tokens in filled])
         stops: Any = tuple(self._tokenizer.stops)
         options: Any = dict(attention_mask=jnp.asarray(mask), eos_token_id=stops)
         out = generate(model, jnp.asarray(rows), max_new_tokens=self._new, **options)
-        for number, (prompt, new) in enumerate(zip(self._prompts, np.asarray(out)[:, width:], strict=True), 1):
+        for number, (prompt, new) in enumerate(zip(self._prompts, np.asarray(out)[:, width:], strict=False), 1):
             ends = np.flatnonzero(np.isin(new, stops))
             text = self._tokenizer.text(new[: ends[0] if ends.size else None].tolist(), special=False)
             given = self._tokenizer.text(prompt.tolist(), special=False)

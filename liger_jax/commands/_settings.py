@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands._errors import UserError
+from liger_jax.commands._errors import UserError, user_errors
 from liger_jax.commands._row_formats import FORMATS
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.step import REMATS
+from liger_jax.training.meshes import parse_mesh
 
 DTYPES = ("float32", "bfloat16")
 SAVE_DTYPES = (*DTYPES, "float16")
@@ -27,8 +28,10 @@ _BOUNDS = dict(
 _MOST_FLOAT = 3.4e38  # of float32
 # What may change when a run is continued: where figures and results go, and how often it saves and looks at itself.
 _NOT_OF_THE_RUN = (
-    "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify",
+    "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify", "mesh",
+    "distributed",
 )  # fmt: skip
+_NOT_WRITTEN = ("fresh", "verify", "distributed")  # into a run's file of options
 ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file
 
 
@@ -79,6 +82,8 @@ class Settings:
         merge: add the adapters to the weights in the result.
         save_dtype: dtype of the weights in the result; `None` for the checkpoint's own, if it is smaller than theirs.
         fresh: start over, whatever checkpoint there is.
+        mesh: the devices along each axis, such as "fsdp=2,tensor=2"; `None` for as many along fsdp as divide the run.
+        distributed: join the other processes of the run, as `processes.begin` takes it; `None` for a single process.
         verify: read all of the model's weights to know whether they are still those of the run.
 
     Raises:
@@ -126,6 +131,8 @@ class Settings:
     merge: bool = False
     save_dtype: str | None = None
     fresh: bool = False
+    mesh: str | None = None
+    distributed: str | None = None
     verify: bool = False
 
     def __post_init__(self):
@@ -148,6 +155,9 @@ class Settings:
             )
         if self.batch % self.micro_batches:
             raise UserError(f"--micro-batches={self.micro_batches} must divide --batch={self.batch}.")
+        if self.mesh is not None:
+            with user_errors():
+                parse_mesh(self.mesh)
         for name in ("learning_rate", "epochs", "lora_alpha"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be a finite number above 0.")
@@ -225,9 +235,9 @@ class Settings:
 
         Returns:
             Values by name; `None` where the default depends on others. A file neither starts a run over nor has all
-            weights read.
+            weights read, and is the same for all processes.
         """
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("fresh", "verify")}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NOT_WRITTEN}
 
     def of_the_run(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is continued.
@@ -319,6 +329,10 @@ def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
     add = command.add_argument
     add("--batch", type=int, help="rows in a step (default: 8)")
     add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")
+    add(
+        "--mesh",
+        help="devices along axes, as fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
+    )
     add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
     add("--steps", type=int, help="training steps, in the place of --epochs")
     add("--learning-rate", type=float, help=f"the peak (default: {rate})")
@@ -338,6 +352,8 @@ def _add_run_arguments(command: argparse.ArgumentParser, out: str) -> None:
     add("--keep", type=int, help="newest checkpoints to keep, beside the best by held-out loss (default: 1)")
     add("--log", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(LOGS)}, with commas (default: csv)")
     add("--out", help=f"folder for checkpoints, logs and the result (default: {out})")
+    joined = "join the run's other processes: HOST:PORT,INDEX/NUMBER, or nothing under SLURM, Open MPI, on a cloud TPU"
+    add("--distributed", nargs="?", const="", metavar="PLACE", help=joined)
     add("--merge", action="store_true", help="add the adapters to the weights in the result")
     add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")

@@ -2,11 +2,13 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from liger_jax.commands._errors import UserError, in_one_line, needed_packages
+from liger_jax.commands._errors import UserError, in_one_line, needed_packages, user_errors
 from liger_jax.commands._settings import Settings, settings_of
+from liger_jax.training import processes
 from liger_jax.training.listening import listened_or_not
 
 
@@ -25,9 +27,23 @@ def trained(
         The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
     """
     try:
+        code = _trained(name, args, task, settings_type)
+    except Exception:
+        if not processes.are_several():
+            raise
+        traceback.print_exc()
+        code = 1
+    return processes.end(code)
+
+
+def _trained(name, args, task, settings_type) -> int:
+    try:
         settings = settings_of(args, settings_type)
         with needed_packages():
             from liger_jax.commands import _run
+        if settings.distributed is not None:
+            with user_errors():
+                processes.begin(settings.distributed)
         with listened_or_not():
             return _run.train(settings, task())
     except UserError as error:

@@ -70,18 +70,19 @@ class TrainingRows:
             "rows": f"{number} rows, as tokenizer and chat template make them: {digest}",
         }
 
-    def batches(self, settings: Settings) -> Callable[[int], Rows]:
+    def batches(self, settings: Settings, own: np.ndarray | None = None) -> Callable[[int], Rows]:
         """The rows of each step by its number, from 0.
 
         Args:
             settings: the run.
+            own: places in a batch whose rows are read here, as `rows.batches` takes them. A stream is read whole.
 
         Returns:
             A function of the step.
         """
         if self.stream is not None:
             return self.stream.rows_of
-        return rows.batches(self.rows, settings.batch, settings.seed, settings.epochs_to_train, self.mixture)
+        return rows.batches(self.rows, settings.batch, settings.seed, settings.epochs_to_train, self.mixture, own)
 
     def held_out(self, most: int) -> list[Piece]:
         """The first pieces that are scored.

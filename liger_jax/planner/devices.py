@@ -147,7 +147,7 @@ def here() -> Target | None:
     Returns:
         The target, or `None` if nobody says how much memory there is.
     """
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else _memory_of_machine()
     if not limit:
         return None

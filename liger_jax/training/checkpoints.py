@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from liger_jax._install import install_command
-from liger_jax.training import digests, disk, steps
+from liger_jax.training import digests, disk, processes, steps
 from liger_jax.training.errors import CheckpointError, DamagedError, ForeignStepError, TrainingError
 from liger_jax.training.files import check_writable, read_json, write_json
 from liger_jax.training.identity import check_same
@@ -21,7 +21,9 @@ _REPLACED, _FINISHED = "earlier.json", "finished.json"
 class Checkpoints:
     """The newest checkpoints of one run, and the best one. Before the first `save` nothing is written or thrown away.
 
-    Each checkpoint has digests of all that it holds, and what its run is made of.
+    Each checkpoint has digests of all that it holds, and what its run is made of. Several processes write one together,
+    into a folder that all of them see: each calls `save` and `restore`, and `finish` and `forget_earlier` are the first
+    one's.
 
     Args:
         folder: where checkpoints are kept.
@@ -192,15 +194,15 @@ class Checkpoints:
         items[ABOUT] = ocp.args.JsonSave(about | {"self": digests.of_json(about)})
         path = (self._folder / str(step)).absolute()
         try:
-            steps.remove_unfinished(self._folder)
-            if self._fresh:
-                self._make_way(path)
+            processes.by_first(lambda: self._prepare(path))
             with disk.late_writes_untold():
                 self._checkpointer.save(path, args=ocp.args.Composite(**items))
             self._fresh = False
-            self._drop()
+            stay = self._kept()
+            processes.by_first(lambda: self._drop(stay))
         except Exception as error:  # tensorstore's are no OSErrors
-            steps.remove_unfinished(self._folder, quiet_seconds=1.0)
+            if processes.is_first():
+                steps.remove_unfinished(self._folder, quiet_seconds=1.0)
             if disk.is_full(error):
                 raise disk.full(f"The checkpoint of step {step}", self._folder, disk.num_bytes(state)) from error
             reason = _reason(error)
@@ -247,6 +249,11 @@ class Checkpoints:
             found.setdefault(steps.number_of(path) or 0, path)
         return found
 
+    def _prepare(self, path: Path) -> None:
+        steps.remove_unfinished(self._folder)
+        if self._fresh:
+            self._make_way(path)
+
     def _make_way(self, path: Path) -> None:
         """Marks all steps that are there as those of the earlier run, so that one rename makes the new one stand."""
         steps.move_aside(path)
@@ -254,10 +261,12 @@ class Checkpoints:
         names = [each.name for each in steps.all_of(self._folder)]
         write_json(self._folder / _REPLACED, {"left": self._earlier, "steps": names})
 
-    def _drop(self) -> None:
+    def _kept(self) -> set[Path]:
         found, best = self._steps(), self.best
         kept = {*sorted(found)[-self._keep :], *([] if best is None else best[:1])}
-        stay = {found[step] for step in kept}
+        return {found[step] for step in kept}
+
+    def _drop(self, stay: set[Path]) -> None:
         for path in steps.all_of(self._folder):
             if path not in stay:
                 steps.remove(path)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from liger_jax._install import install_command
+from liger_jax.training import processes
 from liger_jax.training.checkpoints import Checkpoints
 from liger_jax.training.errors import NotFiniteError, memory_errors
 from liger_jax.training.listening import listened_or_not
@@ -38,8 +39,8 @@ class Loop:
     `tokens_per_second`, `memory_gib`, and what `evaluate` returns after some steps.
 
     A signal, such as Ctrl-C, `kill` or a terminal that is closed, stops the loop between two steps, and the state is
-    saved. What is saved has a finite loss. A SIGHUP that is ignored, as under `nohup`, stays so. The loop goes on if
-    nobody reads what it prints any more.
+    saved; of several processes all stop, whichever of them got it. What is saved has a finite loss. A SIGHUP that is
+    ignored, as under `nohup`, stays so. The loop goes on if nobody reads what it prints any more.
 
     Attributes:
         step: `step(state, batch) -> (state, loss)`, or `(state, (loss, others))` with scalars by name. `make_step`
@@ -117,7 +118,7 @@ class Loop:
                 self._tell(print, 0, scores, state[0])
             saved_at = time.monotonic()
             with self._bar(len(figures)) as bar:
-                while not self.is_over(figures) and not received:
+                while not self.is_over(figures) and not processes.agreed(received):
                     state, found = self._one(state, len(figures) + 1)
                     if is_due := self._is_due(found["step"], saved_at):
                         found |= (scores := {} if self.evaluate is None else self.evaluate(state[0]))
@@ -130,7 +131,7 @@ class Loop:
                     if is_due:
                         self._save(state, log)
                         saved_at = time.monotonic()
-            if received:
+            if processes.agreed(received):
                 self._save(state, log)
         return state, 0 if self.is_over(figures) else received[0]
 
@@ -173,7 +174,9 @@ class Loop:
     def _is_due(self, number, saved_at):
         """Whether the state after a step is saved."""
         by_steps = number == self.steps or self.every is not None and number % self.every == 0
-        return by_steps or self.seconds is not None and time.monotonic() - saved_at > self.seconds
+        if self.seconds is None or by_steps:
+            return by_steps
+        return bool(processes.most(time.monotonic() - saved_at > self.seconds))
 
     def _save(self, state, log):
         number = len(log["steps"])
@@ -219,7 +222,7 @@ def memory_in_use() -> int:
         >>> memory_in_use() >= 0
         True
     """
-    if stats := jax.devices()[0].memory_stats():
+    if stats := jax.local_devices()[0].memory_stats():
         return stats["peak_bytes_in_use"]
     try:
         import resource

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from liger_jax.ops.labels import IGNORE_INDEX
@@ -77,11 +79,22 @@ def num_tokens(batch: Any) -> int:
     """
     if not isinstance(batch, Mapping):
         return batch.size
-    if "segment_ids" in batch:
-        return int(np.count_nonzero(batch["segment_ids"]))
-    has_label = batch["labels"] >= 0
-    ends = has_label.shape[1] - np.argmax(has_label[:, ::-1], axis=1)
-    return int(np.sum(ends, where=np.any(has_label, axis=1)))
+    name = "segment_ids" if "segment_ids" in batch else "labels"
+    count = _num_packed if name == "segment_ids" else _num_padded
+    values = batch[name]
+    if isinstance(values, jax.Array) and not values.is_fully_addressable:  # other processes have a part of it
+        return int(jax.jit(count, static_argnums=1)(values, jnp))
+    return int(count(np.asarray(values), np))
+
+
+def _num_packed(segment_ids, xp):
+    return xp.count_nonzero(segment_ids)
+
+
+def _num_padded(labels, xp):
+    has_label = labels >= 0
+    ends = has_label.shape[1] - xp.argmax(has_label[:, ::-1], axis=1)
+    return xp.sum(xp.where(xp.any(has_label, axis=1), ends, 0))
 
 
 def num_steps(number: int, batch: int, epochs: float) -> int:
@@ -104,7 +117,12 @@ def num_steps(number: int, batch: int, epochs: float) -> int:
 
 
 def batches(
-    rows: Rows, batch: int, seed: int, epochs: float | None = None, mixture: Mixture | None = None
+    rows: Rows,
+    batch: int,
+    seed: int,
+    epochs: float | None = None,
+    mixture: Mixture | None = None,
+    own: np.ndarray | None = None,
 ) -> Callable[[int], Rows]:
     """The rows of each step by its number, whatever ran before.
 
@@ -119,6 +137,8 @@ def batches(
             `None` for epochs without an end.
         mixture: (rows, weight) of consecutive groups of rows: an epoch has so many times the rows of the group. Of a
             fraction, other rows come in each epoch, until all of them had their turn. `None` for each row once.
+        own: the places in a batch whose rows are read, where other processes read the others, which are zeros here;
+            `None` for all.
 
     Returns:
         A function of the step, from 0. There are no rows in the steps after the last one, which `num_steps` counts.
@@ -142,7 +162,13 @@ def batches(
         epoch, step_in_epoch = divmod(step, steps_in_epoch)
         order = order_of(epoch)
         chosen = order[step_in_epoch * batch : (step_in_epoch + 1) * batch]
-        return {name: values[chosen] for name, values in rows.items()}
+        if own is None:
+            return {name: values[chosen] for name, values in rows.items()}
+        places = own[own < len(chosen)]
+        found = {name: np.zeros((len(chosen), *x.shape[1:]), x.dtype) for name, x in rows.items()}
+        for name, values in rows.items():
+            found[name][places] = values[chosen[places]]
+        return found
 
     return rows_of
 

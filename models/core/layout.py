@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -194,7 +195,8 @@ class Layout:
 
         Args:
             batch: a tree of arrays with a leading batch axis, such as `dict(input_ids=…, labels=…)`. Numbers, and
-                arrays of fewer rows such as positions (1, T), go to every device.
+                arrays of fewer rows such as positions (1, T), go to every device. With several processes, each reads
+                the rows of its own devices from its arrays, whose other rows may hold anything.
             mesh: has the axes that the layout names; `None` for the mesh in context, of `jax.set_mesh`.
 
         Returns:
@@ -223,7 +225,7 @@ class Layout:
                 f"multiple of {parts} rows."
             )
         spec_for = lambda x: of_rows if rows_of(x) == rows else P()
-        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec_for(x))), batch)
+        return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, spec_for(x))), batch)
 
     def run(
         self,
@@ -392,6 +394,14 @@ class Layout:
 
 
 ONE_DEVICE = Layout(batch=(), fsdp=())
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """The array on its devices; of several processes each puts its own part there."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def _spec(*entries: str | Names | None) -> P:

@@ -13,6 +13,7 @@ Adapters are written in the same way. A link in the folder is replaced and never
 changes. All files have the mode that the process gives to new files.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -23,6 +24,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -49,7 +51,8 @@ def write(
 ) -> None:
     """Writes a checkpoint into a folder, in place of one that the folder may hold.
 
-    Each shard is written before the next is made. Until the end the disk holds both models.
+    Each shard is written before the next is made. Until the end the disk holds both models. Of several processes, the
+    first one writes, and the others make the shards with it.
 
     Args:
         folder: the folder, made if it does not exist.
@@ -62,6 +65,9 @@ def write(
     Raises:
         OSError: something cannot be written, or a folder that `small_files` name is a link in `folder`.
     """
+    if jax.process_index() > 0:
+        collections.deque(shards, maxlen=0)
+        return
     with _mended(folder, MODEL, small_files):
         _replace(folder, MODEL, _write_weights(folder, shards), small_files, meaning)
 
@@ -79,6 +85,8 @@ def write_adapters(
     Raises:
         OSError: as `write` raises it.
     """
+    if jax.process_index() > 0:
+        return
     (weights,) = ADAPTERS.weights
     with _mended(folder, ADAPTERS, small_files):
         _save_tensors(tensors, folder / ADAPTERS.saving / "new" / weights)

@@ -257,19 +257,28 @@ def _copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
         target[:, row : row + _STRIP] = source[row : row + _STRIP].T
 
 
+def fetched(x: Any) -> np.ndarray:
+    """The whole array on the host, in every process; what several processes hold in parts is gathered for it."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+    return np.asarray(x)
+
+
 def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields a state's tensors in groups of at most `max_shard_bytes`, unless one tensor has more.
 
-    The parameters are fetched to the host one after another, and a quantised one layer by layer.
+    The parameters are fetched to the host one after another, and a quantised one layer by layer, as is one that several
+    processes hold: all of them iterate, and each gets all tensors.
     """
     shard, size = {}, 0
     is_quantized = lambda x: isinstance(x, BlockQuantized)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized):
         info = parameter(path_of(keys), leaf.shape)
-        whole = leaf if is_quantized(leaf) else np.asarray(leaf)
+        is_here = not is_quantized(leaf) and getattr(leaf, "is_fully_addressable", True)
+        whole = np.asarray(leaf) if is_here else leaf
         for i, name in enumerate(info.tensor_names):
             part = whole[i if info.stacked else ...]
-            part = np.asarray(part.astype(part.dtype)) if is_quantized(part) else part
+            part = fetched(part.astype(part.dtype) if is_quantized(part) else part)
             tensor = np.empty(part.shape[::-1] if info.transposed else part.shape, part.dtype)
             _copy(part, tensor, transposed=info.transposed)
             if shard and size + tensor.nbytes > max_shard_bytes:

@@ -5,7 +5,6 @@ import pathlib
 from typing import TypeVar
 
 import jax
-import numpy as np
 from flax import nnx
 
 from liger_jax.models.core.parameters import kernel_of, projections
@@ -13,6 +12,7 @@ from liger_jax.models.hugging_face import adapter_files, checkpoint
 from liger_jax.models.hugging_face.adapter_config import AdapterConfig
 from liger_jax.models.hugging_face.adapter_targets import Targets, patterns_of
 from liger_jax.models.hugging_face.source import Source, tokenizer_files
+from liger_jax.models.hugging_face.weights import fetched
 from liger_jax.models.lora import more_files
 from liger_jax.models.lora.adding import add_outside, add_to, check_options
 from liger_jax.models.lora.linear import names, of_layers, trained, with_adapters_on, without_adapters
@@ -63,7 +63,7 @@ def save_adapters(
     adapted = with_adapters_on("save_adapters", model)
     tensors, own = {}, {}
     for path_in_model, projection in adapted:
-        arrays = {name: np.asarray(variable[...]) for name, variable in trained(projection).items()}
+        arrays = {name: fetched(variable[...]) for name, variable in trained(projection).items()}
         if not kernel_of(path_in_model, projection).stacked:
             arrays = {name: array[None] for name, array in arrays.items()}
         of_projection = of_layers(path_in_model, projection)
@@ -71,7 +71,7 @@ def save_adapters(
         tensors, own = tensors | adapter_files.tensors(ranks, arrays), own | of_projection
     outside = [part for part in parts(model) if part.adapter is not None]
     for part in outside:
-        arrays = {name: np.asarray(variable[...])[None] for name, variable in trained(part.adapter).items()}
+        arrays = {name: fetched(variable[...])[None] for name, variable in trained(part.adapter).items()}
         tensors |= adapter_files.tensors([(part.name, part.adapter.rank)], arrays)
         own[part.name] = part.adapter.rank, part.adapter.alpha
     rank, rank_pattern = patterns_of({name: rank for name, (rank, _) in own.items()})

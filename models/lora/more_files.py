@@ -12,6 +12,7 @@ from jax.core import Tracer
 from liger_jax.models.core.parameters import parameter
 from liger_jax.models.hugging_face.adapter_config import AdapterConfig
 from liger_jax.models.hugging_face.adapter_files import BASE, tensor_name
+from liger_jax.models.hugging_face.weights import fetched
 from liger_jax.models.lora import whole
 from liger_jax.models.lora.linear import trained
 from liger_jax.models.lora.outside import parts
@@ -32,7 +33,7 @@ def to_save(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     for path, variable in whole.wholes(model):
         info, holder = parameter(path, variable.shape), whole.holder_of(model, path)
         names = whole.tensor_names(model, path, variable.shape)
-        values = np.asarray(variable[...])
+        values = fetched(variable[...])
         for name, value in zip(names, values if info.stacked else values[None], strict=True):
             tensors[tensor_name(name)] = np.ascontiguousarray(value.T if info.transposed else value)
         if path[-1] != "bias" or isinstance(getattr(holder, "kernel", None), whole.TrainedWeight):
@@ -42,10 +43,10 @@ def to_save(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     tokens = {}
     for part in parts(model):
         if part.rows is not None:
-            tensors[tensor_name(f"{part.name}.token_adapter.trainable_tokens_delta")] = np.asarray(part.rows.rows[...])
+            tensors[tensor_name(f"{part.name}.token_adapter.trainable_tokens_delta")] = fetched(part.rows.rows[...])
             tokens[part.weight] = list(part.rows.tokens)
         if part.adapter is not None:  # as PEFT saves it; the tensor counts where the vocabulary was changed
-            tensors[tensor_name(f"{part.name}{BASE}")] = np.asarray(getattr(part.holder, part.weight)[...])
+            tensors[tensor_name(f"{part.name}{BASE}")] = fetched(getattr(part.holder, part.weight)[...])
     bias = "none" if not biases else "lora_only" if all(biases) else "all"
     return dict(modules=sorted(set(modules)), tokens=tokens, bias=bias), tensors
 

@@ -307,6 +307,7 @@ def check_kills(command, tmp_path, options, steps, export):
     """A run that was killed again and again ends with the bytes of one that was not disturbed."""
     base = f"--length=64 --batch=2 --steps={steps} --every=1 --eval-share=0.2 --learning-rate=0.03".split()
     arguments = [command.name, f"--model={command.model}", f"--data={command.folder / 'chats.jsonl'}", *base, *options]
+    arguments += ["--mesh=fsdp=1"]  # several devices are simulated here
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     seed = np.random.default_rng().integers(2**31)
     program = [sys.executable, Path(__file__).with_name("_kills.py"), json.dumps(arguments), whole, killed]

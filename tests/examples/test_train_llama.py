@@ -212,3 +212,22 @@ def test_the_hundred_million_setting_has_a_hundred_million_parameters():
     params = nnx.state(nnx.eval_shape(make_model))
     assert 95e6 < sum(leaf.size for leaf in jax.tree.leaves(params)) < 105e6
     assert (size.vocab, size.training.length) == (32000, 2048)
+
+
+def test_a_mesh_trains_as_one_device_does_and_is_no_part_of_what_the_run_is(train, tmp_path, monkeypatch):
+    train("--steps=6", out="one")
+    batch = text.Text.batch
+
+    def batch_and_kill(self, step, *shape):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(self, step, *shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text.Text, "batch", batch_and_kill)
+        assert "devices: tensor=2 of 4 × cpu; 2 are idle" in train("--steps=6", "--mesh=tensor=2").out
+    assert "resumed at step 3\n" in train("--steps=6", "--mesh=data=2").out
+    ours, one = (losses_of(tmp_path / out / "checkpoints") for out in ("run", "one"))
+    np.testing.assert_allclose(ours, one, rtol=1e-4)
+    with pytest.raises(UserError, match="fsdp=2 does not divide axis 0 of model.embed_tokens"):
+        train("--steps=6", "--mesh=fsdp=2")

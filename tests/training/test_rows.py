@@ -64,3 +64,25 @@ def test_tokens_are_counted_without_padding():
     assert rows.num_tokens(np.ones((2, 8), np.int32)) == 16
     empty = {"input_ids": np.ones((1, 8), np.int32), "labels": np.full((1, 8), -100)}
     assert rows.num_tokens(empty) == 0
+
+
+@pytest.mark.parametrize("mixture", [None, [(5, 2.0), (6, 0.5)]], ids=["each once", "mixed"])
+def test_processes_read_the_rows_of_a_step_between_them_and_no_other_rows(mixture):
+    class Seen(np.ndarray):
+        read: list
+
+        def __getitem__(self, chosen):
+            self.read += np.atleast_1d(chosen).tolist()
+            return np.asarray(self)[chosen]
+
+    values = np.arange(1, 23).reshape(11, 2).astype(np.int32).view(Seen)
+    values.read = []
+    options = dict(batch=4, seed=3, epochs=2.0, mixture=mixture)
+    whole = rows.batches({"input_ids": np.asarray(values)}, **options)
+    parts = [rows.batches({"input_ids": values}, own=np.array(own), **options) for own in ((0, 3), (1, 2))]
+    for step in range(6):
+        values.read.clear()
+        one, other = (part(step)["input_ids"] for part in parts)
+        expected = whole(step)["input_ids"]
+        np.testing.assert_array_equal(one + other, expected)  # zeros where the other one has read
+        assert len(values.read) == len(expected) and one.shape == expected.shape

@@ -1,0 +1,304 @@
+"""The devices of a run: the mesh that its text names, or the largest one that divides it, and what lies where on it.
+
+A text is `axis=N` with commas, such as "fsdp=2,tensor=2". The axes are those of `Layout`:
+
+    data       copies of the model, each with its own sequences
+    fsdp       the same, with the model's parameters and the optimizer's state split over them
+    tensor     heads, feed-forwards and the vocabulary are split; its devices share sequences
+    sequence   a sequence is split
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models import KernelOptions, Layout
+from liger_jax.models.core.tensor_parts import nearest_divisor
+
+AXES = ("data", "fsdp", "tensor", "sequence")
+_BATCH = ("data", "fsdp")  # those along which each device has its own sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """What a run computes on: one device, or a mesh of several and how a model lies on it.
+
+    Attributes:
+        mesh: the mesh, with Auto axes; `None` for the one device that JAX takes by default.
+        layout: which of its axes split what; `None` for one device.
+        line: the devices in words, with those that stay idle; empty where there is one alone.
+    """
+
+    mesh: Mesh | None = None
+    layout: Layout | None = None
+    line: str = ""
+
+    @property
+    def kernels(self) -> KernelOptions:
+        """The options of a model that runs here."""
+        return KernelOptions(layout=self.layout)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The devices along each axis of `AXES`."""
+        return dict.fromkeys(AXES, 1) | ({} if self.mesh is None else dict(self.mesh.shape))
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Puts the mesh in context, as tracing and calling a model need it.
+
+        Returns:
+            A context.
+        """
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def shardings(self, tree: Any, optimizer: Any = None) -> Any:
+        """How parameters, or parameters and an optimizer's state, lie here.
+
+        Args:
+            tree: as `Layout.shardings` takes it.
+            optimizer: the one whose state is in the tree.
+
+        Returns:
+            A tree of shardings; `None` on one device.
+        """
+        if self.mesh is None or self.layout is None:
+            return None
+        return self.layout.shardings(tree, self.mesh, optimizer)
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """How a number lies that all devices have; `None` on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, P())
+
+    def placed(self, tree: Any, optimizer: Any = None) -> Any:
+        """Puts parameters, or parameters and an optimizer's state, where they belong.
+
+        Args:
+            tree: the arrays.
+            optimizer: as in `shardings`.
+
+        Returns:
+            The tree; on one device as it is.
+        """
+        return tree if self.mesh is None else jax.device_put(tree, self.shardings(tree, optimizer))
+
+    def typed(self, tree: Any, optimizer: Any = None) -> Any:
+        """The types of arrays with the places where they will lie, for lowering a program before they are there.
+
+        Args:
+            tree: arrays or their types.
+            optimizer: as in `shardings`.
+
+        Returns:
+            A tree of `jax.ShapeDtypeStruct`; on one device the tree as it is.
+        """
+        if self.mesh is None:
+            return tree
+        typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(typed, tree, self.shardings(tree, optimizer))
+
+    def started(self, params: Any, optimizer: Any) -> tuple[Any, Any]:
+        """The state of a run that begins.
+
+        Args:
+            params: the parameters that are trained, wherever they lie.
+            optimizer: any optax transformation.
+
+        Returns:
+            The parameters and the optimizer's state, each where it belongs.
+        """
+        if self.mesh is None:
+            return params, jax.jit(optimizer.init)(params)
+        params = self.placed(params)
+        _, of_state = self.shardings((params, jax.eval_shape(optimizer.init, params)), optimizer)
+        return params, jax.jit(optimizer.init, out_shardings=of_state)(params)
+
+    def jitted(self, step: Callable[..., Any], state: Any, optimizer: Any) -> Any:
+        """A training step that overwrites its state in place, and leaves it where it lay.
+
+        Args:
+            step: what `make_step` returns.
+            state: what it takes first, or its types.
+            optimizer: the one whose state is in it.
+
+        Returns:
+            The jitted step.
+        """
+        out = {} if self.mesh is None else dict(out_shardings=(self.shardings(state, optimizer), self.whole))
+        return jax.jit(step, donate_argnums=0, **out)
+
+    def own_rows(self, batch: int) -> np.ndarray | None:
+        """The rows of a batch that this process's devices compute.
+
+        Args:
+            batch: rows in a batch.
+
+        Returns:
+            Their places; `None` for all, in a run of one process.
+        """
+        if self.mesh is None or self.layout is None or jax.process_count() == 1:
+            return None
+        of_rows = NamedSharding(self.mesh, P(self.layout.batch))
+        parts = of_rows.addressable_devices_indices_map((batch,)).values()
+        places = np.arange(batch)
+        return np.unique(np.concatenate([places[index] for index in parts if index is not None]))
+
+    def place(self, batch: Any) -> Any:
+        """Puts a batch on the devices, each one's rows where it computes them.
+
+        Args:
+            batch: as `Layout.place` takes it.
+
+        Returns:
+            The batch; on one device as it is.
+        """
+        return batch if self.mesh is None or self.layout is None else self.layout.place(batch, self.mesh)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The sizes of a mesh's axes.
+
+    Args:
+        text: `axis=N` with commas.
+
+    Returns:
+        The devices along each axis of `AXES`; 1 along those that are not named.
+
+    Raises:
+        ValueError: an axis is unknown or named twice, or a size is no number from 1.
+
+    Example:
+        >>> parse_mesh("fsdp=2,tensor=4")
+        {'data': 1, 'fsdp': 2, 'tensor': 4, 'sequence': 1}
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in AXES:
+            raise ValueError(
+                f"mesh={text!r}: {name!r} is no axis. The axes are {', '.join(AXES[:-1])} and {AXES[-1]}, as in "
+                "'fsdp=2,tensor=2'."
+            )
+        if not (size.isascii() and size.isdecimal() and int(size) >= 1):
+            raise ValueError(f"mesh={text!r}: {name} needs a number of devices from 1, as in '{name}=2'.")
+        if name in found:
+            raise ValueError(f"mesh={text!r} names {name} twice. Name it once.")
+        found[name] = int(size)
+    return dict.fromkeys(AXES, 1) | found
+
+
+def layout_of(sizes: Mapping[str, int]) -> Layout:
+    """Which axes of such a mesh split what.
+
+    Args:
+        sizes: the devices along each axis of `AXES`.
+
+    Returns:
+        The layout. It names tensor and sequence where several devices are along them.
+
+    Example:
+        >>> layout_of(parse_mesh("fsdp=2,tensor=4")).tensor
+        'tensor'
+    """
+    others = {name: name for name in ("tensor", "sequence") if sizes[name] > 1}
+    return Layout(batch=_BATCH, fsdp="fsdp", **others)
+
+
+def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
+    """The mesh of the first devices.
+
+    Args:
+        sizes: the devices along each axis of `AXES`.
+        devices: as many as the sizes multiply to, or more.
+
+    Returns:
+        The mesh, with Auto axes. The devices of a tensor axis stand side by side.
+
+    Example:
+        >>> mesh_of(parse_mesh("fsdp=1"), jax.devices()).size
+        1
+    """
+    shape = tuple(sizes[name] for name in AXES)
+    first = devices[: math.prod(shape)]
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=first)
+
+
+def chosen(text: str | None, devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]) -> Devices:
+    """The devices of a run: the mesh that is asked for, or else the most devices along fsdp that divide the run.
+
+    Args:
+        text: the mesh; `None` for the most devices.
+        devices: those that there are. With several processes all of them are taken.
+        rows: the rows that are computed at once, those of a micro-batch.
+        model: makes a model of a layout, whose leaves may be types.
+
+    Returns:
+        The devices.
+
+    Raises:
+        ValueError: the mesh does not divide the rows or the model, or has more devices than there are.
+    """
+    if text is not None:
+        return _asked(text, devices, rows, model)
+    if len(devices) == 1:
+        return Devices()
+    why = ""
+    for number in range(len(devices), 0, -1):
+        sizes = parse_mesh(f"fsdp={number}")
+        try:
+            found = _checked(f"fsdp={number}", sizes, devices, rows, model)
+        except ValueError as error:
+            if jax.process_count() > 1:
+                raise
+            why = why or str(error)
+            continue
+        return dataclasses.replace(found, line=_line(sizes, devices, why))
+    raise AssertionError("one device divides everything")
+
+
+def _asked(text: str, devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]) -> Devices:
+    sizes = parse_mesh(text)
+    number, processes = math.prod(sizes.values()), jax.process_count()
+    if number > len(devices) or processes > 1 and number != len(devices):
+        most = "at most " if processes == 1 else ""
+        among = "" if processes == 1 else f" in {processes} processes, all of which have to be in it"
+        raise ValueError(
+            f"mesh={text!r} has {number} devices, and there are {len(devices)}{among}. Let the sizes multiply to "
+            f"{most}{len(devices)}, as fsdp={len(devices)} does."
+        )
+    return dataclasses.replace(_checked(text, sizes, devices, rows, model), line=_line(sizes, devices, ""))
+
+
+def _checked(
+    text: str, sizes: Mapping[str, int], devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]
+) -> Devices:
+    """The mesh, which divides the rows and the model; one of a single device is none."""
+    parts = math.prod(sizes[name] for name in _BATCH)
+    if rows % parts:
+        raise ValueError(
+            f"mesh={text!r} splits the batch into {parts} parts, which do not divide the {rows} rows that are computed "
+            f"at once. The nearest number that does is {nearest_divisor(rows, parts)}; or change the batch, or its "
+            "micro-batches."
+        )
+    layout, mesh = layout_of(sizes), mesh_of(sizes, devices)
+    layout.shardings(model(layout), mesh)
+    if mesh.size == 1 and devices[0] == jax.devices()[0]:
+        return Devices()
+    return Devices(mesh, layout)
+
+
+def _line(sizes: Mapping[str, int], devices: Sequence[Any], why: str) -> str:
+    """The devices in words."""
+    idle = len(devices) - math.prod(sizes.values())
+    axes = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one"
+    line = f"devices: {axes} of {len(devices)} × {devices[0].device_kind}"
+    if not idle:
+        return line
+    return f"{line}; {idle} {'is' if idle == 1 else 'are'} idle" + (f", since {why}" if why else "")

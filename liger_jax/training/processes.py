@@ -1,0 +1,293 @@
+"""Several processes that train one model: how they begin, agree, write files once, and end together.
+
+Each process runs the same program on its own devices, and holds its own part of every array. Files are the first one's:
+where processes would write the same file, `by_first` lets it write alone. In a single process all of this does nothing.
+
+A process that dies would leave the others in a collective that never ends. So each tells JAX's coordination service
+every two seconds that it lives, and a thread ends this process once another one has not told it for `SILENT_SECONDS`.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+BEAT_SECONDS, SILENT_SECONDS = 2.0, 30.0
+_PLACE = re.compile(r"(.+:\d+),(\d+)/(\d+)")  # HOST:PORT,INDEX/NUMBER
+_ENDED = "ended"
+_barriers = itertools.count()
+
+
+def begin(place: str) -> None:
+    """Joins the processes of a run, before JAX has devices.
+
+    Args:
+        place: "HOST:PORT,INDEX/NUMBER", the address at which process 0 listens, this process's index from 0, and how
+            many there are; empty for what JAX finds in the environment, as under SLURM, Open MPI or on a cloud TPU.
+
+    Raises:
+        ValueError: the place cannot be read, or the environment says nothing, or the others do not come.
+    """
+    jax.config.update("jax_enable_recoverability", True)  # ours is the sentence when a process dies, not XLA's abort
+    options: dict[str, Any] = dict(heartbeat_timeout_seconds=100, shutdown_timeout_seconds=20)
+    if place:
+        if (found := _PLACE.fullmatch(place)) is None or int(found[2]) >= int(found[3]):
+            raise ValueError(
+                f"distributed={place!r} must be HOST:PORT,INDEX/NUMBER, where process 0 listens, this process's index "
+                "from 0 and how many there are, as in 'host0:1234,0/2'."
+            )
+        options |= dict(coordinator_address=found[1], process_id=int(found[2]), num_processes=int(found[3]))
+        options |= dict(cluster_detection_method="deactivate")
+    try:
+        jax.distributed.initialize(**options)
+    except (RuntimeError, ValueError) as error:
+        cure = "" if place else " Where JAX knows no cluster, pass HOST:PORT,INDEX/NUMBER, as in 'host0:1234,0/2'."
+        raise ValueError(f"The processes do not find each other: {' '.join(str(error).split())}.{cure}") from error
+    if jax.process_count() > 1:
+        _watching.append(threading.Thread(target=_watch, args=(_client(),), name="watching processes", daemon=True))
+        _watching[0].start()
+
+
+def are_several() -> bool:
+    """Whether `begin` has joined several processes. JAX's devices are not looked for.
+
+    Returns:
+        Whether it has.
+
+    Example:
+        >>> are_several()
+        False
+    """
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes files and speaks.
+
+    Returns:
+        Whether it has the index 0.
+
+    Example:
+        >>> is_first()
+        True
+    """
+    return jax.process_index() == 0
+
+
+def wait() -> None:
+    """Waits until all processes have come here."""
+    if jax.process_count() > 1:
+        name = f"liger_jax/barrier/{next(_barriers)}"  # each process comes to all of them in the same order
+        _client().wait_at_barrier(name, timeout_in_ms=24 * 3600 * 1000)
+
+
+def by_first(work: Callable[[], Any]) -> None:
+    """Lets the first process do something, for which the others wait.
+
+    Args:
+        work: what it does, such as writing a file.
+
+    Example:
+        >>> by_first(lambda: print("written"))
+        written
+    """
+    if is_first():
+        work()
+    wait()
+
+
+@contextlib.contextmanager
+def first_before_others() -> Iterator[None]:
+    """A context that the first process leaves before the others enter it, such as for files that it makes for them.
+
+    Example:
+        >>> with first_before_others():
+        ...     pass
+    """
+    if not is_first():
+        wait()
+    yield
+    if is_first():
+        wait()
+
+
+@contextlib.contextmanager
+def only_first_speaks() -> Iterator[None]:
+    """A context in which the other processes print nothing but errors.
+
+    Example:
+        >>> with only_first_speaks():
+        ...     print("one line")
+        one line
+    """
+    if is_first():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def most(number: int) -> int:
+    """The largest of the numbers that all processes have.
+
+    Args:
+        number: this process's.
+
+    Returns:
+        The same number in all of them.
+
+    Example:
+        >>> most(3)
+        3
+    """
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(np.max(multihost_utils.process_allgather(np.int32(number))))
+
+
+def agreed(received: list[int]) -> list[int]:
+    """What any process has received all of them have, such as a signal.
+
+    Args:
+        received: this process's numbers, to which another's is added if there is none.
+
+    Returns:
+        The same list.
+
+    Example:
+        >>> agreed([15])
+        [15]
+    """
+    number = most(received[0] if received else 0)
+    if number and not received:
+        received.append(number)
+    return received
+
+
+def end(code: int) -> int:
+    """Ends this process's part of a run.
+
+    Args:
+        code: the exit code. After an error the others are told, and the process ends here.
+
+    Returns:
+        The code.
+
+    Example:
+        >>> end(0)
+        0
+    """
+    if are_several():
+        _over.set()
+        _watching[0].join(SILENT_SECONDS)
+        if code in (0, *range(129, 160)):  # the same in all processes
+            wait()
+            _tell(_ENDED)
+            _leave_in_order()
+        else:
+            _tell(f"{_ENDED} {code}")
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)  # JAX would wait for the others
+    return code
+
+
+def lost() -> str:
+    """Why this process cannot go on, once an error of JAX may come from another one's death.
+
+    Returns:
+        A sentence; empty if all others live, for which it is waited.
+
+    Example:
+        >>> lost()
+        ''
+    """
+    if jax.process_count() > 1:
+        begun = time.monotonic()
+        while time.monotonic() - begun < SILENT_SECONDS + 5:
+            if _why:
+                return _why[0]
+            time.sleep(0.2)
+    return ""
+
+
+_why: list[str] = []  # the sentence, once a process is lost
+_watching: list[threading.Thread] = []
+_over = threading.Event()  # this process is at its end
+
+
+def _watch(client: Any) -> None:
+    """Tells that this process lives, and ends it when another does not any more."""
+    own, others = jax.process_index(), [i for i in range(jax.process_count()) if i != jax.process_index()]
+    seen = {i: ("", time.monotonic()) for i in others}
+    for beat in itertools.count():
+        if _over.is_set():
+            return
+        try:
+            client.key_value_set(_key(own), str(beat), True)
+            told = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get("liger_jax/alive/")}
+        except Exception as error:  # the service is process 0's, and went with it
+            if own == 0:
+                return
+            told = {0: f"{_ENDED} {type(error).__name__}"}
+        for i in others:
+            value, now = told.get(i, ""), time.monotonic()
+            if value == _ENDED:
+                return  # all are at their end
+            if value.startswith(_ENDED):
+                return _lose(i, "has ended")
+            if value != seen[i][0]:
+                seen[i] = value, now
+            elif now - seen[i][1] > SILENT_SECONDS:
+                return _lose(i, f"has not been heard of for {SILENT_SECONDS:.0f} seconds")
+        _over.wait(BEAT_SECONDS)
+
+
+def _lose(i: int, how: str) -> None:
+    """Says which process is lost, leaves the main thread a moment to end, and ends the process."""
+    _why.append(
+        f"Process {i} of {jax.process_count()} {how}, so this one ends, too. Start all of them again, on as many "
+        "devices or fewer: the run goes on from its newest checkpoint."
+    )
+    if _over.wait(3):
+        return
+    print(_why[0], file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def _leave_in_order() -> None:
+    """Lets the others leave JAX's coordination service before its process, the first one, ends."""
+    if not is_first():
+        jax.distributed.shutdown()
+        return
+    begun = time.monotonic()
+    while time.monotonic() - begun < SILENT_SECONDS:
+        told = [value for _, value in _client().key_value_dir_get("liger_jax/alive/")]
+        if all(value == _ENDED for value in told):
+            break
+        time.sleep(0.1)
+    time.sleep(1)
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(Exception):  # the service may be gone
+        _client().key_value_set(_key(jax.process_index()), text, True)
+
+
+def _key(process: int) -> str:
+    return f"liger_jax/alive/{process}"
+
+
+def _client() -> Any:
+    from jax._src import distributed  # JAX has no public way to the service that `jax.distributed` starts
+
+    return distributed.global_state.client

@@ -1,0 +1,14 @@
+"""Runs of the tests of commands take one device unless they name a mesh, though several are simulated here."""
+
+import pytest
+
+from liger_jax.training import meshes
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_device_unless_a_mesh_is_named():
+    chosen = meshes.chosen
+    of_first = lambda text, devices, *others: chosen(text, devices if text else devices[:1], *others)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "chosen", of_first)
+        yield chosen

@@ -1,0 +1,122 @@
+"""`liger-jax finetune` on several devices leaves what it leaves on one, and goes on from one mesh to another."""
+
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from liger_jax.commands import _cache, main
+from liger_jax.training import meshes
+from tests.commands import _tiny
+from tests.commands.test_finetune import ctrl_c_in_the_third_step, figures_of
+
+OPTIONS = "--pack --length 32 --batch 4 --steps 4 --every 4 --learning-rate 0.05 --seed 1".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_program_is_compiled_once(caches):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(caches))
+        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint's folder, with conversations beside it; quantised blocks have 64 values."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model", width=64)
+    (folder.parent / "chats.jsonl").write_text(_tiny.chats(30))
+    return folder
+
+
+def train(source, out, *options):
+    return main(["finetune", f"--model={source}", f"--data={source.parent / 'chats.jsonl'}", f"--out={out}", *OPTIONS,
+                 *options])  # fmt: skip
+
+
+def assert_alike(ours, others, name, near):
+    """Figures and weights of two runs."""
+    same = "loss token_accuracy learning_rate eval_loss eval_perplexity eval_token_accuracy".split()
+    for one, other in zip(figures_of(ours), figures_of(others), strict=True):
+        np.testing.assert_allclose(
+            *[[row[name] for name in same if name in row] for row in (one, other)], rtol=near, err_msg=str(one)
+        )
+    found, expected = (load_file(folder / name) for folder in (ours, others))
+    assert found.keys() == expected.keys()
+    for key, truth in expected.items():
+        np.testing.assert_allclose(found[key], truth, atol=near * np.abs(truth).max(), err_msg=key)
+    files = [sorted(path.name for path in (folder / name).parent.iterdir()) for folder in (ours, others)]
+    assert files[0] == files[1]
+
+
+def test_adapters_of_a_run_that_changes_its_mesh_are_those_of_one_device(source, tmp_path, capsys):
+    assert train(source, tmp_path / "one", "--lora=4") == 0
+    assert "devices:" not in capsys.readouterr().out
+    with ctrl_c_in_the_third_step():
+        assert train(source, tmp_path / "mesh", "--lora=4", "--mesh=fsdp=2,tensor=2") == 128 + signal.SIGINT
+    assert "devices: fsdp=2,tensor=2 of 4 × cpu\n" in capsys.readouterr().out
+    assert train(source, tmp_path / "mesh", "--lora=4", "--mesh=fsdp=2") == 0
+    printed = capsys.readouterr().out
+    assert "devices: fsdp=2 of 4 × cpu; 2 are idle\n" in printed and "resumed at step 3\n" in printed
+    assert_alike(tmp_path / "mesh", tmp_path / "one", "adapters/adapter_model.safetensors", 2e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["fsdp=4", "data=2,fsdp=2", "tensor=2"])
+def test_all_weights_of_a_mesh_are_those_of_one_device(source, mesh, tmp_path):
+    assert train(source, tmp_path / "one") == train(source, tmp_path / "mesh", f"--mesh={mesh}") == 0
+    assert_alike(tmp_path / "mesh", tmp_path / "one", "model/model.safetensors", 2e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "fsdp=4"])
+def test_adapters_beside_nf4_and_their_merge(source, mesh, tmp_path):
+    options = "--lora=4", "--quantize=nf4", "--merge"
+    assert (
+        train(source, tmp_path / "one", *options) == train(source, tmp_path / "mesh", f"--mesh={mesh}", *options) == 0
+    )
+    assert_alike(tmp_path / "mesh", tmp_path / "one", "model/model.safetensors", 5e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "fsdp=4"])
+def test_a_run_on_a_mesh_shows_samples_and_stops_early(source, mesh, tmp_path, capsys):
+    options = "--every=1", "--patience=1", "--samples=3", "--learning-rate=3", "--eval-share=0.2", "--steps=6"
+    assert train(source, tmp_path, f"--mesh={mesh}", *options) == 0
+    printed = capsys.readouterr().out
+    assert "had the least held-out loss, and is taken" in printed and printed.count("sample 3: ") >= 2, printed
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("each_program_is_compiled_once")
+def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
+    source, tmp_path, capsys, monkeypatch, one_device_unless_a_mesh_is_named
+):
+    monkeypatch.setattr(meshes, "chosen", one_device_unless_a_mesh_is_named)
+    assert train(source, tmp_path, "--batch=6", "--micro-batches=2") == 0
+    assert (
+        "devices: fsdp=3 of 4 × cpu; 1 is idle, since mesh='fsdp=4' splits the batch into 4"
+        in (capsys.readouterr().out)
+        or jax.device_count() != 4
+    )
+
+
+@pytest.mark.parametrize(
+    ["mesh", "message"],
+    [
+        ("fsdp=8", "mesh='fsdp=8' has 8 devices, and there are 4. Let the sizes multiply to at most 4, as fsdp=4"),
+        ("tensor=4", "tensor='tensor' has 4 devices, which do not divide num_attention_heads=2. The nearest number"),
+        ("fsdp=3", "mesh='fsdp=3' splits the batch into 3 parts, which do not divide the 4 rows that are computed at"),
+        ("expert=2", "mesh='expert=2': 'expert' is no axis. The axes are data, fsdp, tensor and sequence, as in"),
+        ("fsdp=0", "mesh='fsdp=0': fsdp needs a number of devices from 1, as in 'fsdp=2'."),
+        ("fsdp=2,fsdp=2", "mesh='fsdp=2,fsdp=2' names fsdp twice. Name it once."),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_cannot_be_is_refused_in_one_sentence(source, mesh, message, tmp_path, capsys):
+    assert train(source, tmp_path, f"--mesh={mesh}") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("liger-jax finetune: ") and error.count("\n") == 1
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,64 @@
+"""Which devices a run takes: the mesh that is named, or the most that divide it."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models import Layout
+from liger_jax.training import meshes
+
+OF = lambda size: lambda layout: {"q_proj": {"kernel": jax.ShapeDtypeStruct((size, 4), jnp.float32)}}
+
+
+@pytest.mark.parametrize(
+    ["rows", "width", "number", "why"],
+    [
+        (8, 12, 4, ""),
+        (6, 12, 3, "splits the batch into 4 parts, which do not divide the 6 rows"),
+        (8, 6, 2, r"fsdp=4 does not divide axis 0 of q_proj.kernel, whose shape is \(6, 4\)"),
+        (7, 12, 1, "which do not divide the 7 rows"),
+    ],
+)
+def test_the_most_devices_along_fsdp_that_divide_batch_and_weights(rows, width, number, why):
+    devices = jax.devices("cpu")[:4]
+    found = meshes.chosen(None, devices, rows, OF(width))
+    assert found.sizes == {"data": 1, "fsdp": number, "tensor": 1, "sequence": 1}
+    assert (found.mesh is None) == (number == 1)
+    told = f"devices: {f'fsdp={number}' if number > 1 else 'one'} of 4 × cpu"
+    assert found.line.startswith(told) and (found.line == told) == (not why)
+    if why:
+        assert re.search(why, found.line)
+        idle = 4 - number
+        assert f"; {idle} {'is' if idle == 1 else 'are'} idle, since " in found.line
+
+
+def test_one_device_is_no_mesh_and_says_nothing():
+    assert meshes.chosen(None, jax.devices("cpu")[:1], 7, OF(3)) == meshes.Devices()
+    devices, tree = meshes.Devices(), {"a": 1}
+    assert devices.place(tree) is tree and devices.placed(tree) is tree and devices.shardings(tree) is None
+
+
+def test_a_mesh_has_all_axes_and_its_layout_names_those_with_devices():
+    found = meshes.chosen("data=2, fsdp=2", jax.devices("cpu")[:4], 4, OF(4))
+    assert dict(found.mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1, "sequence": 1}
+    assert found.layout == Layout(batch=("data", "fsdp"), fsdp="fsdp")
+    placed = found.place({"labels": jnp.zeros((4, 3)), "scale": 2.0})
+    assert placed["labels"].sharding.spec == P(("data", "fsdp")) and placed["scale"].sharding.is_fully_replicated
+    assert meshes.layout_of(meshes.parse_mesh("tensor=2,sequence=2")).axes == ("data", "fsdp", "tensor", "sequence")
+
+
+def test_processes_must_all_be_in_the_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    devices = [types.SimpleNamespace(device_kind="cpu") for _ in range(4)]
+    with pytest.raises(ValueError, match=r"mesh='fsdp=2' has 2 devices, and there are 4 in 2 processes, all of which"):
+        meshes.chosen("fsdp=2", devices, 4, OF(4))
+
+
+@pytest.mark.parametrize("text", ["", "fsdp", "fsdp=", "fsdp=-1", "fsdp=1.5", "fsdp=²", "Fsdp=2", "fsdp=2,", "fsdp==2"])
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(ValueError, match=r"mesh='.*' *: .*(is no axis|needs a number of devices)"):
+        meshes.parse_mesh(text)
