@@ -93,7 +93,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
     ) -> Float[Array, "B own D"]:
         layout = self.kernels.mesh_layout
-        tensor, heads_lie, tokens_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention, layout.in_loss
+        tensor, heads_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention
         x = all_positions(x, tensor)
 
         def heads(y):
@@ -114,16 +114,19 @@ class Attention(nnx.Module):
             rope = plain.apply_rope
             if self.kernels.rope:
                 rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
-            of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
-            of_rope = (heads_lie, heads_lie, tokens_lie, tokens_lie)[: len(of_batch)]
-            q, k = layout.run(rope, of_batch, shared, spec=of_rope, out=heads_lie)
+            table_lies = layout.of_all_rows if cos.shape[0] == 1 else layout.in_loss
+            specs = heads_lie, heads_lie, table_lies, table_lies
+            q, k = layout.run(rope, (q, k, cos, sin), spec=specs, out=heads_lie)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
-        options = dict(window=window, softcap=self.softcap, scale=self.scale)
+        options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
+        sequence = layout.sequence_parts()
 
         def attend_to_own(q, k, v):
             attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
-            specs = heads_lie, heads_lie, heads_lie, tokens_lie
+            if sequence is not None:
+                attend = functools.partial(attend, sequence_axis=sequence.axis)
+            specs = heads_lie, heads_lie, heads_lie, layout.of_rows
             return layout.run(attend, (q, k, v, segments), spec=specs, out=heads_lie)
 
         if cache is None:

@@ -76,6 +76,7 @@ class TensorParts:
         fsdp: the axes that split parameters once more.
         fsdp_size: the devices along these.
         batch: the axes that split the batch.
+        sequence: the axis that splits rows, or `None`.
         axes: all axes of the mesh that are not Manual.
         between: how activations (B, T, D) lie between blocks.
     """
@@ -85,13 +86,18 @@ class TensorParts:
     fsdp: Names
     fsdp_size: int
     batch: Names
+    sequence: str | None
     axes: Names
     between: P
 
     @property
     def tokens(self) -> P:
-        """How arrays (B, …) lie whose positions a device has whole."""
-        return _trimmed([self.batch])
+        """How arrays (B, T, …) lie of which all devices of the axis have the same positions."""
+        return _trimmed([self.batch, self._of_sequence])
+
+    @property
+    def _of_sequence(self) -> Names:
+        return () if self.sequence is None else (self.sequence,)
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
         """How a parameter lies on the mesh.
@@ -205,9 +211,14 @@ class TensorParts:
             return decoded.hidden
 
         of_parameters = jax.tree_util.tree_map_with_path(self._entry, parameters)
-        of_arrays = [P() if leaf.shape[0] == 1 else self.tokens for leaf in arrays]
+        of_arrays = [self._of_input(leaf) for leaf in arrays]
         specs = self.between, of_parameters, of_arrays
         return mapped(local, specs, self.between, self.axes)(x, parameters, arrays)
+
+    def _of_input(self, x: Any) -> P:
+        """How a layer's input lies: segments (B, T), whose rows are whole, or a table (1, T, R) or (B, T, R)."""
+        batch = self.batch if x.shape[0] > 1 else ()
+        return _trimmed([batch, self._of_sequence] if x.ndim == 3 else [batch])
 
     def _entry(self, keys: Any, x: Any) -> P:
         """How a layer's parameter enters the shard_map: fsdp's parts of vectors are gathered before."""
@@ -262,7 +273,8 @@ class TensorParts:
 
     def _axes_of_inputs(self, info: ParameterInfo) -> Names:
         """The mesh axes that split the inputs of the projection that holds a parameter."""
-        return (*self.batch, self.axis) if _is_in(info, SPLIT_INPUTS) else self.batch
+        axes = (*self.batch, *self._of_sequence)
+        return (*axes, self.axis) if _is_in(info, SPLIT_INPUTS) else axes
 
     def _does_not_divide(self, names: str, parts: int, axis: int, info: ParameterInfo, shape: tuple[int, ...]) -> str:
         return (

@@ -82,7 +82,7 @@ def logits_parts(parts: TensorParts, hidden: jax.Array, head: jax.Array) -> jax.
         return head_logits(all_positions(hidden, axis), gathered(part, P(None, parts.fsdp)))
 
     head = padded(head.astype(sent_dtype(head.dtype, hidden.dtype)), parts.size)
-    out = P(parts.batch or None, None, parts.axis)
+    out = P(parts.batch or None, parts.sequence, parts.axis)
     return mapped(local, (rows, P(parts.axis, parts.fsdp)), out, parts.axes)(hidden, head)
 
 
