@@ -358,13 +358,6 @@ class CausalLM(Pretrained):
                 attention_mask.astype(bool), input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1)
             )
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
-        decoder = self.model
-        outside = (self.lm_head_adapter, self.lm_head_rows, decoder.embed_tokens_adapter, decoder.embed_tokens_rows)
-        if any(part is not None for part in outside) and self.kernels.mesh_layout.tensor_parts() is not None:
-            raise ValueError(
-                "The head or the embedding has an adapter, or tokens that are trained, and a mesh axis of several "
-                "devices splits the vocabulary, which is not built yet. Give the devices to an axis of the batch."
-            )
         if cache is None and self.config.tie_word_embeddings:
             inputs_embeds, table = self.model.embed(input_ids)
             decoded, head = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token), self._trained_head(table)

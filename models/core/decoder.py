@@ -94,6 +94,8 @@ class Decoder(nnx.Module):
         a bfloat16 table would serve nothing.
         """
         x, table = self._looked_up(input_ids)
+        if (tensor := self.layout.tensor_parts()) is not None:
+            input_ids = tensor.padded(input_ids)
         if self.embed_tokens_adapter is not None and self.embed_tokens_adapter.on:
             x = self.embed_tokens_adapter(x, input_ids, self.layout)
         if self.embed_tokens_rows is not None and self.embed_tokens_rows.on:

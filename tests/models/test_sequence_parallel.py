@@ -100,11 +100,10 @@ def assert_like_one_device(case, devices, rng, call=loss_of, trained=nnx.Param):
         full("llama-tensor-auto", "llama", (1, 2, 2), config=dict(attention_bias=True, mlp_bias=True)),
         full("llama-sequence-of-one", "llama", (2, 2, 1)),
         full("llama-unrolled", "llama", scan_layers=False),
-        full("llama-logits", "llama", config=ODD, kernels=dict(fused_linear_cross_entropy=False)),
+        full("llama-logits", "llama", kernels=dict(fused_linear_cross_entropy=False)),
         full("llama-cross-entropy", "llama", (1, 2, 2), config=ODD,
              kernels=dict(fused_linear_cross_entropy=False, cross_entropy=True)),
-        full("llama-triton", "llama", kernels=dict(implementation="triton:interpret", attention="triton:interpret"),
-             config=dict(head_dim=16)),
+        full("llama-triton", "llama", kernels=dict(implementation="triton:interpret", attention="xla")),
         *(full(f"llama-{remat}", "llama", (2, 1, 2), kind, remat=remat)
           for remat in ("full", "dots", "offload") for kind in AXIS_TYPES),
         *(full(f"llama-tensor-{remat}", "llama", (1, 2, 2), remat=remat) for remat in ("full", "dots", "offload")),
@@ -155,7 +154,8 @@ def test_log_probs_token_losses_and_logits_are_those_of_one_device(shape, device
         return out.loss + jnp.sum(out.logits**2, where=counts) / 100, out.logits
 
     for call in (log_probs, token_loss, logits):
-        assert_like_one_device(case("llama", shape, config=ODD), devices, rng, call)
+        odd = ODD if shape[1] > 1 else {}  # fsdp alone splits a vocabulary that it divides
+        assert_like_one_device(case("llama", shape, config=odd), devices, rng, call)
 
 
 @pytest.mark.full
