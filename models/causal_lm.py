@@ -173,7 +173,8 @@ class CausalLM(Pretrained):
         """
         arguments.check_call(input_ids, labels, shift_labels, loss_weights, loss_normalizer)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels, loss_weights=loss_weights)
-        targets = _targets(labels, shift_labels, segment_ids)
+        kept = logits_to_keep if cache is None else 0  # the decoder says what is wrong with a cache
+        targets = self._targets(labels, shift_labels, segment_ids, kept)
         decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, cache)
         hidden, targets, loss_weights = arguments.keep(logits_to_keep, decoded.hidden, targets, loss_weights)
         if targets is None:
@@ -251,7 +252,7 @@ class CausalLM(Pretrained):
         """
         arguments.check_call(input_ids, labels, shift_labels, None, None)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
-        targets = _targets(labels, shift_labels, segment_ids)
+        targets = self._targets(labels, shift_labels, segment_ids, logits_to_keep)
         if targets is None:
             raise ValueError("log_probs needs the labels whose probabilities are wanted. Pass labels=input_ids.")
         decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)
@@ -327,12 +328,20 @@ class CausalLM(Pretrained):
     ):  # fmt: skip
         arguments.check_call(input_ids, labels, shift_labels, None, None)
         arguments.check_shapes(input_ids.shape, labels=labels, shift_labels=shift_labels)
-        targets = _targets(labels, shift_labels, segment_ids)
+        targets = self._targets(labels, shift_labels, segment_ids, logits_to_keep)
         decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask)
         hidden, targets = arguments.keep(logits_to_keep, decoded.hidden, targets)
         per_token = tuple(broadcast_to_tokens("token_loss", per_token, targets.shape))
         options = dict(denominator=denominator, temperature=temperature, entropy=entropy)
         return self._loss.token_loss(function, hidden, head, targets, per_token, constants, **options)
+
+    def _targets(self, labels, shift_labels, segment_ids, logits_to_keep):
+        """The label of each position, or None."""
+        if (sequence := self.kernels.mesh_layout.sequence_parts()) is not None:
+            sequence.check_labels(labels, logits_to_keep)
+        if labels is not None:
+            return shifted_labels(labels, segment_ids)
+        return None if shift_labels is None else as_labels(shift_labels)
 
     def _decoded_and_head(self, input_ids, positions, segment_ids, attention_mask, cache=None) -> tuple[Decoded, Any]:
         """What the decoder makes of the tokens, and the head (V, D)."""
@@ -349,13 +358,6 @@ class CausalLM(Pretrained):
                 attention_mask.astype(bool), input_ids, jnp.clip(input_ids, 0, self.config.vocab_size - 1)
             )
         per_token = dict(positions=positions, segment_ids=segment_ids, attention_mask=attention_mask)
-        decoder = self.model
-        outside = (self.lm_head_adapter, self.lm_head_rows, decoder.embed_tokens_adapter, decoder.embed_tokens_rows)
-        if any(part is not None for part in outside) and self.kernels.mesh_layout.tensor_parts() is not None:
-            raise ValueError(
-                "The head or the embedding has an adapter, or tokens that are trained, and a mesh axis of several "
-                "devices splits the vocabulary, which is not built yet. Give the devices to an axis of the batch."
-            )
         if cache is None and self.config.tie_word_embeddings:
             inputs_embeds, table = self.model.embed(input_ids)
             decoded, head = self.model(input_ids, inputs_embeds=inputs_embeds, **per_token), self._trained_head(table)
@@ -406,10 +408,3 @@ class CausalLM(Pretrained):
         softcap, scale = self.config.final_logit_softcapping, self.config.logit_scale
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
         return without_padding(logits if scale == 1.0 else scale * logits, self.config.vocab_size)
-
-
-def _targets(labels, shift_labels, segment_ids):
-    """The label of each position, or None."""
-    if labels is not None:
-        return shifted_labels(labels, segment_ids)
-    return None if shift_labels is None else as_labels(shift_labels)

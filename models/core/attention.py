@@ -17,7 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_OUTPUT
-from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, summed
+from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, product_of_parts
 
 
 def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
@@ -63,13 +63,13 @@ class Attention(nnx.Module):
         config: Any,
         kernels: KernelOptions,
         *,
-        linear: Callable[..., nnx.Module],
-        norm: Callable[[int], nnx.Module],
+        linear: Callable[..., Any],  # `nnx.Linear`, or what may replace it
+        norm: Callable[[int], Any],
     ):
         self.kernels = kernels
         width, self.head_width = config.hidden_size, config.head_dim
         query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.query_width, self.kv_width, self.has_qkv = query_width, kv_width, config.fused_projections
+        self.has_qkv = config.fused_projections
         qkv_bias = config.qkv_bias or config.attention_bias
         if self.has_qkv:
             self.qkv_proj = linear(width, query_width + 2 * kv_width, use_bias=qkv_bias)
@@ -93,41 +93,45 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
     ) -> Float[Array, "B own D"]:
         layout = self.kernels.mesh_layout
-        tensor, heads_lie, tokens_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention, layout.in_loss
+        tensor, heads_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention
         x = all_positions(x, tensor)
 
         def heads(y):
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
         if self.has_qkv:
-            q, k, v = jnp.split(self.qkv_proj(x), [self.query_width, self.query_width + self.kv_width], axis=-1)
+            qkv, query_width = self.qkv_proj(x), self.o_proj.kernel.shape[-2]  # of this device's heads
+            q, k, v = jnp.split(qkv, [query_width, (query_width + qkv.shape[-1]) // 2], axis=-1)
         else:
             q, k, v = in_one_product(x, self.q_proj, self.k_proj, self.v_proj)
         v = heads(v)
         if self.q_norm is None or self.k_norm is None:
             q, k = heads(q), heads(k)
         elif self.norm_is_wide:
-            q, k = heads(self.q_norm(q)), heads(self.k_norm(k))
+            q, k = heads(self.q_norm.of_part(q, tensor)), heads(self.k_norm.of_part(k, tensor))
         else:
             q, k = self.q_norm(heads(q)), self.k_norm(heads(k))
         if cos is not None and sin is not None:
             rope = plain.apply_rope
             if self.kernels.rope:
                 rope = functools.partial(ops.apply_rope, implementation=self.kernels.implementation)
-            of_batch, shared = ((q, k), (cos, sin)) if cos.shape[0] == 1 else ((q, k, cos, sin), ())
-            of_rope = (heads_lie, heads_lie, tokens_lie, tokens_lie)[: len(of_batch)]
-            q, k = layout.run(rope, of_batch, shared, spec=of_rope, out=heads_lie)
+            table_lies = layout.of_all_rows if cos.shape[0] == 1 else layout.in_loss
+            specs = heads_lie, heads_lie, table_lies, table_lies
+            q, k = layout.run(rope, (q, k, cos, sin), spec=specs, out=heads_lie)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
-        options = dict(window=window, softcap=self.softcap, scale=self.scale)
+        options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
+        sequence = layout.sequence_parts()
 
         def attend_to_own(q, k, v):
             attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
-            specs = heads_lie, heads_lie, heads_lie, tokens_lie
+            if sequence is not None:
+                attend = functools.partial(attend, sequence_axis=sequence.axis)
+            specs = heads_lie, heads_lie, heads_lie, layout.of_rows
             return layout.run(attend, (q, k, v, segments), spec=specs, out=heads_lie)
 
         if cache is None:
             out = attend_to_own(q, k, v)
         else:
             out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
-        return summed(self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3])), tensor)
+        return product_of_parts(self.o_proj, out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]), tensor)

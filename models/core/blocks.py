@@ -37,6 +37,21 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return self._run(ops.rms_norm if self.kernels.rms_norm else plain.rms_norm, x)
 
+    def of_part(self, x: Float[Array, "*rows own"], axis: str | None) -> Float[Array, "*rows own"]:
+        """Normalises rows of which a mesh axis splits the columns, inside `jax.shard_map`.
+
+        Args:
+            x: this device's columns; the scale is that of these.
+            axis: the mesh axis; `None` for whole rows.
+
+        Returns:
+            The columns of the normalised rows.
+        """
+        if axis is None:
+            return self(x)
+        options: dict[str, Any] = dict(eps=self.eps, offset=self.offset, casting_mode=self.casting_mode)
+        return plain.rms_norm(x, self.scale[...], **options, axis=axis)
+
     def fork(self, x: Float[Array, "*rows D"]) -> Any:
         """Normalises the residual stream and returns the stream too, so that one kernel sums the gradients of both.
 

@@ -94,6 +94,8 @@ class Decoder(nnx.Module):
         a bfloat16 table would serve nothing.
         """
         x, table = self._looked_up(input_ids)
+        if (tensor := self.layout.tensor_parts()) is not None:
+            input_ids = tensor.padded(input_ids)
         if self.embed_tokens_adapter is not None and self.embed_tokens_adapter.on:
             x = self.embed_tokens_adapter(x, input_ids, self.layout)
         if self.embed_tokens_rows is not None and self.embed_tokens_rows.on:
@@ -146,8 +148,10 @@ class Decoder(nnx.Module):
 
         `inputs_embeds` are the embeddings that `embed` returns, if the caller has them already.
         """
-        config, length = self.config, input_ids.shape[1]
-        if length > config.longest_sequence:
+        config, length, sequence = self.config, input_ids.shape[1], self.layout.sequence_parts()
+        if sequence is not None:
+            sequence.check_rows(length, positions, cache)
+        if length >= config.longest_sequence + (1 if sequence is None else sequence.multiple):  # rows may be padded
             raise ValueError(
                 f"input_ids has {length} positions, and {config.longest_sequence} are the most that this model takes "
                 f"(max_position_embeddings={config.max_position_embeddings}, rope_scaling={config.rope_scaling}). "
@@ -161,6 +165,7 @@ class Decoder(nnx.Module):
             positions = jnp.maximum(order, 0) if positions is None else positions
         positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
         ids = attention_segments(segment_ids, attention_mask)
+        ids = ids if sequence is None or ids is None else sequence.whole_rows(ids)
         if (tensor := self.layout.tensor_parts()) is not None:
             if cache is not None:
                 raise ValueError(

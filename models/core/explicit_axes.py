@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.layout import Layout
-from liger_jax.ops.layout import names
+from liger_jax.ops.layout import full_spec, names
 
 
 def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
                 [x for x, number in zip(leaves, is_number, strict=True) if number == kind] for kind in (True, False)
             ]
 
-        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=[P(), P(layout.batch or None)])
+        on_auto_axes: Any = jax.sharding.auto_axes(run, out_sharding=[P(), _of_tokens(layout)])
         numbers, of_batch = on_auto_axes(state, input_ids, arrays)
         tree, is_number = structure
         rest = {True: iter(numbers), False: iter(of_batch)}
@@ -64,11 +64,17 @@ def with_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_batch(spec: P, layout: Layout, arguments: dict[str, Any]) -> None:
     """Raises a ValueError unless input_ids lie on an Explicit mesh as the model's layout says."""
-    if not layout.axes or names(spec[0] if len(spec) else None) != layout.batch or any(spec[1:]):
+    lie, wanted = ([names(entry) for entry in full_spec(x, 2)] for x in (spec, _of_tokens(layout)))
+    if not layout.axes or lie != wanted:
         raise ValueError(
             f"input_ids lie on a mesh with Explicit axes as {spec}, and the axes that split the model's batch are "
             f"{layout.batch}. Pass KernelOptions(layout=Layout(batch=…)) with those that split input_ids, and split "
-            "nothing else of them."
+            "nothing else of them, or place the batch by layout.place(batch)."
         )
     if arguments.get("cache") is not None:
         raise ValueError("cache is given on a mesh with Explicit axes, which it cannot lie on. Make the axes Auto.")
+
+
+def _of_tokens(layout: Layout) -> P:
+    """How tokens and what a model returns for each of them lie on the mesh in context."""
+    return layout.of_rows if layout.sequence_parts() is None else layout.in_loss

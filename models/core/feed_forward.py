@@ -16,7 +16,7 @@ from liger_jax.layers.mlp import are_plain_products, in_one_op
 from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, summed
+from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, product_of_parts
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`
 
@@ -76,7 +76,7 @@ class DenseFeedForward(nnx.Module):
             return in_one_op(x, gate, up, down, activation=self.activation, **options), {}
         tensor = axis_of_part(layout.tensor, down)
         x = all_positions(x, tensor)
-        return summed(down(layout.run(self._gated, (gate(x), up(x)))), tensor), {}
+        return product_of_parts(down, layout.run(self._gated, (gate(x), up(x))), tensor), {}
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:
@@ -112,8 +112,10 @@ class DenseFeedForward(nnx.Module):
         gate_up: Any = self.gate_up_proj  # `nnx.Linear`, or a layer that replaces it
         down: Any = self.down_proj
         if not (self.fused and are_plain_products(gate_up, down)):
-            gate, up = jnp.split(gate_up(x), 2, axis=-1)
-            return down(self.kernels.mesh_layout.run(self._gated, (gate, up)))
+            layout = self.kernels.mesh_layout
+            tensor = axis_of_part(layout.tensor, down)
+            gate, up = jnp.split(gate_up(all_positions(x, tensor)), 2, axis=-1)
+            return product_of_parts(down, layout.run(self._gated, (gate, up)), tensor)
         gate, up = jnp.split(gate_up.kernel[...].astype(gate_up.dtype), 2, axis=-1)
         return ops.gated_mlp(
             x.astype(gate_up.dtype),

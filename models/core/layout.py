@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.on_parts import on_parts
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
+from liger_jax.models.core.sequence_parts import SequenceParts
 from liger_jax.models.core.state_shardings import state_shardings
 from liger_jax.models.core.tensor_parts import TensorParts
 from liger_jax.models.core.vocabulary_parts import loss_on_parts
@@ -27,20 +28,23 @@ _WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_r
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which axes of a mesh split a model's batch and its parameters, as FSDP, ZeRO-3 and tensor parallelism do.
+    """Which axes of a mesh split a model's batch and its parameters: FSDP, tensor and sequence parallelism.
 
-    Each device computes its own sequences, or with the other devices of a tensor axis its share of them. A layer's
-    parameters are gathered over fsdp where they are used, and their gradients are scattered. The mesh's axes may be
-    Auto or Explicit. Axes that are Manual already, inside a `jax.shard_map`, are left alone.
+    Each device computes its own sequences, or with the other devices of a tensor or sequence axis its share of them. A
+    layer's parameters are gathered over fsdp where they are used, and their gradients are scattered. The mesh's axes
+    may be Auto or Explicit. Axes that are Manual already, inside a `jax.shard_map`, are left alone.
 
     Args:
         batch: the axes that split the batch.
-        fsdp: the axis, or the axes, that split parameters and optimizer state. They are among those of the batch. `()`
-            leaves every parameter whole.
+        fsdp: the axis that splits parameters and optimizer state, which the sequence axis then splits, too; or the
+            axes that split them, as a tuple. They are among those of the batch and of sequences. `()` leaves every
+            parameter whole.
         tensor: the axis that splits heads, feed-forwards and the vocabulary of dense models. Its devices compute the
             same sequences together; between sublayers each has its part of the positions. It must divide query heads
             and the feed-forward's width. Key heads, the vocabulary and the length may be anything.
-        sequence: not built yet: a mesh may have one device along it.
+        sequence: the axis that splits rows, so that they may be longer than one device holds. Its devices compute the
+            same sequences together, each two chunks of them, and attend to the keys and values of all. Batches for it
+            come from `place`, which shifts labels, pads rows and puts chunks in order. Any length will do.
         expert: not built yet: a mesh may have one device along it.
 
     Raises:
@@ -83,8 +87,10 @@ class Layout:
 
     @property
     def fsdp_axes(self) -> Names:
-        """The axes that split parameters."""
-        return (self.fsdp,) if isinstance(self.fsdp, str) else self.fsdp
+        """The axes that split parameters. Without the sequence axis, a row's devices would each hold all of them."""
+        if isinstance(self.fsdp, tuple):
+            return self.fsdp
+        return (self.fsdp,) if self.sequence in (None, self.fsdp) else (self.fsdp, self.sequence)
 
     @property
     def axes(self) -> Names:
@@ -99,8 +105,18 @@ class Layout:
 
     @property
     def in_attention(self) -> P:
-        """How queries, keys, values and results (B, T, heads, H) lie in attention."""
-        return _spec(self.batch, None, self.tensor)
+        """How queries, keys, values and results (B, T, heads, H) lie around attention."""
+        return _spec(self.batch, self.sequence, self.tensor)
+
+    @property
+    def of_rows(self) -> P:
+        """How arrays (B, …) lie whose rows are whole on every device that computes a part of them."""
+        return _spec(self.batch)
+
+    @property
+    def of_all_rows(self) -> P:
+        """How arrays (1, T, …) lie that are the same for all rows."""
+        return _spec(None, self.sequence)
 
     @property
     def in_loss(self) -> P:
@@ -138,7 +154,7 @@ class Layout:
             return P()
         axis: Any = info.in_axis if info.kind in ("embedding", "kernel") else info.out_axis
         if shape[axis] % parts == 0:
-            return _spec(*[None] * axis, self.fsdp)
+            return _spec(*[None] * axis, self.fsdp_axes)
         if info.in_axis is None:
             return P()
         split = "·".join(self.fsdp_axes)
@@ -191,19 +207,25 @@ class Layout:
         return of_params, state_shardings(optimizer, state, params, of_params, NamedSharding(mesh, P()))
 
     def place(self, batch: Any, mesh: Mesh | None = None) -> Any:
-        """Puts a batch on the mesh, each device's rows where the device computes them.
+        """Puts a batch on the mesh, each device's rows where the device computes them, or its part of them.
+
+        Where several devices share rows, the batch becomes what `SequenceParts.prepared` says: labels are shifted,
+        positions attached, rows padded and put in the order of the devices' chunks. A batch that has been placed stays
+        as it is. `ops.layout.from_chunks(x, 1, devices)` gives what a model returns for each position its own order.
 
         Args:
             batch: a tree of arrays with a leading batch axis, such as `dict(input_ids=…, labels=…)`. Numbers, and
                 arrays of fewer rows such as positions (1, T), go to every device. With several processes, each reads
-                the rows of its own devices from its arrays, whose other rows may hold anything.
+                the rows of its own devices from its arrays, whose other rows may hold anything. With several devices along
+                `sequence`, a model's arguments by name, or token ids alone.
             mesh: has the axes that the layout names; `None` for the mesh in context, of `jax.set_mesh`.
 
         Returns:
             The tree of arrays on the mesh.
 
         Raises:
-            ValueError: no mesh is in context, it does not fit the layout, or it does not divide the rows.
+            ValueError: no mesh is in context, it does not fit the layout, or it does not divide the rows; or rows are
+                to be split, and the batch has no `input_ids`.
 
         Example:
             >>> mesh = jax.make_mesh((1,), ("fsdp",))
@@ -214,8 +236,12 @@ class Layout:
         mesh = jax.sharding.get_mesh() if mesh is None else mesh
         if mesh.empty:
             raise ValueError("place: no mesh is in context. Call it under jax.set_mesh(mesh), or pass mesh=….")
-        sizes, of_rows = self._sizes(mesh), _spec(self.batch)
-        parts = math.prod(sizes[name] for name in self.batch)
+        sizes = self._sizes(mesh)
+        parts, sequence = math.prod(sizes[name] for name in self.batch), self.sequence_parts(sizes)
+        length = None
+        if sequence is not None:
+            batch = batch if self._is_placed(batch) else sequence.prepared(batch)
+            length = batch["input_ids"].shape[1]
 
         rows_of = lambda x: jnp.shape(x)[0] if jnp.ndim(x) else 0
         rows = max(map(rows_of, jax.tree.leaves(batch)), default=0)
@@ -224,7 +250,11 @@ class Layout:
                 f"place: the batch has {rows} rows, which {'·'.join(self.batch)}={parts} does not divide. Pass a "
                 f"multiple of {parts} rows."
             )
-        spec_for = lambda x: of_rows if rows_of(x) == rows else P()
+
+        def spec_for(x):
+            is_split = length is not None and jnp.shape(x)[1:2] == (length,)
+            return _spec(self.batch if rows_of(x) == rows else None, self.sequence if is_split else None)
+
         return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, spec_for(x))), batch)
 
     def run(
@@ -283,7 +313,7 @@ class Layout:
             (the sum over all tokens, the arrays).
         """
 
-        axes = tuple(name for name in self.batch if name in self._open_axes())
+        axes = tuple(name for name in (*self.batch, self.sequence) if name in self._open_axes())
 
         def local(*arrays):
             total, others = function(*arrays)
@@ -339,9 +369,31 @@ class Layout:
             fsdp=fsdp,
             fsdp_size=math.prod(sizes[name] for name in fsdp),
             batch=has(self.batch),
+            sequence=self.sequence if self.sequence in sizes else None,
             axes=tuple(sizes),
             between=_along(self.between_blocks, sizes),
         )
+
+    def sequence_parts(self, sizes: Mapping[str, int] | None = None) -> SequenceParts | None:
+        """How the sequence axis splits rows.
+
+        Args:
+            sizes: the devices along each axis; `None` for those of the mesh in context, Manual axes included, since
+                attention asks inside of a `jax.shard_map`.
+
+        Returns:
+            The parts; `None` where no axis of several devices does.
+        """
+        sizes = jax.sharding.get_abstract_mesh().shape if sizes is None else sizes
+        if self.sequence is None or sizes.get(self.sequence, 1) == 1:
+            return None
+        return SequenceParts.of(self.sequence, sizes, self.tensor, self.of_rows)
+
+    def _is_placed(self, batch: Any) -> bool:
+        """Whether a batch's rows are split already, by an earlier `place`."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        spec = getattr(getattr(ids, "sharding", None), "spec", ())
+        return len(spec) > 1 and spec[1] == self.sequence
 
     def _open_axes(self) -> dict[str, int]:
         """The axes of the mesh in context that are not Manual, and the devices along them; none on one device."""
@@ -370,13 +422,11 @@ class Layout:
                     f"of them would compute the same. Let it split the batch, Layout(batch={(*self.batch, name)}, …), "
                     "or make a mesh without it."
                 )
-        for role in ("sequence", "expert"):
-            name = getattr(self, role)
-            if sizes.get(name, 1) > 1:
-                raise ValueError(
-                    f"{self}: the mesh has {sizes[name]} devices along {role}={name!r}, which is not built yet. Give "
-                    "the devices to an axis of the batch."
-                )
+        if sizes.get(self.expert, 1) > 1:
+            raise ValueError(
+                f"{self}: the mesh has {sizes[self.expert]} devices along expert={self.expert!r}, which is not built "
+                "yet. Give the devices to an axis of the batch."
+            )
         return sizes
 
     def _on_parts(self, function, split, whole, head, spec, out):

@@ -42,6 +42,9 @@ KEPT = "_kept"  # ends the name of a trained weight's original, or of a trained 
 # inputs, which are the same.
 SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 SPLIT_INPUTS = ("o_proj", "down_proj")
+# Projections to several things at once. Where they lie, their kernels are split by input: columns that lie side by side
+# are not those that one device computes.
+FUSED = ("qkv_proj", "gate_up_proj")
 _OF_VOCABULARY = {"embed_tokens": "in", "lm_head": "out"}
 
 
@@ -168,6 +171,8 @@ def kernel_of(path: Path, projection: Any) -> ParameterInfo:
 def _split_by_tensor(modules: list[str], last: str) -> str | None:
     """Which of a parameter's axes tensor parallelism splits, if the parameter has it."""
     module = modules[-1] if modules else ""
+    if module in FUSED:
+        return "in" if last == "kernel" else None
     if module in SPLIT_OUTPUTS:
         return "out"
     return "in" if module in SPLIT_INPUTS else _OF_VOCABULARY.get(last)

@@ -10,7 +10,13 @@ from liger_jax.ops import LossMetrics
 
 
 def rms_norm(
-    x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float, offset: float, casting_mode: str
+    x: Float[Array, "*rows D"],
+    scale: Float[Array, " D"],
+    *,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+    axis: str | None = None,
 ) -> Float[Array, "*rows D"]:
     """Normalises and scales; the mean square and its root are float32.
 
@@ -20,12 +26,15 @@ def rms_norm(
         eps: added to the mean square.
         offset: added to the scale.
         casting_mode: "llama" rounds to x's dtype before the scale, in the wider of the two dtypes; "gemma" after it.
+        axis: the mesh axis whose devices have as many other columns of each row each; `None` for whole rows.
 
     Returns:
         An array like `x`.
     """
     x32, scale = x.astype(jnp.float32), jnp.expand_dims(jnp.asarray(scale), tuple(range(x.ndim - 1)))
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    mean_square = mean_square if axis is None else jax.lax.pmean(mean_square, axis)
+    normed = x32 * jax.lax.rsqrt(mean_square + eps)
     if casting_mode == "gemma":
         return (normed * (offset + scale.astype(jnp.float32))).astype(x.dtype)
     wider = jnp.promote_types(x.dtype, scale.dtype)

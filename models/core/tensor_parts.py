@@ -21,10 +21,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.on_parts import mapped
-from liger_jax.models.core.parameters import SPLIT_INPUTS, ParameterInfo, parameter, path_of
+from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
 from liger_jax.ops.layout import Names, along
 
 _KEY_HEADS = ("k_proj", "v_proj")
+_WIDE_NORMS = ("q_norm", "k_norm")
 
 
 def all_positions(x: jax.Array, axis: str | None) -> jax.Array:
@@ -53,6 +54,22 @@ def summed(x: jax.Array, axis: str | None) -> jax.Array:
     return x if axis is None else jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
 
 
+def product_of_parts(projection: Any, x: jax.Array, axis: str | None) -> jax.Array:
+    """A sublayer's last projection, whose inputs a mesh axis splits.
+
+    Args:
+        projection: this device's rows of the kernel.
+        x: their inputs (B, T, own).
+        axis: the mesh axis, or `None` for one device.
+
+    Returns:
+        The positions of the sum over devices that this device has between sublayers.
+    """
+    if axis is not None and hasattr(type(projection), "magnitude"):  # DoRA's norms are those of whole columns
+        return summed(projection(x, input_axis=axis), axis)
+    return summed(projection(x), axis)
+
+
 def axis_of_part(axis: str | None, projection: Any) -> str | None:
     """The mesh axis whose devices have the other inputs of a projection.
 
@@ -76,6 +93,7 @@ class TensorParts:
         fsdp: the axes that split parameters once more.
         fsdp_size: the devices along these.
         batch: the axes that split the batch.
+        sequence: the axis that splits rows, or `None`.
         axes: all axes of the mesh that are not Manual.
         between: how activations (B, T, D) lie between blocks.
     """
@@ -85,13 +103,18 @@ class TensorParts:
     fsdp: Names
     fsdp_size: int
     batch: Names
+    sequence: str | None
     axes: Names
     between: P
 
     @property
     def tokens(self) -> P:
-        """How arrays (B, …) lie whose positions a device has whole."""
-        return _trimmed([self.batch])
+        """How arrays (B, T, …) lie of which all devices of the axis have the same positions."""
+        return _trimmed([self.batch, self._of_sequence])
+
+    @property
+    def _of_sequence(self) -> Names:
+        return () if self.sequence is None else (self.sequence,)
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
         """How a parameter lies on the mesh.
@@ -133,13 +156,7 @@ class TensorParts:
         return _trimmed(entries)
 
     def check(self, config: Any) -> None:
-        """Raises a ValueError unless the axis can split an architecture, and divides its heads and its feed-forward."""
-        if config.fused_projections or config.qk_norm_is_wide:
-            what = "projections to several things at once" if config.fused_projections else "a norm over all heads"
-            raise ValueError(
-                f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has {what}, which is not "
-                "split yet. Give the devices to an axis of the batch."
-            )
+        """Raises a ValueError unless the axis divides an architecture's heads and its feed-forward."""
         heads, width = config.num_attention_heads, config.intermediate_size
         for name, number in (("num_attention_heads", heads), ("intermediate_size", width)):
             if number % self.size:
@@ -187,7 +204,6 @@ class TensorParts:
         self.check(config)
         (graph, state), (last_graph, last_state) = nnx.split(layers), nnx.split(last_layers)
         parameters = dict(layers=state, last_layers=last_state)
-        _check_dense(parameters)
         leaves, tree = jax.tree.flatten(inputs)
         is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
@@ -205,9 +221,14 @@ class TensorParts:
             return decoded.hidden
 
         of_parameters = jax.tree_util.tree_map_with_path(self._entry, parameters)
-        of_arrays = [P() if leaf.shape[0] == 1 else self.tokens for leaf in arrays]
+        of_arrays = [self._of_input(leaf) for leaf in arrays]
         specs = self.between, of_parameters, of_arrays
         return mapped(local, specs, self.between, self.axes)(x, parameters, arrays)
+
+    def _of_input(self, x: Any) -> P:
+        """How a layer's input lies: segments (B, T), whose rows are whole, or a table (1, T, R) or (B, T, R)."""
+        batch = self.batch if x.shape[0] > 1 else ()
+        return _trimmed([batch, self._of_sequence] if x.ndim == 3 else [batch])
 
     def _entry(self, keys: Any, x: Any) -> P:
         """How a layer's parameter enters the shard_map: fsdp's parts of vectors are gathered before."""
@@ -222,7 +243,7 @@ class TensorParts:
         return info.out_axis if info.kind.endswith(("_codes", "_scales")) else None
 
     def _of_layer(self, state: Any, dtype: Any, config: Any) -> Any:
-        """One layer's parameters as this device uses them: gathered over fsdp, with the keys' heads of its queries.
+        """One layer's parameters as this device uses them: gathered over fsdp, with the columns of its own heads.
 
         Matrices are sent in the computation's dtype, and codes as they are.
         """
@@ -238,31 +259,52 @@ class TensorParts:
                 x = jax.lax.all_gather(x, self.fsdp, axis=axis, tiled=True)
             if info.kind == "bias" and _is_in(info, SPLIT_INPUTS):
                 return x / self.size  # each device adds it to its summand
-            return self._own_heads(x, info.tensor_axis, config) if _is_of_key_heads(info) else x
+            return self._own_columns(x, info, config)
 
         return jax.tree_util.tree_map_with_path(of_leaf, state)
 
-    def _own_heads(self, x: jax.Array, axis: int | None, config: Any) -> jax.Array:
-        """The keys' heads of this device's queries, of a parameter of k_proj or v_proj.
+    def _own_columns(self, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
+        """The columns that this device computes, of a parameter whose columns do not lie as they are computed.
 
-        Where the tensor axis does not divide the heads, each is repeated so often that it does. A head's gradient is
-        the sum of its copies'.
+        Where the tensor axis does not divide the keys' heads, each is repeated so often that it does. A head's gradient
+        is the sum of its copies'.
         """
-        heads, width = config.num_key_value_heads, config.head_dim
-        repeats = self.size // math.gcd(heads, self.size)
-        if repeats == 1 or axis is None:
+        of_queries = config.num_attention_heads, config.head_dim
+        of_keys = config.num_key_value_heads, config.head_dim
+        if info.out_axis is None:
             return x
-        if x.shape[axis] < heads * width:
-            x = jax.lax.all_gather(x, self.axis, axis=axis, tiled=True)
-        number = heads * repeats // self.size  # of this device's
-        own = (jax.lax.axis_index(self.axis) * number + jnp.arange(number)) // repeats
-        before, after = x.shape[:axis], x.shape[axis + 1 :]
-        x = jnp.take(x.reshape(*before, heads, width, *after), own, axis=axis, mode="clip")
-        return x.reshape(*before, number * width, *after)
+        if _is_in(info, ("qkv_proj",)):
+            pieces = of_queries, of_keys, of_keys
+        elif _is_in(info, ("gate_up_proj",)):
+            pieces = ((config.intermediate_size, 1),) * 2
+        elif config.qk_norm_is_wide and _is_in(info, _WIDE_NORMS):
+            pieces = (of_queries if _is_in(info, ("q_norm",)) else of_keys,)
+        elif _is_of_key_heads(info) and config.num_key_value_heads % self.size:
+            pieces = (of_keys,)
+            if x.shape[-1] < math.prod(of_keys):
+                x = jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
+        else:
+            return x
+        x = self._by_devices(x, pieces)
+        if info.kind.startswith("kernel") and _is_in(info, FUSED):  # this device's rows, and all columns
+            x = jax.lax.all_to_all(x, self.axis, split_axis=x.ndim - 2, concat_axis=0, tiled=True)
+            return x.squeeze(-2)
+        return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(self.axis), x.ndim - 2, keepdims=False)
+
+    def _by_devices(self, x: jax.Array, pieces: Sequence[tuple[int, int]]) -> jax.Array:
+        """(…, columns) → (…, devices, own): of each piece of (heads, width) a device has as many heads as any other."""
+        by_devices, start = [], 0
+        for heads, width in pieces:
+            piece = x[..., start : start + heads * width].reshape(*x.shape[:-1], heads, width)
+            piece = jnp.repeat(piece, self.size // math.gcd(heads, self.size), axis=-2)
+            by_devices.append(piece.reshape(*x.shape[:-1], self.size, -1))
+            start += heads * width
+        return jnp.concatenate(by_devices, axis=-1)
 
     def _axes_of_inputs(self, info: ParameterInfo) -> Names:
         """The mesh axes that split the inputs of the projection that holds a parameter."""
-        return (*self.batch, self.axis) if _is_in(info, SPLIT_INPUTS) else self.batch
+        axes = (*self.batch, *self._of_sequence)
+        return (*axes, self.axis) if _is_in(info, SPLIT_INPUTS) else axes
 
     def _does_not_divide(self, names: str, parts: int, axis: int, info: ParameterInfo, shape: tuple[int, ...]) -> str:
         return (
@@ -286,17 +328,6 @@ def nearest_divisor(number: int, size: int) -> int:
         (2, 4)
     """
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: (abs(n - size), n))
-
-
-def _check_dense(parameters: Any) -> None:
-    """Raises a ValueError if a layer has what no rule splits."""
-    for keys, _ in jax.tree_util.tree_leaves_with_path(parameters):
-        path = path_of(keys)
-        if path[-1] == "magnitude" and path[-2] in SPLIT_INPUTS:
-            raise ValueError(
-                f"{'.'.join(map(str, path))} is DoRA's, whose norm of a column would be that of one device's part of "
-                "it. Tensor parallelism takes LoRA's adapters: add_lora(…, dora=False)."
-            )
 
 
 def _is_of_key_heads(info: ParameterInfo) -> bool:

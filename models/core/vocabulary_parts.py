@@ -79,11 +79,12 @@ def logits_parts(parts: TensorParts, hidden: jax.Array, head: jax.Array) -> jax.
     rows, axis = _rows(parts, hidden)
 
     def local(hidden, part):
-        return head_logits(all_positions(hidden, axis), gathered(part, P(None, parts.fsdp)))
+        return head_logits(all_positions(hidden, axis), gathered(part, P(None, of_head[1])))
 
     head = padded(head.astype(sent_dtype(head.dtype, hidden.dtype)), parts.size)
-    out = P(parts.batch or None, None, parts.axis)
-    return mapped(local, (rows, P(parts.axis, parts.fsdp)), out, parts.axes)(hidden, head)
+    of_head = _of_head(parts, head)
+    out = P(parts.batch or None, parts.sequence, parts.axis)
+    return mapped(local, (rows, of_head), out, parts.axes)(hidden, head)
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
@@ -132,8 +133,8 @@ def loss_on_parts(
     split_of_head, of_head = None, P(parts.axis)
     if isinstance(head, jax.Array):
         head = padded(head, parts.size)
-        of_head = P(parts.axis, parts.fsdp)
-        split_of_head = head_split(P(None, parts.fsdp), jax.sharding.get_abstract_mesh().shape)
+        of_head = _of_head(parts, head)
+        split_of_head = head_split(P(None, of_head[1]), jax.sharding.get_abstract_mesh().shape)
     elif head.shape[0] % parts.size:
         raise ValueError(
             f"tensor={parts.axis!r} has {parts.size} devices, which do not divide the {head.shape[0]} entries of a "
@@ -179,3 +180,8 @@ def vocabulary_of(parts: TensorParts, head: Any, config: Any) -> dict[str, Any]:
 def _rows(parts: TensorParts, hidden: jax.Array) -> tuple[P, str | None]:
     """How hidden states enter, and the axis over which to gather their positions; they may have been cut."""
     return (parts.tokens, None) if hidden.shape[1] % parts.size else (parts.between, parts.axis)
+
+
+def _of_head(parts: TensorParts, head: jax.Array) -> P:
+    """How a head enters. One with an adapter's columns may be of a width that fsdp does not divide."""
+    return P(parts.axis, parts.fsdp if head.shape[1] % parts.fsdp_size == 0 else None)

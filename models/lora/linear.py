@@ -67,8 +67,10 @@ class LoRALinear(nnx.Linear):
         scale = self.scale if self.lora_scale is None else self.lora_scale[...][..., None, None]
         return kernel + scale * jnp.matmul(a, b, precision="highest")
 
-    def factor(self) -> Float[Array, "*layers out"] | None:
+    def factor(self, input_axis: str | None = None) -> Float[Array, "*layers out"] | None:
         """DoRA's m/‖W + scale·A·B‖, by columns, whose norm is a constant to the gradient; `None` without DoRA.
+
+        `input_axis` is the mesh axis whose devices have the other rows of W and A.
 
         The norm is that of the numbers that the products take, as `rounded` makes them. A mesh gathers no others.
         """
@@ -76,6 +78,8 @@ class LoRALinear(nnx.Linear):
             return None
         arrays = (self.kernel[...], self.lora_a[...], self.lora_b[...])
         norm = jnp.linalg.norm(jax.lax.stop_gradient(self._sum(*map(self.rounded, arrays))), axis=-2)
+        if input_axis is not None:
+            norm = jnp.sqrt(jax.lax.psum(norm * norm, input_axis))
         factor = self.magnitude[...] / checkpoint_name(norm, ADAPTED)
         if self.lora_scale is None:
             return factor
@@ -87,7 +91,9 @@ class LoRALinear(nnx.Linear):
         return jax.lax.reduce_precision(jnp.asarray(x).astype(jnp.float32), dtype.nexp, dtype.nmant)
 
     # Without Linear's out_sharding, which no layer passes.
-    def __call__(self, inputs: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, inputs: Float[Array, "*batch in"], *, input_axis: str | None = None
+    ) -> Float[Array, "*batch out"]:
         y = super().__call__(inputs)
         x, a, b = (array.astype(y.dtype) for array in (inputs, self.lora_a[...], self.lora_b[...]))
         if self.dropout_key is not None:
@@ -96,7 +102,7 @@ class LoRALinear(nnx.Linear):
             x = jnp.where(kept, x / (1 - self.dropout), 0)
         scale = self.scale if self.lora_scale is None else self.lora_scale[...].astype(y.dtype)
         y += jnp.matmul(scale * jnp.matmul(x, a, precision=self.precision), b, precision=self.precision)
-        y, factor = checkpoint_name(y, ADAPTED), self.factor()
+        y, factor = checkpoint_name(y, ADAPTED), self.factor(input_axis)
         if factor is not None:
             of_rows = lambda x: jnp.expand_dims(x.astype(y.dtype), tuple(range(y.ndim - 1)))
             if self.bias is None:

@@ -1,0 +1,156 @@
+"""Sequence parallelism: rows that a mesh axis splits, so that each device computes two chunks of every row.
+
+A batch is prepared once, by `Layout.place`. Labels are shifted while the next token is at hand, positions are attached,
+rows are padded, and their chunks are put in the order of the devices (`ops.layout.in_chunks`): device i of c has the
+chunks i and 2c − 1 − i of 2c, which make even work of causal attention. Behind that a position needs no other one but
+in attention, where keys and values are gathered.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.losses import shifted_labels
+from liger_jax.ops.labels import IGNORE_INDEX, as_labels
+from liger_jax.ops.layout import from_chunks, in_chunks
+
+# What a row is padded with, behind its last position: nothing is scored there. Tokens, positions and segments repeat
+# their last number, so that no largest one grows; no position sees those behind it.
+_REPEATED = ("input_ids", "positions", "segment_ids")
+_PADDING = {"shift_labels": IGNORE_INDEX}
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceParts:
+    """A mesh axis that splits rows over several devices.
+
+    Attributes:
+        axis: its name.
+        size: its devices c, more than one.
+        multiple: what the length of a row is a multiple of: 2c chunks, and on each device equal parts for the devices
+            of a tensor axis.
+        rows: how arrays (B, …) lie whose rows are whole.
+    """
+
+    axis: str
+    size: int
+    multiple: int
+    rows: P
+
+    @classmethod
+    def of(cls, axis: str, sizes: Mapping[str, int], tensor: str | None, rows: P) -> "SequenceParts":
+        """The parts on a mesh.
+
+        Args:
+            axis: the axis that splits rows.
+            sizes: the devices along each axis of the mesh.
+            tensor: the axis that splits positions between sublayers, or `None`.
+            rows: how arrays (B, …) lie whose rows are whole.
+
+        Returns:
+            The parts.
+        """
+        size = sizes[axis]
+        return cls(axis, size, size * math.lcm(2, sizes.get(tensor, 1) if tensor else 1), rows)
+
+    def prepared(self, batch: Any) -> dict[str, Any]:
+        """A model's arguments for rows that are split.
+
+        Args:
+            batch: (B, T) token ids, which are their own labels; or the model's arguments by name. An array (B, T, …) or
+                (1, T, …) of any name belongs to the positions.
+
+        Returns:
+            The arguments, with `shift_labels` in the place of `labels`, `positions`, and rows of T′ positions, the next
+            multiple of `multiple`, in the order of the devices' chunks.
+
+        Raises:
+            ValueError: there are no `input_ids`, or `labels` stand beside `shift_labels`.
+        """
+        named = dict(batch) if isinstance(batch, Mapping) else dict(input_ids=batch, labels=batch)
+        if named.get("input_ids") is None:
+            raise ValueError(
+                f"place: {self.size} devices share rows along sequence={self.axis!r}, and the batch has no input_ids "
+                f"but {sorted(map(str, named))}. Pass a model's arguments by name, each batch by itself."
+            )
+        if (labels := named.pop("labels", None)) is not None:
+            if named.get("shift_labels") is not None:
+                raise ValueError("place: labels and shift_labels exclude each other. Pass one of them.")
+            named["shift_labels"] = shifted_labels(labels, named.get("segment_ids"))
+        elif named.get("shift_labels") is not None:
+            named["shift_labels"] = as_labels(named["shift_labels"])
+        shape = jnp.shape(named["input_ids"])
+        if named.get("positions") is None:
+            named["positions"] = jnp.arange(shape[1], dtype=jnp.int32)[None]
+        return {name: self._in_order(name, x, shape) for name, x in named.items()}
+
+    def _in_order(self, name: str, x: Any, shape: tuple[int, ...]) -> Any:
+        """An argument, padded and in the order of chunks if it belongs to positions."""
+        if jnp.ndim(x) < 2 or jnp.shape(x)[1] != shape[1] or jnp.shape(x)[0] not in (1, shape[0]):
+            return x
+        x = jnp.asarray(x)
+        behind = [(0, 0), (0, -shape[1] % self.multiple), *[(0, 0)] * (x.ndim - 2)]
+        filling: dict[str, Any] = dict(constant_values=_PADDING.get(name, 0))
+        filling = dict(mode="edge") if name in _REPEATED else filling
+        return in_chunks(jnp.pad(x, behind, **filling), 1, self.size)
+
+    def whole_rows(self, ids: jax.Array) -> jax.Array:
+        """Arrays (B, T) with whole rows, in their own order.
+
+        Args:
+            ids: in the order of chunks, split over the axis.
+
+        Returns:
+            The array, the same on all devices of the axis.
+        """
+        return from_chunks(jax.lax.with_sharding_constraint(ids, self.rows), 1, self.size)
+
+    def check_rows(self, length: int, positions: Any, cache: Any) -> None:
+        """Raises a ValueError unless a model's rows may have been prepared, and nothing needs them whole.
+
+        Args:
+            length: the positions of `input_ids`.
+            positions: the model's argument.
+            cache: the model's argument.
+
+        Raises:
+            ValueError: there is a cache, there are no positions, or the length is no multiple.
+        """
+        where = f"on a mesh with {self.size} devices along sequence={self.axis!r}"
+        if cache is not None:
+            raise ValueError(
+                f"cache is given {where}, on which it cannot lie. Generate on a mesh whose devices split the batch."
+            )
+        if positions is None or length % self.multiple:
+            found = "positions is not given" if positions is None else f"input_ids has {length} positions"
+            raise ValueError(
+                f"{found} {where}, each of which has two chunks of a row of {self.multiple}·n positions. Pass what "
+                "layout.place(batch) makes: it pads rows, puts them in order and attaches positions."
+            )
+
+    def check_labels(self, labels: Any, logits_to_keep: Any) -> None:
+        """Raises a ValueError if a call asks for positions by their place in a row.
+
+        Args:
+            labels: the model's argument.
+            logits_to_keep: the model's argument.
+
+        Raises:
+            ValueError: labels are not shifted, or positions are to be kept.
+        """
+        where = f"on a mesh with {self.size} devices along sequence={self.axis!r}"
+        if labels is not None:
+            raise ValueError(
+                f"labels are given {where}, where a position's next one may be on another device. Pass what "
+                "layout.place(batch) makes: it shifts labels, as shift_labels."
+            )
+        if not isinstance(logits_to_keep, int) or logits_to_keep:
+            raise ValueError(
+                f"logits_to_keep is given {where}, on which rows are not in their own order. Give the other positions "
+                "the label -100, or loss weights of 0."
+            )
