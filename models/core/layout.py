@@ -216,8 +216,8 @@ class Layout:
         Args:
             batch: a tree of arrays with a leading batch axis, such as `dict(input_ids=…, labels=…)`. Numbers, and
                 arrays of fewer rows such as positions (1, T), go to every device. With several processes, each reads
-                the rows of its own devices from its arrays, whose other rows may hold anything. With several devices along
-                `sequence`, a model's arguments by name, or token ids alone.
+                the rows of its own devices from its arrays, whose other rows may hold anything. With several devices
+                along `sequence`, a model's arguments by name, or token ids alone.
             mesh: has the axes that the layout names; `None` for the mesh in context, of `jax.set_mesh`.
 
         Returns:
