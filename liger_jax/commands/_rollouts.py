@@ -135,11 +135,11 @@ class Rollouts:
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:
         """(completions,)."""
-        method, rewards = self._settings.advantages, jnp.asarray(rewards, jnp.float32)
+        method, values = self._settings.advantages, jnp.asarray(rewards, jnp.float32)
         if method.startswith("reinforce"):
-            found = losses.reinforce_advantages(rewards, group_baseline=method == "reinforce_baseline")
+            found = losses.reinforce_advantages(values, group_baseline=method == "reinforce_baseline")
         else:
-            found = losses.group_advantages(rewards, method)
+            found = losses.group_advantages(values, method)
         return np.asarray(found).reshape(-1)
 
     def _packed(
