@@ -140,6 +140,7 @@ class Run:
             seq=self.seq,
             device=self.target.description,
             has_adapters=self.lora is not None,
+            dora=self.lora is not None and self.dora,
         )
 
     @property
@@ -175,10 +176,13 @@ class Run:
         """The ops of the model that runs.
 
         Returns:
-            Options with the loss's memory as the device's has it.
+            Options with the loss's memory as the device's has it. Where layers are recomputed the model itself finds
+            that memory, which then does not depend on the device's.
         """
         if self.loss == "logits":
             return dataclasses.replace(self._kernels, fused_linear_cross_entropy=False)
+        if self.remat != "none":
+            return self._kernels
         return dataclasses.replace(self._kernels, memory_budget_bytes=self.loss_plan().extra_bytes)
 
 
