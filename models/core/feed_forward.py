@@ -7,10 +7,8 @@ is an empty dict. A mixture of experts returns what its balancing loss is made o
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from liger_jax import ops
@@ -19,7 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, summed
-from liger_jax.models.core.tiles import dense, in_tiles, tile_tokens
+from liger_jax.models.core.tiles import over_tokens
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`
 
@@ -71,40 +69,9 @@ class DenseFeedForward(nnx.Module):
         self.remat: Remat = remat
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Aux]:
-        layout = self.kernels.mesh_layout
-        tokens = layout.tokens_of_device(*x.shape[:2])
-        size = self.tokens_at_once(tokens, x.shape[2], self.remat)
-        # DoRA's norms of a weight's columns would be made again for each tile.
-        if size == tokens or any(getattr(p, "magnitude", None) is not None for p in self._projections()):
-            return self._whole(x), {}
-        graphdef, weights = nnx.split(self)
-
-        def of_tile(weights, tile, start):
-            layer = nnx.merge(graphdef, weights)
-            for projection in layer._projections():
-                if (key := getattr(projection, "dropout_key", None)) is not None:
-                    key[...] = jax.random.fold_in(key[...], start)  # so that tiles drop different inputs
-            return layer._whole(tile)
-
-        by_tiles = lambda x, weights: in_tiles(of_tile, dense(weights, x.dtype), x, size)
-        # On a mesh each device has tiles of its own tokens, and the weights' gradients are summed over devices once.
-        between = layout.between_blocks
-        return layout.run(by_tiles, (x, weights), spec=(between, P()), out=between), {}
-
-    @staticmethod
-    def tokens_at_once(tokens: int, width: int, remat: Remat) -> int:
-        """For how many tokens gate and up exist at the same time, but for DoRA, which has them for all.
-
-        Args:
-            tokens: a device's tokens.
-            width: D.
-            remat: what the layer keeps for the backward.
-
-        Returns:
-            All tokens, or those of a tile, where a layer keeps neither gate nor up.
-        """
-        size = tile_tokens(tokens, width) if remat in ("full", "offload") else None
-        return tokens if size is None else size
+        projections = (self.gate_up_proj,) if self.has_gate_up else (self.gate_proj, self.up_proj)
+        layers = *projections, self.down_proj
+        return over_tokens(self._of_projections, layers, x, self.remat, self.kernels.mesh_layout), {}
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:
@@ -135,16 +102,12 @@ class DenseFeedForward(nnx.Module):
         """
         return (3 * config.intermediate_size + 1) // 2 if in_place else 5 * config.intermediate_size
 
-    def _projections(self) -> tuple[Any, ...]:
-        """The layers that it is made of, in their order."""
-        first = (self.gate_up_proj,) if self.has_gate_up else (self.gate_proj, self.up_proj)
-        return (*first, self.down_proj)
-
-    def _whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """All tokens at once."""
+    def _of_projections(self, projections: tuple[Any, ...], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The feed-forward by its projections in their order."""
         if self.has_gate_up:
-            return self._of_gate_up(x)
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+            gate_up, down = projections
+            return self._of_gate_up(gate_up, down, x)
+        gate, up, down = projections
         layout = self.kernels.mesh_layout
         if self.fused and are_plain_products(gate, up, down):
             options = dict(recomputed=self.recomputed, implementation=self.kernels.implementation)
@@ -153,10 +116,8 @@ class DenseFeedForward(nnx.Module):
         x = all_positions(x, tensor)
         return summed(down(layout.run(self._gated, (gate(x), up(x)))), tensor)
 
-    def _of_gate_up(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def _of_gate_up(self, gate_up: Any, down: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, of one projection to gate and up."""
-        gate_up: Any = self.gate_up_proj  # `nnx.Linear`, or a layer that replaces it
-        down: Any = self.down_proj
         if not (self.fused and are_plain_products(gate_up, down)):
             gate, up = jnp.split(gate_up(x), 2, axis=-1)
             return down(self.kernels.mesh_layout.run(self._gated, (gate, up)))

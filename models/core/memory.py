@@ -15,6 +15,7 @@ from liger_jax.models.core.feed_forward import DenseFeedForward, may_fuse
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops._place import Place
 from liger_jax.ops.layout import sent_dtype
@@ -61,6 +62,11 @@ class LayerMemory:
         return {name: self._bytes(values) for name, values in kept.items()}
 
     @property
+    def offloaded(self) -> int:
+        """Bytes that the layer keeps for its backward in the host's memory: its inputs, with "offload"."""
+        return self._bytes(self.config.hidden_size) if self.remat == "offload" else 0
+
+    @property
     def worked_on(self) -> int:
         """Bytes of the backward of one layer beside what is kept: the activations made again, and their gradients."""
         c, kept = self.config, self._values_kept()
@@ -73,7 +79,7 @@ class LayerMemory:
         in_place = self.device.platform == "gpu" and may_fuse(self.kernels, self.remat, scan=True)
         of_feed_forward = DenseFeedForward.values_in_backward(c, in_place and not self.has_adapters)
         tokens = self.rows * self.seq
-        at_once = tokens if self.dora else DenseFeedForward.tokens_at_once(tokens, c.hidden_size, self.remat)
+        at_once = tokens if self.dora else tokens_at_once(tokens, c.hidden_size, self.remat)
         feed_forward = self._bytes(of_feed_forward - kept["feed-forward"], at_once)
         if at_once < tokens and not self.has_adapters:  # tiles sum the weights' gradients in float32
             feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size
@@ -197,7 +203,7 @@ def loss_budget_bytes(
         config.hidden_size,
         config.vocab_size,
         f=config.intermediate_size,
-        f_tokens=DenseFeedForward.tokens_at_once(tokens, config.hidden_size, remat),
+        f_tokens=tokens_at_once(tokens, config.hidden_size, remat),
         dtype=dtype,
         weight_dtype=head.dtype_in_products(dtype),
         weight_is_split=head.is_split,

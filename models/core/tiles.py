@@ -14,12 +14,70 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from liger_jax.models.core.remat import Remat
 from liger_jax.ops.block_quantized import BlockQuantized
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096  # of a tile
 LEAST_TILES = 8  # fewer save little
+
+
+def over_tokens(
+    call: Callable[[Any, Float[Array, "B T D"]], Any],
+    layers: tuple[Any, ...],
+    x: Float[Array, "B T D"],
+    remat: Remat,
+    layout: Any,
+) -> Any:
+    """`call(layers, x)`, over tiles of tokens where that saves memory.
+
+    On a mesh each device has tiles of its own tokens, and the gradients of weights are summed over devices once.
+
+    Args:
+        call: computes each token by itself, and returns a tree of arrays (B, T, …).
+        layers: the projections that it computes with, and all that it differentiates beside `x`.
+        x: its argument.
+        remat: what the decoder's layer keeps for the backward.
+        layout: the `Layout` of the mesh in context.
+
+    Returns:
+        What `call` returns.
+    """
+    tokens = layout.tokens_of_device(*x.shape[:2])
+    size = tokens_at_once(tokens, x.shape[2], remat)
+    # DoRA's norms of a weight's columns would be made again for each tile.
+    if size == tokens or any(getattr(layer, "magnitude", None) is not None for layer in layers):
+        return call(layers, x)
+    graphdef, weights = nnx.split(layers)
+
+    def of_tile(weights, tile, start):
+        layers = nnx.merge(graphdef, weights)
+        for layer in layers:
+            if (key := getattr(layer, "dropout_key", None)) is not None:
+                key[...] = jax.random.fold_in(key[...], start)  # so that tiles drop different inputs
+        return call(layers, tile)
+
+    by_tiles = lambda x, weights: in_tiles(of_tile, dense(weights, x.dtype), x, size)
+    between = layout.between_blocks
+    return layout.run(by_tiles, (x, weights), spec=(between, P()), out=between)
+
+
+def tokens_at_once(tokens: int, width: int, remat: Remat) -> int:
+    """How many tokens `over_tokens` computes at once, but for DoRA, whose layers take all.
+
+    Args:
+        tokens: a device's tokens.
+        width: D.
+        remat: what the decoder's layer keeps for the backward.
+
+    Returns:
+        A tile's tokens, where a layer keeps no product; else all.
+    """
+    size = tile_tokens(tokens, width) if remat in ("full", "offload") else None
+    return tokens if size is None else size
 
 
 def tile_tokens(tokens: int, width: int) -> int | None:
@@ -41,30 +99,30 @@ def tile_tokens(tokens: int, width: int) -> int | None:
 
 
 def in_tiles(
-    function: Callable[[Any, Float[Array, "1 tile D"], Int[Array, ""]], Float[Array, "1 tile D"]],
+    function: Callable[[Any, Float[Array, "1 tile D"], Int[Array, ""]], Any],
     weights: Any,
     x: Float[Array, "B T D"],
     size: int,
-) -> Float[Array, "B T D"]:
+) -> Any:
     """`function(weights, x, start)` by tiles of tokens.
 
     The gradients of weights are summed over tiles in float32 and rounded once. There are none for weights that nobody
     differentiates.
 
     Args:
-        function: computes each token by itself, and returns an array of the shape and dtype of `x`. It also gets the
-            number of the tile's first token, for what is drawn at random.
+        function: computes each token by itself, and returns a tree of arrays (1, tile, …). It also gets the number of
+            the tile's first token, for what is drawn at random.
         weights: a tree of arrays, all that `function` may differentiate beside `x`.
         x: any float dtype.
         size: tokens in a tile, at most B·T.
 
     Returns:
-        The function's values.
+        The function's values, (B, T, …).
     """
     leaves, tree = jax.tree.flatten(weights)
 
     def of_tile(leaves, tile, start):
-        return function(jax.tree.unflatten(tree, leaves), tile[None], start)[0]
+        return jax.tree.map(lambda y: y[0], function(jax.tree.unflatten(tree, leaves), tile[None], start))
 
     @jax.custom_vjp
     def tiled(leaves, x):
@@ -76,32 +134,33 @@ def in_tiles(
         values = [leaf.value for leaf in leaves]
         return _forward(of_tile, values, x.value, size), (needs, values, x.value)
 
-    def backward_rule(residuals, dy):
+    def backward_rule(residuals, dys):
         needs, leaves, x = residuals
         trained = [i for i, need in enumerate(needs) if need.size]
-        return _backward(of_tile, leaves, trained, x, dy, size)
+        return _backward(of_tile, leaves, trained, x, dys, size)
 
     tiled.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
-    return tiled(leaves, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    ys = tiled(leaves, x.reshape(-1, x.shape[-1]))
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), ys)
 
 
 def _forward(of_tile, leaves, x, size):
-    """x (N, D) → y (N, D)."""
+    """x (N, D) → a tree of (N, …)."""
 
-    def step(y, start):
-        tile = of_tile(leaves, jax.lax.dynamic_slice_in_dim(x, start, size), start)
-        return jax.lax.dynamic_update_slice_in_dim(y, tile, start, 0), None
+    def step(ys, start):
+        tiles = of_tile(leaves, _slice(x, start, size), start)
+        return jax.tree.map(lambda y, tile: jax.lax.dynamic_update_slice_in_dim(y, tile, start, 0), ys, tiles), None
 
-    return jax.lax.scan(step, jnp.zeros_like(x), _starts(len(x), size))[0]
+    types = jax.eval_shape(of_tile, leaves, x[:size], 0)
+    ys = jax.tree.map(lambda y: jnp.zeros((len(x), *y.shape[1:]), y.dtype), types)
+    return jax.lax.scan(step, ys, _starts(len(x), size))[0]
 
 
-def _backward(of_tile, leaves, trained, x, dy, size):
-    """x, dy (N, D) → the gradients of leaves, `None` where they are not trained, and of x, in the place of dy."""
+def _backward(of_tile, leaves, trained, x, dys, size):
+    """x (N, D), dys of (N, …) → the gradients of leaves, `None` where they are not trained, and of x."""
 
     def step(carry, start_and_shared):
-        (gradient, sums), (start, shared) = carry, start_and_shared  # `gradient` is y's where no tile was yet, else x's
-        is_own = jnp.arange(size)[:, None] >= shared
-        of_y = jax.lax.dynamic_slice_in_dim(gradient, start, size)
+        (dx, sums), (start, shared) = carry, start_and_shared
 
         def of_trained(chosen, tile):
             whole = list(leaves)
@@ -109,22 +168,28 @@ def _backward(of_tile, leaves, trained, x, dy, size):
                 whole[i] = leaf
             return of_tile(whole, tile, start)
 
-        tile = jax.lax.dynamic_slice_in_dim(x, start, size)
-        _, pull = jax.vjp(of_trained, [leaves[i] for i in trained], tile)
-        of_leaves, of_x = pull(jnp.where(is_own, of_y, 0))
+        def own(dy):
+            is_own = jnp.expand_dims(jnp.arange(size), range(1, dy.ndim)) >= shared
+            return jnp.where(is_own, _slice(dy, start, size), 0)
+
+        _, pull = jax.vjp(of_trained, [leaves[i] for i in trained], _slice(x, start, size))
+        of_leaves, of_x = pull(jax.tree.map(own, dys))
         sums = [total + leaf.astype(total.dtype) for total, leaf in zip(sums, of_leaves, strict=True)]
-        of_x = jnp.where(is_own, of_x, of_y)
-        return (jax.lax.dynamic_update_slice_in_dim(gradient, of_x, start, 0), sums), None
+        return (jax.lax.dynamic_update_slice_in_dim(dx, of_x, start, 0), sums), None
 
     sums = [jnp.zeros(leaves[i].shape, jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in trained]
     starts = _starts(len(x), size)
-    # The last tile goes first, and leaves the tokens that it shares with another tile to that one.
+    # The last tile goes first, without the tokens that it shares with another tile, which writes over it later.
     shared = np.where(np.arange(len(starts)) == 0, -len(x) % size, 0).astype(np.int32)
-    (of_x, sums), _ = jax.lax.scan(step, (dy, sums), (np.roll(starts, 1), shared))
+    (dx, sums), _ = jax.lax.scan(step, (jnp.zeros_like(x), sums), (np.roll(starts, 1), shared))
     of_leaves: list[Any] = [None] * len(leaves)
     for i, total in zip(trained, sums, strict=True):
         of_leaves[i] = total.astype(leaves[i].dtype)
-    return of_leaves, of_x
+    return of_leaves, dx
+
+
+def _slice(x: jax.Array, start: Any, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
 def dense(weights: Any, dtype: Any) -> Any:

@@ -14,7 +14,7 @@ from liger_jax.models.lora import add_lora, trainable, with_dropout
 from liger_jax.models.quantized import quantize
 
 SIZES = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
 LENGTH = 75  # with 2 rows: 10 tiles of 16 tokens, of which the last shares 10 with the one before it
