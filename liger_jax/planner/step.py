@@ -54,6 +54,7 @@ class Run:
         lora_targets: what has adapters, as `add_lora` takes `targets`.
         dora: adapters train the lengths of the weights' columns, too.
         quantize: how the projections' weights are quantised beside adapters, "nf4" or "int8"; `None` if they are not.
+        host_memory: bytes that the devices' host has for what lies there; `None` if it is not known.
     """
 
     model: Architecture
@@ -74,6 +75,7 @@ class Run:
     lora_targets: tuple[str, ...] | str = adapters.TARGETS
     dora: bool = False
     quantize: str | None = None
+    host_memory: int | None = None
 
     def __post_init__(self):
         for name, size in dict(batch=self.batch, seq=self.seq, micro_batches=self.micro_batches).items():
