@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
     names = "memory optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches".split()
-    names += ["packed", "lora", "quantize"]
+    names += ["packed", "lora", "quantize", "host_memory"]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
     try:
@@ -97,6 +97,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--quantize", choices=KINDS, help="hold the frozen weights of layers in fewer bits")
     command.add_argument("--packed", "--pack", action="store_true", help="rows hold several documents, each by itself")
     command.add_argument("--state-memory", choices=STATE_MEMORIES, help="where the moments lie (default: device)")
+    command.add_argument("--host-memory", help="such as 128GiB: of the host, for what is kept there")
     command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
     command.add_argument(
         "--search", choices=SEARCHES, help="the largest that fits, by the compiler; that option is not needed then"

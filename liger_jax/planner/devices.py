@@ -13,6 +13,8 @@ from liger_jax.planner import device_names
 from liger_jax.planner.device_names import ANY_GPU
 
 GPUS_PER_HOST, CHIPS_PER_HOST = 8, 4
+# XLA's pool of pinned host memory for GPUs, and the environment variable that enlarges it, read when a backend starts.
+PINNED_GIB, PINNED_LIMIT = 64, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 # XLA_PYTHON_CLIENT_MEM_FRACTION: the share of a GPU's memory that JAX's allocator takes. The first is JAX's default.
 FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)
@@ -95,6 +97,11 @@ class Target:
         return target(f"{kind}:{'x'.join(map(str, axes))}") if math.prod(axes) <= TPUS[kind].most_chips else None
 
     @property
+    def count_on_host(self) -> int:
+        """How many of the devices one host has, at most."""
+        return min(self.count, GPUS_PER_HOST if self.platform == "gpu" else CHIPS_PER_HOST)
+
+    @property
     def capability(self) -> tuple[int, int]:
         """A GPU's compute capability, which is taken for Ampere's where it is unknown; (0, 0) for a TPU."""
         gpu = GPUS.get(self.name.partition(":")[0])
@@ -154,6 +161,23 @@ def here() -> Target | None:
     known = [name for name, row in {**GPUS, **TPUS}.items() if row.kind == device.device_kind]
     name = known[0] if len(known) == 1 else device.platform  # cards of one name may differ in memory
     return Target(name, device.platform, device.device_kind, 1, limit, "", limit, int(limit * (1 - RESERVE)))
+
+
+def pinned_limit(needed: int) -> int | None:
+    """What XLA's pool of pinned memory must be allowed for a run.
+
+    Args:
+        needed: bytes of the run in the pool.
+
+    Returns:
+        GiB, a tenth more than needed, because the pool is cut in pieces; `None` where its default is enough.
+
+    Example:
+        >>> pinned_limit(128 * GIB), pinned_limit(8 * GIB)
+        (141, None)
+    """
+    limit = math.ceil(1.1 * needed / GIB)
+    return limit if limit > PINNED_GIB else None
 
 
 def _memory_of_machine() -> int | None:

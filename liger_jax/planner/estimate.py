@@ -32,12 +32,14 @@ class Estimate:
         loss_bytes: the logits or the fused loss's buffers, wherever the peak is.
         static: parameters, all gradients and the optimizer's state, which do not depend on the batch. If the peak is in
             the loss, some gradients do not exist yet, and `parts` has less of them.
+        host: bytes of the host's pinned memory for each device: layers' inputs and optimizer state that lie there.
     """
 
     parts: dict[str, int]
     peak: str
     loss_bytes: int
     static: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -122,8 +124,9 @@ def estimate(run: Run) -> Estimate:
         "parameters": sizes.held_bytes,
         "optimizer state": math.ceil(moment_bytes(run.optimizer, run.state_dtype) * sizes.trained),
     }
+    host = run.layer.offloaded * layers
     if run.state_memory == "host":
-        static["optimizer state"] = 0
+        host, static["optimizer state"] = host + static["optimizer state"], 0
     kept = {name: layers * value for name, value in run.layer.kept.items()}
     # Sharded parameters are gathered for two layers at a time. Parameters on one device may be cast, for one layer.
     gathered, is_cast = run.mesh["fsdp"] > 1, param != size
@@ -164,7 +167,7 @@ def estimate(run: Run) -> Estimate:
     }
     peak = "loss" if sum(at_loss.values()) > sum(in_backward.values()) else "backward"
     parts = dict.fromkeys(STATIC + DYNAMIC, 0) | static | kept | (at_loss if peak == "loss" else in_backward)
-    return Estimate(parts, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums)
+    return Estimate(parts, peak, loss, sum(static.values()) + sizes.gradient_bytes + sums, host)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from liger_jax.planner.advice import (
 )
 from liger_jax.planner.architectures import Architecture, architecture
 from liger_jax.planner.compiled import Compiled, compile_run
+from liger_jax.planner.device_names import memory_in_bytes
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
 from liger_jax.planner.mesh import parse_mesh
@@ -49,8 +50,13 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the run has the memory that it needs with its own loss."""
-        return self.needed <= self.run.target.capacity_bytes
+        """Whether the run has the memory that it needs with its own loss, on its devices and on their host."""
+        return self.needed <= self.run.target.capacity_bytes and has_host_memory(self.run, self.host)
+
+    @property
+    def host(self) -> int:
+        """Bytes of a host's memory for all of its devices, by estimate."""
+        return estimate(self.run).host * self.run.target.count_on_host
 
     @property
     def needed(self) -> int:
@@ -100,6 +106,19 @@ class MemoryPlan:
         return adapters_that_fit(self.run, self._correction)
 
 
+def has_host_memory(run: Run, needed: int) -> bool:
+    """Whether a host has so many bytes for its devices.
+
+    Args:
+        run: says how much memory the host has, if it is known.
+        needed: bytes.
+
+    Returns:
+        False if it is known to have less.
+    """
+    return run.host_memory is None or needed <= run.host_memory
+
+
 def make_run(
     model: str | os.PathLike[str],
     *,
@@ -108,6 +127,7 @@ def make_run(
     device: str | None = None,
     memory: str | None = None,
     mesh: str | None = None,
+    host_memory: str | None = None,
     **options: Any,
 ) -> Run:
     """Makes a run from names and sizes.
@@ -119,6 +139,7 @@ def make_run(
         device: as `plan` takes it.
         memory: as `plan` takes it.
         mesh: as `plan` takes it.
+        host_memory: as `plan` takes it.
         **options: as `plan` takes them.
 
     Returns:
@@ -139,6 +160,8 @@ def make_run(
     for name, size in dict(batch=batch, seq=seq).items():
         if size >= 2**31:
             raise ValueError(f"{name}={size} must be below 2**31: JAX counts in int32.")
+    if host_memory is not None:
+        options["host_memory"] = memory_in_bytes(host_memory)
     return Run(found, batch, seq, devices, parse_mesh(mesh, devices.count), **options)
 
 
@@ -162,6 +185,7 @@ def plan(
     device: str | None = None,
     memory: str | None = None,
     mesh: str | None = None,
+    host_memory: str | None = None,
     level: str = "estimate",
     **options: Any,
 ) -> MemoryPlan:
@@ -181,6 +205,8 @@ def plan(
         memory: a GPU's memory, such as "24GiB"; `None` for that of the table.
         mesh: such as "data=2,fsdp=8"; `None` for all devices along fsdp, over which parameters, gradients and
             optimizer state are sharded. The batch is sharded over both.
+        host_memory: memory of the devices' host, such as "128GiB", in which `remat="offload"` and `state_memory="host"`
+            put arrays; `None` if it is not known, and enough.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "adamw8bit", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat`
             ("none", "full", "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number), `state_memory`
@@ -202,7 +228,8 @@ def plan(
     """
     if level not in LEVELS:
         raise ValueError(f"level={level!r} must be one of {LEVELS}.")
-    run = make_run(model, batch=batch, seq=seq, device=device, memory=memory, mesh=mesh, **options)
+    sizes: dict[str, Any] = dict(batch=batch, seq=seq, device=device, memory=memory, mesh=mesh)
+    run = make_run(model, **sizes, host_memory=host_memory, **options)
     both = {loss: dataclasses.replace(run, loss=loss) for loss in LOSSES}
     compiled = {loss: compile_run(each) for loss, each in both.items()} if level == "compiled" else {}
     return MemoryPlan(run, {loss: estimate(each) for loss, each in both.items()}, compiled)
@@ -225,7 +252,8 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
     """The largest batch or sequence that fits, by compiled answers.
 
     The search begins at the estimate's answer, goes on in doubling steps, and ends with bisection. Batches are
-    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest.
+    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest. What lies on the
+    host must fit there, too, if the host's memory is known.
 
     Args:
         run: the run; everything but the size that is looked for stays as it is.
@@ -252,6 +280,12 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
         )
     capacity = run.target.capacity_bytes
     sized = lambda n: dataclasses.replace(run, **{what: n * unit})
+    hosted = lambda n: has_host_memory(run, estimate(sized(n)).host * run.target.count_on_host)
+    if run.host_memory is not None and not hosted(1):
+        raise ValueError(
+            f"host_memory={run.host_memory / 2**30:.1f}GiB is too little for {what}={unit}. Keep less there: another "
+            "remat, or state_memory='device'."
+        )
     answers: dict[int, int] = {}
 
     def fits(n: int) -> bool:
@@ -261,14 +295,16 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
         return answers[n * unit] <= capacity
 
     def bounded(n: int) -> bool:
-        return most is None or n <= most
+        return (most is None or n <= most) and hosted(n)
 
     low = max(1, largest(lambda n: bounded(n) and estimate(sized(n)).total <= capacity))
     step = max(1, low // 16)
     if fits(low):
         while bounded(low + step) and fits(low + step):
             low, step = low + step, 2 * step
-        high = low + step if bounded(low + step) else most + 1
+        high = low + step
+        if not bounded(high):
+            high = 1 + largest(bounded)
     else:
         high = low
         while (low := max(0, high - step)) and not fits(low):

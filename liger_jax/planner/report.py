@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_jax._install import install_command
 from liger_jax.planner.advice import PRECISIONS, Change, options
-from liger_jax.planner.devices import FRACTIONS, GIB, Target
+from liger_jax.planner.devices import FRACTIONS, GIB, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.planning import MemoryPlan
 from liger_jax.planner.step import LOSSES
@@ -116,6 +116,9 @@ def verdict(plan: MemoryPlan, cure: str = "") -> str:
     target = plan.run.target
     if plan.fits:
         return f"Fits: {_needed_of(target, plan.needed)}."
+    if plan.needed <= target.capacity_bytes and plan.run.host_memory is not None:
+        needed, has = _apart(plan.host, plan.run.host_memory)
+        return f"Does not fit: {needed} GiB needed of the host's memory, which has {has}."
     where = f" on each of {target.count}" if target.count > 1 else ""
     needed, capacity = _apart(plan.needed, target.capacity_bytes)
     cure = f" It fits with {cure}." if cure else ""
@@ -223,6 +226,10 @@ def notes(plan: MemoryPlan) -> list[str]:
     """
     run, target = plan.run, plan.run.target
     found = []
+    if plan.host:
+        limit = pinned_limit(plan.host) if target.platform == "gpu" else None
+        setting = f": start Python with {PINNED_LIMIT}={limit}, since JAX's own limit is {PINNED_GIB}" if limit else ""
+        found.append(f"The host holds {plan.host / GIB:.1f} GiB in pinned memory{setting}.")
     if plan.fits and is_tight(target, plan.needed) and not plan.compiled:
         found.append("Note: an estimate may be off by more than what is to spare: ask the compiler, --level compiled.")
     if run.model.quantized and "unsloth-bnb" in run.model.name.lower():

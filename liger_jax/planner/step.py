@@ -55,6 +55,7 @@ class Run:
         lora_targets: what has adapters, as `add_lora` takes `targets`.
         dora: adapters train the lengths of the weights' columns, too.
         quantize: how the projections' weights are quantised beside adapters, "nf4" or "int8"; `None` if they are not.
+        host_memory: bytes that the devices' host has for what lies there; `None` if it is not known.
     """
 
     model: Architecture
@@ -75,6 +76,7 @@ class Run:
     lora_targets: tuple[str, ...] | str = adapters.TARGETS
     dora: bool = False
     quantize: str | None = None
+    host_memory: int | None = None
 
     def __post_init__(self):
         for name, size in dict(batch=self.batch, seq=self.seq, micro_batches=self.micro_batches).items():
@@ -141,6 +143,7 @@ class Run:
             seq=self.seq,
             device=self.target.description,
             has_adapters=self.lora is not None,
+            dora=self.lora is not None and self.dora,
         )
 
     @property
@@ -179,10 +182,13 @@ class Run:
         """The ops of the model that runs.
 
         Returns:
-            Options with the loss's memory as the device's has it.
+            Options with the loss's memory as the device's has it. Where layers are recomputed the model itself finds
+            that memory, which then does not depend on the device's.
         """
         if self.loss == "logits":
             return dataclasses.replace(self._kernels, fused_linear_cross_entropy=False)
+        if self.remat != "none":
+            return self._kernels
         return dataclasses.replace(self._kernels, memory_budget_bytes=self.loss_plan().extra_bytes)
 
 

@@ -16,8 +16,9 @@ from liger_jax.layers.mlp import is_plain_product
 from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
-from liger_jax.models.core.remat import ATTENTION_OUTPUT
+from liger_jax.models.core.remat import ATTENTION_OUTPUT, Remat
 from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, product_of_parts
+from liger_jax.models.core.tiles import over_tokens
 
 
 def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
@@ -56,6 +57,7 @@ class Attention(nnx.Module):
         kernels: which ops run as kernels.
         linear: makes a projection from its two widths, as `Blocks.linear` does.
         norm: makes a norm of a width, as `Blocks.norm` does.
+        remat: what the layer keeps for the backward.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Attention(nnx.Module):
         *,
         linear: Callable[..., Any],  # `nnx.Linear`, or what may replace it
         norm: Callable[[int], Any],
+        remat: Remat = "none",
     ):
-        self.kernels = kernels
+        self.kernels, self.remat = kernels, remat
         width, self.head_width = config.hidden_size, config.head_dim
         query_width, kv_width = (n * self.head_width for n in (config.num_attention_heads, config.num_key_value_heads))
         self.has_qkv = config.fused_projections
@@ -94,16 +97,11 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B own D"]:
         layout = self.kernels.mesh_layout
         tensor, heads_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention
-        x = all_positions(x, tensor)
 
         def heads(y):
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
-        if self.has_qkv:
-            qkv, query_width = self.qkv_proj(x), self.o_proj.kernel.shape[-2]  # of this device's heads
-            q, k, v = jnp.split(qkv, [query_width, (query_width + qkv.shape[-1]) // 2], axis=-1)
-        else:
-            q, k, v = in_one_product(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self._projected(x, tensor)
         v = heads(v)
         if self.q_norm is None or self.k_norm is None:
             q, k = heads(q), heads(k)
@@ -134,4 +132,23 @@ class Attention(nnx.Module):
             out = attend_to_own(q, k, v)
         else:
             out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
-        return product_of_parts(self.o_proj, out.reshape(*x.shape[:2], out.shape[2] * out.shape[3]), tensor)
+        out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
+        if tensor is not None or cache is not None:
+            return product_of_parts(self.o_proj, out, tensor)
+        return over_tokens(lambda layers, tile: layers[0](tile), (self.o_proj,), out, self.remat, layout)
+
+    def _projected(self, x: Float[Array, "B own D"], tensor: str | None) -> Any:
+        """Queries, keys and values (B, T, …) before heads are cut."""
+        if self.has_qkv:
+            layers, project = (self.qkv_proj,), lambda layers, x: self._split(layers[0](x))
+        else:
+            layers = self.q_proj, self.k_proj, self.v_proj
+            project = lambda layers, x: in_one_product(x, *layers)
+        if tensor is not None:  # tiles of own positions would not come out as rows
+            return project(layers, all_positions(x, tensor))
+        return over_tokens(project, layers, x, self.remat, self.kernels.mesh_layout)
+
+    def _split(self, qkv: Float[Array, "B T both"]) -> Any:
+        """This device's queries, keys and values from one projection's."""
+        query_width = self.o_proj.kernel.shape[-2]
+        return jnp.split(qkv, [query_width, (query_width + qkv.shape[-1]) // 2], axis=-1)

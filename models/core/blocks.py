@@ -160,7 +160,7 @@ class Blocks:
         Returns:
             A layer from (B, T, D) to (B, T, D).
         """
-        return Attention(self.config, self.kernels, linear=self.linear, norm=self.norm)
+        return Attention(self.config, self.kernels, linear=self.linear, norm=self.norm, remat=self.remat)
 
     def mlp(self) -> Any:
         """Makes the feed-forward of the layer's kind.

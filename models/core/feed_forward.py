@@ -17,6 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, product_of_parts
+from liger_jax.models.core.tiles import over_tokens
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`
 
@@ -65,18 +66,12 @@ class DenseFeedForward(nnx.Module):
         self.down_proj = linear(inner_width, width, use_bias=config.mlp_bias)
         self.activation, self.kernels = config.gate, kernels
         self.fused, self.recomputed = may_fuse(kernels, remat, scan), remat != "none"
+        self.remat: Remat = remat
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Aux]:
-        if self.has_gate_up:
-            return self._of_gate_up(x), {}
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        layout = self.kernels.mesh_layout
-        if self.fused and are_plain_products(gate, up, down):
-            options = dict(recomputed=self.recomputed, implementation=self.kernels.implementation)
-            return in_one_op(x, gate, up, down, activation=self.activation, **options), {}
-        tensor = axis_of_part(layout.tensor, down)
-        x = all_positions(x, tensor)
-        return product_of_parts(down, layout.run(self._gated, (gate(x), up(x))), tensor), {}
+        projections = (self.gate_up_proj,) if self.has_gate_up else (self.gate_proj, self.up_proj)
+        layers = *projections, self.down_proj
+        return over_tokens(self._of_projections, layers, x, self.remat, self.kernels.mesh_layout), {}
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:
@@ -107,10 +102,22 @@ class DenseFeedForward(nnx.Module):
         """
         return (3 * config.intermediate_size + 1) // 2 if in_place else 5 * config.intermediate_size
 
-    def _of_gate_up(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def _of_projections(self, projections: tuple[Any, ...], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The feed-forward by its projections in their order."""
+        if self.has_gate_up:
+            gate_up, down = projections
+            return self._of_gate_up(gate_up, down, x)
+        gate, up, down = projections
+        layout = self.kernels.mesh_layout
+        if self.fused and are_plain_products(gate, up, down):
+            options = dict(recomputed=self.recomputed, implementation=self.kernels.implementation)
+            return in_one_op(x, gate, up, down, activation=self.activation, **options)
+        tensor = axis_of_part(layout.tensor, down)
+        x = all_positions(x, tensor)
+        return product_of_parts(down, layout.run(self._gated, (gate(x), up(x))), tensor)
+
+    def _of_gate_up(self, gate_up: Any, down: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, of one projection to gate and up."""
-        gate_up: Any = self.gate_up_proj  # `nnx.Linear`, or a layer that replaces it
-        down: Any = self.down_proj
         if not (self.fused and are_plain_products(gate_up, down)):
             layout = self.kernels.mesh_layout
             tensor = axis_of_part(layout.tensor, down)

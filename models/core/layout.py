@@ -344,6 +344,20 @@ class Layout:
 
         return jax.tree.map(gather, parameters)
 
+    def tokens_of_device(self, rows: int, length: int) -> int:
+        """How many tokens between blocks each device has.
+
+        Args:
+            rows: rows of an array between blocks, on the mesh in context.
+            length: its positions.
+
+        Returns:
+            Its tokens over the devices that split them. Inside a `jax.shard_map` the array is one device's already.
+        """
+        sizes = self._open_axes()
+        splits = (*self.batch, *(axis for axis in (self.sequence, self.tensor) if axis is not None))
+        return rows * length // math.prod(sizes.get(axis, 1) for axis in splits)
+
     def tensor_parts(self, sizes: Mapping[str, int] | None = None) -> TensorParts | None:
         """How the tensor axis splits a model.
 

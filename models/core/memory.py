@@ -15,6 +15,7 @@ from liger_jax.models.core.feed_forward import DenseFeedForward, may_fuse
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops._place import Place
 from liger_jax.ops.layout import sent_dtype
@@ -37,6 +38,7 @@ class LayerMemory:
         seq: tokens in a sequence.
         device: the device that the step runs on.
         has_adapters: whether projections have adapters.
+        dora: whether these are DoRA's.
     """
 
     config: Any
@@ -47,6 +49,7 @@ class LayerMemory:
     seq: int
     device: jax.sharding.AbstractDevice
     has_adapters: bool = False
+    dora: bool = False
 
     @property
     def kept(self) -> dict[str, int]:
@@ -57,6 +60,11 @@ class LayerMemory:
             padding = max(0, LANES - c.head_dim) * (2 * c.num_attention_heads + c.num_key_value_heads)
             kept["attention"] += padding + (LANES - 1) * self._sums()
         return {name: self._bytes(values) for name, values in kept.items()}
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes that the layer keeps for its backward in the host's memory: its inputs, with "offload"."""
+        return self._bytes(self.config.hidden_size) if self.remat == "offload" else 0
 
     @property
     def worked_on(self) -> int:
@@ -70,7 +78,11 @@ class LayerMemory:
         # where adapters read them, XLA holds both halves at once.
         in_place = self.device.platform == "gpu" and may_fuse(self.kernels, self.remat, scan=True)
         of_feed_forward = DenseFeedForward.values_in_backward(c, in_place and not self.has_adapters)
-        feed_forward = self._bytes(of_feed_forward - kept["feed-forward"])
+        tokens = self.rows * self.seq
+        at_once = tokens if self.dora else tokens_at_once(tokens, c.hidden_size, self.remat)
+        feed_forward = self._bytes(of_feed_forward - kept["feed-forward"], at_once)
+        if at_once < tokens and not self.has_adapters:  # tiles sum the weights' gradients in float32
+            feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size
         return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
 
     def _values_kept(self) -> dict[str, int]:
@@ -92,8 +104,9 @@ class LayerMemory:
         """Attention keeps a float32 sum for each head and token: their size in values of the computation's dtype."""
         return 4 * self.config.num_attention_heads // jnp.dtype(self.dtype).itemsize
 
-    def _bytes(self, values: int) -> int:
-        return self.rows * self.seq * jnp.dtype(self.dtype).itemsize * values
+    def _bytes(self, values: int, tokens: int | None = None) -> int:
+        """Bytes of so many values for each token, of all tokens or as many as given."""
+        return (self.rows * self.seq if tokens is None else tokens) * jnp.dtype(self.dtype).itemsize * values
 
     def _scores_in_chunks(self) -> int:
         """Bytes of the scores that XLA's attention holds for a chunk of queries in the backward; 0 for a kernel."""
@@ -189,6 +202,7 @@ def loss_budget_bytes(
         *sizes,
         config.vocab_size,
         f=config.intermediate_size,
+        f_tokens=tokens_at_once(tokens, config.hidden_size, remat),
         dtype=dtype,
         weight_dtype=head.dtype_in_products(dtype),
         weight_is_split=head.is_split,

@@ -98,6 +98,7 @@ def loss_budget(remat, config, tokens, weight_dtype, *, is_copied=False, is_wide
         config.hidden_size,
         config.vocab_size,
         f=config.intermediate_size,
+        f_tokens=tokens,
         dtype=jnp.bfloat16,
         weight_dtype=weight_dtype,
         layers_are_recomputed=remat != "none",

@@ -218,6 +218,7 @@ def budget_beside_layers(
     v: int,
     *,
     f: int,
+    f_tokens: int,
     dtype: jax.typing.DTypeLike,
     weight_dtype: jax.typing.DTypeLike,
     layers_are_recomputed: bool,
@@ -228,9 +229,10 @@ def budget_beside_layers(
     """The memory that the loss of a model's training step may use. A step's peak grows little by it, or not at all.
 
     If the backward computes layers again, the loss may use what one layer takes: its norms, gate, up, product and sums.
-    It is a soft budget. If the head is copied to another dtype, one device may use the copy's bytes as well, because
-    the copy lies where the layers' gradients will be. On several devices these gradients are small: on 8 H200 the copy
-    would cost LLaMA-3-8B, 16 × 4,096, 1.7 GiB.
+    Gate, up and product, of `f` values each, exist for `f_tokens` of the `n` tokens at once. It is a soft budget. If
+    the head is copied to another dtype, one device may use the copy's bytes as well, because the copy lies where the
+    layers' gradients will be. On several devices these gradients are small: on 8 H200 the copy would cost LLaMA-3-8B,
+    16 × 4,096, 1.7 GiB.
 
     If layers keep all that they need, the loss has no bound, with one exception. The gradient of a tied bfloat16 head
     is float32. Beside one chunk of all tokens it takes much, so chunks of 2,048 tokens or more are taken instead. On an
@@ -250,7 +252,7 @@ def budget_beside_layers(
 
     if layers_are_recomputed:
         itemsize = jnp.dtype(dtype).itemsize
-        layer = n * (5 * d + 3 * f) * itemsize
+        layer = (5 * n * d + 3 * f_tokens * f) * itemsize
         allowed = layer + (v * d * itemsize if head_is_copied else 0)
         return max(allowed, plan_within(allowed).extra_bytes)
     unbounded = make_plan(problem)

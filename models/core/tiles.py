@@ -1,0 +1,211 @@
+"""Functions of single tokens over tiles of a row: what is wide exists for one tile at a time.
+
+A feed-forward makes arrays of F numbers for each token, and its backward several of them. Over a tile of some thousand
+tokens its products are as fast as over all of them, and the wide arrays are the tile's. The backward computes a tile
+again before it differentiates it, so that only the input is kept.
+
+The last tile ends with the last token. If tiles do not divide the tokens, it overlaps the one before it: its values
+there are computed twice, and count once in the gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from liger_jax.models.core.remat import Remat
+from liger_jax.ops.block_quantized import BlockQuantized
+
+LEAST_TOKENS, MOST_TOKENS = 2048, 4096  # of a tile
+LEAST_TILES = 8  # fewer save little
+
+
+def over_tokens(
+    call: Callable[[Any, Float[Array, "B T D"]], Any],
+    layers: tuple[Any, ...],
+    x: Float[Array, "B T D"],
+    remat: Remat,
+    layout: Any,
+) -> Any:
+    """`call(layers, x)`, over tiles of tokens where that saves memory.
+
+    On a mesh each device has tiles of its own tokens, and the gradients of weights are summed over devices once.
+
+    Args:
+        call: computes each token by itself, and returns a tree of arrays (B, T, …).
+        layers: the projections that it computes with, and all that it differentiates beside `x`.
+        x: its argument.
+        remat: what the decoder's layer keeps for the backward.
+        layout: the `Layout` of the mesh in context.
+
+    Returns:
+        What `call` returns.
+    """
+    tokens = layout.tokens_of_device(*x.shape[:2])
+    size = tokens_at_once(tokens, x.shape[2], remat)
+    # DoRA's norms of a weight's columns would be made again for each tile.
+    if size == tokens or any(getattr(layer, "magnitude", None) is not None for layer in layers):
+        return call(layers, x)
+    graphdef, weights = nnx.split(layers)
+
+    def of_tile(weights, tile, start):
+        layers = nnx.merge(graphdef, weights)
+        for layer in layers:
+            if (key := getattr(layer, "dropout_key", None)) is not None:
+                key[...] = jax.random.fold_in(key[...], start)  # so that tiles drop different inputs
+        return call(layers, tile)
+
+    by_tiles = lambda x, weights: in_tiles(of_tile, dense(weights, x.dtype), x, size)
+    between = layout.between_blocks
+    return layout.run(by_tiles, (x, weights), spec=(between, P()), out=between)
+
+
+def tokens_at_once(tokens: int, width: int, remat: Remat) -> int:
+    """How many tokens `over_tokens` computes at once, but for DoRA, whose layers take all.
+
+    Args:
+        tokens: a device's tokens.
+        width: D.
+        remat: what the decoder's layer keeps for the backward.
+
+    Returns:
+        A tile's tokens, where a layer keeps no product; else all.
+    """
+    size = tile_tokens(tokens, width) if remat in ("full", "offload") else None
+    return tokens if size is None else size
+
+
+def tile_tokens(tokens: int, width: int) -> int | None:
+    """How many tokens a tile has: about as many as the model is wide, so that its products have no short side.
+
+    Args:
+        tokens: a device's tokens.
+        width: D.
+
+    Returns:
+        The number; `None` where all tokens are computed at once, for no more than 8 tiles.
+
+    Example:
+        >>> tile_tokens(65_536, 4096), tile_tokens(8_192, 4096)
+        (4096, None)
+    """
+    size = min(max(width, LEAST_TOKENS), MOST_TOKENS)
+    return size if tokens > LEAST_TILES * size else None
+
+
+def in_tiles(
+    function: Callable[[Any, Float[Array, "1 tile D"], Int[Array, ""]], Any],
+    weights: Any,
+    x: Float[Array, "B T D"],
+    size: int,
+) -> Any:
+    """`function(weights, x, start)` by tiles of tokens.
+
+    The gradients of weights are summed over tiles in float32 and rounded once. There are none for weights that nobody
+    differentiates.
+
+    Args:
+        function: computes each token by itself, and returns a tree of arrays (1, tile, …). It also gets the number of
+            the tile's first token, for what is drawn at random.
+        weights: a tree of arrays, all that `function` may differentiate beside `x`.
+        x: any float dtype.
+        size: tokens in a tile, at most B·T.
+
+    Returns:
+        The function's values, (B, T, …).
+    """
+    leaves, tree = jax.tree.flatten(weights)
+
+    def of_tile(leaves, tile, start):
+        return jax.tree.map(lambda y: y[0], function(jax.tree.unflatten(tree, leaves), tile[None], start))
+
+    @jax.custom_vjp
+    def tiled(leaves, x):
+        return _forward(of_tile, leaves, x, size)
+
+    def forward_rule(leaves, x):
+        # A residual's shape tells which gradients are wanted, as in `ops.gated_mlp`.
+        needs = [jnp.zeros(int(leaf.perturbed), jnp.float32) for leaf in leaves]
+        values = [leaf.value for leaf in leaves]
+        return _forward(of_tile, values, x.value, size), (needs, values, x.value)
+
+    def backward_rule(residuals, dys):
+        needs, leaves, x = residuals
+        trained = [i for i, need in enumerate(needs) if need.size]
+        return _backward(of_tile, leaves, trained, x, dys, size)
+
+    tiled.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    ys = tiled(leaves, x.reshape(-1, x.shape[-1]))
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), ys)
+
+
+def _forward(of_tile, leaves, x, size):
+    """x (N, D) → a tree of (N, …)."""
+
+    def step(ys, start):
+        tiles = of_tile(leaves, _slice(x, start, size), start)
+        return jax.tree.map(lambda y, tile: jax.lax.dynamic_update_slice_in_dim(y, tile, start, 0), ys, tiles), None
+
+    types = jax.eval_shape(of_tile, leaves, x[:size], 0)
+    ys = jax.tree.map(lambda y: jnp.zeros((len(x), *y.shape[1:]), y.dtype), types)
+    return jax.lax.scan(step, ys, _starts(len(x), size))[0]
+
+
+def _backward(of_tile, leaves, trained, x, dys, size):
+    """x (N, D), dys of (N, …) → the gradients of leaves, `None` where they are not trained, and of x."""
+
+    def step(carry, start_and_shared):
+        (dx, sums), (start, shared) = carry, start_and_shared
+
+        def of_trained(chosen, tile):
+            whole = list(leaves)
+            for i, leaf in zip(trained, chosen, strict=True):
+                whole[i] = leaf
+            return of_tile(whole, tile, start)
+
+        def own(dy):
+            is_own = jnp.expand_dims(jnp.arange(size), range(1, dy.ndim)) >= shared
+            return jnp.where(is_own, _slice(dy, start, size), 0)
+
+        _, pull = jax.vjp(of_trained, [leaves[i] for i in trained], _slice(x, start, size))
+        of_leaves, of_x = pull(jax.tree.map(own, dys))
+        sums = [total + leaf.astype(total.dtype) for total, leaf in zip(sums, of_leaves, strict=True)]
+        return (jax.lax.dynamic_update_slice_in_dim(dx, of_x, start, 0), sums), None
+
+    sums = [jnp.zeros(leaves[i].shape, jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in trained]
+    starts = _starts(len(x), size)
+    # The last tile goes first, without the tokens that it shares with another tile, which writes over it later.
+    shared = np.where(np.arange(len(starts)) == 0, -len(x) % size, 0).astype(np.int32)
+    (dx, sums), _ = jax.lax.scan(step, (jnp.zeros_like(x), sums), (np.roll(starts, 1), shared))
+    of_leaves: list[Any] = [None] * len(leaves)
+    for i, total in zip(trained, sums, strict=True):
+        of_leaves[i] = total.astype(leaves[i].dtype)
+    return of_leaves, dx
+
+
+def _slice(x: jax.Array, start: Any, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+
+def dense(weights: Any, dtype: Any) -> Any:
+    """Makes quantised weights dense, once for all tiles.
+
+    Args:
+        weights: a tree of arrays and `BlockQuantized`.
+        dtype: dtype of the computation.
+
+    Returns:
+        A tree of arrays.
+    """
+    is_quantized = lambda leaf: isinstance(leaf, BlockQuantized)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_quantized(leaf) else leaf, weights, is_leaf=is_quantized)
+
+
+def _starts(tokens: int, size: int) -> np.ndarray:
+    """The first token of each tile; the last tile ends with the last token."""
+    return np.minimum(np.arange(0, tokens, size, dtype=np.int32), tokens - size)
