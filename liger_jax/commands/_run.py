@@ -93,15 +93,21 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         settings.check_length(found.name, found.config.longest_sequence)
         shape = lambda layout: nnx.eval_shape(lambda: _new_model(settings, source, found, precision, layout))
         devices = meshes.chosen(settings.mesh, jax.devices(), settings.batch // settings.micro_batches, shape)
+        if settings.samples and devices.sizes["tensor"] * devices.sizes["sequence"] > 1:
+            raise UserError(
+                f"--samples cannot be shown on --mesh={settings.mesh}, whose devices share rows. Leave it out."
+            )
         _memory.check(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
     for line in filter(None, (devices.line, dropout(source.config))):
         print(line)
+    model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     with devices.context():
-        return _train_on(devices, asked, settings, source, found, precision, task, out)
+        return _train_on(devices, model, asked, settings, source, found, precision, task, out)
 
 
 def _train_on(
     devices: meshes.Devices,
+    like: Any,
     asked: Settings,
     settings: Settings,
     source: Source,
@@ -134,7 +140,7 @@ def _train_on(
         processes.by_first(lambda: _output.write_settings(asked))
     reading = beside(_read, settings, source, precision, devices)
     with user_errors(), telling("tracing"):
-        programs, shapes = _programs(settings, task, data, source, found, precision, optimizer, batch_of(0), devices)
+        programs, shapes = _programs(settings, task, data, like, optimizer, batch_of(0), devices)
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
@@ -348,9 +354,7 @@ def _programs(
     settings: Settings,
     task: Task,
     data: _training_rows.TrainingRows,
-    source: Source,
-    found: Architecture,
-    precision: dict[str, str],
+    like: Any,
     optimizer: Any,
     batch: rows.Rows,
     devices: meshes.Devices,
@@ -359,8 +363,7 @@ def _programs(
 
     The state's shapes come beside them.
     """
-    make = lambda: _new_model(settings, source, found, precision, devices.layout)
-    graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
+    graph, params, frozen = nnx.split(like, _trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)

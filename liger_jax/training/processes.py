@@ -196,7 +196,8 @@ def end(code: int) -> int:
             _leave_in_order()
         else:
             _tell(f"{_ENDED} {code}")
-            sys.stdout.flush(), sys.stderr.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)  # JAX would wait for the others
     return code
 
