@@ -57,6 +57,9 @@ def pytest_configure(config):
     jax.config.update("jax_platforms", platforms)
     if config.getoption("--platform") == "gpu":
         _devices.share_cards()
+    # Each simulated device needs a thread in each collective that is under way, and XLA has as many as the machine has
+    # cores. On two cores, four devices that began forty programs stood still within 200 rounds; with 64 threads never.
+    os.environ.setdefault("PJRT_NPROC", "64")
     # Before the first computation: four CPU devices serve the sharding tests, and code that runs once need not be fast.
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4"]
     if config.getoption("--platform") == "gpu":

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -99,15 +98,21 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         # A model that writes its own batches does so on one device.
         there = jax.devices() if task.played is None else jax.devices()[:1]
         devices = meshes.chosen(settings.mesh, there, settings.batch // settings.micro_batches, shape)
+        if settings.samples and devices.sizes["tensor"] * devices.sizes["sequence"] > 1:
+            raise UserError(
+                f"--samples cannot be shown on --mesh={settings.mesh}, whose devices share rows. Leave it out."
+            )
         _memory.check(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
     for line in filter(None, (devices.line, dropout(source.config))):
         print(line)
+    model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     with devices.context():
-        return _train_on(devices, asked, settings, source, found, precision, task, out)
+        return _train_on(devices, model, asked, settings, source, found, precision, task, out)
 
 
 def _train_on(
     devices: meshes.Devices,
+    like: Any,
     asked: Settings,
     settings: Settings,
     source: Source,
@@ -142,8 +147,7 @@ def _train_on(
     reading = beside(_read, settings, task, source, precision, devices)
     with user_errors(), telling("tracing"):
         batches = batch_of(0) if played is None else played.example, batch_of(0)
-        make = lambda: _new_model(settings, task, source, found, precision, devices.layout)
-        programs, shapes = _programs(settings, task, data, make, optimizer, batches, devices)
+        programs, shapes = _programs(settings, task, data, like, optimizer, batches, devices)
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
@@ -370,17 +374,17 @@ def _programs(
     settings: Settings,
     task: Task,
     data: RunRows,
-    make: Callable[[], Any],
+    like: Any,
     optimizer: Any,
     batches: tuple[Any, rows.Rows],
     devices: meshes.Devices,
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone.
 
-    `make` makes the model; `batches` are an example of what is trained on, and one of rows. The state's shapes come
-    beside the programs.
+    `like` is the model's types; `batches` are an example of what is trained on, and one of rows. The state's shapes
+    come beside the programs.
     """
-    graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
+    graph, params, frozen = nnx.split(like, _trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)

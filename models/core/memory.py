@@ -202,7 +202,7 @@ def loss_budget_bytes(
         *sizes,
         config.vocab_size,
         f=config.intermediate_size,
-        f_tokens=tokens_at_once(tokens, config.hidden_size, remat),
+        f_tokens=tokens_at_once(sizes[0], config.hidden_size, remat),
         dtype=dtype,
         weight_dtype=head.dtype_in_products(dtype),
         weight_is_split=head.is_split,

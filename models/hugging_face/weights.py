@@ -260,6 +260,7 @@ def _copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
 def fetched(x: Any) -> np.ndarray:
     """The whole array on the host, in every process; what several processes hold in parts is gathered for it."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        assert isinstance(x.sharding, NamedSharding)
         x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
     return np.asarray(x)
 

@@ -3,7 +3,6 @@
 import shutil
 import signal
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -26,8 +25,8 @@ def each_program_is_compiled_once(caches):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A checkpoint's folder, with conversations beside it; quantised blocks have 64 values."""
-    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model", width=64)
+    """A checkpoint's folder, with conversations beside it; a part of two has quantised blocks of 64 values."""
+    folder = _tiny.checkpoint(tmp_path_factory.mktemp("source") / "model", width=128)
     (folder.parent / "chats.jsonl").write_text(_tiny.chats(30))
     return folder
 
@@ -47,7 +46,8 @@ def assert_alike(ours, others, name, near):
     found, expected = (load_file(folder / name) for folder in (ours, others))
     assert found.keys() == expected.keys()
     for key, truth in expected.items():
-        np.testing.assert_allclose(found[key], truth, atol=near * np.abs(truth).max(), err_msg=key)
+        # By norms: where a gradient is nearly 0, Adam takes its sign, which another order of additions may turn.
+        assert np.linalg.norm(found[key] - truth) <= near * np.linalg.norm(truth), key
     files = [sorted(path.name for path in (folder / name).parent.iterdir()) for folder in (ours, others)]
     assert files[0] == files[1]
 
@@ -82,7 +82,7 @@ def test_adapters_beside_nf4_and_their_merge(source, mesh, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "fsdp=4"])
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2", "fsdp=4"])
 def test_a_run_on_a_mesh_shows_samples_and_stops_early(source, mesh, tmp_path, capsys):
     options = "--every=1", "--patience=1", "--samples=3", "--learning-rate=3", "--eval-share=0.2", "--steps=6"
     assert train(source, tmp_path, f"--mesh={mesh}", *options) == 0
@@ -96,12 +96,8 @@ def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
     source, tmp_path, capsys, monkeypatch, one_device_unless_a_mesh_is_named
 ):
     monkeypatch.setattr(meshes, "chosen", one_device_unless_a_mesh_is_named)
-    assert train(source, tmp_path, "--batch=6", "--micro-batches=2") == 0
-    assert (
-        "devices: fsdp=3 of 4 × cpu; 1 is idle, since mesh='fsdp=4' splits the batch into 4"
-        in (capsys.readouterr().out)
-        or jax.device_count() != 4
-    )
+    assert train(source, tmp_path, "--batch=6", "--micro-batches=3") == 0
+    assert "devices: fsdp=2 of 4 × cpu; 2 are idle, since mesh='fsdp=4' splits the batch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -110,13 +106,14 @@ def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
         ("fsdp=8", "mesh='fsdp=8' has 8 devices, and there are 4. Let the sizes multiply to at most 4, as fsdp=4"),
         ("tensor=4", "tensor='tensor' has 4 devices, which do not divide num_attention_heads=2. The nearest number"),
         ("fsdp=3", "mesh='fsdp=3' splits the batch into 3 parts, which do not divide the 4 rows that are computed at"),
+        ("tensor=2 --samples=1", "--samples cannot be shown on --mesh=tensor=2, whose devices share rows. Leave it"),
         ("expert=2", "mesh='expert=2': 'expert' is no axis. The axes are data, fsdp, tensor and sequence, as in"),
         ("fsdp=0", "mesh='fsdp=0': fsdp needs a number of devices from 1, as in 'fsdp=2'."),
         ("fsdp=2,fsdp=2", "mesh='fsdp=2,fsdp=2' names fsdp twice. Name it once."),
     ],
 )  # fmt: skip
 def test_a_mesh_that_cannot_be_is_refused_in_one_sentence(source, mesh, message, tmp_path, capsys):
-    assert train(source, tmp_path, f"--mesh={mesh}") == 2
+    assert train(source, tmp_path, *f"--mesh={mesh}".split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("liger-jax finetune: ") and error.count("\n") == 1
     shutil.rmtree(tmp_path)

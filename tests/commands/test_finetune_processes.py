@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def started(source, out, *options, number=2, devices=2):
     data = f"--data={source.parent / 'chats.jsonl'}"
     command = ["finetune", f"--model={source}", data, f"--out={out}", *OPTIONS, *options]
     places = [f"--distributed={address},{index}/{number}" for index in range(number)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     return [subprocess.Popen([sys.executable, "-c", PROGRAM, *command, place], **pipes) for place in places]
 
 
