@@ -17,7 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_OUTPUT
-from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, summed
+from liger_jax.models.core.tensor_parts import all_tokens, axis_of_part, by_device, in_rows, summed_tokens
 
 
 def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
@@ -94,9 +94,10 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B own D"]:
         layout = self.kernels.mesh_layout
         tensor, heads_lie, tokens_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention, layout.in_loss
-        x = all_positions(x, tensor)
+        x = all_tokens(x, tensor)
 
         def heads(y):
+            y = in_rows(y, tensor)
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
         if self.has_qkv:
@@ -130,4 +131,5 @@ class Attention(nnx.Module):
             out = attend_to_own(q, k, v)
         else:
             out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
-        return summed(self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3])), tensor)
+        out = by_device(out.reshape(*out.shape[:2], out.shape[2] * out.shape[3]), tensor)
+        return summed_tokens(self.o_proj(out), tensor)

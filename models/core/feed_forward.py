@@ -16,7 +16,7 @@ from liger_jax.layers.mlp import are_plain_products, in_one_op
 from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, summed
+from liger_jax.models.core.tensor_parts import all_tokens, axis_of_part, summed_tokens
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`
 
@@ -75,8 +75,8 @@ class DenseFeedForward(nnx.Module):
             options = dict(recomputed=self.recomputed, implementation=self.kernels.implementation)
             return in_one_op(x, gate, up, down, activation=self.activation, **options), {}
         tensor = axis_of_part(layout.tensor, down)
-        x = all_positions(x, tensor)
-        return summed(down(layout.run(self._gated, (gate(x), up(x)))), tensor), {}
+        x = all_tokens(x, tensor)
+        return summed_tokens(down(layout.run(self._gated, (gate(x), up(x)))), tensor), {}
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:
