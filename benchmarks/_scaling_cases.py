@@ -45,13 +45,13 @@ class Case:
         """
         try:
             how, model, sizes, mesh = text.split(":")
-            model, *options = model.split("/")
+            model, *options = model.split("+")
             model, _, layers = model.partition("@")
             rows, seq = map(int, sizes.split("x"))
         except ValueError:
             raise ValueError(f"case={text!r} must be such as weak:llama-3.2-1b:4x2048:fsdp=2.") from None
         if how not in ("weak", "strong") or not {*options} <= {"unrolled", "full"}:
-            raise ValueError(f"case={text!r}: the scaling is weak or strong, and options are /unrolled and /full.")
+            raise ValueError(f"case={text!r}: the scaling is weak or strong, and options are +unrolled and +full.")
         remat = "full" if "full" in options else "none"
         count = int(layers) if layers else None
         return cls(how, model, count, "unrolled" not in options, remat, rows, seq, tuple(mesh_option(mesh).items()))
@@ -87,9 +87,9 @@ def default_cases(count: int) -> list[str]:
     small, large = "llama-3.2-1b", "llama-3.1-8b@8"
     meshes = [f"fsdp={count}", f"tensor={count}", f"sequence={count}", *pairs]
     cases = [f"weak:{small}:4x2048:fsdp={count}", f"weak:{small}:1x8192:fsdp={count}"]
-    cases += [f"strong:{large}/full:8x2048:{mesh}" for mesh in meshes]
-    cases += [f"strong:{large}/full:1x65536:sequence={count}", f"strong:{large}/full:1x32768:tensor={count}"]
-    return cases + [f"weak:{small}/unrolled:4x2048:fsdp={count}"]
+    cases += [f"strong:{large}+full:8x2048:{mesh}" for mesh in meshes]
+    cases += [f"strong:{large}+full:1x65536:sequence={count}", f"strong:{large}+full:1x32768:tensor={count}"]
+    return cases + [f"weak:{small}+unrolled:4x2048:fsdp={count}"]
 
 
 def run_of(case: Case, device: str) -> Run:

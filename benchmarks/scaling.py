@@ -4,10 +4,10 @@
                                  [--workers 4] [--profile] [--peers] [--name scaling]
     python -m benchmarks.scaling --platform cpu --devices 4 --cases weak:config.json:1x64:fsdp=2,tensor=2
 
-A case is HOW:MODEL[@LAYERS][/unrolled]:ROWSxLENGTH:MESH. "weak" gives one GPU the rows of the case and n GPUs n times
+A case is HOW:MODEL[@LAYERS][+unrolled]:ROWSxLENGTH:MESH. "weak" gives one GPU the rows of the case and n GPUs n times
 as many; its ratio is a GPU's tokens/s over those of one that is alone, and 1 is the best. "strong" gives n GPUs the
 rows of one; its ratio is over one GPU's tokens/s, and n is the best. Weights, AdamW's state and computation are
-bfloat16, and layers are recomputed in the backward where MODEL is followed by "/full".
+bfloat16, and layers are recomputed in the backward where MODEL is followed by "+full".
 
 Cases of one GPU come first, and those with the larger plan later. `--workers` of them are compiled at a time, and then
 run one after the other. Every case ends with its line, so that a run that is cut off keeps what it has. Cases that
@@ -103,6 +103,7 @@ def timed(step: Prepared, profile: bool) -> tuple[float, list[Share]]:
 
         def steps(count: int) -> Any:
             nonlocal state
+            loss = None
             for _ in range(count):
                 state, loss = step.program(state, tokens)
             return loss

@@ -67,11 +67,11 @@ def test_what_another_kernel_hides_of_a_collective_is_not_exposed():
 
 
 def test_a_case_is_told_by_a_text():
-    case = Case.of("strong:llama-3-8b@8/full:8x2048:fsdp=2,tensor=2")
+    case = Case.of("strong:llama-3-8b@8+full:8x2048:fsdp=2,tensor=2")
     assert (case.layers, case.remat, case.scan, case.count, case.batch) == (8, "full", True, 4, 8)
-    weak = Case.of("weak:llama-3.2-1b/unrolled:4x2048:fsdp=2")
+    weak = Case.of("weak:llama-3.2-1b+unrolled:4x2048:fsdp=2")
     assert (weak.batch, weak.alone.batch, weak.scan, weak.remat) == (8, 4, False, "none")
-    assert case.alone == Case.of("weak:llama-3-8b@8/full:8x2048:fsdp=1")
+    assert case.alone == Case.of("weak:llama-3-8b@8+full:8x2048:fsdp=1")
     for text in ("weak:llama-3.2-1b:4x2048", "weak:llama-3.2-1b:4:fsdp=2", "some:llama-3.2-1b:4x2048:fsdp=2"):
         with pytest.raises(ValueError, match="case="):
             Case.of(text)
