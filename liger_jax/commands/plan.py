@@ -4,6 +4,7 @@ liger-jax plan --model qwen2.5-7b --device rtx4090 --lora 16
 liger-jax plan --model llama-3-8b --batch 16 --seq 4096 --device h200:8 --details
 liger-jax plan --model config.json --batch 64 --seq 4096 --device v5e:8x8 --level compiled
 liger-jax plan --model qwen2-0.5b --seq 512 --device t4 --search batch
+liger-jax plan --model llama-3-70b --batch 8 --seq 8192 --device h200:16 --mesh fsdp=8,tensor=2
 """
 
 import argparse
@@ -12,12 +13,16 @@ import sys
 
 import jax
 
+from liger_jax.commands import _adapters
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
-from liger_jax.planner import compilers, defaults, device_names, planning, report
+from liger_jax.planner import compilers, defaults, device_names, planning, report, searching
 from liger_jax.planner.architectures import MODELS
-from liger_jax.planner.planning import LEVELS, SEARCHES, MemoryPlan
+from liger_jax.planner.mesh import in_words
+from liger_jax.planner.planning import LEVELS, MemoryPlan
+from liger_jax.planner.searching import SEARCHES
 from liger_jax.planner.step import LOSSES, OPTIMIZERS, REMATS, STATE_MEMORIES
+from liger_jax.training.meshes import parse_mesh
 
 SUMMARY = "will a training run fit?"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -36,10 +41,12 @@ def run(args: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
     names = "memory optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches".split()
-    names += ["packed", "lora", "quantize", "host_memory"]
+    names += ["packed", "lora", "dora", "quantize", "host_memory"]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
-    where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh)
+    if args.lora_targets is not None:
+        options["lora_targets"] = _adapters.targets(args.lora_targets)
     try:
+        where = dict(batch=args.batch, seq=args.seq, device=args.device, mesh=args.mesh and parse_mesh(args.mesh))
         if args.device is None and args.memory is None:
             raise ValueError("--device is needed, such as --device rtx4090; or a GPU's memory, such as --memory 24GiB.")
         if args.picture:
@@ -81,7 +88,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--device", help=f"{', '.join(GPUS)} (h200:8 for several); {', '.join(TPUS)} (v5e:8x8)")
     command.add_argument("--memory", help="of a GPU, such as 24GiB: in place of --device, or of what the card has")
-    command.add_argument("--mesh", help="such as data=2,fsdp=8; default: all devices along fsdp")
+    command.add_argument("--mesh", help="such as fsdp=4,tensor=2 (or data=…); default: all devices along fsdp")
     command.add_argument("--optimizer", choices=OPTIMIZERS, help=f"(default: {defaults.OPTIMIZER})")
     command.add_argument("--state-dtype", choices=_DTYPES, help="of adamw's moments (default: float32)")
     command.add_argument(
@@ -94,13 +101,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--lora", type=int, nargs="?", const=defaults.RANK, metavar="RANK", help="train adapters of this rank alone"
     )
+    command.add_argument(
+        "--lora-targets", metavar="NAMES", help="what has adapters: q_proj,v_proj or all-linear or a regular expression"
+    )
+    command.add_argument("--dora", action="store_true", help="adapters train the lengths of the weights' columns, too")
     command.add_argument("--quantize", choices=KINDS, help="hold the frozen weights of layers in fewer bits")
     command.add_argument("--packed", "--pack", action="store_true", help="rows hold several documents, each by itself")
     command.add_argument("--state-memory", choices=STATE_MEMORIES, help="where the moments lie (default: device)")
     command.add_argument("--host-memory", help="such as 128GiB: of the host, for what is kept there")
     command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
     command.add_argument(
-        "--search", choices=SEARCHES, help="the largest that fits, by the compiler; that option is not needed then"
+        "--search",
+        choices=SEARCHES,
+        help="the largest that fits, or the first mesh, by the compiler; that option is not needed then",
     )
     command.add_argument("--details", action="store_true", help="also a table and bars of what takes the memory")
     command.add_argument("--picture", metavar="FILE", help="also draw it, as a PNG or what its name ends in")
@@ -109,23 +122,32 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def _search(args, where, options) -> list[str]:
     """Sets the size that is looked for, and says what was compiled to find it."""
     args.level = "compiled"  # as the search is
-    run = planning.make_run(args.model, **where | {args.search: None}, **options)  # whatever size was typed beside it
+    where[args.search] = None  # whatever was typed beside it
+    run = planning.make_run(args.model, **where, **options) if args.search != "mesh" else None
     try:
         from tqdm import tqdm
 
-        bar = tqdm(desc=f"largest {args.search}", unit="compilation")
+        bar = tqdm(desc=f"--search {args.search}", unit="compilation")
         step = lambda text: (bar.set_postfix_str(text, refresh=False), bar.update())
     except ImportError:
         bar, step = None, lambda text: print(text, file=sys.stderr)
     tell = lambda size, needed, fits: step(f"{size}: {needed / GIB:.2f} GiB {'fits' if fits else 'is too much'}")
     try:
-        found = planning.search(run, args.search, tell)
+        if run is None:
+            others = {name: value for name, value in where.items() if name != "mesh"}
+            found = searching.search_mesh(searching.runs_on_meshes(args.model, **others, **options), tell)
+        else:
+            found = searching.search(run, args.search, tell)
     finally:
         if bar is not None:
             bar.close()
-    where[args.search] = largest = getattr(found.run, args.search)
-    lines = [f"The largest {args.search} that fits is {largest}. What was compiled to find it:"]
-    return lines + [f"  {args.search} {size}: {needed / GIB:.2f} GiB" for size, needed in sorted(found.answers.items())]
+    where[args.search] = getattr(found.run, args.search)
+    told = f"The largest {args.search} that fits is {where[args.search]}."
+    if run is None:
+        told = f"Of the meshes that send least, {in_words(found.run.mesh)} is the first that fits."
+    answers = found.answers.items() if run is None else sorted(found.answers.items())
+    lines = [f"  {args.search} {size}: {needed / GIB:.2f} GiB" for size, needed in answers]
+    return [f"{told} What was compiled to find it:", *lines]
 
 
 def _notes(found: MemoryPlan, args: argparse.Namespace) -> list[str]:

@@ -6,5 +6,5 @@ from liger_jax.planner.devices import target as target
 from liger_jax.planner.estimate import Estimate as Estimate
 from liger_jax.planner.planning import MemoryPlan as MemoryPlan
 from liger_jax.planner.planning import plan as plan
-from liger_jax.planner.planning import search as search
+from liger_jax.planner.searching import search as search
 from liger_jax.planner.step import Run as Run

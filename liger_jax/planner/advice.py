@@ -8,7 +8,7 @@ from typing import Any
 from liger_jax.planner import defaults
 from liger_jax.planner.devices import GIB, Target
 from liger_jax.planner.estimate import Estimate, estimate
-from liger_jax.planner.mesh import parse_mesh
+from liger_jax.planner.mesh import in_words, mesh_sizes
 from liger_jax.planner.step import Run
 
 PRECISIONS = ("state_dtype", "param_dtype")
@@ -143,7 +143,7 @@ def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for remat in {"none": ("dots", "full"), "dots": ("full",)}.get(run.remat, ()):
         yield dict(remat=remat)
     parts = run.micro_batches
-    for divisor in _divisors(run.batch // run.target.count):
+    for divisor in _divisors(run.batch // run.batch_devices):
         if divisor >= 2 * parts:  # about the least number of parts that is enough
             parts = divisor
             yield dict(micro_batches=parts)
@@ -185,12 +185,16 @@ def _divisors(n: int) -> list[int]:
 
 
 def _on(run: Run, devices: Target) -> Run | None:
-    """The run on these devices, as many of them along "fsdp" as divide its matrices; None if no mesh does."""
-    batch = math.ceil(run.batch / devices.count) * devices.count
-    parts = math.gcd(batch // devices.count, run.micro_batches)
+    """The run on these devices, as many of them along "fsdp" as divide its matrices; None if no mesh does.
+
+    A tensor axis keeps its size.
+    """
+    groups = devices.count // run.tensor
+    batch = math.ceil(run.batch / groups) * groups
+    parts = math.gcd(batch // groups, run.micro_batches)
     data = 1
-    while devices.count % data == 0:
-        mesh = {"data": data, "fsdp": devices.count // data}
+    while groups % data == 0:
+        mesh = run.mesh | {"data": data, "fsdp": groups // data}
         found = dataclasses.replace(run, target=devices, mesh=mesh, batch=batch, micro_batches=parts)
         try:
             estimate(found)
@@ -213,9 +217,9 @@ def options(before: Run, after: Run) -> str:
     words = dict(device=after.target.name) if after.target != before.target else {}
     names = "batch micro_batches loss remat optimizer state_memory state_dtype param_dtype dtype lora quantize".split()
     words |= {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
-    have_default_meshes = all(run.mesh == parse_mesh(None, run.target.count) for run in (before, after))
+    have_default_meshes = all(run.mesh == mesh_sizes(None, run.target.count) for run in (before, after))
     if after.mesh != before.mesh and not have_default_meshes:
-        words["mesh"] = ",".join(f"{axis}={size}" for axis, size in after.mesh.items())
+        words["mesh"] = in_words(after.mesh)
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in words.items())
 
 

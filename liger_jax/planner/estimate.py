@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from liger_jax.models.hugging_face.adapter_targets import Targets
 from liger_jax.models.lora import TARGETS
-from liger_jax.planner.mesh import LAYOUT
+from liger_jax.ops.layout import names
 from liger_jax.planner.step import Run
 
 STATIC = ("parameters", "gradients", "optimizer state")
@@ -134,6 +134,8 @@ def estimate(run: Run) -> Estimate:
     copied_layers = 2 if gathered else 1 if is_cast or run.quantize is not None else 0
     of_layers = size * sizes.layer * copied_layers
     loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
+    if run.tensor > 1:  # whole rows, beside each device's positions
+        loss += loss // run.tensor
     tpu = run.target.platform == "tpu"
     head_gradient, in_loss = param * sizes.trained_head, 0
     if run.loss == "fused":
@@ -146,7 +148,7 @@ def estimate(run: Run) -> Estimate:
     else:
         # A GPU holds the logits and their gradient, and makes the head's gradient in the logits' place. On a TPU the
         # logits' gradient takes the logits' place, and the head's gradient has a place of its own.
-        loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8)
+        loss += logits_bytes(run.tokens, config.vocab_size, 4 if tpu else 8) // run.tensor
         loss += size * sizes.head if is_cast else 0
         head_gradient, in_loss = head_gradient if tpu else 0, param * sizes.head if gathered else 0
     # A tied head's gradient is the embedding's, too. With 16-bit parameters it also holds the rounding errors of the
@@ -178,8 +180,8 @@ class _Parameters:
     trained: int  # on one device
     gradient_bytes: int  # on one device
     layers_gradient_bytes: int  # the layers' share of gradient_bytes
-    layer: int  # in one layer, over all devices
-    head: int  # in the head, over all devices
+    layer: int  # in one layer, over the devices that gather it
+    head: int  # in the head, over the devices that gather it
     trained_head: int  # like `head`; 0 if only adapters are trained, and none on the head
 
     @classmethod
@@ -189,8 +191,8 @@ class _Parameters:
         quantized = QUANTIZED_BYTES[run.quantize] if run.quantize else 0.0
         quantized += _FLOAT32_SCALE if run.model.quantized else 0.0
         for info, x in run.model.parameters:
-            is_split = any(LAYOUT.spec(info, x.shape, run.mesh))
-            share = math.prod(x.shape) // (run.mesh["fsdp"] if is_split else 1)
+            axes = names(run.layout.spec(info, x.shape, run.mesh))
+            share = math.prod(x.shape) // math.prod(run.mesh[axis] for axis in axes)
             own += share
             is_kernel = info.kind == "kernel"
             held_bytes += int(share * (quantized if is_kernel and run.quantize else param))
@@ -198,9 +200,9 @@ class _Parameters:
                 adapters += _adapters_of(run, info, x.shape)
             if info.stacked:
                 own_layers += share
-                layers += math.prod(x.shape)
+                layers += math.prod(x.shape) // (run.tensor if "tensor" in axes else 1)
         config: Any = run.model.config
-        layer, head = layers // config.num_hidden_layers, config.vocab_size * config.hidden_size
+        layer, head = layers // config.num_hidden_layers, -(-config.vocab_size // run.tensor) * config.hidden_size
         if run.lora is None:
             return cls(held_bytes, own, param * own, param * own_layers, layer, head, head)
         if run.adapts_head and config.tie_word_embeddings:  # no parameter of the model is its head
@@ -222,4 +224,9 @@ def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:
         return 0
     widths = shape[info.in_axis], shape[info.out_axis]
     layers = shape[info.layer_axis] if info.stacked else 1
+    if "tensor" in names(run.layout.spec(info, shape, run.mesh)):  # the matrix that has the split axis is split, too
+        widths = tuple(
+            width // (run.tensor if axis == info.tensor_axis else 1)
+            for width, axis in zip(widths, (info.in_axis, info.out_axis), strict=True)
+        )
     return layers * (run.lora * sum(widths) + (widths[1] if run.dora else 0))

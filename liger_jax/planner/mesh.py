@@ -1,6 +1,7 @@
-"""Meshes by their text, and how planned runs lie on them: fully sharded, as FSDP and ZeRO-3 do."""
+"""Meshes by their axes' sizes, and how planned runs lie on them: fully sharded, and split by tensor parallelism."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,41 +9,86 @@ from jax.sharding import AxisType, Mesh
 
 from liger_jax.models import Layout
 
-AXES = ("data", "fsdp")
-LAYOUT = Layout(batch=AXES, fsdp="fsdp")
+BATCH_AXES = ("data", "fsdp")
+AXES = (*BATCH_AXES, "tensor")
+LAYOUT = Layout(batch=BATCH_AXES, fsdp="fsdp")  # without a tensor axis
 
 
-def parse_mesh(text: str | None, num_devices: int) -> dict[str, int]:
-    """A mesh by text such as "data=2,fsdp=8".
+def layout_of(sizes: Mapping[str, int]) -> Layout:
+    """How a run lies on a mesh.
 
     Args:
-        text: names and sizes; `None` for all devices along "fsdp".
+        sizes: the sizes of the mesh's axes.
+
+    Returns:
+        The layout, which names the axes that the mesh has.
+    """
+    return Layout(batch=BATCH_AXES, fsdp="fsdp", tensor="tensor" if "tensor" in sizes else None)
+
+
+def mesh_sizes(given: Mapping[str, int] | None, num_devices: int) -> dict[str, int]:
+    """The axes of a mesh, with what is not said.
+
+    Args:
+        given: sizes by the axes' names; `None` for all devices along "fsdp".
         num_devices: which the sizes must multiply to; an axis that is not named has 1.
 
     Returns:
-        Sizes of "data", along which the batch is split, and of "fsdp", along which the parameters are split as well.
+        Sizes of "data", along which the batch is split; of "fsdp", along which the parameters are split as well; and,
+        if it has several devices, of "tensor", along which heads, feed-forwards and the vocabulary are split.
 
     Raises:
-        ValueError: the text is no mesh, or does not have that many devices.
+        ValueError: an axis is unknown or has no size, or there are not that many devices.
 
     Example:
-        >>> parse_mesh("data=2,fsdp=4", 8)
-        {'data': 2, 'fsdp': 4}
+        >>> mesh_sizes({"fsdp": 4, "tensor": 2}, 8), mesh_sizes(None, 8)
+        ({'data': 1, 'fsdp': 4, 'tensor': 2}, {'data': 1, 'fsdp': 8})
     """
-    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
-    if text is None:
-        return sizes | {"fsdp": num_devices}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if name not in AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"mesh={text!r} must be sizes of {' and '.join(AXES)}, as in 'data=2,fsdp=8'.")
-        sizes[name] = int(size)
-    if math.prod(sizes.values()) != num_devices:
+    if given is None:
+        return {"data": 1, "fsdp": num_devices}
+    given = {name: size for name, size in given.items() if size != 1} or given
+    text = in_words(given)
+    for name, size in given.items():
+        if name not in AXES and size != 1 or size < 1:
+            raise ValueError(f"mesh={text!r} must be sizes of {', '.join(AXES)}, as in 'fsdp=4,tensor=2'.")
+    if (product := math.prod(given.values())) != num_devices:
         raise ValueError(
-            f"mesh={text!r} has {math.prod(sizes.values())} devices, and the target has {num_devices}. "
+            f"mesh={text!r} has {product} devices, and the target has {num_devices}. "
             f"Let the sizes multiply to {num_devices}, as fsdp={num_devices} does."
         )
-    return sizes
+    sizes = {name: given.get(name, 1) for name in AXES}
+    return {name: size for name, size in sizes.items() if name in BATCH_AXES or size > 1}
+
+
+def meshes(num_devices: int, most_tensor: int = 8) -> list[dict[str, int]]:
+    """The meshes that are worth a try, the one that sends least first: fully sharded, with tensor axes of 1, 2, 4, ….
+
+    Args:
+        num_devices: how many there are.
+        most_tensor: the most devices along "tensor", which send activations of every layer: those of a host.
+
+    Returns:
+        Sizes, as `mesh_sizes` returns them. Devices that do not all split parameters copy static memory, and such a
+        mesh is no better than one in which they do.
+
+    Example:
+        >>> meshes(4)[1]
+        {'data': 1, 'fsdp': 2, 'tensor': 2}
+    """
+    sizes = [2**i for i in range(most_tensor.bit_length()) if 2**i <= most_tensor and num_devices % 2**i == 0]
+    return [mesh_sizes({"fsdp": num_devices // tensor, "tensor": tensor}, num_devices) for tensor in sizes]
+
+
+def in_words(sizes: Mapping[str, int]) -> str:
+    """A mesh as the command's option has it.
+
+    Args:
+        sizes: the sizes of its axes.
+
+    Returns:
+        Such as "fsdp=4,tensor=2".
+    """
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def make_mesh(devices: list[Any], sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:

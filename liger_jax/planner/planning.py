@@ -2,17 +2,16 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from liger_jax.planner import compilers, defaults
+from liger_jax.planner import defaults
 from liger_jax.planner.advice import (
     PRECISIONS,
     Change,
     adapters_that_fit,
     advice,
     changes_to_fit,
-    largest,
     largest_batch,
 )
 from liger_jax.planner.architectures import Architecture, architecture
@@ -20,12 +19,10 @@ from liger_jax.planner.compiled import Compiled, compile_run
 from liger_jax.planner.device_names import memory_in_bytes
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
-from liger_jax.planner.mesh import parse_mesh
+from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.step import LOSSES, Run
 
 LEVELS = ("estimate", "compiled")
-SEARCHES = ("batch", "seq")
-SEQ_UNIT = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +123,7 @@ def make_run(
     seq: int | None = None,
     device: str | None = None,
     memory: str | None = None,
-    mesh: str | None = None,
+    mesh: Mapping[str, int] | None = None,
     host_memory: str | None = None,
     **options: Any,
 ) -> Run:
@@ -150,8 +147,10 @@ def make_run(
     """
     devices, found = target(device, memory), architecture(model)
     options = {name: value for name, value in options.items() if value is not None}
+    sizes = mesh_sizes(mesh, devices.count)
     if batch is None:
-        batch = defaults.batch(devices.count * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
+        groups = devices.count // sizes.get("tensor", 1)
+        batch = defaults.batch(groups * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
     if seq is None:
         seq = min(defaults.LENGTH, found.config.longest_sequence)
     options.setdefault("param_dtype", defaults.param_dtype(options.get("lora"), found.dtype))
@@ -162,7 +161,7 @@ def make_run(
             raise ValueError(f"{name}={size} must be below 2**31: JAX counts in int32.")
     if host_memory is not None:
         options["host_memory"] = memory_in_bytes(host_memory)
-    return Run(found, batch, seq, devices, parse_mesh(mesh, devices.count), **options)
+    return Run(found, batch, seq, devices, sizes, **options)
 
 
 def _beside_quantized(model: Architecture, options: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +183,7 @@ def plan(
     seq: int | None = None,
     device: str | None = None,
     memory: str | None = None,
-    mesh: str | None = None,
+    mesh: Mapping[str, int] | None = None,
     host_memory: str | None = None,
     level: str = "estimate",
     **options: Any,
@@ -203,16 +202,17 @@ def plan(
         device: such as "h200", "rtx4090", "h200:8", "v5e:8x8" (`devices.target`); `None` for a GPU of which only its
             memory is known.
         memory: a GPU's memory, such as "24GiB"; `None` for that of the table.
-        mesh: such as "data=2,fsdp=8"; `None` for all devices along fsdp, over which parameters, gradients and
-            optimizer state are sharded. The batch is sharded over both.
+        mesh: the devices along each axis, such as {"fsdp": 4, "tensor": 2}; `None` for all along fsdp, over which
+            parameters, gradients and optimizer state are sharded. The batch is sharded over data and fsdp, and heads,
+            feed-forwards and the vocabulary over tensor.
         host_memory: memory of the devices' host, such as "128GiB", in which `remat="offload"` and `state_memory="host"`
             put arrays; `None` if it is not known, and enough.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "adamw8bit", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat`
             ("none", "full", "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number), `state_memory`
-            ("device", "host"), `packed` (True or False), `lora` (a rank) and `quantize` ("nf4", "int8"), as `Run`
-            explains them. Without `param_dtype` it is the checkpoint's beside adapters, else float32, as in
-            `liger-jax finetune`.
+            ("device", "host"), `packed` (True or False), `lora` (a rank), `lora_targets` (names or a regular
+            expression), `dora` (True or False) and `quantize` ("nf4", "int8"), as `Run` explains them. Without
+            `param_dtype` it is the checkpoint's beside adapters, else float32, as in `liger-jax finetune`.
 
     Returns:
         The plan.
@@ -233,88 +233,3 @@ def plan(
     both = {loss: dataclasses.replace(run, loss=loss) for loss in LOSSES}
     compiled = {loss: compile_run(each) for loss, each in both.items()} if level == "compiled" else {}
     return MemoryPlan(run, {loss: estimate(each) for loss, each in both.items()}, compiled)
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The largest run that fits.
-
-    Attributes:
-        run: the largest run.
-        answers: bytes by size, for every size that was compiled.
-    """
-
-    run: Run
-    answers: dict[int, int]
-
-
-def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lambda size, needed, fits: None) -> Found:
-    """The largest batch or sequence that fits, by compiled answers.
-
-    The search begins at the estimate's answer, goes on in doubling steps, and ends with bisection. Batches are
-    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest. What lies on the
-    host must fit there, too, if the host's memory is known.
-
-    Args:
-        run: the run; everything but the size that is looked for stays as it is.
-        what: "batch" or "seq".
-        progress: called with each size, the bytes that it needs, and whether it fits.
-
-    Returns:
-        The largest run, and all answers.
-
-    Raises:
-        ValueError: `what` is unknown, or not even the smallest fits.
-        ImportError: the compiler for these devices is not installed.
-    """
-    if what not in SEARCHES:
-        raise ValueError(f"search={what!r} must be one of {SEARCHES}.")
-    compilers.need_compiler(run.target.platform)
-    unit = run.batch_unit if what == "batch" else SEQ_UNIT
-    most = run.model.config.longest_sequence // SEQ_UNIT if what == "seq" else None
-    if most == 0:
-        longest = run.model.config.longest_sequence
-        raise ValueError(
-            f"{run.model.name} takes {longest} positions, and sequences are looked for in multiples of {SEQ_UNIT}. "
-            f"Take seq={longest}, and do not search."
-        )
-    capacity = run.target.capacity_bytes
-    sized = lambda n: dataclasses.replace(run, **{what: n * unit})
-    hosted = lambda n: has_host_memory(run, estimate(sized(n)).host * run.target.count_on_host)
-    if run.host_memory is not None and not hosted(1):
-        raise ValueError(
-            f"host_memory={run.host_memory / 2**30:.1f}GiB is too little for {what}={unit}. Keep less there: another "
-            "remat, or state_memory='device'."
-        )
-    answers: dict[int, int] = {}
-
-    def fits(n: int) -> bool:
-        if n * unit not in answers:
-            answers[n * unit] = compile_run(sized(n)).total
-            progress(n * unit, answers[n * unit], answers[n * unit] <= capacity)
-        return answers[n * unit] <= capacity
-
-    def bounded(n: int) -> bool:
-        return (most is None or n <= most) and hosted(n)
-
-    low = max(1, largest(lambda n: bounded(n) and estimate(sized(n)).total <= capacity))
-    step = max(1, low // 16)
-    if fits(low):
-        while bounded(low + step) and fits(low + step):
-            low, step = low + step, 2 * step
-        high = low + step
-        if not bounded(high):
-            high = 1 + largest(bounded)
-    else:
-        high = low
-        while (low := max(0, high - step)) and not fits(low):
-            high, step = low, 2 * step
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    if low == 0:
-        raise ValueError(
-            f"Not even {what}={unit} fits into {run.target.name}: it needs {answers[unit] / 2**30:.1f} GiB, and "
-            f"{capacity / 2**30:.1f} are to be had. The plan of {what}={unit} says what would make it fit."
-        )
-    return Found(sized(low), answers)

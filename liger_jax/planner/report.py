@@ -10,6 +10,7 @@ from liger_jax._install import install_command
 from liger_jax.planner.advice import PRECISIONS, Change, options
 from liger_jax.planner.devices import FRACTIONS, GIB, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
 from liger_jax.planner.estimate import DYNAMIC, STATIC
+from liger_jax.planner.mesh import in_words
 from liger_jax.planner.planning import MemoryPlan
 from liger_jax.planner.step import LOSSES
 
@@ -30,14 +31,15 @@ def heading(plan: MemoryPlan) -> str:
         The line.
     """
     run = plan.run
-    mesh = ",".join(f"{axis}={size}" for axis, size in run.mesh.items())
-    where = " on the host" if run.state_memory == "host" else ""
-    state = f" ({run.state_dtype} state{where})" if run.optimizer == "adamw" else ""
+    on_host = " on the host" if run.state_memory == "host" else ""
+    state = f" ({run.state_dtype} state{on_host})" if run.optimizer == "adamw" else ""
     parts = (" packed" if run.packed else "") + (f" in {run.micro_batches} parts" if run.micro_batches > 1 else "")
     beside = f" beside {run.quantize} projections" if run.quantize else ""
-    adapters = f"adapters of rank {run.lora}{beside}, " if run.lora else ""
+    dora = " with DoRA" if run.dora else ""
+    adapters = f"adapters of rank {run.lora}{dora}{beside}, " if run.lora else ""
+    where = f"{run.target.name} ({run.target.kind}, {in_words(run.mesh)})"
     return (
-        f"{run.model.name}, {run.batch} × {run.seq} tokens{parts} on {run.target.name} ({run.target.kind}, {mesh}), "
+        f"{run.model.name}, {run.batch} × {run.seq} tokens{parts} on {where}, "
         f"{adapters}{run.optimizer}{state}, {run.param_dtype} parameters, {run.dtype} computation, remat {run.remat}"
     )
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models import KernelOptions
+from liger_jax.models import KernelOptions, Layout
 from liger_jax.models import lora as adapters
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.memory import Head, LayerMemory, loss_budget_bytes
@@ -23,7 +23,7 @@ from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
-from liger_jax.planner.mesh import LAYOUT
+from liger_jax.planner.mesh import BATCH_AXES, in_words, layout_of
 from liger_jax.training import make_step, optimizer_named
 from liger_jax.training.optimizer import OPTIMIZERS
 
@@ -41,7 +41,7 @@ class Run:
         batch: sequences in a step, over all devices.
         seq: tokens in a sequence.
         target: the devices.
-        mesh: sizes of "data" and "fsdp".
+        mesh: sizes of "data" and "fsdp", and of "tensor" if it has several devices.
         optimizer: "adamw", "adamw8bit", whose moments have 8 bits, or "sgd", which has none.
         state_dtype: dtype of "adamw"'s moments.
         param_dtype: dtype of parameters and gradients.
@@ -90,11 +90,12 @@ class Run:
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 'float32', 'bfloat16' or 'float16'.")
         self._check_adapters()
-        devices, unit = self.target.count, self.batch_unit
+        unit = self.batch_unit
         if self.batch % unit:
             parts = f" in micro_batches={self.micro_batches}" if self.micro_batches > 1 else ""
+            devices = f"{self.batch_devices} devices" if self.tensor == 1 else f"{self.batch_devices} groups of devices"
             raise ValueError(
-                f"batch={self.batch} is not divided by the {devices} devices of {self.target.name!r}, which take equal "
+                f"batch={self.batch} is not divided by the {devices} of {self.target.name!r}, which take equal "
                 f"numbers of sequences{parts}. Take batch={max(1, self.batch // unit) * unit}, or fewer devices."
             )
         longest = self.model.config.longest_sequence
@@ -108,6 +109,19 @@ class Run:
             raise ValueError(f"quantize={self.quantize!r}: quantised weights are not trained. Train adapters: lora=16.")
         if self.lora is not None and self.lora < 1:
             raise ValueError(f"lora={self.lora} must be a rank of at least 1, or None.")
+        if self.lora is None and (self.dora or self.lora_targets is not adapters.TARGETS):
+            name, value = ("dora", True) if self.dora else ("lora_targets", self.lora_targets)
+            raise ValueError(f"{name}={value!r} is for adapters, and none are trained. Train some: lora=16.")
+        if (tensor := self.layout.tensor_parts(self.mesh)) is None:
+            return
+        tensor.check(self.model.config)
+        outside = [name for name in ("lm_head", "model.embed_tokens") if Targets(self.lora_targets).adapts(name)]
+        if self.lora is not None and (self.dora or outside):
+            what = "DoRA's" if self.dora else f"adapters of {outside[0]}"
+            raise ValueError(
+                f"mesh={in_words(self.mesh)!r} splits matrices over a tensor axis, which {what} do not take yet. Give "
+                "the devices to fsdp."
+            )
 
     @property
     def adapts_head(self) -> bool:
@@ -115,14 +129,29 @@ class Run:
         return self.lora is not None and Targets(self.lora_targets).adapts("lm_head")
 
     @property
+    def layout(self) -> Layout:
+        """How the run lies on its mesh."""
+        return layout_of(self.mesh)
+
+    @property
+    def tensor(self) -> int:
+        """The devices that compute the same sequences together."""
+        return self.mesh.get("tensor", 1)
+
+    @property
+    def batch_devices(self) -> int:
+        """Into how many parts the devices split a micro-batch."""
+        return self.target.count // self.tensor
+
+    @property
     def tokens(self) -> int:
-        """The tokens of one device in a micro-batch."""
+        """The tokens of one device in a micro-batch, which the devices of a tensor axis have in common."""
         return self.batch * self.seq // self.batch_unit
 
     @property
     def batch_unit(self) -> int:
         """The number that divides the batch, since each device has a share of every micro-batch."""
-        return self.target.count * self.micro_batches
+        return self.batch_devices * self.micro_batches
 
     @property
     def head(self) -> Head:
@@ -144,12 +173,13 @@ class Run:
             device=self.target.description,
             has_adapters=self.lora is not None,
             dora=self.lora is not None and self.dora,
+            tensor=self.tensor,
         )
 
     @property
     def _kernels(self) -> KernelOptions:
         """The ops of the model, but for its loss."""
-        return KernelOptions(layout=LAYOUT if self.target.count > 1 else None)
+        return KernelOptions(layout=self.layout if self.target.count > 1 else None)
 
     def loss_plan(self) -> Any:
         """How the fused loss is computed on each device.
@@ -163,15 +193,17 @@ class Run:
         if self.lora is not None and self.adapts_head:
             width += columns(self.lora, width)
         sizes = self.tokens, width
-        budget = loss_budget_bytes(config, self._kernels, remat, self.dtype, head, sizes, device)
+        options = remat, self.dtype, head, sizes, device
+        budget = loss_budget_bytes(config, self._kernels, *options, tensor=self.tensor)
         return plan_fused_linear_cross_entropy(
             *sizes,
-            config.vocab_size,
+            -(-config.vocab_size // self.tensor),
             dtype=self.dtype,
             weight_dtype=head.dtype_in_products(self.dtype),
             weight_is_split=head.is_split,
             reduction="sum",
             differentiated=("hidden", "weight") if self.lora is None or self.adapts_head else ("hidden",),
+            mode="auto" if self.tensor == 1 else "lean",  # the one that a split vocabulary has
             memory_budget_bytes=budget,
             device_memory_bytes=self.target.memory_bytes,
             device=device,
@@ -206,21 +238,22 @@ def make_optimizer(name: str, state_dtype: str) -> optax.GradientTransformation:
     return optimizer_named(name, 1e-4, weight_decay=1e-4, max_norm=None, **own)
 
 
-def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+def training_step(run: Run, mesh: Mesh, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """The step and the types of its arguments.
 
     Args:
         run: what is trained, and how.
         mesh: the devices' mesh.
+        **options: of the model, in place of the run's, such as `scan_layers=False`.
 
     Returns:
         A jitted `step(state, batch, *frozen) -> (state, loss)` with `state = (params, opt_state)`, donated, to be
         traced with the mesh in context; and its abstract arguments. Frozen are the base weights beside adapters.
     """
-    graph, params, *frozen = _split(run)
+    graph, params, *frozen = _split(run, options)
     optimizer = make_optimizer(run.optimizer, run.state_dtype)
     state = (params, jax.eval_shape(optimizer.init, params))
-    of_params, of_moments = LAYOUT.shardings(state, mesh, optimizer)
+    of_params, of_moments = run.layout.shardings(state, mesh, optimizer)
     if run.state_memory == "host":
         on_host = lambda x, sharding: sharding.with_memory_kind("pinned_host") if x.ndim else sharding
         of_moments = jax.tree.map(on_host, state[1], of_moments)
@@ -229,17 +262,18 @@ def training_step(run: Run, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
     step = make_step(graph, optimizer, micro_batches=run.micro_batches, state_on_host=run.state_memory == "host")
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
-    tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=NamedSharding(mesh, P(tuple(run.mesh))))
+    tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=NamedSharding(mesh, P(BATCH_AXES)))
     packed = dict.fromkeys(("input_ids", "labels", "segment_ids", "positions"), tokens)
-    frozen = [jax.tree.map(typed, part, LAYOUT.shardings(part, mesh)) for part in frozen]
+    frozen = [jax.tree.map(typed, part, run.layout.shardings(part, mesh)) for part in frozen]
     return jitted, (jax.tree.map(typed, state, of_state), packed if run.packed else tokens, *frozen)
 
 
-def _split(run: Run) -> tuple[Any, ...]:
+def _split(run: Run, options: dict[str, Any]) -> tuple[Any, ...]:
     """The run's model as graph and parameters, or as graph, adapters and base weights, without numbers."""
-    options = dict(
+    own = dict(
         kernels=run.kernels(), dtype=jnp.dtype(run.dtype), param_dtype=jnp.dtype(run.param_dtype), remat=run.remat
     )
+    options = own | options
     if run.lora is None:
         return run.model.abstract(**options)
 

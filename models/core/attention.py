@@ -17,7 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_OUTPUT, Remat
-from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, product_of_parts
+from liger_jax.models.core.tensor_parts import all_tokens, axis_of_part, by_device, in_rows, product_of_parts
 from liger_jax.models.core.tiles import over_tokens
 
 
@@ -99,6 +99,7 @@ class Attention(nnx.Module):
         tensor, heads_lie = axis_of_part(layout.tensor, self.o_proj), layout.in_attention
 
         def heads(y):
+            y = in_rows(y, tensor)
             return y.reshape(*y.shape[:2], y.shape[2] // self.head_width, self.head_width)
 
         q, k, v = self._projected(x, tensor)
@@ -134,18 +135,18 @@ class Attention(nnx.Module):
             out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
         out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
         if tensor is not None or cache is not None:
-            return product_of_parts(self.o_proj, out, tensor)
+            return product_of_parts(self.o_proj, by_device(out, tensor), tensor)
         return over_tokens(lambda layers, tile: layers[0](tile), (self.o_proj,), out, self.remat, layout)
 
     def _projected(self, x: Float[Array, "B own D"], tensor: str | None) -> Any:
-        """Queries, keys and values (B, T, …) before heads are cut."""
+        """Queries, keys and values before heads are cut: (B, T, …), or of `all_tokens`."""
         if self.has_qkv:
             layers, project = (self.qkv_proj,), lambda layers, x: self._split(layers[0](x))
         else:
             layers = self.q_proj, self.k_proj, self.v_proj
             project = lambda layers, x: in_one_product(x, *layers)
-        if tensor is not None:  # tiles of own positions would not come out as rows
-            return project(layers, all_positions(x, tensor))
+        if tensor is not None:  # tiles of own tokens would not come out in rows
+            return project(layers, all_tokens(x, tensor))
         return over_tokens(project, layers, x, self.remat, self.kernels.mesh_layout)
 
     def _split(self, qkv: Float[Array, "B T both"]) -> Any:

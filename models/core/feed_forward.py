@@ -16,7 +16,7 @@ from liger_jax.layers.mlp import are_plain_products, in_one_op
 from liger_jax.models.core import plain
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.tensor_parts import all_positions, axis_of_part, product_of_parts
+from liger_jax.models.core.tensor_parts import all_tokens, axis_of_part, product_of_parts
 from liger_jax.models.core.tiles import over_tokens
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`
@@ -113,7 +113,7 @@ class DenseFeedForward(nnx.Module):
             options = dict(recomputed=self.recomputed, implementation=self.kernels.implementation)
             return in_one_op(x, gate, up, down, activation=self.activation, **options)
         tensor = axis_of_part(layout.tensor, down)
-        x = all_positions(x, tensor)
+        x = all_tokens(x, tensor)
         return product_of_parts(down, layout.run(self._gated, (gate(x), up(x))), tensor)
 
     def _of_gate_up(self, gate_up: Any, down: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -121,7 +121,7 @@ class DenseFeedForward(nnx.Module):
         if not (self.fused and are_plain_products(gate_up, down)):
             layout = self.kernels.mesh_layout
             tensor = axis_of_part(layout.tensor, down)
-            gate, up = jnp.split(gate_up(all_positions(x, tensor)), 2, axis=-1)
+            gate, up = jnp.split(gate_up(all_tokens(x, tensor)), 2, axis=-1)
             return product_of_parts(down, layout.run(self._gated, (gate, up)), tensor)
         gate, up = jnp.split(gate_up.kernel[...].astype(gate_up.dtype), 2, axis=-1)
         return ops.gated_mlp(

@@ -134,7 +134,7 @@ class Layout:
         A matrix is split along its input, or along a head's vocabulary. Codes and scales of quantised kernels are split
         along the output, so that blocks stay whole. Vectors are small: where the mesh does not divide them, every
         device has them whole. With several devices along `tensor`, it splits heads, the feed-forward's width or the
-        vocabulary, and fsdp splits a matrix's other axis.
+        vocabulary, and fsdp splits a matrix's first axis, or the second where the first has no room for both.
 
         Args:
             info: what the parameter is.

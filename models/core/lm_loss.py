@@ -225,7 +225,7 @@ class LanguageModelLoss:
             **vocabulary,
         )
         if logits is None:
-            budget = self._budget_bytes(hidden, targets, head)
+            budget = self._budget_bytes(hidden, targets, head, vocabulary.get("vocab_axis"))
             logit_options = logit_options_of(self.config)
             result = ops.fused_linear_cross_entropy(
                 hidden, head, targets, mode=kernels.mode, memory_budget_bytes=budget, **logit_options, **options
@@ -269,8 +269,10 @@ class LanguageModelLoss:
             num_tokens=jax.lax.stop_gradient(num_tokens),
         )
 
-    def _budget_bytes(self, hidden, targets, head):
+    def _budget_bytes(self, hidden, targets, head, vocab_axis=None):
         """How much of this device's memory the fused loss may use."""
-        head = Head(self.table_dtype, head.dtype, isinstance(head, SplitHead))
+        tensor = 1 if vocab_axis is None else jax.lax.axis_size(vocab_axis)
+        of_loss = Head(self.table_dtype, head.dtype, isinstance(head, SplitHead))
         sizes = least_size(targets.size), hidden.shape[-1]
-        return loss_budget_bytes(self.config, self.kernels, self.remat, hidden.dtype, head, sizes, device_of(hidden))
+        options = self.config, self.kernels, self.remat, hidden.dtype, of_loss, sizes
+        return loss_budget_bytes(*options, device_of(hidden), tensor)

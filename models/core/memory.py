@@ -5,6 +5,7 @@ All sizes are for one device. The rules stand in `remat.py` (what a layer keeps)
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -23,6 +24,9 @@ from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.pallas_kernels.attention import xla
 
 LANES = 128  # of a row of a TPU's arrays
+# Arrays (B, T, D) of whole rows that a layer's backward holds at once on a tensor axis: a sublayer's gathered input and
+# the gradients of its input and of its result.
+WHOLE_ROWS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,8 @@ class LayerMemory:
         device: the device that the step runs on.
         has_adapters: whether projections have adapters.
         dora: whether these are DoRA's.
+        tensor: the devices of a tensor axis. Between sublayers each has its part of the positions; in them each has all
+            positions, and its part of the heads and of the feed-forward's width.
     """
 
     config: Any
@@ -50,6 +56,7 @@ class LayerMemory:
     device: jax.sharding.AbstractDevice
     has_adapters: bool = False
     dora: bool = False
+    tensor: int = 1
 
     @property
     def kept(self) -> dict[str, int]:
@@ -57,7 +64,7 @@ class LayerMemory:
         c, kept = self.config, self._values_kept()
         if self.remat == "none" and self.device.platform == "tpu":
             # Narrower heads of queries, keys and results are padded to a row, and each of attention's sums takes a row.
-            padding = max(0, LANES - c.head_dim) * (2 * c.num_attention_heads + c.num_key_value_heads)
+            padding = max(0, LANES - c.head_dim) * (2 * c.num_attention_heads + self._key_heads)
             kept["attention"] += padding + (LANES - 1) * self._sums()
         return {name: self._bytes(values) for name, values in kept.items()}
 
@@ -70,9 +77,10 @@ class LayerMemory:
     def worked_on(self) -> int:
         """Bytes of the backward of one layer beside what is kept: the activations made again, and their gradients."""
         c, kept = self.config, self._values_kept()
-        heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+        heads = (c.num_attention_heads + self._key_heads) * c.head_dim
         values = (7 if c.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
         values += 2 * c.hidden_size  # gradients
+        values += (self.tensor - 1) * WHOLE_ROWS * c.hidden_size
         values -= kept["layer inputs"] + kept["attention"]
         # A single GPU computes one half of the feed-forward's gradients after the other, in place. On several GPUs, and
         # where adapters read them, XLA holds both halves at once.
@@ -88,7 +96,7 @@ class LayerMemory:
     def _values_kept(self) -> dict[str, int]:
         """What the layer keeps for its backward, by kind: values of the computation's dtype for each token."""
         c = self.config
-        d, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        d, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, self._key_heads * c.head_dim
         inputs, of_attention = {
             "full": (d, 0),
             "offload": (0, 0),
@@ -106,14 +114,21 @@ class LayerMemory:
 
     def _bytes(self, values: int, tokens: int | None = None) -> int:
         """Bytes of so many values for each token, of all tokens or as many as given."""
-        return (self.rows * self.seq if tokens is None else tokens) * jnp.dtype(self.dtype).itemsize * values
+        tokens = self.rows * self.seq if tokens is None else tokens
+        return tokens * jnp.dtype(self.dtype).itemsize * values // self.tensor
+
+    @property
+    def _key_heads(self) -> int:
+        """The heads of keys over all devices of a tensor axis, which repeats those that it does not divide."""
+        heads = self.config.num_key_value_heads
+        return heads * self.tensor // math.gcd(heads, self.tensor)
 
     def _scores_in_chunks(self) -> int:
         """Bytes of the scores that XLA's attention holds for a chunk of queries in the backward; 0 for a kernel."""
         c, seq = self.config, self.seq
         windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if self._attention_of(w) == "xla"]
         keys = max([min(seq, xla.CHUNK + w - 1) if w else seq for w in windows], default=0)
-        scores = self.rows * c.num_attention_heads * min(xla.CHUNK, seq) * keys
+        scores = self.rows * (c.num_attention_heads // self.tensor) * min(xla.CHUNK, seq) * keys
         # Scores, weights and the gradients of both in float32, and the weights in the computation's dtype.
         return (4 * 4 + jnp.dtype(self.dtype).itemsize) * scores
 
@@ -125,7 +140,7 @@ class LayerMemory:
         """
         c, rows = self.config, (self.rows, self.seq)
         options = dict(window=window, softcap=c.attn_logit_softcapping, scale=c.attention_scale)
-        heads = c.num_attention_heads, c.num_key_value_heads
+        heads = c.num_attention_heads // self.tensor, self._key_heads // self.tensor
         q, k = (jax.ShapeDtypeStruct((*rows, n, c.head_dim), self.dtype) for n in heads)
         ids = jax.ShapeDtypeStruct(rows, jnp.int32)
         return attention.choose(q, k, k, ids, Place(self.device), **options, implementation=self.kernels.attention).name
@@ -180,7 +195,14 @@ class Head:
 
 
 def loss_budget_bytes(
-    config: Any, kernels: KernelOptions, remat: Remat, dtype: Any, head: Head, sizes: tuple[int, int], device: Any
+    config: Any,
+    kernels: KernelOptions,
+    remat: Remat,
+    dtype: Any,
+    head: Head,
+    sizes: tuple[int, int],
+    device: Any,
+    tensor: int = 1,
 ) -> int | None:
     """How much of a device's memory the fused loss may use.
 
@@ -192,6 +214,7 @@ def loss_budget_bytes(
         head: the head as the loss gets it.
         sizes: tokens of one device and micro-batch, and the hidden states' columns, with those of the head's adapter.
         device: the device that the step runs on.
+        tensor: the devices of a tensor axis, which split the feed-forward's width and the vocabulary.
 
     Returns:
         A `memory_budget_bytes`, or `None` for no bound.
@@ -200,8 +223,8 @@ def loss_budget_bytes(
         return kernels.memory_budget_bytes
     return budget_beside_layers(
         *sizes,
-        config.vocab_size,
-        f=config.intermediate_size,
+        -(-config.vocab_size // tensor),
+        f=config.intermediate_size // tensor,
         f_tokens=tokens_at_once(sizes[0], config.hidden_size, remat),
         dtype=dtype,
         weight_dtype=head.dtype_in_products(dtype),
@@ -209,6 +232,7 @@ def loss_budget_bytes(
         layers_are_recomputed=remat != "none",
         head_is_copied=not kernels.mesh_layout.axes and jnp.dtype(head.table_dtype) != jnp.dtype(dtype),
         head_is_widened=head.is_widened,
+        mode="auto" if tensor == 1 else "lean",  # the one that a split vocabulary has
         implementation=kernels.implementation,
         device=device,
         **logit_options_of(config),

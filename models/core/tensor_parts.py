@@ -1,9 +1,14 @@
 """Tensor parallelism: how a mesh axis splits a model's matrices, and how a layer runs on one device's part of them.
 
 All layers run inside one `jax.shard_map`, in which every axis is Manual. So kernels see one device's heads and its part
-of the feed-forward's width, and no array is sent but by the collectives here. Two stand around each sublayer:
+of the feed-forward's width, and no array is sent but by the collectives here. Two stand around each sublayer, and two
+around the embedding and the head, where whole rows are needed:
 
+    all tokens = `all_tokens`(own positions)           own positions = `summed_tokens`(this device's summand)
     whole rows = `all_positions`(own positions)        own positions = `summed`(this device's summand of whole rows)
+
+All tokens lie one device's behind another's, as they come: products do not mind, and XLA would transpose what it
+gathers and scatters along an axis that is not the first. Attention alone puts its heads `in_rows`.
 
 Between sublayers a device has its part of the positions, for which alone it computes norms and sums. JAX derives the
 backward: the derivative of one collective is the other, and a parameter that devices have in common is differentiated
@@ -54,20 +59,80 @@ def summed(x: jax.Array, axis: str | None) -> jax.Array:
     return x if axis is None else jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
 
 
+def all_tokens(x: jax.Array, axis: str | None) -> jax.Array:
+    """The positions (B, own, D) of all devices of a mesh axis, as rows (devices·B, own, D).
+
+    Args:
+        x: this device's positions, inside `jax.shard_map`.
+        axis: the mesh axis, or `None` for one device.
+
+    Returns:
+        Device 0's rows, device 1's, …; the same on every device of the axis.
+    """
+    return x if axis is None else jax.lax.all_gather(x, axis, axis=0, tiled=True)
+
+
+def summed_tokens(x: jax.Array, axis: str | None) -> jax.Array:
+    """This device's positions (B, own, D) of a sum over the devices of a mesh axis.
+
+    Args:
+        x: this device's summand, as `all_tokens` has it.
+        axis: the mesh axis, or `None` for one device.
+
+    Returns:
+        The positions that the device has between sublayers.
+    """
+    return x if axis is None else jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+
+
+def in_rows(x: jax.Array, axis: str | None) -> jax.Array:
+    """Whole rows (B, T, W) of what was computed from `all_tokens`.
+
+    Args:
+        x: (devices·B, own, W).
+        axis: the mesh axis, or `None` for one device.
+
+    Returns:
+        The rows, each with its positions in order.
+    """
+    if axis is None:
+        return x
+    devices, width = jax.lax.axis_size(axis), x.shape[2]
+    parts = x.reshape(devices, -1, *x.shape[1:])
+    return jnp.swapaxes(parts, 0, 1).reshape(parts.shape[1], -1, width)
+
+
+def by_device(x: jax.Array, axis: str | None) -> jax.Array:
+    """The inverse of `in_rows`.
+
+    Args:
+        x: (B, T, W).
+        axis: the mesh axis, or `None` for one device.
+
+    Returns:
+        (devices·B, own, W).
+    """
+    if axis is None:
+        return x
+    devices, width = jax.lax.axis_size(axis), x.shape[2]
+    parts = x.reshape(x.shape[0], devices, -1, width)
+    return jnp.swapaxes(parts, 0, 1).reshape(-1, *parts.shape[2:])
+
+
 def product_of_parts(projection: Any, x: jax.Array, axis: str | None) -> jax.Array:
     """A sublayer's last projection, whose inputs a mesh axis splits.
 
     Args:
         projection: this device's rows of the kernel.
-        x: their inputs (B, T, own).
+        x: their inputs (devices·B, own positions, own), as `all_tokens` has them.
         axis: the mesh axis, or `None` for one device.
 
     Returns:
         The positions of the sum over devices that this device has between sublayers.
     """
     if axis is not None and hasattr(type(projection), "magnitude"):  # DoRA's norms are those of whole columns
-        return summed(projection(x, input_axis=axis), axis)
-    return summed(projection(x), axis)
+        return summed_tokens(projection(x, input_axis=axis), axis)
+    return summed_tokens(projection(x), axis)
 
 
 def axis_of_part(axis: str | None, projection: Any) -> str | None:
@@ -119,9 +184,11 @@ class TensorParts:
     def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
         """How a parameter lies on the mesh.
 
-        `tensor_axis` is split by the tensor axis, and a matrix's other axis by fsdp. Codes and scales of quantised
-        weights are split by fsdp along the output, so that blocks stay whole. A vocabulary and
-        key heads that the tensor axis does not divide are whole along it, and so is a vector that fsdp does not divide.
+        `tensor_axis` is split by the tensor axis. A matrix's first axis, the inputs or the vocabulary, is split by
+        fsdp: XLA transposes what it gathers along another one, gradients and state included. The second axis is split
+        where both do not divide the first. Codes and scales of quantised weights are split by fsdp along the output, so
+        that blocks stay whole. A vocabulary and key heads that the tensor axis does not divide are whole along it, and
+        so is a vector that fsdp does not divide.
 
         Args:
             info: what the parameter is.
@@ -145,7 +212,7 @@ class TensorParts:
         elif at is not None and info.kind not in ("embedding", "head") and not _is_of_key_heads(info):
             raise ValueError(self._does_not_divide(self.axis, self.size, at, info, shape))
         is_vector = info.kind in ("bias", "norm")
-        other = info.out_axis if is_vector else self._fsdp_axis(info)
+        other = info.out_axis if is_vector else self._fsdp_axis(info, shape[-2] if len(shape) > 1 else 0)
         if other is not None and self.fsdp_size > 1:
             parts = self.fsdp_size * (self.size if entries[other] else 1)
             if shape[other] % parts == 0:
@@ -234,13 +301,29 @@ class TensorParts:
         """How a layer's parameter enters the shard_map: fsdp's parts of vectors are gathered before."""
         info = parameter(path_of(keys), x.shape)
         spec = self.spec(info, x.shape)
-        return spec if self._fsdp_axis(info) is not None else along(spec, (self.axis,))
+        return spec if self._fsdp_axis(info, 0) is not None else along(spec, (self.axis,))
 
-    def _fsdp_axis(self, info: ParameterInfo) -> int | None:
-        """The axis of a matrix that fsdp splits, too."""
-        if info.kind in ("kernel", "embedding", "head"):
-            return info.in_axis if info.tensor_axis == info.out_axis else info.out_axis
+    def _fsdp_axis(self, info: ParameterInfo, first: int) -> int | None:
+        """The axis of a matrix that fsdp splits, too, by the size of its first axis."""
+        if info.kind in ("embedding", "head"):
+            return 0 if self.splits_vocabulary(first) else 1
+        if info.kind == "kernel":
+            both = info.tensor_axis == info.in_axis and first % (self.size * self.fsdp_size)
+            return info.out_axis if both else info.in_axis
         return info.out_axis if info.kind.endswith(("_codes", "_scales")) else None
+
+    def splits_vocabulary(self, vocab_size: int) -> bool:
+        """Whether the tensor axis and fsdp split a vocabulary together; if not, fsdp splits its vectors."""
+        return vocab_size % (self.size * self.fsdp_size) == 0
+
+    def of_vocabulary(self, vocab_size: int, width: int) -> P:
+        """How an embedding or a head (V, D) lies, padded so that the devices of the tensor axis have equal parts.
+
+        A head with an adapter's columns may be of a width that fsdp does not divide.
+        """
+        if self.splits_vocabulary(vocab_size):
+            return P((self.axis, *self.fsdp))
+        return P(self.axis, self.fsdp if width % self.fsdp_size == 0 else None)
 
     def _of_layer(self, state: Any, dtype: Any, config: Any) -> Any:
         """One layer's parameters as this device uses them: gathered over fsdp, with the columns of its own heads.
@@ -248,13 +331,17 @@ class TensorParts:
         Matrices are sent in the computation's dtype, and codes as they are.
         """
 
+        heads = config.num_attention_heads  # whose results are the inputs of o_proj
+
         def of_leaf(keys, x):
             info = parameter(("layers", 0, *path_of(keys)), x.shape)
             if info.kind == "dropout_key":
                 axes = self._axes_of_inputs(info)
                 return jax.random.fold_in(x, jax.lax.axis_index(axes)) if axes else x
             x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
-            axis = self._fsdp_axis(info)
+            inputs = config.intermediate_size if _is_in(info, ("down_proj",)) else heads * config.head_dim
+            inputs = config.hidden_size if _is_in(info, FUSED) else inputs
+            axis = self._fsdp_axis(info, inputs)
             if axis is not None and self.fsdp_size > 1:
                 x = jax.lax.all_gather(x, self.fsdp, axis=axis, tiled=True)
             if info.kind == "bias" and _is_in(info, SPLIT_INPUTS):

@@ -15,7 +15,7 @@ from liger_jax.models.core.embedding import embed
 from liger_jax.models.core.head import head_logits
 from liger_jax.models.core.on_parts import mapped
 from liger_jax.models.core.tensor_parts import TensorParts, all_positions, nearest_divisor, summed
-from liger_jax.ops.layout import SplitHead, gathered, head_split, sent_dtype, taken_apart
+from liger_jax.ops.layout import SplitHead, along, gathered, head_split, sent_dtype, taken_apart
 
 # The logit of an entry that is padding. It is finite, so that nothing multiplies 0 by an infinity.
 NO_LOGIT = -1e30
@@ -50,7 +50,7 @@ def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any
     Returns:
         (B, T, D), which lies as `parts.between` says; an id outside [0, V) gives NaN.
     """
-    vocab_size, on_fsdp = table.shape[0], P(None, parts.fsdp)
+    vocab_size = table.shape[0]
 
     def local(ids, part):
         part = gathered(part, on_fsdp)
@@ -60,8 +60,9 @@ def embed_parts(parts: TensorParts, table: jax.Array, ids: jax.Array, dtype: Any
         found = embed(part, jnp.where(is_own, own, -1), dtype)  # an id of -1 has no gradient
         return summed(jnp.where(is_own[..., None], found, elsewhere[..., None]), parts.axis)
 
+    of_table = parts.of_vocabulary(*table.shape)
     table = padded(table.astype(sent_dtype(table.dtype, dtype)), parts.size)
-    specs = parts.tokens, P(parts.axis, parts.fsdp)
+    on_fsdp, specs = along(of_table, parts.fsdp), (parts.tokens, of_table)
     return mapped(local, specs, parts.between, parts.axes)(ids, table)
 
 
@@ -79,10 +80,10 @@ def logits_parts(parts: TensorParts, hidden: jax.Array, head: jax.Array) -> jax.
     rows, axis = _rows(parts, hidden)
 
     def local(hidden, part):
-        return head_logits(all_positions(hidden, axis), gathered(part, P(None, of_head[1])))
+        return head_logits(all_positions(hidden, axis), gathered(part, along(of_head, parts.fsdp)))
 
+    of_head = parts.of_vocabulary(*head.shape)
     head = padded(head.astype(sent_dtype(head.dtype, hidden.dtype)), parts.size)
-    of_head = _of_head(parts, head)
     out = P(parts.batch or None, parts.sequence, parts.axis)
     return mapped(local, (rows, of_head), out, parts.axes)(hidden, head)
 
@@ -132,9 +133,9 @@ def loss_on_parts(
     rows, axis = _rows(parts, split[0])
     split_of_head, of_head = None, P(parts.axis)
     if isinstance(head, jax.Array):
+        of_head = parts.of_vocabulary(*head.shape)
         head = padded(head, parts.size)
-        of_head = _of_head(parts, head)
-        split_of_head = head_split(P(None, of_head[1]), jax.sharding.get_abstract_mesh().shape)
+        split_of_head = head_split(along(of_head, parts.fsdp), jax.sharding.get_abstract_mesh().shape)
     elif head.shape[0] % parts.size:
         raise ValueError(
             f"tensor={parts.axis!r} has {parts.size} devices, which do not divide the {head.shape[0]} entries of a "
@@ -164,7 +165,8 @@ def vocabulary_of(parts: TensorParts, head: Any, config: Any) -> dict[str, Any]:
     Raises:
         ValueError: there is padding, which a softcap of logits would let in again.
     """
-    size, vocab_size = taken_apart(head)[0].shape[0], config.vocab_size
+    (part, split), vocab_size = taken_apart(head), config.vocab_size
+    size = part.shape[0] * (1 if split is None else split.parts[0])
     if size * parts.size == vocab_size:
         return dict(vocab_axis=parts.axis)
     if config.final_logit_softcapping is not None:
@@ -180,8 +182,3 @@ def vocabulary_of(parts: TensorParts, head: Any, config: Any) -> dict[str, Any]:
 def _rows(parts: TensorParts, hidden: jax.Array) -> tuple[P, str | None]:
     """How hidden states enter, and the axis over which to gather their positions; they may have been cut."""
     return (parts.tokens, None) if hidden.shape[1] % parts.size else (parts.between, parts.axis)
-
-
-def _of_head(parts: TensorParts, head: jax.Array) -> P:
-    """How a head enters. One with an adapter's columns may be of a width that fsdp does not divide."""
-    return P(parts.axis, parts.fsdp if head.shape[1] % parts.fsdp_size == 0 else None)

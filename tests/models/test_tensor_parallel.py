@@ -339,10 +339,20 @@ def test_matrices_are_split_over_both_axes():
         q_proj__kernel=P(None, "fsdp", "tensor"),
         q_proj__bias=P(None, ("tensor", "fsdp")),
         k_proj__kernel=P(None, "fsdp", "tensor"),
-        o_proj__kernel=P(None, "tensor", "fsdp"),
+        o_proj__kernel=P(None, ("tensor", "fsdp")),
         up_proj__kernel=P(None, "fsdp", "tensor"),
-        down_proj__kernel=P(None, "tensor", "fsdp"),
+        down_proj__kernel=P(None, ("tensor", "fsdp")),
         input_layernorm__scale=P(None, "fsdp"),
+        embed_tokens=P(("tensor", "fsdp")),
+        lm_head=P(("tensor", "fsdp")),
+    )
+
+
+def test_a_matrix_s_second_axis_is_split_where_the_first_is_not_divided_by_both():
+    assert_specs(
+        specs_of(vocab_size=22, intermediate_size=14, hidden_size=8),
+        down_proj__kernel=P(None, "tensor", "fsdp"),
+        up_proj__kernel=P(None, "fsdp", "tensor"),
         embed_tokens=P("tensor", "fsdp"),
         lm_head=P("tensor", "fsdp"),
     )

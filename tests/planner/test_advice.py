@@ -124,7 +124,7 @@ def test_advice_that_is_followed_fits(model, device, capsys):
         (dict(model="qwen2-0.5b", batch=8, seq=4096, device="l4", loss="logits"), ["--loss fused"]),
         (dict(model="qwen2-1.5b", batch=16, seq=4096, device="h100", remat="none"), ["--remat full"]),
         (dict(model="qwen2-0.5b", batch=9 * 27, seq=4096, device="l4"), ["--micro-batches 9"]),
-        (dict(model="llama-3-8b", batch=8, seq=2048, device="h100:8", mesh="data=8"), ["--mesh data=1,fsdp=8"]),
+        (dict(model="llama-3-8b", batch=8, seq=2048, device="h100:8", mesh=dict(data=8)), ["--mesh data=1,fsdp=8"]),
         (dict(model="llama-3.2-1b", batch=1, seq=2048, device="t4"), ["--state-memory host"]),
         # Quality goes before devices.
         (
@@ -133,7 +133,10 @@ def test_advice_that_is_followed_fits(model, device, capsys):
         ),
         (dict(model="llama-3-8b", batch=1, seq=4096, device="l4"), ["--device l4:4 --batch 4", "--state-memory host"]),
         # The vocabulary of 151,936 has no more than 128 equal parts.
-        (dict(model="qwen2.5-3b", batch=256, seq=2048, device="l4:256", mesh="data=256"), ["--mesh data=2,fsdp=128"]),
+        (
+            dict(model="qwen2.5-3b", batch=256, seq=2048, device="l4:256", mesh={"data": 256}),
+            ["--mesh data=2,fsdp=128"],
+        ),
     ],
 )
 def test_the_cheapest_changes_that_are_enough_are_advised(run, names):

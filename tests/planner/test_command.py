@@ -9,7 +9,7 @@ import pytest
 
 from liger_jax.commands import _run, main
 from liger_jax.commands._settings import Settings
-from liger_jax.planner import plan, planning
+from liger_jax.planner import plan, planning, searching
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.compiled import Compiled
 
@@ -51,8 +51,8 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tm
         (dict(device="v5e:3x3"), "must be a topology of 2 axes that 2x2.*such as 'v5e:8x8'"),
         (dict(device="v5p:4x4"), "must be a topology of 3 axes"),
         (dict(device="v5e:32x32"), "has 1024 chips, and a pod of them has 256"),
-        (dict(device="h200:8", mesh="data=3,fsdp=2"), "has 6 devices, and the target has 8.*fsdp=8"),
-        (dict(device="h200:8", mesh="tensor=8"), "must be sizes of data and fsdp, as in 'data=2,fsdp=8'"),
+        (dict(device="h200:8", mesh=dict(data=3, fsdp=2)), "has 6 devices, and the target has 8.*fsdp=8"),
+        (dict(device="h200:8", mesh=dict(expert=8)), "must be sizes of data, fsdp, tensor, as in 'fsdp=4,tensor=2'"),
         (dict(device="h200:8", batch=12), "batch=12 is not divided by the 8 devices.*Take batch=8"),
         (dict(device="h200:24", batch=24), "fsdp=24 does not divide.*give the other devices to data"),
         (dict(batch=0), "batch=0 must be at least 1"),
@@ -121,11 +121,38 @@ def test_a_folder_without_a_config_json_is_refused(capsys, tmp_path):
 )
 def test_the_size_that_is_looked_for_may_be_missing_or_impossible(what, typed, largest, capsys, monkeypatch):
     answer = lambda run: Compiled(8 * run.tokens * 2**20, 0, 0)  # of an H200's 132.8 GiB
-    monkeypatch.setattr(planning, "compile_run", answer)
-    monkeypatch.setattr(planning.compilers, "need_compiler", lambda platform: None)
+    monkeypatch.setattr(searching, "compile_run", answer)
+    monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)
     command = f"plan --model qwen2-0.5b --device h200:8 --search {what} {typed}"
     assert main(command.split()) == 0
     assert f"The largest {what} that fits is {largest}." in capsys.readouterr().out
+
+
+def test_the_first_mesh_that_fits_is_looked_for(capsys, monkeypatch):
+    """Four sequences are no batch for eight devices along fsdp, so that mesh is not even compiled."""
+    monkeypatch.setattr(searching, "compile_run", lambda run: Compiled(2**40 >> run.mesh["tensor"], 0, 0))
+    monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)
+    monkeypatch.setattr(planning, "compile_run", lambda run: Compiled(2**30, 0, 0))
+    assert main("plan --model llama-3-8b --batch 4 --seq 4096 --device h200:8 --search mesh".split()) == 0
+    printed = capsys.readouterr().out
+    assert "data=1,fsdp=2,tensor=4 is the first that fits. What was compiled to find it:\n" in printed
+    assert "  mesh data=1,fsdp=4,tensor=2: 256.00 GiB\n  mesh data=1,fsdp=2,tensor=4: 64.00 GiB\n" in printed
+    assert "h200:8 (NVIDIA H200, data=1,fsdp=2,tensor=4)" in printed and "fsdp=8:" not in printed
+    monkeypatch.setattr(searching, "compile_run", lambda run: Compiled(2**40, 0, 0))
+    assert main("plan --model llama-3-8b --batch 4 --seq 4096 --device h200:8 --search mesh".split()) == 2
+    assert "No mesh of h200:8 holds the run" in capsys.readouterr().err
+
+
+def test_adapters_are_planned_with_their_targets_and_dora(capsys):
+    def needed(options):
+        assert main(f"plan --model qwen2.5-7b --device h200 --lora 64 {options}".split()) == 0
+        return float(re.search(r"Fits: ([\d.]+) of", capsys.readouterr().out)[1])
+
+    assert needed("--lora-targets q_proj,v_proj") < needed("")
+    assert main("plan --model qwen2.5-7b --device h200 --lora 64 --dora --details".split()) == 0
+    assert "adapters of rank 64 with DoRA" in capsys.readouterr().out
+    assert "is for adapters, and none are trained" in refused([*SMALL, "--lora-targets", "q_proj"], capsys)
+    assert "dora=True is for adapters" in refused([*SMALL, "--dora"], capsys)
 
 
 def test_a_device_or_its_memory_is_needed(capsys):

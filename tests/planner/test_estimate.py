@@ -15,7 +15,7 @@ import pytest
 from benchmarks import lora_memory
 from benchmarks._memory import Figures, estimated
 from liger_jax.pallas_kernels.devices import GPUS, TPUS
-from liger_jax.planner import plan, planning, search, target
+from liger_jax.planner import plan, search, searching, target
 from liger_jax.planner.advice import largest
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.compiled import Compiled, memory_of
@@ -173,8 +173,8 @@ def test_what_lies_on_the_host_takes_no_memory_of_a_device():
 def test_search_finds_the_largest_that_the_compiler_lets_fit(bytes_per_token, monkeypatch):
     """Wherever the estimate's guess lies; the compiler's answers are ours here."""
     answer = lambda run: Compiled(run.batch * run.seq * bytes_per_token, 0, 0)
-    monkeypatch.setattr(planning, "compile_run", answer)
-    monkeypatch.setattr(planning.compilers, "need_compiler", lambda platform: None)
+    monkeypatch.setattr(searching, "compile_run", answer)
+    monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)
     run = make_run("qwen2-0.5b", batch=8, seq=256, device="h200:8")
     for what, unit in (("batch", 8), ("seq", 128)):
         found = search(run, what)

@@ -1,0 +1,139 @@
+"""The cases of `scaling`: what is trained, on how many GPUs, and how they share it."""
+
+import dataclasses
+import math
+from typing import Any
+
+from liger_jax.planner.architectures import architecture
+from liger_jax.planner.devices import target
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.mesh import AXES, in_words, mesh_sizes
+from liger_jax.planner.step import Run
+from liger_jax.training.meshes import parse_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its batch and its mesh.
+
+    Attributes:
+        how: "weak" or "strong".
+        model: as the planner takes it.
+        layers: how many of its layers; `None` for all.
+        scan: whether layers are scanned.
+        remat: as the models take it.
+        rows: of one GPU alone.
+        seq: tokens in a row.
+        mesh: the sizes of its axes.
+    """
+
+    how: str
+    model: str
+    layers: int | None
+    scan: bool
+    remat: str
+    rows: int
+    seq: int
+    mesh: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, text: str) -> "Case":
+        """The case of a text.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        try:
+            how, model, sizes, mesh = text.split(":")
+            model, *options = model.split("+")
+            model, _, layers = model.partition("@")
+            rows, seq = map(int, sizes.split("x"))
+        except ValueError:
+            raise ValueError(f"case={text!r} must be such as weak:llama-3.2-1b:4x2048:fsdp=2.") from None
+        if how not in ("weak", "strong") or not {*options} <= {"unrolled", "full"}:
+            raise ValueError(f"case={text!r}: the scaling is weak or strong, and options are +unrolled and +full.")
+        remat = "full" if "full" in options else "none"
+        count = int(layers) if layers else None
+        return cls(
+            how,
+            model,
+            count,
+            "unrolled" not in options,
+            remat,
+            rows,
+            seq,
+            tuple((name, size) for name, size in parse_mesh(mesh).items() if size > 1),
+        )
+
+    @property
+    def count(self) -> int:
+        """Its GPUs."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def batch(self) -> int:
+        """Its rows over all GPUs."""
+        return self.rows * (self.count if self.how == "weak" else 1)
+
+    @property
+    def alone(self) -> "Case":
+        """The same on one GPU."""
+        return dataclasses.replace(self, how="weak", mesh=(("fsdp", 1),))
+
+    @property
+    def name(self) -> str:
+        """In words, for a table."""
+        layers = f", {self.layers} layers" if self.layers else ""
+        options = ("" if self.scan else ", unrolled") + (f", remat {self.remat}" if self.remat != "none" else "")
+        where = f"{self.how}, {in_words(dict(self.mesh))}" if self.count > 1 else "one GPU"
+        return f"{self.model}{layers}{options}, {self.batch} × {self.seq}, {where}"
+
+
+def default_cases(count: int) -> list[str]:
+    """The cases for a number of GPUs: each axis alone, and pairs where there are enough of them."""
+    half = count // 2
+    pairs = [f"fsdp={half},tensor=2", f"fsdp={half},sequence=2", f"tensor={half},sequence=2"] if half > 1 else []
+    small, large = "llama-3.2-1b", "llama-3.1-8b@8"
+    meshes = [f"fsdp={count}", f"tensor={count}", f"sequence={count}", *pairs]
+    cases = [f"weak:{small}:4x2048:fsdp={count}", f"weak:{small}:1x8192:fsdp={count}"]
+    cases += [f"strong:{large}+full:8x2048:{mesh}" for mesh in meshes]
+    cases += [f"strong:{large}+full:1x65536:sequence={count}", f"strong:{large}+full:1x32768:tensor={count}"]
+    return cases + [f"weak:{small}+unrolled:4x2048:fsdp={count}"]
+
+
+def run_of(case: Case, device: str) -> Run:
+    """The run that the planner knows.
+
+    Raises:
+        ValueError: the mesh has an axis that is not there yet, or does not divide the model or the batch.
+    """
+    model = architecture(case.model)
+    if case.layers:
+        config = model.config
+        fields = {field.name for field in dataclasses.fields(config)}
+        types = dict(layer_types=config.layer_types[: case.layers]) if "layer_types" in fields else {}
+        shorter = dataclasses.replace(config, num_hidden_layers=case.layers, **types)
+        model = dataclasses.replace(model, config=shorter)
+    devices = target(f"{device}:{case.count}" if case.count > 1 else device)
+    options: Any = dict.fromkeys(("param_dtype", "state_dtype", "dtype"), "bfloat16")
+    mesh = mesh_sizes(dict(case.mesh), case.count)
+    return Run(model, case.batch, case.seq, devices, mesh, remat=case.remat, **options)
+
+
+def chosen(texts: list[str], count: int, device: str) -> list[tuple[Case, Run]]:
+    """The cases that can run, those of one GPU before; a line for each that cannot."""
+    pairs: dict[Case, Run] = {}
+    for text in texts:
+        case = Case.of(text)
+        if absent := [name for name, size in case.mesh if name not in AXES and size > 1]:
+            print(f"skipped: {case.name}: the layout has no {absent[0]} axis yet", flush=True)
+            continue
+        if case.count > count:
+            print(f"skipped: {case.name}: there are {count} GPUs", flush=True)
+            continue
+        try:
+            pairs |= {each: run_of(each, device) for each in (case.alone, case)}
+        except ValueError as error:
+            print(f"skipped: {case.name}: {error}", flush=True)
+    by_plan = lambda pair: (pair[0].count > 1, estimate(pair[1]).total)
+    return sorted(pairs.items(), key=by_plan)

@@ -1,0 +1,163 @@
+"""The largest batch or sequence that fits, or the first mesh: the compiler is asked until one is found."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from liger_jax.planner import compilers
+from liger_jax.planner.advice import largest
+from liger_jax.planner.compiled import compile_run
+from liger_jax.planner.devices import target
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.mesh import in_words, meshes
+from liger_jax.planner.planning import make_run
+from liger_jax.planner.step import Run
+
+SIZES = ("batch", "seq")
+SEARCHES = (*SIZES, "mesh")
+SEQ_UNIT = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The run that was looked for.
+
+    Attributes:
+        run: the largest run that fits, or the first mesh's.
+        answers: bytes by size, or by the mesh's text, for all that was compiled.
+    """
+
+    run: Run
+    answers: dict[Any, int]
+
+
+def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lambda size, needed, fits: None) -> Found:
+    """The largest batch or sequence that fits, by compiled answers.
+
+    The search begins at the estimate's answer, goes on in doubling steps, and ends with bisection. Batches are
+    multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest. What lies on the
+    host must fit there, too, if the host's memory is known.
+
+    Args:
+        run: the run; everything but the size that is looked for stays as it is.
+        what: "batch" or "seq".
+        progress: called with each size, the bytes that it needs, and whether it fits.
+
+    Returns:
+        The largest run, and all answers.
+
+    Raises:
+        ValueError: `what` is unknown, or not even the smallest fits.
+        ImportError: the compiler for these devices is not installed.
+    """
+    if what not in SIZES:
+        raise ValueError(f"search={what!r} must be one of {SIZES}; `search_mesh` looks for a mesh.")
+    compilers.need_compiler(run.target.platform)
+    unit = run.batch_unit if what == "batch" else SEQ_UNIT
+    most = run.model.config.longest_sequence // SEQ_UNIT if what == "seq" else None
+    if most == 0:
+        longest = run.model.config.longest_sequence
+        raise ValueError(
+            f"{run.model.name} takes {longest} positions, and sequences are looked for in multiples of {SEQ_UNIT}. "
+            f"Take seq={longest}, and do not search."
+        )
+    capacity = run.target.capacity_bytes
+    sized = lambda n: dataclasses.replace(run, **{what: n * unit})
+    hosted = lambda n: has_host_memory(run, estimate(sized(n)).host * run.target.count_on_host)
+    if run.host_memory is not None and not hosted(1):
+        raise ValueError(
+            f"host_memory={run.host_memory / 2**30:.1f}GiB is too little for {what}={unit}. Keep less there: another "
+            "remat, or state_memory='device'."
+        )
+    answers: dict[int, int] = {}
+
+    def fits(n: int) -> bool:
+        if n * unit not in answers:
+            answers[n * unit] = compile_run(sized(n)).total
+            progress(n * unit, answers[n * unit], answers[n * unit] <= capacity)
+        return answers[n * unit] <= capacity
+
+    def bounded(n: int) -> bool:
+        return (most is None or n <= most) and hosted(n)
+
+    low = max(1, largest(lambda n: bounded(n) and estimate(sized(n)).total <= capacity))
+    step = max(1, low // 16)
+    if fits(low):
+        while bounded(low + step) and fits(low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+        if not bounded(high):
+            high = 1 + largest(bounded)
+    else:
+        high = low
+        while (low := max(0, high - step)) and not fits(low):
+            high, step = low, 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low == 0:
+        raise ValueError(
+            f"Not even {what}={unit} fits into {run.target.name}: it needs {answers[unit] / 2**30:.1f} GiB, and "
+            f"{capacity / 2**30:.1f} are to be had. The plan of {what}={unit} says what would make it fit."
+        )
+    return Found(sized(low), answers)
+
+
+def runs_on_meshes(model: str | os.PathLike[str], *, device: str | None, **options: Any) -> list[Run]:
+    """A run on each mesh that it can lie on, the mesh that sends least first.
+
+    Args:
+        model: as `plan` takes it.
+        device: as `plan` takes it.
+        **options: what else `make_run` takes, but no mesh.
+
+    Returns:
+        The runs: fully sharded, then with tensor axes of 2, 4 and 8 devices.
+
+    Raises:
+        ValueError: no mesh takes the run; the message is that of the first mesh.
+    """
+    found: list[Run] = []
+    errors: list[ValueError] = []
+    for sizes in meshes(target(device, options.get("memory")).count):
+        try:
+            run = make_run(model, device=device, mesh=sizes, **options)
+            estimate(run)  # which says what a mesh does not divide
+            found.append(run)
+        except ValueError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
+
+
+def search_mesh(runs: list[Run], progress: Callable[[str, int, bool], None] = lambda mesh, needed, fits: None) -> Found:
+    """The first mesh on which a run fits, by compiled answers.
+
+    Args:
+        runs: as `runs_on_meshes` returns them.
+        progress: called with each mesh, the bytes that a device needs on it, and whether it fits.
+
+    Returns:
+        The run, and all answers.
+
+    Raises:
+        ValueError: it fits on none.
+        ImportError: the compiler for these devices is not installed.
+    """
+    compilers.need_compiler(runs[0].target.platform)
+    answers: dict[str, int] = {}
+    for run in runs:
+        needed, name = compile_run(run).total, in_words(run.mesh)
+        answers[name] = needed
+        fits = needed <= run.target.capacity_bytes
+        progress(name, needed, fits)
+        if fits:
+            return Found(run, answers)
+    least = min(answers, key=lambda name: answers[name])
+    raise ValueError(
+        f"No mesh of {runs[0].target.name} holds the run: {least} needs least, {answers[least] / 2**30:.1f} GiB, and "
+        f"{runs[0].target.capacity_bytes / 2**30:.1f} are to be had. Its plan, --mesh {least}, says what would make it "
+        "fit."
+    )

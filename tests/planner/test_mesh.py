@@ -1,0 +1,96 @@
+"""Plans of runs on meshes: what each axis splits, and what is refused."""
+
+import pytest
+
+from liger_jax.planner import plan
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.mesh import meshes
+from liger_jax.planner.planning import make_run
+from liger_jax.planner.searching import runs_on_meshes
+
+LLAMA = dict(model="llama-3-8b", batch=8, seq=4096, device="h200:8")
+
+
+def parts(**changes):
+    return estimate(make_run(**LLAMA | changes)).parts
+
+
+def test_parameters_and_state_are_split_over_both_axes():
+    whole, both = parts(), parts(mesh=dict(fsdp=4, tensor=2))
+    for name in ("parameters", "optimizer state", "gradients"):
+        assert both[name] == pytest.approx(whole[name], rel=1e-3)
+    alone = parts(mesh=dict(tensor=8))
+    assert alone["parameters"] == pytest.approx(whole["parameters"], rel=1e-3)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_what_layers_keep_is_split_by_positions_heads_or_width(remat):
+    """Twice as many sequences, whose devices have half of everything; keys' heads that are not enough are repeated."""
+    whole, both = parts(remat=remat), parts(mesh=dict(fsdp=4, tensor=2), remat=remat)
+    for name in ("layer inputs", "attention", "feed-forward"):
+        assert both[name] == pytest.approx(whole[name], rel=1e-6)
+    one_row = dict(model="llama-3-8b", batch=1, seq=4096, remat=remat)
+    repeated = estimate(make_run(**one_row, device="h200:16", mesh=dict(tensor=16))).parts["attention"]
+    split = estimate(make_run(**one_row, device="h200:8", mesh=dict(tensor=8))).parts["attention"]
+    assert repeated > split / 2 if remat != "full" else repeated == split == 0
+
+
+def test_logits_are_split_by_the_vocabulary():
+    both = [plan(**LLAMA | dict(mesh=mesh)).estimates["logits"].loss_bytes for mesh in (None, dict(tensor=8))]
+    hidden = 2 * 2 * 4096 * 4096  # of a row, and its gradient
+    logits, cast = 8 * 4096 * 128256, 2 * 128256 * 4096  # of a row; and the head in bfloat16
+    assert both[0] == hidden + logits + cast
+    # Whole rows of all eight sequences beside a device's positions of them, its part of their logits and of the head.
+    assert both[1] == 8 * hidden + hidden + logits + cast // 8
+
+
+def test_adapters_are_split_with_their_matrices():
+    options = dict(lora=16, optimizer="sgd")
+    whole, split = parts(**options)["parameters"], parts(**options, mesh=dict(tensor=8))["parameters"]
+    base = make_run(**LLAMA | options).model.num_parameters * 2 // 8
+    assert split < whole  # on fsdp every device has the adapters whole
+    # One of an adapter's two matrices is split: of q, k, v, gate and up that of the outputs, else that of the inputs.
+    outputs, inputs = 4096 + 2 * 1024 + 2 * 14336, 4096 + 14336
+    own = 5 * 4096 + outputs / 8 + inputs / 8 + 2 * 4096
+    assert split - base == pytest.approx(4 * 32 * 16 * own, rel=0.01)
+
+
+def test_the_devices_of_a_tensor_axis_share_a_batch():
+    assert make_run(**LLAMA | dict(batch=None, device="h200:32", mesh=dict(fsdp=4, tensor=8))).batch == 8
+    assert make_run(**LLAMA | dict(batch=1, mesh=dict(tensor=8))).tokens == 4096
+    with pytest.raises(ValueError, match="batch=6 is not divided by the 4 groups of devices of 'h200:8'.*Take batch=4"):
+        make_run(**LLAMA | dict(batch=6, mesh=dict(fsdp=4, tensor=2)))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(model="qwen2.5-7b", mesh=dict(tensor=8)), "do not divide num_attention_heads=28. The nearest .* is 4"),
+        (dict(lora=16, dora=True, mesh=dict(tensor=8)), "splits matrices over a tensor axis, which DoRA's do not take"),
+        (dict(lora=16, lora_targets=("lm_head",), mesh=dict(tensor=8)), "which adapters of lm_head do not take yet"),
+        (dict(mesh=dict(fsdp=2, tensor=2)), "mesh='fsdp=2,tensor=2' has 4 devices, and the target has 8"),
+        (dict(model="phi-4", mesh=dict(tensor=2, fsdp=4)), "has projections to several things at once"),
+    ],
+)
+def test_what_a_tensor_axis_does_not_take_is_told(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_run(**LLAMA | changes)
+
+
+def test_meshes_are_tried_by_what_they_send():
+    assert [mesh.get("tensor", 1) for mesh in meshes(8)] == [1, 2, 4, 8]
+    assert [mesh.get("tensor", 1) for mesh in meshes(6)] == [1, 2]
+    assert meshes(1) == [{"data": 1, "fsdp": 1}]
+    found = runs_on_meshes("qwen2.5-7b", device="h200:8", batch=4, seq=1024)
+    assert [run.mesh for run in found] == [
+        {"data": 1, "fsdp": 4, "tensor": 2},
+        {"data": 1, "fsdp": 2, "tensor": 4},
+    ]  # a batch of 4 has no 8 parts, and 28 heads neither
+    with pytest.raises(ValueError, match="batch=3 is not divided by the 8 devices"):
+        runs_on_meshes("phi-4", device="h200:8", batch=3, seq=1024)
+
+
+def test_advice_keeps_the_tensor_axis():
+    too_much = plan(**LLAMA | dict(batch=64, seq=8192, device="a100-40g:8", mesh=dict(fsdp=4, tensor=2)))
+    found = too_much.changes_to_fit()
+    assert not too_much.fits and found and all(change.run.tensor == 2 for change in found)
