@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Integer
 
 from liger_jax.ops import _checks, _mesh, layout
@@ -166,7 +167,7 @@ def _checked(x: Any, w: Any, group_sizes: Any, transpose_w: bool) -> tuple[jax.A
             "for example w.astype(x.dtype)."
         )
     refuse_explicit(_OP, x, w, group_sizes)
-    if not isinstance(group_sizes, jax.core.Tracer) and group_sizes.is_fully_addressable:
+    if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
         sizes = np.asarray(group_sizes, np.int64)
         if sizes.size and (sizes.min() < 0 or sizes.sum() > x.shape[0]):
             raise ValueError(

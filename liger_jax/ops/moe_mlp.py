@@ -65,13 +65,15 @@ def _sorted_by_expert(experts: jax.Array, num_experts: int) -> _Order:
     return _Order(choice // k, choice, row, sizes, is_right)
 
 
-def _forward(x, weights, gate_up, down, gate_up_bias, down_bias, experts, options):
+def _forward(arrays, options):
+    x, weights, gate_up, down, gate_up_bias, down_bias, experts = arrays
     order = _sorted_by_expert(experts, gate_up.shape[0])
     group = formulas.group_of_rows(order.sizes, order.token.shape[0])
     fill = jnp.zeros((), jnp.float32)
     rows = _gathered(x, order)
     both = _plus_bias(options.gate_up.forward.run(rows, gate_up, order.sizes, fill), gate_up_bias, group)
-    h = glu.product(*jnp.split(both, 2, axis=1), activation=options.activation)
+    gate, up = jnp.split(both, 2, axis=1)
+    h = glu.product(gate, up, activation=options.activation)
     y = _plus_bias(options.down.forward.run(h, down, order.sizes, fill), down_bias, group)
     weights = jnp.where(order.is_right, weights, jnp.nan).astype(promoted(x.dtype, jnp.float32))
     return _summed(y, order, weights).astype(x.dtype), order, both
@@ -109,7 +111,7 @@ def _bias_gradient(rows: jax.Array, group: jax.Array, bias: jax.Array) -> jax.Ar
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _moe_mlp_vjp(x, weights, gate_up, down, gate_up_bias, down_bias, experts, options):
     arrays = guarded(_OP, x, weights, gate_up, down, gate_up_bias, down_bias, experts)
-    return _forward(*arrays, options)[0]
+    return _forward(arrays, options)[0]
 
 
 def _forward_rule(*primals_and_options):
@@ -117,7 +119,7 @@ def _forward_rule(*primals_and_options):
     # A residual's shape tells which gradients are wanted, as in `gated_mlp`.
     needs = [jnp.zeros(int(p is not None and p.perturbed), jnp.float32) for p in primals[:6]]
     values = [None if primal is None else primal.value for primal in primals]
-    y, order, both = _forward(*guarded(_OP, *values), options)
+    y, order, both = _forward(guarded(_OP, *values), options)
     return y, (needs, *values[:6], order, checkpoint_name(both, EXPERT_GATE_UP))
 
 
@@ -137,6 +139,7 @@ def _backward_rule(options, residuals, dy):
     of_row = of_row.astype(wide)[:, None]
     gate, up = jnp.split(both, 2, axis=1)
     h = glu.product(gate, up, activation=options.activation)
+    dboth = None
     if by_down:
         weighted = (of_row * h.astype(wide)).astype(h.dtype)
         ddown = options.down.weight_gradient.run(weighted, rows, order.sizes, fill)
@@ -220,20 +223,19 @@ def moe_mlp(
         Shazeer et al., "Outrageously Large Neural Networks", 2017 (arXiv:1701.06538).
     """
     arrays = _checked(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation)
-    x, weights, gate_up, down, gate_up_bias, down_bias, experts = arrays
-    if x.size == 0 or weights.size == 0 or down.size == 0:
-        return jnp.zeros_like(x)
-    options = _Options(*_choose(x, experts, gate_up, down, implementation), activation)
+    if any(array is not None and array.size == 0 for array in arrays):
+        return jnp.zeros_like(arrays[0])
+    options = _Options(*_choose(*arrays, implementation=implementation), activation)
     return _moe_mlp(*_mesh.align_varying(*arrays), options)
 
 
-def _choose(x, experts, gate_up, down, implementation) -> tuple[Products, Products]:
+def _choose(x, weights, gate_up, down, *_, implementation) -> tuple[Products, Products]:
     """The products of `gate_up`, and those of `down`."""
     place = place_of(x, gate_up, down)
     precision = _checks.current_precision(None)
 
     def products(w):
-        rows = jax.ShapeDtypeStruct((experts.size, w.shape[1]), x.dtype)
+        rows = jax.ShapeDtypeStruct((weights.size, w.shape[1]), x.dtype)
         choice = KERNELS.choose(implementation, rows, w, place=place)
         return Products.of(choice, transpose_w=False, weight_dtype=w.dtype, precision=precision)
 

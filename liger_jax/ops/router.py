@@ -4,9 +4,9 @@ A layer gives sums over its tokens (`RouterSums`). Sums of layers, of devices an
 losses are formed of the total.
 """
 
+import dataclasses
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
@@ -15,7 +15,8 @@ from liger_jax.ops import _checks
 from liger_jax.ops._checks import ArrayLike
 
 
-@chex.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Routing:
     """Where tokens go.
 
@@ -28,7 +29,8 @@ class Routing:
     experts: jax.Array
 
 
-@chex.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class RouterSums:
     """Sums over tokens, float32. Those of layers stand in leading axes, or are added.
 

@@ -21,14 +21,14 @@ class Visits(NamedTuple):
         group: (visits,).
         begin: (visits,), the group's first row.
         end: (visits,), the row behind the group's last.
-        count: (), how many visits there are.
+        total: (), how many visits there are.
     """
 
     tile: jax.Array
     group: jax.Array
     begin: jax.Array
     end: jax.Array
-    count: jax.Array
+    total: jax.Array
 
 
 def most_visits(m: int, num_groups: int, rows: int) -> int:
@@ -43,13 +43,14 @@ def visits(group_sizes: jax.Array, m: int, rows: int) -> Visits:
     first_tiles = begins // rows
     num_tiles = jnp.where(group_sizes > 0, (ends - 1) // rows - first_tiles + 1, 0)
     visits_so_far = jnp.cumsum(num_tiles, dtype=jnp.int32)
-    count = visits_so_far[-1]
+    total = visits_so_far[-1]
     number = jnp.arange(most_visits(m, group_sizes.shape[0], rows), dtype=jnp.int32)
     group = jnp.searchsorted(visits_so_far, number, side="right", method="compare_all").astype(jnp.int32)
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
     tile = first_tiles[group] + number - (visits_so_far - num_tiles)[group]
-    is_one = number < count
-    return Visits(*(jnp.where(is_one, x, 0) for x in (tile, group, begins[group], ends[group])), count)
+    is_one = number < total
+    tile, group, begin, end = (jnp.where(is_one, x, 0) for x in (tile, group, begins[group], ends[group]))
+    return Visits(tile, group, begin, end, total)
 
 
 def group_of_rows(group_sizes: jax.Array, m: int) -> jax.Array:

@@ -40,7 +40,8 @@ def moe_mlp(
     """x (N, D) → y (N, D): the sum over a token's experts of weight · expert(x)."""
     both = jnp.einsum("nd,edf->nef", x, gate_up)
     both = both if gate_up_bias is None else both + gate_up_bias[None]
-    y = jnp.einsum("nef,efd->ned", gated(*jnp.split(both, 2, axis=-1), activation), down)
+    gate, up = jnp.split(both, 2, axis=-1)
+    y = jnp.einsum("nef,efd->ned", gated(gate, up, activation), down)
     y = y if down_bias is None else y + down_bias[None]
     chosen = (experts[..., None] == jnp.arange(gate_up.shape[0], dtype=experts.dtype)[None, None]).astype(x.dtype)
     return jnp.einsum("nk,nke,ned->nd", weights, chosen, y)

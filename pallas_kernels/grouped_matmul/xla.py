@@ -58,7 +58,7 @@ def product(
         return jax.lax.dynamic_update_slice_in_dim(y, found, start, axis=0)
 
     y = full_like(x, (m, n), 0, x.dtype) + fill.astype(x.dtype)
-    return jax.lax.fori_loop(0, visits.count, visit, y)
+    return jax.lax.fori_loop(0, visits.total, visit, y)
 
 
 def weight_gradient(
@@ -84,4 +84,4 @@ def weight_gradient(
 
     shape = a.shape[1], b.shape[1]
     gradient = full_like(a, (num_groups, *shape), 0, dtype) + fill.astype(dtype)
-    return jax.lax.fori_loop(0, visits.count, visit, (full_like(a, shape, 0, accumulator), gradient))[1]
+    return jax.lax.fori_loop(0, visits.total, visit, (full_like(a, shape, 0, accumulator), gradient))[1]

@@ -128,7 +128,7 @@ def test_visits_cover_each_row_of_a_group_once(rng):
     sizes = np.bincount(rng.integers(0, 9, 80), minlength=9)
     visits = formulas.visits(jnp.asarray(sizes, jnp.int32), m, rows)
     found = []
-    for tile, group, begin, end in np.stack(visits[:4], 1)[: int(visits.count)]:
+    for tile, group, begin, end in np.stack(visits[:4], 1)[: int(visits.total)]:
         found += [(row, group) for row in range(max(begin, tile * rows), min(end, (tile + 1) * rows))]
     assert found == list(enumerate(np.repeat(np.arange(9), sizes)))
     assert visits.tile.shape == (formulas.most_visits(m, 9, rows),)
