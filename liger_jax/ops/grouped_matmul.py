@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Integer
 from liger_jax.ops import _checks, _mesh, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Choice, Implementation, Kernel, Kernels
-from liger_jax.pallas_kernels.grouped_matmul import xla
+from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu, xla
 
 _OP = "grouped_matmul"
-_MODULES = {"xla": xla}
-KERNELS = Kernels(_OP, _MODULES)
+_MODULES = {"xla": xla, "mosaic_gpu": mosaic_gpu}
+KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu",)})
 _SECOND_DERIVATIVES = "call jax.lax.ragged_dot, which is plain JAX"
 
 
@@ -101,7 +101,8 @@ def grouped_matmul(
         group_sizes: (E,), integers of at least 0 whose sum is at most M. Where they are not, everything is NaN, or a
             ValueError where their values are known.
         transpose_w: whether `w` is (E, N, K), so that y[m] = x[m] · wᵀ.
-        implementation: None for the platform's default, or "xla", or a tuple of names to try in order.
+        implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper, for 16 bits and widths that
+            are multiples of 64), "mosaic_gpu:interpret", or a tuple of these to try in order.
 
     Returns:
         (M, N) in x.dtype.

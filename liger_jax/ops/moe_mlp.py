@@ -57,11 +57,11 @@ def _sorted_by_expert(experts: jax.Array, num_experts: int) -> _Order:
     is_right = jnp.all((experts >= 0) & (experts < num_experts), axis=1, keepdims=True)
     of_choice = jnp.where(is_right, experts, num_experts).astype(jnp.int32).reshape(-1)
     numbers = jnp.arange(of_choice.size, dtype=jnp.int32)
-    of_row, choice = jax.lax.sort((of_choice, numbers), num_keys=1, is_stable=True)
+    _, choice = jax.lax.sort((of_choice, numbers), num_keys=1, is_stable=True)
     # A permutation's inverse: no two rows are written to the same place.
     row = jnp.zeros_like(numbers).at[choice].set(numbers, unique_indices=True).reshape(experts.shape)
-    ends = jnp.searchsorted(of_row, jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
-    sizes = jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32))
+    is_of = of_choice[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None]  # XLA counts without making it
+    sizes = is_of.sum(axis=0, dtype=jnp.int32)
     return _Order(choice // k, choice, row, sizes, is_right)
 
 

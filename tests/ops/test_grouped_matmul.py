@@ -1,6 +1,7 @@
 """What grouped_matmul promises."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from liger_jax import grouped_matmul
-from liger_jax.pallas_kernels.grouped_matmul import formulas, reference
+from liger_jax.pallas_kernels.grouped_matmul import formulas, mosaic_gpu, reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 
@@ -21,7 +22,6 @@ SIZES = {
     "even": (8, 8, 8, 8, 0),
 }
 M = 32
-either_way = pytest.mark.parametrize("transpose_w", [False, True], ids=["w", "transposed w"])
 
 
 def draw(rng, m=M, num_groups=5, k=11, n=13, dtype=jnp.float32, transpose_w=False):
@@ -37,8 +37,7 @@ def truth(sizes, transpose_w=False):
     return functools.partial(reference.grouped_matmul, group_sizes=jnp.asarray(sizes), transpose_w=transpose_w)
 
 
-@either_way
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes, transpose_w", _oracle.half(SIZES, {"w": False, "transposed w": True}))
 def test_groups_of_any_size_match_float64(sizes, transpose_w, implementation, rng):
     arrays = draw(rng, transpose_w=transpose_w)
     _oracle.check_float32(make(sizes, implementation, transpose_w), truth(sizes, transpose_w), arrays, rng)
@@ -63,6 +62,76 @@ def test_half_precision_is_no_worse_than_a_product_for_each_group(dtype, impleme
 
     arrays = draw(rng, 96, k=64, n=64, dtype=dtype)
     _oracle.check_half(make(sizes, implementation), plain, truth(sizes), arrays, rng)
+
+
+@pytest.mark.parametrize(
+    "case, transpose_w",
+    [
+        ("ragged", False),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in [("ragged", True), ("many", True), ("one has all", False)]),
+    ],
+)
+def test_hopper_is_no_worse_than_a_product_for_each_group(case, transpose_w, hopper, rng, monkeypatch):
+    """Simulated, two cores walk over several tiles each; rows behind the groups hold NaN."""
+    if hopper != "mosaic_gpu":
+        monkeypatch.setattr(mosaic_gpu, "NUM_CORES", 2)
+    sizes = {"ragged": (5, 0, 150, 33), "one has all": (0, 77, 0), "many": (1, 9, 64, 0, 128, 65)}[case]
+    m = sum(sizes) + (12 if case == "ragged" else 0)
+    x, w = draw(rng, m, len(sizes), 192, 320, "bfloat16", transpose_w)
+    ends = np.cumsum(sizes)
+
+    def plain(x, w):
+        kernels = jnp.swapaxes(w, 1, 2) if transpose_w else w
+        products = [x[end - size : end] @ kernels[i] for i, (size, end) in enumerate(zip(sizes, ends, strict=True))]
+        return jnp.concatenate([*products, jnp.zeros((m - ends[-1], products[0].shape[1]), x.dtype)])
+
+    def op(x, w):
+        x = jnp.where(jnp.arange(m)[:, None] < ends[-1], x, jnp.nan)
+        return make(sizes, hopper, transpose_w)(x, w)
+
+    _oracle.check_half(op, plain, truth(sizes, transpose_w), [x, w], rng)
+
+
+def test_wrong_sizes_are_nan_on_hopper(hopper, rng):
+    x, w = draw(rng, 24, 2, 64, 64, "bfloat16")
+
+    @jax.jit
+    def run(sizes):
+        y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation=hopper), x, w)
+        return y, *pullback(jnp.ones_like(y))
+
+    assert all(jnp.isnan(found).all() for found in run(jnp.array([20, 5])))
+
+
+@pytest.mark.parametrize(
+    "dtype, k, n, why",
+    [
+        ("float32", 64, 64, "x is float32"),
+        ("bfloat16", 72, 64, r"w is \(2, 72, 64\)"),
+        ("bfloat16", 64, 72, r"w is \(2, 64, 72\)"),
+        ("float16", 64, 192, None),
+    ],
+)
+def test_hopper_says_what_it_does_not_take(dtype, k, n, why):
+    found = mosaic_gpu.unsupported(jnp.zeros((5, k), dtype), jnp.zeros((2, k, n), dtype))
+    assert found is None if why is None else re.search(why, str(found))
+
+
+def test_tiles_cover_each_row_of_a_group_once(rng):
+    m, rows = 100, 16
+    sizes = np.bincount(rng.integers(0, 9, 80), minlength=9)
+    tiles = formulas.tiles(jnp.asarray(sizes, jnp.int32), m, rows, multiple=8)
+    found = []
+    for start, begin, end, group in np.stack(tiles[:4], 1)[: int(tiles.total)]:
+        assert start % 8 == 0
+        found += [(row, group) for row in range(max(begin, start), min(end, start + rows))]
+    assert found == list(enumerate(np.repeat(np.arange(9), sizes)))
+
+
+@pytest.mark.parametrize("sizes", [[23] * 9, [0] * 8 + [100], [15] * 6 + [1, 0, 9]], ids=str)
+def test_there_is_room_for_the_most_tiles(sizes):
+    tiles = formulas.tiles(jnp.asarray(sizes, jnp.int32), sum(sizes), 16, multiple=8)
+    assert int(tiles.total) <= tiles.group.shape[0]
 
 
 def test_nan_behind_the_groups_reaches_nothing(implementation, rng):
