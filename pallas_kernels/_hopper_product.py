@@ -94,7 +94,7 @@ class _Walk:
         return barriers.at[self.slot(i, step) + turn]
 
 
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
     """Tiles of both operands in shared memory, and barriers for the warpgroups that fill and that empty them."""
 
     a: Any
@@ -103,7 +103,7 @@ class _Ring(NamedTuple):
     emptied: Any
 
     @classmethod
-    def scratch(cls, tiles: Tiles, factors: Factors) -> "_Ring":
+    def scratch(cls, tiles: Tiles, factors: Factors) -> "Ring":
 
         def block(size, contracted_axis):
             return (size, tiles.depth) if contracted_axis == 1 else (tiles.depth, size)
@@ -171,7 +171,7 @@ class _Block(NamedTuple):
     walk: _Walk
     contract: tuple[int, int]
     operands: Sequence[Any]
-    ring: _Ring
+    ring: Ring
     vectors: _Vectors
     numbers: Mapping[str, Any]
     epilogue: Epilogue
@@ -266,16 +266,14 @@ def product(factors: Factors, tiles: Tiles, epilogue: Epilogue, *, name: str) ->
     vectors = (*epilogue.row_vectors, *epilogue.column_vectors)
     of_rows = [True] * len(epilogue.row_vectors) + [False] * len(epilogue.column_vectors)
     numbers = _numbers(factors, epilogue)
-    ring_scratch, vector_scratch = _Ring.scratch(tiles, factors), _Vectors.scratch(tiles, epilogue)
+    ring_scratch, vector_scratch = Ring.scratch(tiles, factors), _Vectors.scratch(tiles, epilogue)
     counts = 2, len(vectors), len(numbers), epilogue.num_refs, len(ring_scratch), len(vector_scratch)
 
     def body(*refs):
         operands, vector_refs, number_refs, array_refs, ring, (filled, *stages), scratch = split(refs, counts)
         found = {name: _read(name, ref) for name, ref in zip(numbers, number_refs, strict=True)}
         own_vectors = _Vectors(of_rows, vector_refs, stages, filled)
-        block = _Block(
-            walk, factors.contract, operands, _Ring(*ring), own_vectors, found, epilogue, array_refs, scratch
-        )
+        block = _Block(walk, factors.contract, operands, Ring(*ring), own_vectors, found, epilogue, array_refs, scratch)
         block.run()
 
     return launch(

@@ -22,7 +22,9 @@ from liger_jax import (
     fused_linear_log_probs,
     gated_mlp,
     geglu,
+    grouped_matmul,
     layer_norm,
+    moe_mlp,
     rms_norm,
     swiglu,
 )
@@ -226,6 +228,21 @@ GPU_ONLY += [
     Case("attention_256", packed_attention(softcap=50.0), attention_types(2, 8192, 8, 4, 256), ATTENTION, full=True),
 ]
 
+GROUPED = ("grouped_matmul_product", "grouped_matmul_weight_gradient")
+EXPERTS = (((65536, 2048), BF16), ((128, 2048, 1536), BF16), ((128,), INT))
+MIXTURE = (
+    ((8192, 2048), BF16),
+    ((8192, 8), F32),
+    ((128, 2048, 1536), BF16),
+    ((128, 768, 2048), BF16),
+    ((8192, 8), INT),
+)
+
+
+def experts(x, weights, gate_up, down, chosen, implementation):
+    return moe_mlp(x, weights, chosen, gate_up, down, activation="silu", implementation=implementation)
+
+
 HOPPER_KERNELS = (*FLCE, "fused_linear_cross_entropy_hidden_gradient", "fused_linear_cross_entropy_weight_gradient")
 LLAMA_8B_MIXED_HEAD = (((8192, 4096), BF16), ((128256, 4096), F32), ((8192,), INT))
 # The bytes that 16-bit halves of dW and the logits of 2,048 tokens take.
@@ -252,6 +269,8 @@ HOPPER_ONLY = [
         full=True,
     ),
     Case("hopper_gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("gated_mlp_up", "gated_mlp_gradients")),
+    Case("hopper_grouped_matmul", with_gradient(grouped_matmul, (0, 1)), EXPERTS, GROUPED),
+    Case("hopper_moe_mlp", with_gradient(experts, (0, 1, 2, 3)), MIXTURE, GROUPED, full=True),
     Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE),
     Case(
         "hopper_log_probs",
