@@ -14,6 +14,7 @@ from liger_jax.pallas_kernels._tiles import promoted
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _LINEAR, _CUBIC = 2 * _SQRT_2_OVER_PI, 2 * _SQRT_2_OVER_PI * 0.044715  # of 2·√(2/π)·(x + 0.044715·x³)
+_SHARPNESS, _CLAMP = 1.702, 7.0  # of gpt-oss's unit
 _GELU_SATURATION = 64.0  # for |x| from here on, the sigmoid is 0 or 1 to the last bit, in float64 too
 
 
@@ -39,14 +40,32 @@ def _in_float32(x: jax.Array) -> jax.Array:
     return x.astype(promoted(x.dtype, jnp.float32))
 
 
+def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """gpt-oss's g·σ(1.702·g) · (u + 1) with g = min(gate, 7) and u = clip(up, −7, 7), in float32 or wider.
+
+    With it, its derivatives by gate and by up.
+    """
+    g, u = jnp.minimum(gate, _CLAMP), jnp.clip(up, -_CLAMP, _CLAMP) + 1.0
+    sigmoid = jax.lax.logistic(_SHARPNESS * g)
+    slope = sigmoid + _SHARPNESS * g * sigmoid * (1.0 - sigmoid)
+    by_gate = jnp.where(gate <= _CLAMP, slope * u, 0.0)
+    return g * sigmoid * u, by_gate, jnp.where(jnp.abs(up) <= _CLAMP, g * sigmoid, 0.0)
+
+
 def product(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Array:
-    """act(gate) · up, elementwise, in up's dtype."""
+    """act(gate) · up, elementwise, in up's dtype; gpt-oss's "clamped_swiglu" is rounded once."""
+    if activation == "clamped_swiglu":
+        return _clamped_swiglu(_in_float32(gate), _in_float32(up))[0].astype(up.dtype)
     act, _ = activate(_in_float32(gate), activation)
     return act.astype(up.dtype) * up
 
 
 def gradients(dy: jax.Array, gate: jax.Array, up: jax.Array, *, activation: str) -> tuple[jax.Array, jax.Array]:
     """dgate and dup, elementwise, in their primals' dtypes."""
+    if activation == "clamped_swiglu":
+        _, by_gate, by_up = _clamped_swiglu(_in_float32(gate), _in_float32(up))
+        dy = dy.astype(by_gate.dtype)
+        return (dy * by_gate).astype(gate.dtype), (dy * by_up).astype(up.dtype)
     act, slope = activate(_in_float32(gate), activation)
     dy = dy.astype(act.dtype)
     return (dy * up.astype(act.dtype) * slope).astype(gate.dtype), (dy * act).astype(up.dtype)

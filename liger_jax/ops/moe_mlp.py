@@ -1,0 +1,281 @@
+"""The feed-forward of a mixture of experts as one op."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Integer
+
+from liger_jax.ops import _checks, _mesh
+from liger_jax.ops._checks import ArrayLike
+from liger_jax.ops._kernels import Implementation
+from liger_jax.ops._place import place_of
+from liger_jax.ops.grouped_matmul import KERNELS, Products, guarded, refuse_explicit
+from liger_jax.pallas_kernels._tiles import promoted
+from liger_jax.pallas_kernels.glu import formulas as glu
+from liger_jax.pallas_kernels.grouped_matmul import formulas
+
+_OP = "moe_mlp"
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
+# `checkpoint_name` of gate and up of all experts, for remat policies that keep products: a kernel makes them, and such
+# a policy does not see a product.
+EXPERT_GATE_UP = "expert_gate_up"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What an op is compiled with: the products of both weights, and the activation."""
+
+    gate_up: Products
+    down: Products
+    activation: str
+
+
+class _Order(NamedTuple):
+    """How the N·k choices of tokens are sorted by expert, those of tokens with a wrong expert last.
+
+    Attributes:
+        token: (N·k,), the token of each sorted row.
+        choice: (N·k,), the sorted row's place among the choices.
+        row: (N, k), the sorted row of each choice.
+        sizes: (E,), rows of each expert.
+        is_right: (N, 1), whether all of a token's experts exist.
+    """
+
+    token: jax.Array
+    choice: jax.Array
+    row: jax.Array
+    sizes: jax.Array
+    is_right: jax.Array
+
+
+def _sorted_by_expert(experts: jax.Array, num_experts: int) -> _Order:
+    k = experts.shape[1]
+    is_right = jnp.all((experts >= 0) & (experts < num_experts), axis=1, keepdims=True)
+    of_choice = jnp.where(is_right, experts, num_experts).astype(jnp.int32).reshape(-1)
+    numbers = jnp.arange(of_choice.size, dtype=jnp.int32)
+    of_row, choice = jax.lax.sort((of_choice, numbers), num_keys=1, is_stable=True)
+    # A permutation's inverse: no two rows are written to the same place.
+    row = jnp.zeros_like(numbers).at[choice].set(numbers, unique_indices=True).reshape(experts.shape)
+    ends = jnp.searchsorted(of_row, jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+    sizes = jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32))
+    return _Order(choice // k, choice, row, sizes, is_right)
+
+
+def _forward(x, weights, gate_up, down, gate_up_bias, down_bias, experts, options):
+    order = _sorted_by_expert(experts, gate_up.shape[0])
+    group = formulas.group_of_rows(order.sizes, order.token.shape[0])
+    fill = jnp.zeros((), jnp.float32)
+    rows = _gathered(x, order)
+    both = _plus_bias(options.gate_up.forward.run(rows, gate_up, order.sizes, fill), gate_up_bias, group)
+    h = glu.product(*jnp.split(both, 2, axis=1), activation=options.activation)
+    y = _plus_bias(options.down.forward.run(h, down, order.sizes, fill), down_bias, group)
+    weights = jnp.where(order.is_right, weights, jnp.nan).astype(promoted(x.dtype, jnp.float32))
+    return _summed(y, order, weights).astype(x.dtype), order, both
+
+
+def _gathered(x: jax.Array, order: _Order) -> jax.Array:
+    """x (N, D) → (N·k, D): each sorted row's token."""
+    return x.at[order.token].get(mode="promise_in_bounds")
+
+
+def _summed(rows: jax.Array, order: _Order, weights: jax.Array | None = None) -> jax.Array:
+    """rows (N·k, D) → (N, D), the sum over a token's choices, with weights (N, k); float32 or wider."""
+    total = 0.0
+    for choice in range(order.row.shape[1]):
+        own = rows.at[order.row[:, choice]].get(mode="promise_in_bounds").astype(promoted(rows.dtype, jnp.float32))
+        total = total + (own if weights is None else weights[:, choice, None] * own)
+    return jnp.asarray(total)
+
+
+def _plus_bias(y: jax.Array, bias: jax.Array | None, group: jax.Array) -> jax.Array:
+    return y if bias is None else y + bias.at[group].get(mode="clip")
+
+
+def _bias_gradient(rows: jax.Array, group: jax.Array, bias: jax.Array) -> jax.Array:
+    """rows (N·k, F) → (E, F): sums over each expert's rows, as a product with their indicators: it has an order."""
+    rows = jnp.where(group[:, None] < bias.shape[0], rows, jnp.zeros((), rows.dtype))
+    indicators = (group[:, None] == jnp.arange(bias.shape[0], dtype=group.dtype)[None]).astype(rows.dtype)
+    total = jax.lax.dot_general(
+        indicators, rows, (((0,), (0,)), ((), ())), precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=promoted(rows.dtype, jnp.float32),
+    )  # fmt: skip
+    return total.astype(bias.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _moe_mlp_vjp(x, weights, gate_up, down, gate_up_bias, down_bias, experts, options):
+    arrays = guarded(_OP, x, weights, gate_up, down, gate_up_bias, down_bias, experts)
+    return _forward(*arrays, options)[0]
+
+
+def _forward_rule(*primals_and_options):
+    *primals, options = primals_and_options
+    # A residual's shape tells which gradients are wanted, as in `gated_mlp`.
+    needs = [jnp.zeros(int(p is not None and p.perturbed), jnp.float32) for p in primals[:6]]
+    values = [None if primal is None else primal.value for primal in primals]
+    y, order, both = _forward(*guarded(_OP, *values), options)
+    return y, (needs, *values[:6], order, checkpoint_name(both, EXPERT_GATE_UP))
+
+
+def _backward_rule(options, residuals, dy):
+    """Sorted rows have the gradient of an unweighted sum, so that weights come in where rows are F wide, not D.
+
+    With h the gated product and g = dy · downᵀ, a weight's gradient is h · g, and the gradient of h is weight · g.
+    """
+    needs, x, weights, gate_up, down, gate_up_bias, down_bias, order, both = residuals
+    by_x, by_weights, by_gate_up, by_down, by_gate_up_bias, by_down_bias = (bool(need.size) for need in needs)
+    dx = dweights = dgate_up = ddown = dgate_up_bias = ddown_bias = None
+    dy, weights, gate_up, down, both = guarded(_OP, dy, weights, gate_up, down, both)
+    fill, wide = jnp.zeros((), jnp.float32), promoted(x.dtype, jnp.float32)
+    group = formulas.group_of_rows(order.sizes, order.token.shape[0])
+    rows = _gathered(dy, order)
+    of_row = jnp.where(order.is_right, weights, 0).reshape(-1).at[order.choice].get(mode="promise_in_bounds")
+    of_row = of_row.astype(wide)[:, None]
+    gate, up = jnp.split(both, 2, axis=1)
+    h = glu.product(gate, up, activation=options.activation)
+    if by_down:
+        weighted = (of_row * h.astype(wide)).astype(h.dtype)
+        ddown = options.down.weight_gradient.run(weighted, rows, order.sizes, fill)
+    if down_bias is not None and by_down_bias:
+        ddown_bias = _bias_gradient((of_row * rows.astype(wide)).astype(rows.dtype), group, down_bias)
+    if not (by_x or by_weights or by_gate_up or by_gate_up_bias):
+        return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None
+    dh = options.down.transposed.run(rows, down, order.sizes, fill).astype(wide)
+    if by_weights:
+        own = jnp.sum(h.astype(wide) * dh, axis=1)
+        if down_bias is not None:
+            own += jnp.sum(rows.astype(wide) * down_bias.at[group].get(mode="clip").astype(wide), axis=1)
+        own = own.at[order.row].get(mode="promise_in_bounds")
+        dweights = jnp.where(order.is_right, own, jnp.nan).astype(weights.dtype)
+    if by_x or by_gate_up or by_gate_up_bias:
+        gradients = glu.gradients(of_row * dh, gate, up, activation=options.activation)
+        dboth = jnp.concatenate(gradients, axis=1)
+    if by_gate_up:
+        dgate_up = options.gate_up.weight_gradient.run(_gathered(x, order), dboth, order.sizes, fill)
+    if gate_up_bias is not None and by_gate_up_bias:
+        dgate_up_bias = _bias_gradient(dboth, group, gate_up_bias)
+    if by_x:
+        dx = _summed(options.gate_up.transposed.run(dboth, gate_up, order.sizes, fill), order)
+        dx = jnp.where(order.is_right, dx, jnp.nan).astype(x.dtype)
+    return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None
+
+
+_moe_mlp_vjp.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+# Outside of jit, shard_map runs no custom_vjp with symbolic zeros, but it runs a jitted one.
+_moe_mlp = jax.jit(_moe_mlp_vjp, static_argnums=7, inline=True)
+
+
+def moe_mlp(
+    x: Float[ArrayLike, "N D"],
+    weights: Float[ArrayLike, "N k"],
+    experts: Integer[ArrayLike, "N k"],
+    gate_up: Float[ArrayLike, "E D gates"],
+    down: Float[ArrayLike, "E F D"],
+    *,
+    gate_up_bias: Float[ArrayLike, "E gates"] | None = None,
+    down_bias: Float[ArrayLike, "E D"] | None = None,
+    activation: str,
+    implementation: Implementation = None,
+) -> Float[Array, "N D"]:
+    """The feed-forward of a mixture of experts: y = Σ_j weights_j · expert_j(x), over the k experts of each token.
+
+    expert(x) = (act(gate) · up) · down + down_bias, with gate and up side by side in x · gate_up + gate_up_bias. Tokens
+    are sorted by expert and each expert multiplies its own: no token is dropped, and no product is dense over experts.
+    Rows go to experts and back by gathers, so that two runs are alike to the bit. Between forward and backward
+    `x`, `weights`, the weights of the experts, gate and up (N·k, 2F) and the order of the tokens are kept, and no
+    array of N·k by D. A `jax.checkpoint` around the op makes gate and up again; its policy keeps them by their
+    `checkpoint_name`, "expert_gate_up". There are no products for gradients that nobody asks for.
+
+    Args:
+        x: (N, D), any float dtype.
+        weights: (N, k), any float dtype, as a router gives them. Sums over a token's experts are float32.
+        experts: (N, k), integers from 0 to E − 1. A token with any other number has NaN as its value and its
+            gradients, and reaches no expert. An expert may occur twice in a token.
+        gate_up: (E, D, 2F) in x.dtype, gate's columns before up's.
+        down: (E, F, D) in x.dtype.
+        gate_up_bias: (E, 2F) in x.dtype, or None.
+        down_bias: (E, D) in x.dtype, or None.
+        activation: "silu", "gelu_tanh" or "gelu", as in `gated_mlp`; or "clamped_swiglu", gpt-oss's unit:
+            g·σ(1.702·g) · (u + 1) with g = min(gate, 7) and u = up between −7 and 7.
+        implementation: of the grouped products, as `grouped_matmul` takes it.
+
+    Returns:
+        (N, D) in x.dtype.
+
+    Raises:
+        TypeError: an array is not floating point, or `experts` is not of integers.
+        ValueError: shapes or dtypes do not fit, k is more than E, `activation` or `implementation` is unknown, an array
+            lies on a mesh with Explicit axes, or the named implementation cannot run here.
+
+    Example:
+        >>> x, gate_up, down = jnp.ones((1, 2)), jnp.ones((3, 2, 8)), jnp.ones((3, 4, 2))
+        >>> moe_mlp(x, jnp.array([[0.5, 0.5]]), jnp.array([[0, 2]]), gate_up, down, activation="silu").tolist()
+        [[14.092752456665039, 14.092752456665039]]
+
+    References:
+        Shazeer et al., "Outrageously Large Neural Networks", 2017 (arXiv:1701.06538).
+    """
+    arrays = _checked(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation)
+    x, weights, gate_up, down, gate_up_bias, down_bias, experts = arrays
+    if x.size == 0 or weights.size == 0 or down.size == 0:
+        return jnp.zeros_like(x)
+    options = _Options(*_choose(x, experts, gate_up, down, implementation), activation)
+    return _moe_mlp(*_mesh.align_varying(*arrays), options)
+
+
+def _choose(x, experts, gate_up, down, implementation) -> tuple[Products, Products]:
+    """The products of `gate_up`, and those of `down`."""
+    place = place_of(x, gate_up, down)
+    precision = _checks.current_precision(None)
+
+    def products(w):
+        rows = jax.ShapeDtypeStruct((experts.size, w.shape[1]), x.dtype)
+        choice = KERNELS.choose(implementation, rows, w, place=place)
+        return Products.of(choice, transpose_w=False, weight_dtype=w.dtype, precision=precision)
+
+    return products(gate_up), products(down)
+
+
+def _checked(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation) -> tuple[Any, ...]:
+    """The arguments as JAX's arrays, checked, in the order of the op's rules."""
+    _checks.check_choice(_OP, "activation", activation, ACTIVATIONS)
+    x, weights, *kernels = _checks.floating(
+        _OP, x=x, weights=weights, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
+    gate_up, down, gate_up_bias, down_bias = kernels
+    experts = jnp.asarray(experts)
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise TypeError(
+            f"{_OP}: experts has dtype {experts.dtype}, but must be of integers, the experts' numbers; pass what a "
+            "router's top-k gives."
+        )
+    if x.ndim != 2 or gate_up.ndim != 3 or gate_up.shape[1] != x.shape[1] or gate_up.shape[2] % 2:
+        raise ValueError(
+            f"{_OP}: x has shape {x.shape} and gate_up {gate_up.shape}, but they must be (N, D) and (E, D, 2F); "
+            "reshape x to rows of tokens, and transpose weights that are (E, 2F, D)."
+        )
+    num_experts, d, f = gate_up.shape[0], x.shape[1], gate_up.shape[2] // 2
+    _checks.check_shape(_OP, "down", down, (num_experts, f, d), "it is (E, F, D)")
+    _checks.check_shape(_OP, "gate_up_bias", gate_up_bias, (num_experts, 2 * f), "it is (E, 2F)")
+    _checks.check_shape(_OP, "down_bias", down_bias, (num_experts, d), "it is (E, D)")
+    if experts.ndim != 2 or experts.shape[0] != x.shape[0]:
+        raise ValueError(f"{_OP}: experts has shape {experts.shape}, but must be (N, k) with N = {x.shape[0]} tokens.")
+    _checks.check_shape(_OP, "weights", weights, experts.shape, "one for each of a token's experts")
+    if experts.shape[1] > num_experts:
+        raise ValueError(
+            f"{_OP}: experts has k = {experts.shape[1]} for each token, but there are only E = {num_experts} experts; "
+            "choose no more than there are."
+        )
+    for name, kernel in dict(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias).items():
+        if kernel is not None and kernel.dtype != x.dtype:
+            raise ValueError(
+                f"{_OP}: {name} has dtype {kernel.dtype} and x {x.dtype}, but all but weights must have one, in which "
+                f"the products are; cast it, for example {name}.astype(x.dtype)."
+            )
+    arrays = x, weights, gate_up, down, gate_up_bias, down_bias, experts
+    refuse_explicit(_OP, *arrays)
+    return arrays

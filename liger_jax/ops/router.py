@@ -1,0 +1,230 @@
+"""Routers of mixtures of experts: which experts a token goes to, with which weights, and the losses that spread them.
+
+A layer gives sums over its tokens (`RouterSums`). Sums of layers, of devices and of micro-batches add up, and the
+losses are formed of the total.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from liger_jax.ops import _checks
+from liger_jax.ops._checks import ArrayLike
+
+
+@chex.dataclass(frozen=True)
+class Routing:
+    """Where tokens go.
+
+    Attributes:
+        weights: (..., k) in the dtype of the logits.
+        experts: (..., k) int32, the largest weight first; −1 where a token's logits are not finite.
+    """
+
+    weights: jax.Array
+    experts: jax.Array
+
+
+@chex.dataclass(frozen=True)
+class RouterSums:
+    """Sums over tokens, float32. Those of layers stand in leading axes, or are added.
+
+    Attributes:
+        chosen: (..., E), how many times a token chose each expert.
+        probability: (..., E), sum of the softmax over all experts.
+        squared_normalizer: (...), sum of the squared logarithm of the softmax's denominator.
+        count: (...), tokens.
+    """
+
+    chosen: jax.Array
+    probability: jax.Array
+    squared_normalizer: jax.Array
+    count: jax.Array
+
+
+def softmax_top_k(logits: Float[ArrayLike, "*batch E"], k: int, *, normalized: bool) -> Routing:
+    """The softmax over all experts, and then its k largest: Qwen3-MoE's, OLMoE's and Mixtral's router.
+
+    Args:
+        logits: (..., E), any float dtype. The softmax is float32.
+        k: experts of a token, from 1 to E.
+        normalized: whether the chosen weights are divided by their sum (`norm_topk_prob`; Mixtral always does).
+
+    Returns:
+        Weights and experts. A token with a NaN or an infinity among its logits has weights of NaN and experts −1; a
+        logit of −inf is an expert that is never chosen before others.
+
+    Raises:
+        TypeError: `logits` is not floating point.
+        ValueError: there are fewer than k experts.
+
+    Example:
+        >>> routing = softmax_top_k(jnp.log(jnp.array([0.5, 0.2, 0.3])), 2, normalized=False)
+        >>> routing.experts.tolist(), routing.weights.round(3).tolist()
+        ([0, 2], [0.5, 0.30000001192092896])
+    """
+    logits = _checked("softmax_top_k", logits, k)
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), k)
+    if normalized:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return _routing(weights, experts, logits)
+
+
+def top_k_softmax(logits: Float[ArrayLike, "*batch E"], k: int) -> Routing:
+    """The k largest logits, and the softmax over these: gpt-oss's router, whose bias is in the logits.
+
+    Args:
+        logits: (..., E), any float dtype. The softmax is float32.
+        k: experts of a token, from 1 to E.
+
+    Returns:
+        Weights and experts, as `softmax_top_k` gives them.
+
+    Raises:
+        TypeError: `logits` is not floating point.
+        ValueError: there are fewer than k experts.
+
+    Example:
+        >>> top_k_softmax(jnp.log(jnp.array([6.0, 1.0, 2.0])), 2).weights.tolist()
+        [0.75, 0.25]
+    """
+    logits = _checked("top_k_softmax", logits, k)
+    chosen, experts = jax.lax.top_k(logits.astype(jnp.float32), k)
+    return _routing(jax.nn.softmax(chosen, axis=-1), experts, logits)
+
+
+def _routing(weights: jax.Array, experts: jax.Array, logits: jax.Array) -> Routing:
+    is_finite = jnp.isfinite(weights).all(axis=-1, keepdims=True)
+    return Routing(weights=weights.astype(logits.dtype), experts=jnp.where(is_finite, experts, -1))
+
+
+def router_sums(
+    logits: Float[ArrayLike, "*batch E"],
+    experts: Int[ArrayLike, "*batch k"],
+    where: Bool[ArrayLike, "*batch"] | Num[ArrayLike, "*batch"] | None = None,
+) -> RouterSums:
+    """What the losses of a router need of a layer: sums over its tokens.
+
+    Args:
+        logits: (..., E), any float dtype.
+        experts: (..., k) integers, as the router chose them.
+        where: (...), which tokens count; None for all.
+
+    Returns:
+        Sums over all tokens: (E,), (E,), () and (). `chosen` and `count` have no gradient.
+
+    Raises:
+        TypeError: `logits` is not floating point.
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> router_sums(jnp.zeros((3, 2)), jnp.array([[0], [0], [1]])).chosen.tolist()
+        [2.0, 1.0]
+    """
+    op = "router_sums"
+    (logits,) = _checks.floating(op, logits=logits)
+    experts = jnp.asarray(experts)
+    batch, num_experts = logits.shape[:-1], logits.shape[-1]
+    _checks.check_shape(op, "experts", experts, (*batch, *experts.shape[-1:]), "k experts for each row of logits")
+    counts = jnp.ones(batch, jnp.float32) if where is None else jnp.asarray(where).astype(jnp.float32)
+    _checks.check_shape(op, "where", counts, batch, "one entry for each row of logits")
+    counts, logits = counts.reshape(-1), logits.astype(jnp.float32).reshape(-1, num_experts)
+    does_count = counts[:, None] != 0
+    logits = jnp.where(does_count, logits, 0.0)  # a token that does not count may hold anything
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    # Compared, and not scattered: a scatter would add in no particular order.
+    is_chosen = experts.reshape(-1, experts.shape[-1], 1) == jnp.arange(num_experts, dtype=experts.dtype)[None, None]
+    weighed = lambda x: jnp.sum(counts[:, None] * x, axis=0)
+    return RouterSums(
+        chosen=weighed(is_chosen.sum(axis=1).astype(jnp.float32)),
+        probability=weighed(jnp.exp(logits - normalizer[:, None])),
+        squared_normalizer=jnp.sum(counts * normalizer**2),
+        count=counts.sum(),
+    )
+
+
+def balancing_loss(sums: RouterSums, *, per_layer: bool = False) -> Float[Array, ""]:
+    """The loss that spreads tokens over experts: E·Σ_e f_e·P_e.
+
+    f_e is how often a token chose expert e, and P_e its mean probability. The loss is k where all experts are equal.
+    As in transformers, layers are taken together: sums over layers are formed before the product.
+
+    Args:
+        sums: of one layer, or of several in leading axes; over all tokens of the batch, on all devices.
+        per_layer: whether each layer has a loss of its own, and the mean is returned.
+
+    Returns:
+        A number, float32; 0 where no token counts.
+
+    Example:
+        >>> sums = router_sums(jnp.zeros((3, 2)), jnp.array([[0], [0], [1]]))
+        >>> balancing_loss(sums).tolist()
+        1.0
+
+    References:
+        Fedus et al., "Switch Transformers", 2021 (arXiv:2101.03961), equation 4.
+    """
+    if not per_layer:
+        sums = _over_layers(sums)
+    count = _divisor(sums.count)[..., None]
+    loss = sums.chosen.shape[-1] * jnp.sum((sums.chosen / count) * (sums.probability / count), axis=-1)
+    return loss.mean()
+
+
+def router_z_loss(sums: RouterSums) -> Float[Array, ""]:
+    """The mean over tokens and layers of the squared logarithm of the router's denominator.
+
+    Args:
+        sums: of one layer, or of several in leading axes.
+
+    Returns:
+        A number, float32; 0 where no token counts.
+
+    Example:
+        >>> router_z_loss(router_sums(jnp.zeros((3, 1)), jnp.zeros((3, 1), int))).tolist()
+        0.0
+
+    References:
+        Zoph et al., "ST-MoE", 2022 (arXiv:2202.08906), equation 5.
+    """
+    sums = _over_layers(sums)
+    return sums.squared_normalizer / _divisor(sums.count)
+
+
+def expert_load(sums: RouterSums) -> Float[Array, "*layers E"]:
+    """The share of all choices that each expert got; 1/E each where they are equal.
+
+    Args:
+        sums: of one layer, or of several in leading axes.
+
+    Returns:
+        (..., E), float32, for each layer; 0 where no token counts.
+
+    Example:
+        >>> expert_load(router_sums(jnp.zeros((4, 2)), jnp.array([[0], [0], [1], [0]]))).tolist()
+        [0.75, 0.25]
+    """
+    return sums.chosen / _divisor(sums.chosen.sum(axis=-1, keepdims=True))
+
+
+def _divisor(count: jax.Array) -> jax.Array:
+    return jnp.where(count == 0, 1.0, count)
+
+
+def _over_layers(sums: RouterSums) -> RouterSums:
+    """The sums of all layers together."""
+    layers = tuple(range(sums.count.ndim))
+    return jax.tree.map(functools.partial(jnp.sum, axis=layers), sums)
+
+
+def _checked(op: str, logits: ArrayLike, k: int) -> jax.Array:
+    (logits,) = _checks.floating(op, logits=logits)
+    if logits.ndim == 0 or not 1 <= k <= logits.shape[-1]:
+        raise ValueError(
+            f"{op}: k={k} and logits have shape {logits.shape}, but a token goes to between 1 and E experts, the last "
+            "axis of logits; pass a smaller k."
+        )
+    return logits

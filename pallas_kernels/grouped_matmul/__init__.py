@@ -1,0 +1,1 @@
+"""Products of rows with the weight of their group: the experts of a mixture."""
