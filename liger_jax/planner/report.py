@@ -35,9 +35,14 @@ def heading(plan: MemoryPlan) -> str:
     state = f" ({run.state_dtype} state{where})" if run.optimizer == "adamw" else ""
     parts = (" packed" if run.packed else "") + (f" in {run.micro_batches} parts" if run.micro_batches > 1 else "")
     beside = f" beside {run.quantize} projections" if run.quantize else ""
+    experts = ""
+    if run.model.config.experts is not None:
+        total, active = (f"{n / 1e9:.1f} B" for n in (run.model.num_parameters, run.model.num_active_parameters))
+        experts = f" ({total} parameters, {active} for a token)"
     adapters = f"adapters of rank {run.lora}{beside}, " if run.lora else ""
     return (
-        f"{run.model.name}, {run.batch} × {run.seq} tokens{parts} on {run.target.name} ({run.target.kind}, {mesh}), "
+        f"{run.model.name}{experts}, {run.batch} × {run.seq} tokens{parts} on {run.target.name} "
+        f"({run.target.kind}, {mesh}), "
         f"{adapters}{run.optimizer}{state}, {run.param_dtype} parameters, {run.dtype} computation, remat {run.remat}"
     )
 

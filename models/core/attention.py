@@ -56,6 +56,7 @@ class Attention(nnx.Module):
         kernels: which ops run as kernels.
         linear: makes a projection from its two widths, as `Blocks.linear` does.
         norm: makes a norm of a width, as `Blocks.norm` does.
+        parameter: makes a parameter of a shape, as `Blocks.parameter` does.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Attention(nnx.Module):
         *,
         linear: Callable[..., nnx.Module],
         norm: Callable[[int], nnx.Module],
+        parameter: Callable[[int], nnx.Param],
     ):
         self.kernels = kernels
         width, self.head_width = config.hidden_size, config.head_dim
@@ -81,6 +83,7 @@ class Attention(nnx.Module):
         self.norm_is_wide = config.qk_norm_is_wide
         norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
         self.q_norm, self.k_norm = (norm(width) if config.qk_norm else None for width in norm_widths)
+        self.sinks = parameter(config.num_attention_heads) if config.has_sinks else None
         self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping
 
     def __call__(
@@ -119,15 +122,20 @@ class Attention(nnx.Module):
             q, k = layout.run(rope, of_batch, shared, spec=of_rope, out=heads_lie)
         if self.q_norm is None:  # with norms, their inputs are kept for the backward, and q and k are computed again
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
-        options = dict(window=window, softcap=self.softcap, scale=self.scale)
+        options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
+
+        sinks = None if self.sinks is None else self.sinks[...]
+
+        def attend(q, k, v, segments, sinks):
+            implementation = self.kernels.attention
+            return ops.causal_attention(q, k, v, segments, **options, sinks=sinks, implementation=implementation)
 
         def attend_to_own(q, k, v):
-            attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
             specs = heads_lie, heads_lie, heads_lie, tokens_lie
-            return layout.run(attend, (q, k, v, segments), spec=specs, out=heads_lie)
+            return layout.run(attend, (q, k, v, segments), (sinks,), spec=specs, out=heads_lie)
 
         if cache is None:
             out = attend_to_own(q, k, v)
         else:
-            out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
+            out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options, sinks=sinks)
         return summed(self.o_proj(out.reshape(*x.shape[:2], out.shape[2] * out.shape[3])), tensor)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.models.core.embedding import sums_gradients, tied_head_dtype
-from liger_jax.models.core.feed_forward import DenseFeedForward, may_fuse
+from liger_jax.models.core.feed_forward import FEED_FORWARDS, may_fuse
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
@@ -69,7 +69,8 @@ class LayerMemory:
         # A single GPU computes one half of the feed-forward's gradients after the other, in place. On several GPUs, and
         # where adapters read them, XLA holds both halves at once.
         in_place = self.device.platform == "gpu" and may_fuse(self.kernels, self.remat, scan=True)
-        of_feed_forward = DenseFeedForward.values_in_backward(c, in_place and not self.has_adapters)
+        in_place = in_place and not self.has_adapters
+        of_feed_forward = max(one.values_in_backward(c, in_place) for one in self._feed_forwards())
         feed_forward = self._bytes(of_feed_forward - kept["feed-forward"])
         return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
 
@@ -85,8 +86,13 @@ class LayerMemory:
             # with attention's queries and keys (rotated, or before their norms), values, result and sums
             "none": (d, d + 2 * q + 2 * kv + self._sums()),
         }[self.remat]
-        of_feed_forward = DenseFeedForward.values_kept(c, self.remat)
+        of_feed_forward = max(one.values_kept(c, self.remat) for one in self._feed_forwards())
         return {"layer inputs": inputs, "attention": of_attention, "feed-forward": of_feed_forward}
+
+    def _feed_forwards(self) -> list[Any]:
+        """The feed-forwards of the layers; where they differ, a layer is taken as one that needs most."""
+        kinds = {self.config.feed_forward_of(i) for i in range(self.config.num_hidden_layers)}
+        return [FEED_FORWARDS[kind] for kind in sorted(kinds)]
 
     def _sums(self) -> int:
         """Attention keeps a float32 sum for each head and token: their size in values of the computation's dtype."""
@@ -115,6 +121,7 @@ class LayerMemory:
         heads = c.num_attention_heads, c.num_key_value_heads
         q, k = (jax.ShapeDtypeStruct((*rows, n, c.head_dim), self.dtype) for n in heads)
         ids = jax.ShapeDtypeStruct(rows, jnp.int32)
+        options |= dict(has_sinks=c.has_sinks)
         return attention.choose(q, k, k, ids, Place(self.device), **options, implementation=self.kernels.attention).name
 
 
@@ -189,7 +196,7 @@ def loss_budget_bytes(
         tokens,
         config.hidden_size,
         config.vocab_size,
-        f=config.intermediate_size,
+        f=config.intermediate_size if config.experts is None else config.experts.per_token * config.experts.width,
         dtype=dtype,
         weight_dtype=head.dtype_in_products(dtype),
         weight_is_split=head.is_split,

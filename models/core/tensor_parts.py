@@ -134,6 +134,11 @@ class TensorParts:
 
     def check(self, config: Any) -> None:
         """Raises a ValueError unless the axis can split an architecture, and divides its heads and its feed-forward."""
+        if config.experts is not None:
+            raise ValueError(
+                f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has experts, which are not "
+                "split yet. Give the devices to an axis of the batch."
+            )
         if config.fused_projections or config.qk_norm_is_wide:
             what = "projections to several things at once" if config.fused_projections else "a norm over all heads"
             raise ValueError(

@@ -81,9 +81,9 @@ def test_kernels_with_sinks_round_no_more_than_chunks(kernel, name, rng):
     for x, p, t in zip(found[:-1], plain, expected, strict=False):
         assert rms_error(x, t) <= WORSE_THAN_PLAIN * rms_error(p, t) + ROUNDED
     # A sink's gradient is one sum over all queries. The result in it is rounded twice, by 2⁻⁹ of itself at most.
-    q, k, v, sinks = (np.asarray(x, np.float64) for x in arrays)
     with jax.enable_x64(True):
-        seen = reference.causal_attention(q, k, np.ones_like(v), sinks=sinks, **options)[..., 0]
+        q, k, v, sinks = (jnp.asarray(x, jnp.float64) for x in arrays)
+        seen = reference.causal_attention(q, k, jnp.ones_like(v), sinks=sinks, **options)[..., 0]
     sizes = np.sum(np.abs(np.asarray(cotangents, np.float64) * expected[0]), axis=-1)
     most = 2**-8 * np.sum((1 - np.asarray(seen)) * sizes, axis=(0, 1))
     assert np.all(np.abs(found[-1] - expected[-1]) <= most)
