@@ -13,7 +13,7 @@ from liger_jax.models.hugging_face import mxfp4, nf4, passed_over, rope_fields
 Config = TypeVar("Config")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # of a multimodal model
-_MAY_BE_NULL = ("attention_bias", "mlp_bias")  # for False
+_MAY_BE_NULL = ("attention_bias", "mlp_bias", "mlp_only_layers")  # for False, or for none
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
@@ -130,6 +130,8 @@ def read(
     Raises:
         ValueError: the model does not support some values; the message lists them all.
     """
+    others = getattr(config_type, "other_names", {})
+    values = {own: values[other] for other, own in others.items() if other in values} | dict(values)
     rope, wrong = rope_fields.read(values, config_type)
     wrong += [
         f"{name}={config_fields.short(values[name])} must be {allowed[0]!r}"

@@ -1,8 +1,8 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in some layers or in all."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from liger_jax.models.core.experts import EXPERTS, Experts, misfits
 from liger_jax.models.core.feed_forward import DENSE
@@ -48,6 +48,8 @@ class Qwen3MoeConfig(Qwen3Config):
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
     router_z_loss_coef: float = 0.0
+
+    other_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}  # as transformers 5 writes it
 
     @property
     def experts(self) -> Experts:
