@@ -149,7 +149,8 @@ class ExpertsFeedForward(nnx.Module):
             ops.moe_mlp, activation=self.options.activation, implementation=self.kernels.implementation
         )
         biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
-        return mixed(*map(in_rows, (x, weights, experts)), gate_up, down, **biases).reshape(x.shape)
+        y = mixed(in_rows(x), in_rows(weights), in_rows(experts), gate_up, down, **biases)
+        return y.reshape(x.shape)
 
     @staticmethod
     def values_kept(config: Any, remat: Remat) -> int:

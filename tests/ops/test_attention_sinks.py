@@ -114,7 +114,8 @@ def test_rows_that_devices_share_have_the_sinks_gradients_of_one_device(devices,
 
         split = PartitionSpec(None, "sequence")
         run = jax.shard_map(part, mesh=mesh, in_specs=(split, split, split, PartitionSpec()), out_specs=split)
-        return layout.from_chunks(run(*(layout.in_chunks(x, 1, c) for x in (q, k, v)), sinks), 1, c)
+        q, k, v = (layout.in_chunks(x, 1, c) for x in (q, k, v))
+        return layout.from_chunks(run(q, k, v, sinks), 1, c)
 
     with jax.default_matmul_precision("highest"):
         found = jax.jit(functools.partial(value_and_gradients, shared))((q, k, v, sinks), do)
