@@ -5,27 +5,35 @@ from typing import Any
 
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from liger_jax.models.gpt_oss import GptOssForCausalLM
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.source import Source, find
 from liger_jax.models.llama import LlamaForCausalLM
 from liger_jax.models.lora.files import load_adapters
 from liger_jax.models.mistral import MistralForCausalLM
+from liger_jax.models.mixtral import MixtralForCausalLM
 from liger_jax.models.olmo2 import Olmo2ForCausalLM
+from liger_jax.models.olmoe import OlmoeForCausalLM
 from liger_jax.models.phi3 import Phi3ForCausalLM
 from liger_jax.models.qwen2 import Qwen2ForCausalLM
 from liger_jax.models.qwen3 import Qwen3ForCausalLM
+from liger_jax.models.qwen3_moe import Qwen3MoeForCausalLM
 from liger_jax.models.smollm3 import SmolLM3ForCausalLM
 
 FAMILIES = {
     "gemma": GemmaForCausalLM,
     "gemma2": Gemma2ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
+    "gpt_oss": GptOssForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
+    "mixtral": MixtralForCausalLM,
     "olmo2": Olmo2ForCausalLM,
+    "olmoe": OlmoeForCausalLM,
     "phi3": Phi3ForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
     "smollm3": SmolLM3ForCausalLM,
 }
 

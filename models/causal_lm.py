@@ -12,6 +12,7 @@ from liger_jax.losses import shifted_labels
 from liger_jax.models.core import arguments
 from liger_jax.models.core.cache import KVCache, empty_cache
 from liger_jax.models.core.decoder import Decoder
+from liger_jax.models.core.experts import EXPERTS, expert_metrics, router_loss
 from liger_jax.models.core.explicit_axes import with_auto_axes
 from liger_jax.models.core.generation import generate
 from liger_jax.models.core.head import head_logits
@@ -26,7 +27,7 @@ from liger_jax.models.hugging_face.names import refusing_foreign_names
 from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import TokenLogProbs, TokenLosses
-from liger_jax.ops.labels import as_labels
+from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.linear.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
 
 
@@ -136,7 +137,9 @@ class CausalLM(Pretrained):
     ) -> CausalLMOutput:
         """Runs the model. With labels it computes the loss, and returns logits only if asked to.
 
-        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. Training and evaluation do the same:
+        loss = Σ w·ce / Σ w over scored positions, or Σ w·ce / loss_normalizer. Training and evaluation do the same.
+        A mixture of experts adds `router_loss`, times Σ w / loss_normalizer where there is one, so that micro-batches
+        average theirs by their tokens.
 
         | labels | return_logits | logits | loss |
         |---|---|---|---|
@@ -181,7 +184,13 @@ class CausalLM(Pretrained):
             out = self._predict(hidden, head, return_logits is not False, return_metrics)
         else:
             out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
-        return dataclasses.replace(out, cache=decoded.cache, aux=decoded.aux or None)
+        experts = None
+        if self.config.experts is not None and (sums := decoded.aux.get(EXPERTS)) is not None:
+            experts = expert_metrics(sums) if return_metrics else None
+            if targets is not None:
+                share = 1.0 if loss_normalizer is None else _num_tokens(targets, loss_weights) / loss_normalizer
+                out = dataclasses.replace(out, loss=out.loss + share * router_loss(self.config, sums))
+        return dataclasses.replace(out, cache=decoded.cache, aux=decoded.aux or None, experts=experts)
 
     @refusing_foreign_names
     @with_auto_axes
@@ -408,3 +417,9 @@ class CausalLM(Pretrained):
         softcap, scale = self.config.final_logit_softcapping, self.config.logit_scale
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
         return without_padding(logits if scale == 1.0 else scale * logits, self.config.vocab_size)
+
+
+def _num_tokens(targets, loss_weights):
+    """Σ w over the positions that are scored."""
+    weights = jnp.ones(targets.shape, jnp.float32) if loss_weights is None else loss_weights.astype(jnp.float32)
+    return jnp.sum(weights, where=targets != IGNORE_INDEX)

@@ -54,6 +54,7 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
         Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (arXiv:2305.14314).
     """
     check_kind("quantize", kind)
+    check_dense("quantize", getattr(model, "config", None))
     if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         raise ValueError("quantize: the model has adapters. Quantise it before add_lora, or merge_lora(model) first.")
     dense = [(path, layer) for path, layer in projections(model) if not is_quantized(layer.kernel[...])]
@@ -105,6 +106,14 @@ def check_kind(caller: str, kind: Any) -> None:
     """Raises a ValueError unless weights can be quantised this way."""
     if kind not in KINDS:
         raise ValueError(f"{caller}: quantize={kind!r} must be one of {KINDS}.")
+
+
+def check_dense(caller: str, config: Any) -> None:
+    """Raises a ValueError for an architecture with experts, which are most of its weights."""
+    if getattr(config, "experts", None) is not None:
+        raise ValueError(
+            f"{caller}: {type(config).__name__} has experts, which cannot be quantised yet. Leave the weights dense."
+        )
 
 
 def frozen(model: Model) -> Model:

@@ -12,7 +12,7 @@ from liger_jax.planner import defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
-from liger_jax.planner.mesh import AXES
+from liger_jax.planner.mesh import AXES, mesh_sizes
 from liger_jax.planner.step import Run
 
 _OPTION = {"seq": "length"}
@@ -40,10 +40,10 @@ def check(
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")
         return
-    sizes = {name: mesh[name] for name in AXES}
     if any(size > 1 for name, size in mesh.items() if name not in AXES):
-        print("memory: not estimated, since the planner knows the axes data and fsdp alone")
+        print(f"memory: not estimated, since the planner knows the axes {', '.join(AXES[:-1])} and {AXES[-1]} alone")
         return
+    sizes = mesh_sizes(mesh, math.prod(mesh.values()))
     device = dataclasses.replace(device, count=math.prod(sizes.values()))
     options = dict(dtype=dtype, param_dtype=param_dtype, remat=settings.remat, micro_batches=settings.micro_batches)
     options |= dict(optimizer=settings.optimizer, packed=settings.pack, lora=settings.lora, quantize=settings.quantize)

@@ -17,6 +17,7 @@ from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Choice, Implementation, Kernels
 from liger_jax.ops._place import Place, place_of
 from liger_jax.pallas_kernels.attention import cudnn, mosaic_gpu, splash, triton, xla
+from liger_jax.pallas_kernels.attention.formulas import sinks_gradient, with_sinks
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
 _OP = "causal_attention"
@@ -29,20 +30,27 @@ _WINDOW_KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu", "cudnn"
 ATTENTION_OUTPUT = "attention_output"  # `checkpoint_name` of the forward's values that the backward needs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q, k, v, segments, q_offset, forward, backward):
-    return forward.run(*forward.guarded(q, k, v, segments), q_offset)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attend(q, k, v, sinks, segments, q_offset, forward, backward):
+    return _out_and_log_sums(q, k, v, sinks, segments, q_offset, forward)[0]
 
 
-def _forward_rule(q, k, v, segments, q_offset, forward, backward):
+def _out_and_log_sums(q, k, v, sinks, segments, q_offset, forward):
     found = forward.run(*forward.guarded(q, k, v, segments), q_offset)
+    return found if sinks is None else with_sinks(*found, *forward.guarded(sinks))
+
+
+def _forward_rule(q, k, v, sinks, segments, q_offset, forward, backward):
+    found = _out_and_log_sums(q, k, v, sinks, segments, q_offset, forward)
     out, log_sums = checkpoint_name(found, ATTENTION_OUTPUT)
-    return out, ((q, k, v, segments, out, log_sums), q_offset)
+    return out, ((q, k, v, segments, out, log_sums), sinks, q_offset)
 
 
 def _backward_rule(forward, backward, residuals, dout):
-    arrays, q_offset = residuals
-    return *backward.run(*backward.guarded(*arrays, dout), q_offset), None, None
+    arrays, sinks, q_offset = residuals
+    *_, out, log_sums = arrays
+    dsinks = None if sinks is None else sinks_gradient(out, log_sums, dout, sinks)
+    return *backward.run(*backward.guarded(*arrays, dout), q_offset), dsinks, None, None
 
 
 _attend.defvjp(_forward_rule, _backward_rule)
@@ -57,6 +65,7 @@ def causal_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Float[ArrayLike, " Q"] | None = None,
     q_offset: int | Int[ArrayLike, ""] | None = None,
     sequence_axis: str | None = None,
     implementation: Implementation = None,
@@ -87,18 +96,20 @@ def causal_attention(
         window: a position sees itself and window − 1 before it; `None` for all before it, as T or more.
         softcap: positive bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
+        sinks: (Q,) any float dtype, one more score for each head, of a key without a value: it takes weight from the
+            keys that a position sees, as gpt-oss has it; `None` for none.
         q_offset: the position of the first query in the row of keys, where q is a part of the row; from 0 to T − Tq.
             The running program may compute it: out of range, everything is NaN. `None` for a query beside each key.
         sequence_axis: the mesh axis that splits the rows; `None` for whole rows.
         implementation: None for the platform's default, or "xla" (chunks of queries, anywhere), "cudnn" (NVIDIA GPUs
-            from Ampere on: no segments, no softcap), "mosaic_gpu" (Hopper), "triton" (Ampere and newer), "splash"
+            from Ampere on: no segments, softcap or sinks), "mosaic_gpu" (Hopper), "triton" (Ampere and newer), "splash"
             (TPUs), the last three's ":interpret" forms, or a tuple of these to try in order.
 
     Returns:
         (B, Tq, Q, H) in q.dtype.
 
     Raises:
-        TypeError: `q`, `k` or `v` is not floating point, or an option is no Python number.
+        TypeError: `q`, `k`, `v` or `sinks` is not floating point, or an option is no Python number.
         ValueError: shapes or dtypes do not fit, `window`, `softcap` or `q_offset` is out of range, `implementation` is
             unknown, or the named one cannot run here.
 
@@ -111,44 +122,51 @@ def causal_attention(
         [1.0, 2.0, 5.0]
 
     References:
-        Dao, "FlashAttention-2", 2023 (arXiv:2307.08691).
+        Dao, "FlashAttention-2", 2023 (arXiv:2307.08691). Xiao et al., "Efficient streaming language models with
+        attention sinks", 2023 (arXiv:2309.17453).
     """
     q, k, v = _checks.floating(_OP, q=q, k=k, v=v)
+    if sinks is not None:
+        (sinks,) = _checks.floating(_OP, sinks=sinks)
     segments = segment_ids if isinstance(segment_ids, Segments) else None
     ids = _checks.as_array(segment_ids) if segments is None else segments.ids
     options = dict(window=window, softcap=softcap, scale=scale)
     if sequence_axis is not None:
         return _over_sequence_axis(
-            q, k, v, segment_ids, sequence_axis, q_offset, **options, implementation=implementation
+            q, k, v, segment_ids, sequence_axis, q_offset, **options, sinks=sinks, implementation=implementation
         )
     offset = _checked_offset(q, k, q_offset)
     _check(q, k, v, ids, window, softcap, scale, is_part=offset is not None)
+    if sinks is not None:
+        _checks.check_shape(_OP, "sinks", sinks, (q.shape[2],), "one for each head of q")
     if window is not None and window >= k.shape[1]:
         options["window"] = None  # it hides nothing, and from 2³¹ on it would overflow a kernel's integers
     if layout.is_explicit(q):
-        return _on_mesh(q, k, v, ids, offset, **options, implementation=implementation)
+        return _on_mesh(q, k, v, ids, sinks, offset, **options, implementation=implementation)
     if not q.size:
         return q
     place, is_part, num_queries, num_keys = place_of(q, k, v, ids), offset is not None, q.shape[1], k.shape[1]
-    choice = choose(q, k, v, ids, place, **options, is_part=is_part, implementation=implementation)
+    case = dict(is_part=is_part, has_sinks=sinks is not None)
+    choice = choose(q, k, v, ids, place, **options, **case, implementation=implementation)
     if segments is None and ids is not None:
         segments = Segments.of(ids)
-    q, k, v, *fields = _mesh.align_varying(q, k, v, *(segments or ()))
-    out: Any = _run(choice, q, k, v, Segments(*fields) if fields else None, offset, options)
+    q, k, v, sinks, *fields = _mesh.align_varying(q, k, v, sinks, *(segments or ()))
+    out: Any = _run(choice, q, k, v, sinks, Segments(*fields) if fields else None, offset, options)
     if not is_part or not isinstance(offset, Tracer):
         return out
     is_inside = (offset >= 0) & (offset <= num_keys - num_queries)
     return jnp.where(is_inside, out, jnp.nan)
 
 
-def _run(choice: Choice, q, k, v, segments, q_offset, options):
+def _run(choice: Choice, q, k, v, sinks, segments, q_offset, options):
     if choice.name.startswith(("mosaic_gpu", "triton")):
         forward, backward = (choice.kernel(function, **options) for function in ("forward", "backward"))
-        return _attend(q, k, v, segments, q_offset, forward, backward)
+        return _attend(q, k, v, sinks, segments, q_offset, forward, backward)
     if choice.name.startswith("splash"):  # which has derivatives of its own, and names what they need
         return choice.kernel("attend", **options, output_name=ATTENTION_OUTPUT).run(q, k, v, segments)
     if choice.name == "xla":
-        return checkpoint_name(choice.kernel("attend", **options).run(q, k, v, segments, q_offset), ATTENTION_OUTPUT)
+        attend = choice.kernel("attend", **options)
+        return checkpoint_name(attend.run(q, k, v, segments, q_offset, sinks), ATTENTION_OUTPUT)
     return choice.kernel("attend", **options).run(q, k, v, segments)  # policies know cuDNN's own call
 
 
@@ -183,7 +201,7 @@ def choose(
     return kernels.choose(implementation, q, k, v, segment_ids, place=place, **case)
 
 
-def _on_mesh(q, k, v, segment_ids, q_offset, **options: Any):
+def _on_mesh(q, k, v, segment_ids, sinks, q_offset, **options: Any):
     if q_offset is not None:
         raise ValueError(
             f"{_OP}: q_offset is for the inside of jax.shard_map, and q lies on a mesh with Explicit axes."
@@ -195,8 +213,12 @@ def _on_mesh(q, k, v, segment_ids, q_offset, **options: Any):
             "Move it by jax.sharding.reshard."
         )
     spec = P(batch, None, heads, None)
-    attend = functools.partial(causal_attention, **options)
-    return _explicit.on_parts(_OP, attend, (q, k, v, segment_ids), (spec, spec, spec, P(batch, None)), spec)
+
+    def attend(q, k, v, segment_ids, sinks):
+        return causal_attention(q, k, v, segment_ids, sinks=sinks, **options)
+
+    arrays, specs = (q, k, v, segment_ids, sinks), (spec, spec, spec, P(batch, None), P(heads))
+    return _explicit.on_parts(_OP, attend, arrays, specs, spec)
 
 
 def _checked_offset(q, k, q_offset):

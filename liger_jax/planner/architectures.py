@@ -58,6 +58,22 @@ _SMOLLM_3 = dict(
 )  # fmt: skip
 _PHI_3 = dict(model_type="phi3", vocab_size=32064, max_position_embeddings=4096)
 _PHI_3_128K = _PHI_3 | dict(max_position_embeddings=131072)
+_MIXTRAL = dict(
+    model_type="mixtral", num_key_value_heads=8, rope_theta=1000000.0, num_experts_per_tok=2, num_local_experts=8,
+    router_aux_loss_coef=0.02,
+)  # fmt: skip
+_QWEN3_MOE = dict(
+    model_type="qwen3_moe", vocab_size=151936, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    norm_topk_prob=True, rope_theta=1000000.0, max_position_embeddings=40960,
+)  # fmt: skip
+_OLMOE = dict(
+    model_type="olmoe", vocab_size=50304, num_experts=64, num_experts_per_tok=8, rope_theta=10000.0,
+    max_position_embeddings=4096,
+)  # fmt: skip
+_GPT_OSS = dict(
+    model_type="gpt_oss", vocab_size=201088, head_dim=64, num_experts_per_tok=4, rope_theta=150000.0,
+    sliding_window=128, attention_bias=True, max_position_embeddings=131072,
+)  # fmt: skip
 _SMALL_GEMMA_3 = _GEMMA_3 | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
 
 
@@ -162,6 +178,13 @@ MODELS: dict[str, dict[str, Any]] = {
         sliding_window=262144,
         tie_word_embeddings=True,
     ),
+    "mixtral-8x7b-v0.1": _MIXTRAL | _sizes(4096, 14336, 32, 32, vocab_size=32000, max_position_embeddings=32768),
+    "mixtral-8x22b-v0.1": _MIXTRAL | _sizes(6144, 16384, 56, 48, vocab_size=32768, max_position_embeddings=65536),
+    "qwen3-30b-a3b": _QWEN3_MOE | _sizes(2048, 6144, 48, 32, 4, moe_intermediate_size=768),
+    "qwen3-235b-a22b": _QWEN3_MOE | _sizes(4096, 12288, 94, 64, 4, moe_intermediate_size=1536),
+    "olmoe-1b-7b-0924": _OLMOE | _sizes(2048, 1024, 16, 16, 16),
+    "gpt-oss-20b": _GPT_OSS | _sizes(2880, 2880, 24, 64, 8, num_local_experts=32),
+    "gpt-oss-120b": _GPT_OSS | _sizes(2880, 2880, 36, 64, 8, num_local_experts=128),
     "smollm3-3b": _SMOLLM_3 | _sizes(2048, 11008, 36, 16, 4),
 }
 _TRAINING = {"base", "chat", "hf", "instruct", "it", "pt", "meta"}  # words of a name that say how a model was trained
@@ -215,6 +238,16 @@ class Architecture:
     def num_parameters(self) -> int:
         """How many numbers are trained; a tied head counts once."""
         return sum(math.prod(x.shape) for _, x in self.parameters)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """How many of them a token meets: of a mixture of experts, the experts that it goes to."""
+        experts = self.config.experts
+        active = 0
+        for info, x in self.parameters:
+            size = math.prod(x.shape)
+            active += size if info.expert_axis is None else size // experts.count * experts.per_token
+        return active
 
 
 def architecture(name_or_path: str | os.PathLike[str]) -> Architecture:

@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
 
 # What a name says of a model that none of the families here is. The first kind that is found counts.
 _KINDS = {
-    "a mixture of experts": (
+    "a mixture of experts of another family": (
         r"mixtral|\d+x\d+(\.\d+)?b|\d+b-a\d+(\.\d+)?b|(?<![a-z])moe(?![a-z])|olmoe|phimoe|gpt-oss|llama-?4|dbrx|grok"
         r"|deepseek-(v2|v3|r1(?!-distill|-0528-qwen)|coder-v2)|kimi-k2|glm-(4\.[5-9]|5)|minimax|qwen3-(next|coder)"
         r"|qwen2-57b|arctic|jetmoe"
@@ -122,8 +122,8 @@ def refusal(name: str, families: Iterable[str]) -> str | None:
         The end of a sentence; `None` if the name tells nothing.
 
     Example:
-        >>> refusal("mixtral-8x7b-v0.1", ["llama", "qwen2"])
-        'is a mixture of experts, which is not supported. The families here are llama, qwen2.'
+        >>> refusal("deepseek-v3", ["llama", "qwen2"])
+        'is a mixture of experts of another family, which is not supported. The families here are llama, qwen2.'
     """
     for kind, pattern in _KINDS.items():
         if (found := re.search(pattern, name)) is not None:

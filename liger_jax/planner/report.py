@@ -38,8 +38,12 @@ def heading(plan: MemoryPlan) -> str:
     dora = " with DoRA" if run.dora else ""
     adapters = f"adapters of rank {run.lora}{dora}{beside}, " if run.lora else ""
     where = f"{run.target.name} ({run.target.kind}, {in_words(run.mesh)})"
+    experts = ""
+    if run.model.config.experts is not None:
+        total, active = (f"{n / 1e9:.1f} B" for n in (run.model.num_parameters, run.model.num_active_parameters))
+        experts = f" ({total} parameters, {active} for a token)"
     return (
-        f"{run.model.name}, {run.batch} × {run.seq} tokens{parts} on {where}, "
+        f"{run.model.name}{experts}, {run.batch} × {run.seq} tokens{parts} on {where}, "
         f"{adapters}{run.optimizer}{state}, {run.param_dtype} parameters, {run.dtype} computation, remat {run.remat}"
     )
 

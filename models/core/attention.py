@@ -57,6 +57,7 @@ class Attention(nnx.Module):
         kernels: which ops run as kernels.
         linear: makes a projection from its two widths, as `Blocks.linear` does.
         norm: makes a norm of a width, as `Blocks.norm` does.
+        parameter: makes a parameter of a shape, as `Blocks.parameter` does.
         remat: what the layer keeps for the backward.
     """
 
@@ -67,6 +68,7 @@ class Attention(nnx.Module):
         *,
         linear: Callable[..., Any],  # `nnx.Linear`, or what may replace it
         norm: Callable[[int], Any],
+        parameter: Callable[[int], nnx.Param],
         remat: Remat = "none",
     ):
         self.kernels, self.remat = kernels, remat
@@ -84,6 +86,7 @@ class Attention(nnx.Module):
         self.norm_is_wide = config.qk_norm_is_wide
         norm_widths = (query_width, kv_width) if self.norm_is_wide else (self.head_width, self.head_width)
         self.q_norm, self.k_norm = (norm(width) if config.qk_norm else None for width in norm_widths)
+        self.sinks = parameter(config.num_attention_heads) if config.has_sinks else None
         self.scale, self.softcap = config.attention_scale, config.attn_logit_softcapping
 
     def __call__(
@@ -121,18 +124,23 @@ class Attention(nnx.Module):
             q, k, v = checkpoint_name((q, k, v), ATTENTION_OUTPUT)
         options: dict[str, Any] = dict(window=window, softcap=self.softcap, scale=self.scale)
         sequence = layout.sequence_parts()
+        sinks = None if self.sinks is None else self.sinks[...]
+
+        def attend(q, k, v, segments, sinks):
+            axis = {} if sequence is None else dict(sequence_axis=sequence.axis)
+            implementation = self.kernels.attention
+            return ops.causal_attention(
+                q, k, v, segments, **options, **axis, sinks=sinks, implementation=implementation
+            )
 
         def attend_to_own(q, k, v):
-            attend = functools.partial(ops.causal_attention, **options, implementation=self.kernels.attention)
-            if sequence is not None:
-                attend = functools.partial(attend, sequence_axis=sequence.axis)
             specs = heads_lie, heads_lie, heads_lie, layout.of_rows
-            return layout.run(attend, (q, k, v, segments), spec=specs, out=heads_lie)
+            return layout.run(attend, (q, k, v, segments), (sinks,), spec=specs, out=heads_lie)
 
         if cache is None:
             out = attend_to_own(q, k, v)
         else:
-            out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options)
+            out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options, sinks=sinks)
         out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
         if tensor is not None or cache is not None:
             return product_of_parts(self.o_proj, by_device(out, tensor), tensor)

@@ -136,6 +136,19 @@ class Blocks:
             rngs=self.rngs,
         )
 
+    def parameter(self, *shape: int) -> nnx.Param:
+        """Makes a parameter that belongs to no projection.
+
+        Args:
+            *shape: its shape.
+
+        Returns:
+            A parameter of random numbers, like those of projections.
+        """
+        normal = nnx.initializers.normal(self.config.initializer_range)
+        assert self.rngs is not None
+        return nnx.Param(normal(self.rngs.params(), shape, self.param_dtype))
+
     def norm(self, width: int | None = None) -> RMSNorm:
         """Makes a norm.
 
@@ -160,7 +173,8 @@ class Blocks:
         Returns:
             A layer from (B, T, D) to (B, T, D).
         """
-        return Attention(self.config, self.kernels, linear=self.linear, norm=self.norm, remat=self.remat)
+        made_by = dict(linear=self.linear, norm=self.norm, parameter=self.parameter)
+        return Attention(self.config, self.kernels, **made_by, remat=self.remat)
 
     def mlp(self) -> Any:
         """Makes the feed-forward of the layer's kind.
@@ -168,5 +182,4 @@ class Blocks:
         Returns:
             A layer from (B, T, D) to (B, T, D) and its sums over tokens.
         """
-        make = FEED_FORWARDS[self.feed_forward]
-        return make(self.config, self.kernels, linear=self.linear, remat=self.remat, scan=self.scan)
+        return FEED_FORWARDS[self.feed_forward](self)

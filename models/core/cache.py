@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from liger_jax._tree import tree_dataclass
+from liger_jax.pallas_kernels.attention.formulas import weights
 from liger_jax.pallas_kernels.attention.xla import CHUNK, MASKED_SCORE
 
 
@@ -190,6 +191,7 @@ class LayerCache:
         window: int | None,
         softcap: float | None,
         scale: float | None,
+        sinks: Float[Array, " Q"] | None = None,
     ) -> Float[Array, "B T Q H"]:
         """Writes T keys and values, and attends to all keys in the cache.
 
@@ -204,6 +206,7 @@ class LayerCache:
             window: how many positions a query sees, as in `cached_attention`.
             softcap: bound of the scores, as in `cached_attention`.
             scale: factor of the scores, as in `cached_attention`.
+            sinks: as in `cached_attention`.
 
         Returns:
             An array like `q`.
@@ -220,7 +223,8 @@ class LayerCache:
 
         def attend_to_all() -> Array:
             k, v = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (keys, values))
-            return cached_attention(q, k, v, own, cache.positions, window=window, softcap=softcap, scale=scale)
+            options: Any = dict(window=window, softcap=softcap, scale=scale, sinks=sinks)
+            return cached_attention(q, k, v, own, cache.positions, **options)
 
         if q.shape[1] == 1:
             return attend_to_all()
@@ -240,6 +244,7 @@ def cached_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Float[Array, " Q"] | None = None,
 ) -> Float[Array, "B T Q H"]:
     """softmax(softcap·tanh(scale·q·kᵀ/softcap))·v over the keys that a query sees, with the softmax in float32.
 
@@ -252,6 +257,7 @@ def cached_attention(
         window: a position sees itself and window − 1 before it; `None` for all before it.
         softcap: bound of the scores; `None` for none.
         scale: factor of the scores; `None` for 1/√H.
+        sinks: one more score for each head, of a key without a value; `None` for none.
 
     Returns:
         An array like `q`. For a query that sees no key the numbers are finite and mean nothing.
@@ -264,6 +270,7 @@ def cached_attention(
     (batch, length, _, width), kv_heads, dtype = q.shape, k.shape[2], q.dtype
     scale = width**-0.5 if scale is None else scale
     k, v = k.astype(dtype), v.astype(dtype)
+    sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
 
     def attend(query, position):
         """One position's queries (B, K, Q/K, H)."""
@@ -274,8 +281,8 @@ def cached_attention(
         visible = (distance >= 0) & (key_positions >= 0)
         if window is not None:
             visible &= distance < window
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
-        return jnp.einsum("bkgs,bskh->bkgh", weights.astype(dtype), v)
+        shares = weights(jnp.where(visible[:, None, None], scores, MASKED_SCORE), sinks)
+        return jnp.einsum("bkgs,bskh->bkgh", shares.astype(dtype), v)
 
     queries = q.reshape(batch, length, kv_heads, -1, width).swapaxes(0, 1)
     inputs = (queries, query_positions.T)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from liger_jax.models.core import config_fields
+from liger_jax.models.core.experts import Experts
 from liger_jax.ops import LongRope, RopeScaling
 
 
@@ -79,12 +80,18 @@ class LlamaConfig:
     norm_casting_mode: ClassVar[str] = "llama"
     gate: ClassVar[str] = "silu"
     norms_results: ClassVar[bool] = False  # whether the results of attention and feed-forward are normalised
+    has_sinks: ClassVar[bool] = False  # whether attention's softmax has one more score per head, of no key
     embedding_scale: ClassVar[float | None] = None
     attention_scale: ClassVar[float | None] = None  # 1/√H
     attn_logit_softcapping: ClassVar[float | None] = None
     final_logit_softcapping: ClassVar[float | None] = None
     sliding_window: ClassVar[int | None] = None
     layer_types: ClassVar[tuple[str, ...] | None] = None  # each layer's type; an instance always has them
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of the layers whose feed-forward is one; `None` in dense families."""
+        return None
 
     @property
     def longest_sequence(self) -> int:

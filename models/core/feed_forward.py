@@ -1,10 +1,10 @@
 """The feed-forward of a layer. It takes x and returns (y, aux), where aux holds sums over the tokens of x.
 
 A layer hands aux on, and `LayerStack` collects it from all layers. A dense feed-forward has nothing to sum, and its aux
-is an empty dict. A mixture of experts returns what its balancing loss is made of: sums over tokens for each expert.
+is an empty dict. A mixture of experts (experts.py) returns what its balancing loss is made of: sums over tokens for
+each expert.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from liger_jax import ops
 from liger_jax.layers.mlp import are_plain_products, in_one_op
 from liger_jax.models.core import plain
+from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.tensor_parts import all_tokens, axis_of_part, product_of_parts
@@ -21,7 +22,7 @@ from liger_jax.models.core.tiles import over_tokens
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`
 
-Aux = dict[str, Any]
+Aux = Any  # a tree of sums over tokens
 
 
 def may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
@@ -46,16 +47,11 @@ class DenseFeedForward(nnx.Module):
     """down(activation(gate(x))·up(x)).
 
     Args:
-        config: the architecture; its `gate` is "silu" or "gelu_tanh".
-        kernels: whether it runs as a kernel.
-        linear: makes a projection from its two widths, as `Blocks.linear` does.
-        remat: what the layer keeps for the backward.
-        scan: whether layers are scanned.
+        blocks: the blocks of a layer; the config's `gate` is "silu" or "gelu_tanh".
     """
 
-    def __init__(
-        self, config: Any, kernels: KernelOptions, *, linear: Callable[..., nnx.Module], remat: Remat, scan: bool
-    ):
+    def __init__(self, blocks: Any):
+        config, kernels, linear, remat = blocks.config, blocks.kernels, blocks.linear, blocks.remat
         width, inner_width = config.hidden_size, config.intermediate_size
         self.has_gate_up = config.fused_projections
         if self.has_gate_up:
@@ -65,7 +61,7 @@ class DenseFeedForward(nnx.Module):
             self.up_proj = linear(width, inner_width, use_bias=config.mlp_bias)
         self.down_proj = linear(inner_width, width, use_bias=config.mlp_bias)
         self.activation, self.kernels = config.gate, kernels
-        self.fused, self.recomputed = may_fuse(kernels, remat, scan), remat != "none"
+        self.fused, self.recomputed = may_fuse(kernels, remat, blocks.scan), remat != "none"
         self.remat: Remat = remat
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Aux]:
@@ -143,4 +139,5 @@ class DenseFeedForward(nnx.Module):
         return (ops.swiglu if is_silu else ops.geglu)(gate, up, implementation=self.kernels.implementation)
 
 
-FEED_FORWARDS = {DENSE: DenseFeedForward}  # by the kind that a config names for a layer, `feed_forward_of`
+# By the kind that a config names for a layer, `feed_forward_of`.
+FEED_FORWARDS: dict[str, Any] = {DENSE: DenseFeedForward, EXPERTS: ExpertsFeedForward}

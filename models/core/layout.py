@@ -152,7 +152,8 @@ class Layout:
         parts = math.prod(sizes[name] for name in self.fsdp_axes)
         if parts == 1 or info.kind in _WHOLE:
             return P()
-        axis: Any = info.in_axis if info.kind in ("embedding", "kernel") else info.out_axis
+        by_input = ("embedding", "kernel", "router", "experts")
+        axis: Any = info.in_axis if info.kind in by_input else info.out_axis
         if shape[axis] % parts == 0:
             return _spec(*[None] * axis, self.fsdp_axes)
         if info.in_axis is None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.models.core.embedding import sums_gradients, tied_head_dtype
-from liger_jax.models.core.feed_forward import DenseFeedForward, may_fuse
+from liger_jax.models.core.feed_forward import FEED_FORWARDS, may_fuse
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
@@ -85,10 +85,14 @@ class LayerMemory:
         # A single GPU computes one half of the feed-forward's gradients after the other, in place. On several GPUs, and
         # where adapters read them, XLA holds both halves at once.
         in_place = self.device.platform == "gpu" and may_fuse(self.kernels, self.remat, scan=True)
-        of_feed_forward = DenseFeedForward.values_in_backward(c, in_place and not self.has_adapters)
-        tokens = self.rows * self.seq
+        in_place, tokens = in_place and not self.has_adapters, self.rows * self.seq
         at_once = tokens if self.dora else tokens_at_once(tokens, c.hidden_size, self.remat)
-        feed_forward = self._bytes(of_feed_forward - kept["feed-forward"], at_once)
+
+        def bytes_of(one):
+            values = one.values_in_backward(c, in_place) - kept["feed-forward"]
+            return self._bytes(values, at_once if one is DenseFeedForward else tokens)
+
+        feed_forward = max(bytes_of(one) for one in self._feed_forwards())
         if at_once < tokens and not self.has_adapters:  # tiles sum the weights' gradients in float32
             feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size
         return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
@@ -105,8 +109,13 @@ class LayerMemory:
             # with attention's queries and keys (rotated, or before their norms), values, result and sums
             "none": (d, d + 2 * q + 2 * kv + self._sums()),
         }[self.remat]
-        of_feed_forward = DenseFeedForward.values_kept(c, self.remat)
+        of_feed_forward = max(one.values_kept(c, self.remat) for one in self._feed_forwards())
         return {"layer inputs": inputs, "attention": of_attention, "feed-forward": of_feed_forward}
+
+    def _feed_forwards(self) -> list[Any]:
+        """The feed-forwards of the layers; where they differ, a layer is taken as one that needs most."""
+        kinds = {self.config.feed_forward_of(i) for i in range(self.config.num_hidden_layers)}
+        return [FEED_FORWARDS[kind] for kind in sorted(kinds)]
 
     def _sums(self) -> int:
         """Attention keeps a float32 sum for each head and token: their size in values of the computation's dtype."""
@@ -143,6 +152,7 @@ class LayerMemory:
         heads = c.num_attention_heads // self.tensor, self._key_heads // self.tensor
         q, k = (jax.ShapeDtypeStruct((*rows, n, c.head_dim), self.dtype) for n in heads)
         ids = jax.ShapeDtypeStruct(rows, jnp.int32)
+        options |= dict(has_sinks=c.has_sinks)
         return attention.choose(q, k, k, ids, Place(self.device), **options, implementation=self.kernels.attention).name
 
 
@@ -221,11 +231,12 @@ def loss_budget_bytes(
     """
     if kernels.memory_budget_bytes is not None or kernels.mode != "auto":
         return kernels.memory_budget_bytes
+    experts = config.experts
     return budget_beside_layers(
         *sizes,
         -(-config.vocab_size // tensor),
-        f=config.intermediate_size // tensor,
-        f_tokens=tokens_at_once(sizes[0], config.hidden_size, remat),
+        f=(config.intermediate_size if experts is None else experts.per_token * experts.width) // tensor,
+        f_tokens=sizes[0] if experts is not None else tokens_at_once(sizes[0], config.hidden_size, remat),
         dtype=dtype,
         weight_dtype=head.dtype_in_products(dtype),
         weight_is_split=head.is_split,

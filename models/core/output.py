@@ -4,6 +4,7 @@ import jax
 
 from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.cache import KVCache
+from liger_jax.models.core.experts import ExpertMetrics
 from liger_jax.models.core.feed_forward import Aux
 from liger_jax.ops import LossMetrics
 
@@ -19,6 +20,7 @@ class CausalLMOutput:
         cache: the call's cache, with the call's tokens added.
         aux: sums over tokens that the feed-forwards of a kind return, such as those of experts: for each such kind a
             tree of arrays with a leading axis of layers. Dense models have none.
+        experts: where metrics are asked for, what the routers of a mixture of experts did. Dense models have none.
     """
 
     loss: jax.Array | None = None
@@ -26,3 +28,4 @@ class CausalLMOutput:
     metrics: LossMetrics | None = None
     cache: KVCache | None = None
     aux: Aux | None = None
+    experts: ExpertMetrics | None = None

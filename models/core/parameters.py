@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 
 Kind = Literal[
-    "embedding", "head", "kernel", "bias", "norm", "kernel_codes", "kernel_scales", "head_codes", "head_scales",
+    "embedding", "head", "kernel", "bias", "norm", "sinks", "router", "experts", "experts_bias",
+    "kernel_codes", "kernel_scales", "head_codes", "head_scales",
     "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows",
 ]  # fmt: skip
 Path = tuple[Any, ...]  # names and numbers, as in `nnx.to_flat_state`
@@ -22,7 +23,13 @@ _QUANTIZED_PARTS = ("codes", "scales")  # of a `BlockQuantized`
 # A tensor's last name, by the parameter's: PEFT's names, and Hugging Face's where it is not "weight".
 ADAPTER_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 EMBEDDING_TENSORS = ADAPTER_TENSORS | {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
-_TENSORS = {"bias": "bias", "rows": "token_adapter.trainable_tokens_delta"} | ADAPTER_TENSORS
+_TENSORS = {"bias": "bias", "sinks": "sinks", "rows": "token_adapter.trainable_tokens_delta"} | ADAPTER_TENSORS
+# Weights of experts of which a checkpoint has one tensor for each expert, or two, side by side in ours: the tensors'
+# modules by the weight's name, in Mixtral and in other families.
+_OF_EACH_EXPERT = {"gate_up": (("w1", "w3"), ("gate_proj", "up_proj")), "down": (("w2",), ("down_proj",))}
+# Weights of experts that are one tensor in a checkpoint, in which columns of gate and up may take turns.
+_OF_ALL_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+_INTERLEAVED = ("gate_up_proj", "gate_up_proj_bias")
 # By a parameter's last name: its kind, and what the axes of a single layer's array are.
 _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "embed_tokens": ("embedding", ("in", "out")),
@@ -30,6 +37,14 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "kernel": ("kernel", ("in", "out")),
     "bias": ("bias", ("out",)),
     "scale": ("norm", ("out",)),
+    "sinks": ("sinks", ("out",)),
+    "router_kernel": ("router", ("in", "out")),
+    "gate_up": ("experts", ("expert", "in", "out")),
+    "down": ("experts", ("expert", "in", "out")),
+    "gate_up_proj": ("experts", ("expert", "in", "out")),
+    "down_proj": ("experts", ("expert", "in", "out")),
+    "gate_up_proj_bias": ("experts_bias", ("expert", "out")),
+    "down_proj_bias": ("experts_bias", ("expert", "out")),
     "lora_a": ("lora_a", ("in", "rank")),
     "lora_b": ("lora_b", ("rank", "out")),
     "magnitude": ("magnitude", ("out",)),
@@ -49,6 +64,23 @@ _OF_VOCABULARY = {"embed_tokens": "in", "lm_head": "out"}
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor of a checkpoint, and the part of a parameter that it is.
+
+    Attributes:
+        name: the tensor's.
+        index: of the part, an index or a slice for each of the parameter's first axes. The others are whole.
+        transposed: whether the tensor is (out, in), and the part (in, out).
+        interleaved: whether columns of gate and up take turns in the tensor, where the part has those of gate first.
+    """
+
+    name: str
+    index: tuple[int | slice, ...]
+    transposed: bool
+    interleaved: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class ParameterInfo:
     """What a parameter is.
 
@@ -56,17 +88,21 @@ class ParameterInfo:
         name: its path in the model, such as "model.layers.mlp.up_proj.kernel".
         kind: "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
             "kernel_codes", "kernel_scales", "head_codes" and "head_scales" of quantised weights, with the weight's
-            axes; "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale", "dropout_key", and
-            "token_rows" (tokens, D) of single tokens. A trained weight and its original are of the weight's kind.
+            axes; "sinks" (out) of attention's heads; "router" (in, out), "experts" (expert, in, out) and "experts_bias"
+            (expert, out); "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale",
+            "dropout_key", and "token_rows" (tokens, D) of single tokens. A trained weight and its original are of the
+            weight's kind.
         layer_axis: the axis that counts stacked layers; `None` if there is none.
         expert_axis: the axis that counts experts; `None` if there is none.
         in_axis: the axis of the layer's input, an embedding's vocabulary included; `None` if there is none.
         out_axis: the axis of the layer's output, a head's vocabulary included; `None` if there is none.
         tensor_axis: the axis that tensor parallelism splits: heads, the feed-forward's width, or the vocabulary;
             `None` where every device has the parameter whole, as a norm's scale or an adapter's other matrix.
-        tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer. Adapters have PEFT's
-            names, without the prefix that all of them share. A scale and a dropout's key have
-            no tensor.
+        tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer, and in each of these
+            perhaps several for each expert. Adapters have PEFT's names, without the prefix that all of them share. A
+            scale and a dropout's key have no tensor.
+        tensors_of_expert: how many tensors each expert has; 0 where one tensor is of all experts, or of none.
+        interleaved: whether columns of gate and up take turns in the tensors.
     """
 
     name: str
@@ -77,6 +113,8 @@ class ParameterInfo:
     out_axis: int | None
     tensor_axis: int | None
     tensor_names: tuple[str, ...]
+    tensors_of_expert: int = 0
+    interleaved: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -86,12 +124,28 @@ class ParameterInfo:
     @property
     def transposed(self) -> bool:
         """Whether the tensors are (out, in), and the parameter (in, out)."""
-        return self.kind in ("kernel", "lora_a", "lora_b")
+        return self.kind in ("kernel", "router", "lora_a", "lora_b") or self.tensors_of_expert > 0
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor, of a parameter of this shape."""
+        if (count := self.tensors_of_expert) > 0:
+            return shape[-1] // count, shape[-2]
         shape = shape[1:] if self.stacked else shape
         return shape[::-1] if self.transposed else shape
+
+    def pieces(self, shape: tuple[int, ...]) -> list[Piece]:
+        """The tensors of a parameter of this shape, each with the part of the parameter that it is."""
+        layers = [(i,) for i in range(shape[0])] if self.stacked else [()]
+        parts: list[tuple[int | slice, ...]] = [()]
+        if (count := self.tensors_of_expert) > 0:
+            width = shape[-1] // count
+            columns = [slice(i * width, (i + 1) * width) for i in range(count)]
+            parts = [(e, slice(None), own) for e in range(shape[self.expert_axis or 0]) for own in columns]
+        indices = [(*layer, *part) for layer in layers for part in parts] if self.tensor_names else []
+        return [
+            Piece(name, index, self.transposed, self.interleaved)
+            for name, index in zip(self.tensor_names, indices, strict=True)
+        ]
 
 
 def describe(model: Any) -> dict[Path, ParameterInfo]:
@@ -144,11 +198,13 @@ def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
         name=name,
         kind=kind if part is None else f"{kind}_{part}",
         layer_axis=0 if is_stacked else None,
-        expert_axis=None,
+        expert_axis=place.get("expert"),
         in_axis=place.get("in"),
         out_axis=place.get("out"),
         tensor_axis=place.get(_split_by_tensor(modules, last)),
-        tensor_names=_tensor_names(modules, layer, last, shape[0] if is_stacked else None),
+        tensor_names=_tensor_names(modules, layer, last, shape[0] if is_stacked else None, shape),
+        tensors_of_expert=len(_of_each_expert(modules, last)),
+        interleaved=last in _INTERLEAVED,
     )
 
 
@@ -184,17 +240,28 @@ def _layer_of(modules: list[str]) -> tuple[int | None, bool]:
     return at, at is not None and not any(module.isdigit() for module in modules[at + 1 : at + 2])
 
 
-def _tensor_names(modules: list[str], at: int | None, last: str, count: int | None) -> tuple[str, ...]:
-    """The tensors' names of a parameter, which stands for `count` layers if there is a count."""
+def _of_each_expert(modules: list[str], last: str) -> tuple[str, ...]:
+    """The modules that each expert has in a checkpoint for a weight of all experts; none for other parameters."""
+    of_mixtral, of_others = _OF_EACH_EXPERT.get(last, ((), ()))
+    return of_mixtral if "block_sparse_moe" in modules else of_others
+
+
+def _tensor_names(
+    modules: list[str], at: int | None, last: str, count: int | None, shape: tuple[int, ...]
+) -> tuple[str, ...]:
+    """The tensors' names of a parameter of this shape, which stands for `count` layers if there is a count."""
     if last in ("lora_scale", "dropout_key"):
         return ()
     modules = [*modules, last] if last in ("embed_tokens", "lm_head") else modules
-    ends = [_TENSORS.get(last, "weight")]
+    ends = [last] if last in _OF_ALL_EXPERTS else [_TENSORS.get(last, "weight")]
+    of_expert = _of_each_expert(modules, last)
+    experts = range(shape[0 if count is None else 1] if of_expert else 0)
     if modules and modules[-1].endswith(("_adapter", "_rows")):
         ends = [EMBEDDING_TENSORS.get(last, *ends)] if modules[-1] == "embed_tokens_adapter" else ends
         modules = [*modules[:-1], modules[-1].removesuffix("_adapter").removesuffix("_rows")]
+    all_ends = [[str(e), module, *ends] for e in experts for module in of_expert] or [ends]
     if at is None:
-        return (".".join([*modules, *ends]),)
+        return tuple(".".join([*modules, *ends]) for ends in all_ends)
     stack, rest = [*modules[:at], "layers"], modules[at + 1 :]
     numbers = [rest.pop(0)] if count is None else range(count)
-    return tuple(".".join([*stack, str(number), *rest, *ends]) for number in numbers)
+    return tuple(".".join([*stack, str(number), *rest, *ends]) for number in numbers for ends in all_ends)

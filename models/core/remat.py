@@ -6,6 +6,7 @@ import jax
 
 from liger_jax.ops.attention import ATTENTION_OUTPUT
 from liger_jax.ops.gated_mlp import UP_PROJECTION
+from liger_jax.ops.moe_mlp import EXPERT_GATE_UP
 
 Remat = Literal["none", "full", "dots", "offload"]
 
@@ -21,7 +22,7 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     if primitive.name == "reduce_scatter":  # a sublayer's result, summed over devices: theirs is not kept, then
         return True
     if primitive.name == "name":
-        return params["name"] in (ADAPTED, ATTENTION_OUTPUT, UP_PROJECTION)
+        return params["name"] in (ADAPTED, ATTENTION_OUTPUT, EXPERT_GATE_UP, UP_PROJECTION)
     is_cudnn = primitive.name.startswith("dot_product_attention")
     return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 
@@ -37,7 +38,7 @@ POLICIES = {
             primitive.name == "reduce_scatter"
             or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
         ),
-        jax.checkpoint_policies.save_only_these_names(ADAPTED),
+        jax.checkpoint_policies.save_only_these_names(ADAPTED, EXPERT_GATE_UP),
     ),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -223,7 +223,12 @@ class TensorParts:
         return _trimmed(entries)
 
     def check(self, config: Any) -> None:
-        """Raises a ValueError unless the axis divides an architecture's heads and its feed-forward."""
+        """Raises a ValueError unless the axis can split an architecture, and divides its heads and its feed-forward."""
+        if config.experts is not None:
+            raise ValueError(
+                f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has experts, which are not "
+                "split yet. Give the devices to an axis of the batch."
+            )
         heads, width = config.num_attention_heads, config.intermediate_size
         for name, number in (("num_attention_heads", heads), ("intermediate_size", width)):
             if number % self.size:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from liger_jax.models.core import config_fields
-from liger_jax.models.hugging_face import nf4, passed_over, rope_fields
+from liger_jax.models.hugging_face import mxfp4, nf4, passed_over, rope_fields
 
 Config = TypeVar("Config")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # of a multimodal model
-_MAY_BE_NULL = ("attention_bias", "mlp_bias")  # for False
+_MAY_BE_NULL = ("attention_bias", "mlp_bias", "mlp_only_layers")  # for False, or for none
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
@@ -130,6 +130,8 @@ def read(
     Raises:
         ValueError: the model does not support some values; the message lists them all.
     """
+    others = getattr(config_type, "other_names", {})
+    values = {own: values[other] for other, own in others.items() if other in values} | dict(values)
     rope, wrong = rope_fields.read(values, config_type)
     wrong += [
         f"{name}={config_fields.short(values[name])} must be {allowed[0]!r}"
@@ -138,7 +140,7 @@ def read(
     ]
     never = getattr(config_type, "never", ())
     passed_over.say(values, never)
-    if (problem := nf4.problem(values)) is not None:
+    if not mxfp4.is_mxfp4(values) and (problem := nf4.problem(values)) is not None:
         wrong.append(problem)
     fields = {field.name for field in dataclasses.fields(config_type)}
     values = {name: value for name, value in values.items() if not (value is None and name in _MAY_BE_NULL)}
@@ -183,6 +185,8 @@ def write(config: Any, fixed: Mapping[str, tuple[Any, ...]], architecture: str, 
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if values["logit_scale"] == 1.0:  # which no other family's config.json has
         del values["logit_scale"]
+    if values.get("router_z_loss_coef") == 0.0:  # which is ours alone
+        del values["router_z_loss_coef"]
     for name in config.never:
         del values[name]
     values |= rope_fields.write(values.pop("rope_scaling"), config.max_position_embeddings)
@@ -206,6 +210,8 @@ def not_in_transformers(config: Any, model_type: str) -> list[str]:
         A clause for each. None for a config that came from a checkpoint of Hugging Face.
     """
     found, scaling = [], config.rope_scaling
+    if getattr(config, "router_z_loss_coef", 0.0):
+        found.append(f"it leaves out router_z_loss_coef={config.router_z_loss_coef} of the loss")
     if config.logit_scale != 1.0:
         found.append(f"it leaves out logit_scale={config.logit_scale}: its logits are larger by 1/logit_scale")
     if getattr(scaling, "truncate", True) is False and hasattr(config, "rope_local_base_freq"):

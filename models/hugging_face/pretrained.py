@@ -99,6 +99,8 @@ class Pretrained(nnx.Module):
             quantize = None if source.is_nf4 else quantize
         folder = source.folder
         config, stored_dtype, kept = _described(cls, source)
+        if quantize is not None:
+            quantized.check_dense("from_pretrained", config)
         config_in_files.check(config, weights.shapes(folder), folder)
         if config.tie_word_embeddings and weights.has_a_head_of_its_own(folder):
             warnings.warn(

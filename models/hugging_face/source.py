@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from liger_jax.models.core.config_fields import short
-from liger_jax.models.hugging_face import checkpoint, config_json
+from liger_jax.models.hugging_face import checkpoint, config_json, mxfp4
 from liger_jax.models.hugging_face.checkpoint import (
     ADAPTERS,
     CONFIG,
@@ -64,7 +64,7 @@ class Source:
     @property
     def is_nf4(self) -> bool:
         """Whether the projections are bitsandbytes' nf4, by config.json; `config_json.read` refuses other kinds."""
-        return bool(self.config.get("quantization_config"))
+        return bool(self.config.get("quantization_config")) and not mxfp4.is_mxfp4(self.config)
 
     @property
     def dtype(self) -> str:

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
-from liger_jax.models.core.parameters import ParameterInfo, describe, kernel_of, parameter, path_of, projections
-from liger_jax.models.hugging_face import nf4
+from liger_jax.models.core.parameters import ParameterInfo, Piece, describe, kernel_of, parameter, path_of, projections
+from liger_jax.models.hugging_face import mxfp4, nf4
 from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, own_file, weight_files
 from liger_jax.models.quantized import QuantizedParam
 from liger_jax.ops.block_quantized import BlockQuantized
@@ -157,10 +157,10 @@ def open_weights(path: pathlib.Path) -> Any:
 
 
 def tensors_of(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Slices of a folder's tensors, by their names in a language model; of a quantised weight, an `nf4.Nf4Tensor`."""
+    """Slices of a folder's tensors, by their names in a language model; of a quantised weight, a view that is dense."""
     files = _open_files(folder, stack)
     tensors = {own: files[name].get_slice(name) for own, name in language_part(files).items()}
-    return nf4.with_dense_views(tensors)
+    return nf4.with_dense_views(mxfp4.with_dense_views(tensors))
 
 
 def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -225,11 +225,10 @@ def _read(info: ParameterInfo, leaf: Any, sharding: Any, tensors: Mapping[str, A
     def part(index):
         ranges = [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
         whole = np.empty([len(axis) for axis in ranges], leaf.dtype)
-        of_tensor = [slice(axis.start, axis.stop) for axis in (ranges[1:] if info.stacked else ranges)]
-        stored = tuple(of_tensor[::-1] if info.transposed else of_tensor)
-        for i, layer in enumerate(ranges[0] if info.stacked else [0]):
-            tensor = tensors[info.tensor_names[layer]][stored]
-            _copy(tensor, whole[i] if info.stacked else whole, transposed=info.transposed)
+        for piece in info.pieces(leaf.shape):
+            if (places := _places(piece, leaf.shape, ranges)) is not None:
+                target, stored = places
+                _copy(_of_tensor(tensors[piece.name], piece, stored), whole[target], transposed=piece.transposed)
         return whole
 
     if sharding is None:
@@ -243,6 +242,43 @@ def _read(info: ParameterInfo, leaf: Any, sharding: Any, tensors: Mapping[str, A
         return parts[str(index)]
 
     return jax.make_array_from_callback(leaf.shape, sharding, part_once)
+
+
+def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[tuple[Any, ...], list[slice]] | None:
+    """Where a piece lies in a part of a parameter, and what of the piece does; `None` if nothing does.
+
+    The part has these ranges of the parameter's axes. The piece's slices are in the parameter's order of axes.
+    """
+    target: list[Any] = []
+    stored = []
+    index = (*piece.index, *[slice(None)] * (len(shape) - len(piece.index)))
+    for one, size, wanted in zip(index, shape, ranges, strict=True):
+        if isinstance(one, int):
+            if one not in wanted:
+                return None
+            target.append(one - wanted.start)
+            continue
+        own = range(*one.indices(size))
+        begin, end = max(own.start, wanted.start), min(own.stop, wanted.stop)
+        if begin >= end:
+            return None
+        target.append(slice(begin - wanted.start, end - wanted.start))
+        stored.append(slice(begin - own.start, end - own.start))
+    return tuple(target), stored
+
+
+def _of_tensor(tensor: Any, piece: Piece, stored: list[slice]) -> np.ndarray:
+    """A part of a tensor; where the tensor's columns are interleaved, with those of gate before those of up."""
+    if not piece.interleaved:
+        return tensor[tuple(stored[::-1] if piece.transposed else stored)]
+    *others, columns = stored
+    whole = tensor[(*others, slice(None))]
+    return whole[..., _interleaved(whole.shape[-1])[columns]]
+
+
+def _interleaved(width: int) -> np.ndarray:
+    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns."""
+    return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
 
 
 def _copy(source: np.ndarray, target: np.ndarray, *, transposed: bool) -> None:
@@ -277,13 +313,15 @@ def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
         info = parameter(path_of(keys), leaf.shape)
         is_here = not is_quantized(leaf) and getattr(leaf, "is_fully_addressable", True)
         whole = np.asarray(leaf) if is_here else leaf
-        for i, name in enumerate(info.tensor_names):
-            part = whole[i if info.stacked else ...]
+        for piece in info.pieces(leaf.shape):
+            part = whole[piece.index or ...]
             part = fetched(part.astype(part.dtype) if is_quantized(part) else part)
-            tensor = np.empty(part.shape[::-1] if info.transposed else part.shape, part.dtype)
-            _copy(part, tensor, transposed=info.transposed)
+            if piece.interleaved:
+                part = part[..., np.argsort(_interleaved(part.shape[-1]))]
+            tensor = np.empty(part.shape[::-1] if piece.transposed else part.shape, part.dtype)
+            _copy(part, tensor, transposed=piece.transposed)
             if shard and size + tensor.nbytes > max_shard_bytes:
                 yield shard
                 shard, size = {}, 0
-            shard[name], size = tensor, size + tensor.nbytes
+            shard[piece.name], size = tensor, size + tensor.nbytes
     yield shard

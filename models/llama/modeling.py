@@ -6,12 +6,13 @@ from jaxtyping import Array, Float
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.config import LlamaConfig
+from liger_jax.models.core.experts import fed
 from liger_jax.models.core.feed_forward import Aux
 from liger_jax.models.llama.params import FIXED
 
 
 class LlamaLayer(nnx.Module):
-    """h = x + attention(norm(x)), then h + mlp(norm(h))."""
+    """h = x + attention(norm(x)), then h + mlp(norm(h)), where the feed-forward may be of experts."""
 
     def __init__(self, blocks: Blocks):
         self.input_layernorm = blocks.norm()
@@ -23,8 +24,8 @@ class LlamaLayer(nnx.Module):
         normed, x = self.input_layernorm.fork(x)
         attended = self.self_attn(normed, *attention_inputs)
         normed, x = self.post_attention_layernorm.add(attended, x)
-        fed, aux = self.mlp(normed)
-        return x + fed, aux
+        y, aux = fed(self.mlp, normed, attention_inputs[2])
+        return x + y, aux
 
 
 class LlamaForCausalLM(CausalLM):

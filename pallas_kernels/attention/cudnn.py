@@ -28,11 +28,14 @@ def unsupported(
     softcap: float | None,
     scale: float | None = None,
     is_part: bool = False,
+    has_sinks: bool = False,
     capability: tuple[int, int],
 ) -> str | None:
     """Takes 16-bit operands of limited width. Refuses softcaps, and segments: JAX would make a (T, T) mask of them."""
     if is_part:
         return "cuDNN attention has a query beside each key, and q_offset says otherwise; use 'xla'."
+    if has_sinks:
+        return "cuDNN attention knows no sinks; use 'xla'."
     if segment_ids is not None or softcap is not None:
         return "cuDNN attention knows no segments and no softcap; use 'xla'."
     if scale is not None and scale <= 0:  # it gives NaN, seen on an H100

@@ -23,10 +23,21 @@ _LARGEST_KEY_BLOCK = 2048  # of keys, values and their float32 gradients that li
 _PRODUCTS_A_BYTE = 200  # multiply-adds that a core does while it reads a byte: 120 on a v5e, 280 on a v6e
 
 
-def unsupported(q: Typed, k: Typed, v: Typed, segment_ids: Typed | None, *, is_part: bool = False, **_) -> str | None:
+def unsupported(
+    q: Typed,
+    k: Typed,
+    v: Typed,
+    segment_ids: Typed | None,
+    *,
+    is_part: bool = False,
+    has_sinks: bool = False,
+    **_,
+) -> str | None:
     """Mosaic has no float16 and no float64, and a mask is made when the kernel is compiled."""
     if is_part:
         return "splash attention has a query beside each key, and q_offset says otherwise; use 'xla'."
+    if has_sinks:
+        return "splash attention's gradients know no sinks; use 'xla'."
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"splash attention takes float32 and bfloat16, and the queries are {q.dtype}; use 'xla'."
     return None

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from liger_jax.pallas_kernels.attention.formulas import weights
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
 CHUNK = 256  # queries at a time
@@ -28,12 +29,13 @@ def attend(
     v: jax.Array,
     segments: Segments | None,
     q_offset: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     *,
     window: int | None,
     softcap: float | None,
     scale: float | None,
 ) -> jax.Array:
-    """q (B, Tq, Q, H), k and v (B, Tk, K, H) → (B, Tq, Q, H).
+    """q (B, Tq, Q, H), k and v (B, Tk, K, H), sinks (Q,) or None → (B, Tq, Q, H).
 
     The queries stand at positions `q_offset` and after in the row of keys, or, with None, beside the first keys;
     `segments` belong to the keys.
@@ -49,6 +51,7 @@ def attend(
     # The gradients of keys and values are summed over chunks in the dtype that the chunks are handed.
     wide = jnp.promote_types(dtype, jnp.float32)
     k_wide, v_wide = k.astype(wide), v.astype(wide)
+    wide_sinks = None if sinks is None else sinks.astype(wide).reshape(grouped.shape[2:4])
 
     @functools.partial(jax.checkpoint, static_argnums=4)
     def attend_chunk(queries, own_ids, start, first, count):
@@ -62,8 +65,8 @@ def attend(
         distance = places(start, queries.shape[1])[:, None] - places(first, count)[None]
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         visible = near[None] & (own_ids[:, :, None] == seen(ids)[:, None])
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED_SCORE), axis=-1)
-        return jnp.einsum("bkgcs,bskh->bckgh", weights.astype(dtype), seen_v)
+        shares = weights(jnp.where(visible[:, None, None], scores, MASKED_SCORE), wide_sinks)
+        return jnp.einsum("bkgcs,bskh->bckgh", shares.astype(dtype), seen_v)
 
     def num_keys(end: int, queries: int) -> int:
         """How many keys as many queries may see, if the last of them is number `end - 1`."""

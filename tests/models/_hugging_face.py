@@ -52,6 +52,11 @@ NO_IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 GEMMA = dict(head_dim=6, tie_word_embeddings=True, pad_token_id=None)
 # Softcaps that bend, where the family has them, and a scale of the scores that is not the head's.
 WINDOW = dict(sliding_window=5, query_pre_attn_scalar=3)
+# Two of four experts, and a balancing loss that counts.
+MOE = dict(NO_IDS, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.3)
+YARN = dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=100.0, truncate=False, beta_fast=4.0
+)  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 6, "num_key_value_heads": 4}),
@@ -95,6 +100,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {**NO_IDS, "head_dim": 10, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.6}},
     ),
+    "mixtral": ("Mixtral", {**MOE, "num_local_experts": 4}),
+    "mixtral_window": ("Mixtral", {**MOE, "num_local_experts": 3, "sliding_window": 5, "output_router_logits": False}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**MOE, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 6},
+    ),
+    "qwen3_moe_normalized": (
+        "Qwen3Moe",
+        {**MOE, "num_experts": 5, "moe_intermediate_size": 8, "norm_topk_prob": True, "num_hidden_layers": 3},
+    ),
+    "olmoe": ("Olmoe", {**MOE, "num_experts": 4}),
+    "gpt_oss": (
+        "GptOss",
+        {**MOE, "num_local_experts": 4, "head_dim": 6, "sliding_window": 5, "rope_parameters": YARN},
+    ),
     "gemma": ("Gemma", GEMMA),
     "gemma2": ("Gemma2", {**GEMMA, **WINDOW, "num_hidden_layers": 3}),  # one pattern of two, and one layer left over
     "gemma2_full": (
@@ -122,6 +142,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 COMMITTED = (
     "llama",
     "qwen2",
@@ -184,16 +205,36 @@ def make(case: str, folder: pathlib.Path, seed: int) -> Expected:
     def run(model):
         out = model(input_ids=torch.from_numpy(tokens), labels=torch.from_numpy(labels))
         out.loss.backward()
-        gradients = {name: p.grad.float().numpy() for name, p in model.named_parameters()}
+        gradients = {}
+        for name, p in model.named_parameters():
+            gradients |= as_in_files(family, name, p.grad.float().numpy())
         return out.logits.detach().float().numpy(), out.loss.detach().numpy(), gradients
 
     logits, loss, gradients = run(model)
     prompt, mask = torch.from_numpy(tokens[:, : PROMPT.shape[1]]), torch.from_numpy(PROMPT)
+    has_router_loss, model.config.output_router_logits = getattr(model.config, "output_router_logits", False), False
     greedy = model.generate(prompt, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    model.config.output_router_logits = has_router_loss  # which transformers cannot form beside a cache
     model.zero_grad()
     rough_logits, _, rough_gradients = run(model.bfloat16())
     errors = rms_error({"": rough_logits}, {"": logits}), rms_error(rough_gradients, gradients)
     return Expected(tokens, labels, logits, loss, np.asarray(errors), greedy[:, PROMPT.shape[1] :].numpy(), gradients)
+
+
+def as_in_files(family: str, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """A parameter of transformers by its names in files, where experts have tensors of their own."""
+    if family == "Mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    stem, _, last = name.rpartition(".")
+    if family == "GptOss" or not stem.endswith(".experts"):
+        return {name: array}
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
+    if family == "Mixtral":
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[last]
+    parts = np.split(array, len(names), axis=1)
+    return {
+        f"{stem}.{e}.{own}.weight": part[e] for own, part in zip(names, parts, strict=True) for e in range(len(array))
+    }
 
 
 def committed(case: str) -> tuple[pathlib.Path, Expected]:
@@ -205,7 +246,7 @@ def committed(case: str) -> tuple[pathlib.Path, Expected]:
 
 
 def main():
-    for case in COMMITTED:
+    for case in (*COMMITTED, *EXPERTS):
         expected = make(case, GOLDEN / case, seed=0)
         arrays = {f"gradient {name}": x for name, x in expected.gradients.items()}
         arrays |= {name: np.asarray(x) for name, x in expected._asdict().items() if name != "gradients"}

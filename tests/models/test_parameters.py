@@ -29,7 +29,8 @@ def test_a_family_s_parameters_have_their_checkpoint_s_names_and_shapes(family, 
     folder = hugging_face.GOLDEN / family
     found, stacked = {}, []
     for info, shape in described(nnx.merge(*architecture(folder).abstract(scan_layers=scan))):
-        assert len({*info.tensor_names}) == (shape[0] if info.stacked else 1)
+        experts = shape[info.expert_axis] * info.tensors_of_expert if info.tensors_of_expert else 1
+        assert len({*info.tensor_names}) == experts * (shape[0] if info.stacked else 1)
         assert not found.keys() & set(info.tensor_names)
         found |= dict.fromkeys(info.tensor_names, info.tensor_shape(shape))
         stacked.append(info.stacked)

@@ -43,9 +43,11 @@ def numbers(folder, expected: hugging_face.Expected, **options):
     found, infos = {}, describe(gradients)
     for path, gradient in nnx.to_flat_state(gradients):
         info, gradient = infos[path], np.asarray(gradient[...])
-        for i, name in enumerate(info.tensor_names):
-            part = gradient[i] if info.stacked else gradient
-            found[name] = part.T if info.transposed else part
+        for piece in info.pieces(gradient.shape):
+            part = gradient[piece.index]
+            if piece.interleaved:  # gate's columns and up's take turns in files
+                part = np.stack(np.split(part, 2, axis=-1), axis=-1).reshape(part.shape)
+            found[piece.name] = part.T if piece.transposed else part
     assert found.keys() == expected.gradients.keys()
     return logits, loss, found
 
@@ -69,7 +71,7 @@ def bfloat16_errors(folder, expected: hugging_face.Expected):
     return np.array(errors) / expected.bfloat16_errors
 
 
-@pytest.mark.parametrize("case", first(7, hugging_face.COMMITTED))
+@pytest.mark.parametrize("case", [*first(7, hugging_face.COMMITTED), *hugging_face.EXPERTS])
 def test_numbers_of_committed_checkpoints_are_hugging_face_s(case):
     check_numbers(*hugging_face.committed(case))
 
@@ -86,8 +88,12 @@ def test_numbers_of_fresh_checkpoints_are_hugging_face_s(case, tmp_path, rng):
     check_numbers(tmp_path, expected, scan_layers=False)
 
 
+def is_dense(case):
+    return not case.startswith(hugging_face.EXPERTS)
+
+
 @live
-@pytest.mark.parametrize("case", hugging_face.CASES)
+@pytest.mark.parametrize("case", filter(is_dense, hugging_face.CASES))  # in 16 bits a token may go to other experts
 def test_bfloat16_of_fresh_checkpoints_is_as_exact_as_hugging_face_s(case, tmp_path, rng):
     """The geometric mean of four checkpoints: with 40 tokens, one has 1.6 times the other's error by chance."""
     ratios = []

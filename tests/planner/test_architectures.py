@@ -33,6 +33,8 @@ PUBLISHED = {  # parameters as the models' publishers count them, in billions; o
     "olmo-2-0425-1b": 1.485, "olmo-2-1124-7b": 7.299, "olmo-2-1124-13b": 13.72, "olmo-2-0325-32b": 32.23,
     "phi-3-mini-4k": 3.821, "phi-3-mini-128k": 3.821, "phi-3-medium-4k": 13.96, "phi-3-medium-128k": 13.96,
     "phi-3.5-mini": 3.821, "phi-4": 14.66, "phi-4-mini": 3.836, "smollm3-3b": 3.075,
+    "mixtral-8x7b-v0.1": 46.70, "mixtral-8x22b-v0.1": 140.6, "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.1,
+    "olmoe-1b-7b-0924": 6.919, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.8,
 }  # fmt: skip
 
 
@@ -40,6 +42,13 @@ def test_models_have_as_many_parameters_as_is_published():
     assert set(PUBLISHED) == set(MODELS)
     found = {name: architecture(name).num_parameters / 1e9 for name in MODELS}
     assert found == pytest.approx(PUBLISHED, rel=1e-3)
+
+
+def test_a_token_meets_as_many_parameters_of_experts_as_is_published():
+    active = {"mixtral-8x7b-v0.1": 12.88, "qwen3-30b-a3b": 3.35, "olmoe-1b-7b-0924": 1.282, "gpt-oss-20b": 4.19}
+    found = {name: architecture(name).num_active_parameters / 1e9 for name in active}
+    assert found == pytest.approx(active, rel=2e-3)
+    assert architecture("qwen3-0.6b").num_active_parameters == architecture("qwen3-0.6b").num_parameters
 
 
 @pytest.mark.parametrize(
@@ -120,10 +129,9 @@ def test_every_variant_has_a_model():
 @pytest.mark.parametrize(
     "name, kind",
     {
-        "mistralai/Mixtral-8x7B-v0.1": "is a mixture of experts",
-        "Qwen/Qwen3-30B-A3B": "is a mixture of experts",
+        "mistralai/Mixtral-8x7B-v9.9": "is a mixture of experts of another family",
+        "Qwen/Qwen1.5-MoE-A2.7B": "is a mixture of experts of another family",
         "deepseek-ai/DeepSeek-R1": "is a mixture of experts",
-        "openai/gpt-oss-20b": "is a mixture of experts",
         "state-spaces/mamba-2.8b": "is a state-space or recurrent model",
         "meta-llama/Llama-3.2-11B-Vision-Instruct": "is a model of images beside text",
         "Qwen/Qwen2.5-VL-7B-Instruct": "is a model of images beside text",

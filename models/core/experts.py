@@ -1,0 +1,244 @@
+"""The feed-forward of a mixture of experts, and what its router adds to the loss."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from liger_jax import ops
+from liger_jax._tree import tree_dataclass
+from liger_jax.models.core.remat import Remat
+
+EXPERTS = "experts"  # the kind of a layer whose feed-forward is `ExpertsFeedForward`
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """What a config says of its mixture of experts.
+
+    Attributes:
+        count: E, the experts of a layer.
+        per_token: k, the experts that each token goes to.
+        width: F of an expert.
+        activation: as `ops.moe_mlp` takes it.
+        normalized: whether the weights of a token's experts add up to 1.
+        softmax_of_chosen: whether the softmax is over the chosen experts, and not over all before the choice.
+        biases: whether router and experts add biases.
+        router: the router's name in a checkpoint.
+        one_tensor: whether a checkpoint has one tensor for a layer's experts, in which columns of gate and up take
+            turns, and not tensors of each expert.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    activation: str = "silu"
+    normalized: bool = True
+    softmax_of_chosen: bool = False
+    biases: bool = False
+    router: str = "gate"
+    one_tensor: bool = False
+
+
+@tree_dataclass
+class ExpertMetrics:
+    """What the routers of all layers did in a call.
+
+    Attributes:
+        load: (layers, E) float32, the share of a layer's choices that each expert got, 1/E where all are equal.
+        balancing_loss: float32 scalar, the balancing loss without its coefficient.
+        z_loss: float32 scalar, the routers' z-loss without its coefficient.
+    """
+
+    load: jax.Array
+    balancing_loss: jax.Array
+    z_loss: jax.Array
+
+
+class Router(nnx.Module):
+    """The logits of experts, x · kernel + bias, in the computation's dtype.
+
+    Args:
+        width: D.
+        count: E.
+        parameter: makes a parameter of a shape, as `Blocks.parameter` does.
+        use_bias: whether it adds a bias.
+    """
+
+    def __init__(self, width: int, count: int, *, parameter: Callable[..., nnx.Param], use_bias: bool):
+        self.router_kernel = parameter(width, count)
+        self.bias = parameter(count) if use_bias else None
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        logits = x @ self.router_kernel[...].astype(x.dtype)
+        return logits if self.bias is None else logits + self.bias[...].astype(x.dtype)
+
+
+class ExpertWeights(nnx.Module):
+    """The weights of all experts of a layer; columns of gate stand before those of up.
+
+    Args:
+        width: D.
+        experts: the mixture.
+        parameter: makes a parameter of a shape, as `Blocks.parameter` does.
+    """
+
+    def __init__(self, width: int, experts: Experts, *, parameter: Callable[..., nnx.Param]):
+        count, inner, end = experts.count, experts.width, "_proj" if experts.one_tensor else ""
+        self.names = f"gate_up{end}", f"down{end}"
+        self.bias_names = tuple(f"{name}_bias" for name in self.names) if experts.biases else ()
+        shapes = (width, 2 * inner), (inner, width)
+        for name, shape in zip(self.names, shapes, strict=True):
+            setattr(self, name, parameter(count, *shape))
+        for name, (_, out_width) in zip(self.bias_names, shapes, strict=False):
+            setattr(self, name, parameter(count, out_width))
+
+    def arrays(self, dtype: Any) -> list[Any]:
+        """Gate and up (E, D, 2F), down (E, F, D), and their biases, or `None` twice, in a dtype."""
+        cast = lambda name: getattr(self, name)[...].astype(dtype)
+        return [*map(cast, self.names), *(map(cast, self.bias_names) if self.bias_names else (None, None))]
+
+
+class ExpertsFeedForward(nnx.Module):
+    """Σ_j weight_j · expert_j(x) over the k experts that a router chooses for each token. No token is dropped.
+
+    Args:
+        blocks: the blocks of a layer whose config has `experts`.
+    """
+
+    def __init__(self, blocks: Any):
+        experts: Experts = blocks.config.experts
+        self.options, self.kernels = experts, blocks.kernels
+        width, parameter = blocks.config.hidden_size, blocks.parameter
+        router = Router(width, experts.count, parameter=parameter, use_bias=experts.biases)
+        setattr(self, experts.router, router)
+        self.experts = ExpertWeights(width, experts, parameter=parameter)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], segments: ops.Segments | None = None
+    ) -> tuple[Float[Array, "B T D"], ops.RouterSums]:
+        """Returns y (B, T, D), and the router's sums over the tokens that are not padding.
+
+        Padding is what has the id −1 in `segments`, as `attention_segments` makes them.
+        """
+        layout = self.kernels.mesh_layout
+        if layout.tensor_parts() is not None:
+            raise ValueError(
+                f"tensor={layout.tensor!r} has several devices, which do not split experts yet. Give the devices to an "
+                "axis of the batch."
+            )
+        if layout.sequence_parts() is not None:
+            raise ValueError(
+                f"sequence={layout.sequence!r} has several devices, among which experts' rows are not shared yet. Give "
+                "the devices to an axis of the batch."
+            )
+        logits = getattr(self, self.options.router)(x)
+        k = self.options.per_token
+        if self.options.softmax_of_chosen:
+            routing = ops.top_k_softmax(logits, k)
+        else:
+            routing = ops.softmax_top_k(logits, k, normalized=self.options.normalized)
+        sums = ops.router_sums(logits, routing.experts, None if segments is None else segments.ids >= 0)
+        of_tokens = x, routing.weights, routing.experts
+        return layout.run(self._mixed, of_tokens, tuple(self.experts.arrays(x.dtype))), sums
+
+    def _mixed(self, x, weights, experts, gate_up, down, gate_up_bias, down_bias):
+        """The experts' results (B, T, D), of one device's tokens."""
+        in_rows = lambda array: array.reshape(-1, array.shape[-1])
+        mixed = functools.partial(
+            ops.moe_mlp, activation=self.options.activation, implementation=self.kernels.implementation
+        )
+        biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+        y = mixed(in_rows(x), in_rows(weights), in_rows(experts), gate_up, down, **biases)
+        return y.reshape(x.shape)
+
+    @staticmethod
+    def values_kept(config: Any, remat: Remat) -> int:
+        """What is kept for the backward: gate and up of a token's experts, where a layer keeps its products.
+
+        Args:
+            config: the architecture.
+            remat: what the layer keeps for the backward.
+
+        Returns:
+            Values of the computation's dtype for each token.
+        """
+        experts = config.experts
+        return 0 if remat in ("full", "offload") else 2 * experts.per_token * experts.width
+
+    @staticmethod
+    def values_in_backward(config: Any, in_place: bool) -> int:
+        """What the backward holds at once: gate and up and their gradients, a float32 gradient of their product, and
+        rows of two arrays of a token's experts.
+
+        Args:
+            config: the architecture.
+            in_place: whether a dense feed-forward would compute in place, which this one does not.
+
+        Returns:
+            Values of the computation's dtype for each token.
+        """
+        experts = config.experts
+        return experts.per_token * (6 * experts.width + 2 * config.hidden_size)
+
+
+def misfits(**fields: int) -> Iterator[str]:
+    """A clause if a token goes to more experts than there are.
+
+    Args:
+        **fields: the config's fields, the number of experts before that of a token.
+    """
+    (count_name, count), (name, per_token) = fields.items()
+    if per_token > count:
+        yield f"{name}={per_token} must be at most {count_name}={count}, the experts that there are"
+
+
+def fed(feed_forward: Any, x: Float[Array, "B T D"], segments: ops.Segments | None) -> tuple[Any, Any]:
+    """A feed-forward's result and its sums. Experts need to know what is padding, which they do not count.
+
+    Args:
+        feed_forward: of a layer.
+        x: what it takes.
+        segments: the segments of tokens, −1 for padding.
+
+    Returns:
+        y (B, T, D) and its aux.
+    """
+    return feed_forward(x, segments) if isinstance(feed_forward, ExpertsFeedForward) else feed_forward(x)
+
+
+def router_loss(config: Any, sums: ops.RouterSums) -> Float[Array, ""]:
+    """What the routers of all layers add to the loss of a language model, by the config's coefficients.
+
+    Args:
+        config: an architecture with `experts`.
+        sums: of all layers, stacked.
+
+    Returns:
+        A float32 scalar: router_aux_loss_coef·balancing_loss if `output_router_logits` is set, as in transformers, and
+        router_z_loss_coef·z_loss.
+    """
+    loss = jnp.zeros((), jnp.float32)
+    if config.output_router_logits:
+        loss += config.router_aux_loss_coef * ops.balancing_loss(sums)
+    return loss + config.router_z_loss_coef * ops.router_z_loss(sums) if config.router_z_loss_coef else loss
+
+
+def expert_metrics(sums: ops.RouterSums) -> ExpertMetrics:
+    """The metrics of the routers of all layers, without gradients.
+
+    Args:
+        sums: of all layers, stacked.
+
+    Returns:
+        The metrics.
+    """
+    sums = jax.lax.stop_gradient(sums)
+    return ExpertMetrics(
+        load=ops.expert_load(sums), balancing_loss=ops.balancing_loss(sums), z_loss=ops.router_z_loss(sums)
+    )
