@@ -11,7 +11,7 @@ from liger_jax.planner.compiled import compile_run
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import in_words, meshes
-from liger_jax.planner.planning import make_run
+from liger_jax.planner.planning import has_host_memory, make_run
 from liger_jax.planner.step import Run
 
 SIZES = ("batch", "seq")

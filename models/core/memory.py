@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.models.core.embedding import sums_gradients, tied_head_dtype
-from liger_jax.models.core.feed_forward import FEED_FORWARDS, may_fuse
+from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS, may_fuse
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
@@ -90,7 +90,7 @@ class LayerMemory:
 
         def bytes_of(one):
             values = one.values_in_backward(c, in_place) - kept["feed-forward"]
-            return self._bytes(values, at_once if one is DenseFeedForward else tokens)
+            return self._bytes(values, at_once if one is FEED_FORWARDS[DENSE] else tokens)
 
         feed_forward = max(bytes_of(one) for one in self._feed_forwards())
         if at_once < tokens and not self.has_adapters:  # tiles sum the weights' gradients in float32
