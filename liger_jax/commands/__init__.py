@@ -1,10 +1,10 @@
-"""The command `liger-jax` and what it can do: `plan`, `data`, `finetune`, `generate`, `chat` and `doctor`."""
+"""The command `liger-jax` and what it can do: `plan`, `data`, `finetune`, `dpo`, `generate`, `chat` and `doctor`."""
 
 import argparse
 import functools
 
 from liger_jax._install import version
-from liger_jax.commands import _warnings, chat, data, doctor, finetune, generate, plan
+from liger_jax.commands import _warnings, chat, data, doctor, dpo, finetune, generate, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._errors import UserError as UserError
 from liger_jax.commands._errors import training_errors as training_errors
@@ -14,7 +14,9 @@ from liger_jax.commands._files import read_texts as read_texts
 from liger_jax.commands._hub import tries_told_once
 from liger_jax.commands._parser import Parser
 
-_COMMANDS = {"plan": plan, "data": data, "finetune": finetune, "generate": generate, "chat": chat, "doctor": doctor}
+_COMMANDS = {
+    "plan": plan, "data": data, "finetune": finetune, "dpo": dpo, "generate": generate, "chat": chat, "doctor": doctor,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -84,13 +84,15 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
     tokenizer = _training_rows.tokenizer(source, found, task.tokenizer)
     data = _training_rows.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
     print(data.summary)
+    task.add_columns(settings, data)
     steps = _steps(settings, data)
     rate = _recipe.schedule(settings, steps)
     optimizer = _recipe.optimizer(settings, rate)
     rows_of = data.batches(settings)
     batch_of = lambda step: _adapters.numbered(settings, next(rows.parts(rows_of(step), settings.batch)), step)
     with user_errors():
-        checkpoints = _checkpoints(settings, source, steps, data)
+        made_of = data.made_of() | _model_files(settings, source)
+        checkpoints = _checkpoints(settings, source, {"steps": steps} | made_of)
     checkpoints.check()
     data.keep()
     if _is_finished(settings, checkpoints, steps):
@@ -103,6 +105,8 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
+    with memory_errors("before the first step."):
+        task.before(settings, data, model, made_of)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
     state, keeps = (params, jax.jit(optimizer.init)(params)), model.kept
     del model, params  # a step overwrites the state in place: nothing else may hold it
@@ -217,15 +221,9 @@ def _steps(settings: Settings, data: _training_rows.TrainingRows) -> int:
 def _checkpoints(
     settings: Settings,
     source: Source,
-    steps: int,
-    data: _training_rows.TrainingRows,
+    made_of: dict[str, Any],
 ) -> Checkpoints:
     """The run's checkpoints, which no other run goes on from."""
-    made_of = {
-        "steps": steps,
-        **data.made_of(),
-        **_model_files(settings, source),
-    }
     spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, source)]
     earlier = sorted(set.intersection(*spared))
     folder = Path(settings.out) / _output.CHECKPOINTS
@@ -314,7 +312,7 @@ def _programs(
     graph, params, frozen = nnx.split(nnx.eval_shape(make), _trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
-    step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)
+    step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
     state = (params, jax.eval_shape(optimizer.init, params))
     size, compiling = settings.batch // settings.micro_batches, Compiling()
     part = {name: values[:size] for name, values in batch.items() if values.ndim == 2}
