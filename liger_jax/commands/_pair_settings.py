@@ -27,7 +27,7 @@ class PairSettings(Settings):
 
     format: str | None = dataclasses.field(default=_pair_rows.FORM, init=False)
     out: str = "runs/dpo"
-    loss: str = "sigmoid"
+    loss_type: str = "sigmoid"
     loss_weights: tuple[float, ...] | None = None
     beta: float = 0.1
     label_smoothing: float | None = None
@@ -42,8 +42,8 @@ class PairSettings(Settings):
         super().__post_init__()
         if self.preference.sorts and self.micro_batches > 1:
             raise UserError(
-                f"--micro-batches={self.micro_batches} parts a batch, whose pairs --loss {self.loss} sorts together. "
-                "Leave it out."
+                f"--micro-batches={self.micro_batches} parts a batch, whose pairs --loss {self.loss_type} sorts "
+                "together. Leave it out."
             )
 
     @property
@@ -77,7 +77,9 @@ def add_loss_arguments(command: argparse.ArgumentParser) -> None:
         command: a parser.
     """
     add = command.add_argument
-    add("--loss", help=f"{', '.join((*DPO_TYPES, *FREE))}, or several of the first with commas (default: sigmoid)")
+    names = ", ".join((*DPO_TYPES, *FREE))
+    # In a file of options the name is another one than that of plan's --loss.
+    add("--loss", dest="loss_type", help=f"{names}; or several of DPO's with commas (default: sigmoid)")
     add("--loss-weights", type=_numbers, metavar="NUMBERS", help="a factor for each of several losses, with commas")
     add("--beta", type=float, help="how strongly the reference binds (default: 0.1)")
     add("--label-smoothing", type=float, help="the share of pairs that may be the wrong way round (default: 0)")

@@ -46,7 +46,8 @@ class Preference:
     """A loss of pairs with its options, which are those of its function; `None` for the function's own default.
 
     Attributes:
-        loss: a type of `dpo_loss`, or several with commas between them; "orpo", "cpo", "cpo_hinge", "cpo_ipo", "simpo".
+        loss_type: a type of `dpo_loss`, or several with commas between them; "orpo", "cpo", "cpo_hinge", "cpo_ipo" or
+            "simpo".
         loss_weights: a factor for each of several types.
         beta: how strongly the reference binds, or the scale of log-probabilities.
         label_smoothing: the share of pairs whose answers may be the wrong way round.
@@ -61,7 +62,7 @@ class Preference:
         UserError: a value is out of its range, or is not read by the loss.
     """
 
-    loss: str = "sigmoid"
+    loss_type: str = "sigmoid"
     loss_weights: tuple[float, ...] | None = None
     beta: float = 0.1
     label_smoothing: float | None = None
@@ -81,24 +82,24 @@ class Preference:
                 )
             if name not in (*DPO_TYPES, *FREE) or name in FREE and len(self._types) > 1:
                 known = ", ".join((*DPO_TYPES, *FREE))
-                raise UserError(f"--loss={self.loss}: {name!r} must be one of {known}; dpo's types also go together.")
+                raise UserError(f"--loss={self.loss_type}: {name!r} must be one of {known}; DPO's also go together.")
         for option, readers in _READ_BY.items():
             if getattr(self, option) is not None and not set(self._types) <= set(readers):
                 raise UserError(f"--{option.replace('_', '-')} goes with --loss {', '.join(readers)}. Leave it out.")
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             raise UserError(f"--ld-alpha={self.ld_alpha} must be in [0, 1]; 1 weighs all tokens alike.")
         if self.sorts and len(self._types) > 1:
-            raise UserError(f"--loss={self.loss}: {SORTING_TYPES[0]} sorts a batch's pairs, and goes with no other.")
+            raise UserError(f"--loss={self.loss_type}: a loss that sorts a batch's pairs goes with no other.")
         two = jax.ShapeDtypeStruct((2,), jnp.float32)
         try:
             pairs = Pairs(two, two, two, two, exist=two, nll=two, references=(two, two))
             jax.eval_shape(self.losses, pairs, jax.ShapeDtypeStruct((), jnp.float32))
         except (ValueError, TypeError) as error:
-            raise UserError(f"--loss={self.loss}: {error}") from error
+            raise UserError(f"--loss={self.loss_type}: {error}") from error
 
     @property
     def _types(self) -> tuple[str, ...]:
-        return tuple(self.loss.split(","))
+        return tuple(self.loss_type.split(","))
 
     @property
     def needs_reference(self) -> bool:
@@ -113,7 +114,7 @@ class Preference:
     @property
     def reads_prompts(self) -> bool:
         """Whether the likelihood of chosen is that of prompt and response, as for ORPO."""
-        return self.loss == "orpo"
+        return self.loss_type == "orpo"
 
     def losses(self, pairs: Pairs, tokens_per_pair: Any) -> DPOOutput:
         """The losses of pairs; where there is no pair, a loss has no meaning.
@@ -127,18 +128,18 @@ class Preference:
         """
         chosen, rejected = pairs.chosen, pairs.rejected
         counts = [jnp.maximum(n, 1).astype(jnp.int32) for n in (pairs.chosen_tokens, pairs.rejected_tokens)]
-        if self.loss in ("orpo", "simpo", "cpo_ipo"):
+        if self.loss_type in ("orpo", "simpo", "cpo_ipo"):
             chosen, rejected = (x / n for x, n in zip((chosen, rejected), counts, strict=True))
         if not self.needs_reference:  # a mean of 0 has infinite odds: what is no pair has another
             chosen, rejected = (jnp.where(pairs.exist, x, -1.0) for x in (chosen, rejected))
-        if self.loss == "orpo":
+        if self.loss_type == "orpo":
             return losses.orpo_loss(chosen, rejected, pairs.nll, **self._given("beta"))
-        if self.loss == "simpo":
+        if self.loss_type == "simpo":
             return losses.simpo_loss(chosen, rejected, **self._given("beta", "gamma", "label_smoothing"))
-        if self.loss in _CPO:
+        if self.loss_type in _CPO:
             nll = None if self.cpo_alpha == 0 else pairs.nll
             options = self._given("beta", "label_smoothing", "cpo_alpha")
-            return losses.cpo_loss(chosen, rejected, nll, loss_type=_CPO[self.loss], **options)
+            return losses.cpo_loss(chosen, rejected, nll, loss_type=_CPO[self.loss_type], **options)
         return self._dpo(pairs, counts, tokens_per_pair)
 
     def _dpo(self, pairs: Pairs, counts: list[jax.Array], tokens_per_pair: Any) -> DPOOutput:
@@ -148,7 +149,7 @@ class Preference:
         if self.sorts:
             last = jnp.where(pairs.exist, 0.0, _FAR)
             chosen = chosen + last
-            if self.loss == "aot":  # the policy's margins are sorted, and the reference's
+            if self.loss_type == "aot":  # the policy's margins are sorted, and the reference's
                 references = references[0] + last, references[1]
             else:  # the log-ratios of chosen, and those of rejected
                 rejected = rejected + last

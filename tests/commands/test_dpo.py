@@ -111,7 +111,7 @@ def named_loss(name, policy, reference, counts, whole):
 def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
     rng = np.random.default_rng(1)
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
-    preference = Preference(loss=name, **SMOOTHED.get(name, {}))
+    preference = Preference(loss_type=name, **SMOOTHED.get(name, {}))
     (found, counts, whole), (of_reference, *_) = each_pair(batch, policy), each_pair(batch, reference)
     assert found.shape == (9, 2)
     log_probs = _pair_task.responses(Model(reference), batch, 8).log_probs
@@ -129,7 +129,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_pairs(batch, name):
 def test_the_losses_of_micro_batches_add_up(batch, name):
     rng = np.random.default_rng(1)
     policy, reference = -rng.exponential(1.0, (2, *batch["labels"].shape)).astype(np.float32)
-    preference = Preference(loss=name)
+    preference = Preference(loss_type=name)
     batch = {**batch, _references.NAME: _pair_task.responses(Model(reference), batch, 8).log_probs}
     loss, normalizer = _pair_task.loss_of(preference, 8), _pair_task.normalizer_of(preference)
     halves = [slice(0, None, 2), slice(1, None, 2)]
@@ -234,6 +234,11 @@ def test_pairs_are_learnt_by_all_weights_against_a_stored_reference(source, tmp_
     assert figures[-1]["rewards/margins"] > 0.3 and figures[-1]["eval_rewards/accuracies"] == 1.0
     assert "computing the reference of 13 rows" in capsys.readouterr().out
     assert (tmp_path / "model" / "model.safetensors").is_file()
+    config = f"--config={tmp_path / 'settings.toml'}"
+    assert main(["dpo", config]) == 0
+    printed, told = capsys.readouterr()
+    assert "finished: " in printed and "not read" not in told
+    assert main(["plan", config, "--device=rtx4090"]) == 0  # plan's own --loss is another
 
 
 @pytest.mark.full
@@ -271,7 +276,7 @@ def test_pairs_are_learnt_by_adapters(source, tmp_path, loss):
         (["--loss=kto"], "--loss=kto is of single responses with labels, and the data of this command are pairs"),
         (["--loss=dpo"], "'dpo' must be one of sigmoid, "),
         (["--loss=sigmoid,orpo"], "'orpo' must be one of sigmoid, "),
-        (["--loss=aot,sft"], "sorts a batch's pairs, and goes with no other"),
+        (["--loss=aot,sft"], "a loss that sorts a batch's pairs goes with no other"),
         (["--loss=aot", "--micro-batches=2"], "--micro-batches=2 parts a batch, whose pairs --loss aot sorts together"),
         (["--beta=0"], "dpo_loss: beta=0.0 must be a finite number > 0"),
         (["--gamma=1"], "--gamma goes with --loss simpo. Leave it out."),
