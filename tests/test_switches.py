@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from liger_jax import layers, losses, models, ops
 from liger_jax.losses import _dpo_formulas, _policy_formulas
-from liger_jax.losses.preference import _READERS as READERS
+from liger_jax.losses.preference import READERS
 from liger_jax.models import quantized
 from liger_jax.models.lora import (
     add_lora,

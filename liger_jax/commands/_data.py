@@ -1,11 +1,11 @@
 """Documents to train on, one after the other: from files of text or rows, and from datasets of the hub."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _file_rows, _formats, _row_formats, _sources
+from liger_jax.commands import _file_rows, _formats, _pair_rows, _row_formats, _sources
 from liger_jax.commands._document import Document as Document
 from liger_jax.commands._document import fingerprint as fingerprint
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages, refusals_kept
@@ -61,7 +61,7 @@ def documents_of(
         part: files, or a dataset of the hub.
         rows: those of the dataset; of no use for files.
         column: the field that is trained on, where it is not to be known by its name.
-        form: one of `_row_formats.FORMATS`, where rows have the fields of several.
+        form: one of `_row_formats.FORMATS`, where rows have the fields of several; or `_pair_rows.FORM`.
         refused: where errors of single files and lines go, by where they are; `None` to raise the first.
 
     Yields:
@@ -108,7 +108,7 @@ def rows_to_documents(
     for number, row in enumerate(rows, first):
         where = f"{name}, row {number}"
         with refusals_kept(refused, where):
-            yield _row_formats.document(where, dict(row), column, form)
+            yield _reader(form)(where, dict(row), column, form)
 
 
 def no_text(data: Sequence[str], flag: str = "--data") -> UserError:
@@ -129,6 +129,8 @@ def unread(fields: frozenset[str]) -> str:
 def _of_file(path: Path, column: str | None, form: str | None, refused: Refused) -> Iterator[Document]:
     for found in _file_rows.of_file(path):
         if isinstance(found, Document):
+            if form == _pair_rows.FORM:
+                raise UserError(f"{path} is a text, and pairs are rows with chosen and rejected, as in JSON lines.")
             yield found
             continue
         where, values = found
@@ -139,4 +141,8 @@ def _of_file(path: Path, column: str | None, form: str | None, refused: Refused)
                 raise UserError(
                     f"{where}, holds a {type(values).__name__}, and must hold an object, with text or messages."
                 )
-            yield _row_formats.document(where, values, column, form)
+            yield _reader(form)(where, values, column, form)
+
+
+def _reader(form: str | None) -> Callable[..., Document]:
+    return _pair_rows.document if form == _pair_rows.FORM else _row_formats.document

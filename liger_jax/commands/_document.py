@@ -21,6 +21,7 @@ class Document:
         unread: fields that look as if they chose what is trained on, and do not.
         prompt: what stands before the text and is not trained on; `None` where there is no prompt.
         path: the file of a text that is too long to be held in memory, which then is not in `text`.
+        rejected: the other answer, behind the same prompt, where this is the chosen one of a pair.
     """
 
     where: str
@@ -31,11 +32,19 @@ class Document:
     unread: frozenset[str] = frozenset()
     prompt: str | None = None
     path: Path | None = None
+    rejected: "Document | None" = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing in it that could be trained on."""
-        return self.messages is None and self.path is None and not self.text.strip()
+        return self.messages is None and self.path is None and self.rejected is None and not self.text.strip()
+
+    @property
+    def content(self) -> list[Any]:
+        """All that is trained on or read beside it, but for a text in a file."""
+        found: list[Any] = [self.text, self.messages, self.tools, self.values]
+        found += [] if self.prompt is None else [self.prompt]
+        return found + ([] if self.rejected is None else [self.rejected.content])
 
 
 class Fingerprint:
@@ -58,10 +67,8 @@ class Fingerprint:
         Args:
             document: the next one. The text of one that is not in memory comes by `add_text`.
         """
-        content: list[Any] = [document.text, document.messages, document.tools, document.values]
-        if document.prompt is not None:
-            content.append(document.prompt)
-        self._digest.update((b", " if self.count else b"[") + json.dumps(content, default=str).encode())
+        content = json.dumps(document.content, default=str)
+        self._digest.update((b", " if self.count else b"[") + content.encode())
         self.count += 1
 
     def add_text(self, text: str) -> None:

@@ -79,7 +79,7 @@ def _prompt_loss(totals: Sequence[float]) -> dict[str, float]:
 TASK = Task(
     prepared=_prompt_rows.prepared,
     loss=policy_loss,
-    normalizer=_denominators,
+    normalizer=lambda settings, data: _denominators,
     sums=lambda graph, settings, data: score_sums(graph),
     scores=_prompt_loss,
     figures=(
@@ -90,5 +90,6 @@ TASK = Task(
     scored=(),
     shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
     played=Rollouts,
+    alone=True,
     scan_layers=False,  # a step of sampling reads each weight once, and none is copied out of a stack
 )  # fmt: skip

@@ -36,32 +36,41 @@ class Column:
         return self[:].astype(dtype or self.dtype)
 
 
-class LaidRows(Mapping[str, Column]):
-    """The rows of some pieces, as `pack` or `pad` lays them.
+class LaidRows(Mapping[str, Any]):
+    """The rows of some pieces, as `pack`, `pad` or `pack_pairs` lays them.
 
-    The columns `input_ids`, `labels`, and, if packed, `segment_ids` and `positions` are a model's arguments.
+    The columns `input_ids`, `labels`, and, where pieces share rows, `segment_ids` and `positions` are a model's
+    arguments.
 
     Args:
-        tokens: all pieces.
+        tokens: all pieces, of which so many stand side by side in a row as belong together.
         pieces: the numbers of those that are laid, in lists. No row has pieces of two lists.
-        length: tokens in a row, at least those of the longest piece.
-        packed: whether pieces share rows.
+        length: tokens in a row, at least those of the longest pieces that belong together.
+        packed: whether pieces share rows with others that do not belong to them.
+
+    Attributes:
+        beside: more columns, arrays of (rows, numbers).
     """
 
     def __init__(self, tokens: Tokens, pieces: list[np.ndarray], length: int, packed: bool):
-        self.tokens, self.length, self._packed = tokens, length, packed
-        self.pieces = np.concatenate(pieces)
-        sizes, row, begins, self.counts = tokens.sizes(), [], [], []
+        self.tokens, self.length, self._together = tokens, length, tokens.together
+        self._shared = packed or self._together > 1
+        self.beside: dict[str, np.ndarray] = {}
+        sizes, laid, row, begins, self.counts = tokens.sizes(), [], [], [], []
         for some in pieces:
-            first = sum(self.counts)
+            bundles = some.reshape(-1, self._together)
+            if packed and self._together > 1:  # the largest first, which leaves less empty
+                bundles = bundles[np.argsort(-sizes[bundles].sum(axis=1), kind="stable")]
+            inside = sizes[bundles]
             if packed:
-                rows, places = first_fit(sizes[some].tolist(), length)
+                rows, places = first_fit(inside.sum(axis=1).tolist(), length)
             else:
-                rows, places = range(len(some)), [0] * len(some)
-            row.append(np.asarray(rows, np.int64) + first)
-            begins.append(np.asarray(places, np.int64))
+                rows, places = range(len(bundles)), [0] * len(bundles)
+            laid.append(bundles.ravel())
+            row.append(np.repeat(np.asarray(rows, np.int64) + sum(self.counts), self._together))
+            begins.append((np.asarray(places, np.int64)[:, None] + np.cumsum(inside, axis=1) - inside).ravel())
             self.counts.append(max(rows, default=-1) + 1)
-        rows, self._begins = np.concatenate(row), np.concatenate(begins)
+        self.pieces, rows, self._begins = np.concatenate(laid), np.concatenate(row), np.concatenate(begins)
         self._order = np.argsort(rows, kind="stable")  # places in `pieces`, by row
         self._ends = np.searchsorted(rows[self._order], np.arange(self.num_rows), side="right")
 
@@ -70,13 +79,20 @@ class LaidRows(Mapping[str, Column]):
         """The number of rows."""
         return sum(self.counts)
 
-    def __getitem__(self, name: str) -> Column:
+    @property
+    def most_in_a_row(self) -> int:
+        """The most pieces that a row has."""
+        return int(np.diff(self._ends, prepend=0).max())
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.beside:
+            return self.beside[name]
         if name not in (*self, "pieces"):
             raise KeyError(name)
         return Column(functools.partial(self.made, name), (self.num_rows, self.length))
 
     def __iter__(self) -> Iterator[str]:
-        yield from ("input_ids", "labels", *(("segment_ids", "positions") if self._packed else ()))
+        yield from ("input_ids", "labels", *(("segment_ids", "positions") if self._shared else ()), *self.beside)
 
     def __len__(self) -> int:
         return len(list(iter(self)))

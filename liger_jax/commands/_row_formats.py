@@ -38,16 +38,32 @@ def document(where: str, values: Row, column: str | None = None, form: str | Non
     Raises:
         UserError: the row is of no format or of several, or its fields have other values than the format's.
     """
+    return checked(where, values, lambda values: _document(where, values, column, form))
+
+
+def checked(where: str, values: Row, read: Callable[[Row], Document]) -> Document:
+    """What a row holds, after checks that are those of all rows.
+
+    Args:
+        where: where it was found, in words.
+        values: its fields. A null counts as absent.
+        read: makes a document of them.
+
+    Returns:
+        The document.
+
+    Raises:
+        UserError: `read` raises one, to which the place is added, or there is what no text can hold.
+    """
     if _is_deeper(values, MOST_LEVELS):
         raise UserError(f"{where}: lists and objects are nested to more than {MOST_LEVELS} levels.")
     values = {name: value for name, value in values.items() if value is not None}
     try:
-        found = _document(where, values, column, form)
+        found = read(values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     try:
-        content = [found.prompt, found.text, found.messages, found.tools, found.values]
-        json.dumps(content, default=str, ensure_ascii=False).encode()
+        json.dumps(found.content, default=str, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
         raise UserError(f"{where}: {error.object[error.start]!r} is no character.") from error
     return found
@@ -82,7 +98,7 @@ def _of_column(where: str, values: Row, column: str) -> Document:
     if isinstance(value, str):
         return Document(where, value)
     if _are_messages(value):
-        return _conversation(where, {name: each for name, each in values.items() if name != column}, value)
+        return conversation(where, {name: each for name, each in values.items() if name != column}, value)
     raise UserError(f"{column!r} holds a {type(value).__name__}, and must hold a text or a list of messages.")
 
 
@@ -93,14 +109,14 @@ def _of_text(where: str, values: Row) -> Document:
 
 
 def _of_messages(where: str, values: Row) -> Document:
-    return _conversation(where, values, values["messages"])
+    return conversation(where, values, values["messages"])
 
 
 def _of_sharegpt(where: str, values: Row) -> Document:
     names = [name for name in CONVERSATIONS if name in values]
     if len(names) > 1:
         raise UserError(f"the row has both {names[0]} and {names[1]}. Say which is meant: --column {names[0]}.")
-    return _conversation(where, {name: each for name, each in values.items() if name not in names}, values[names[0]])
+    return conversation(where, {name: each for name, each in values.items() if name not in names}, values[names[0]])
 
 
 def _of_alpaca(where: str, values: Row) -> Document:
@@ -113,13 +129,11 @@ def _of_alpaca(where: str, values: Row) -> Document:
         )
     question = "\n".join(text for text in asked if text.strip())
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _conversation(
-        where, {name: values[name] for name in ("system", "tools", VALUES) if name in values}, messages
-    )
+    return conversation(where, {name: values[name] for name in ("system", "tools", VALUES) if name in values}, messages)
 
 
 def _of_completion(where: str, values: Row) -> Document:
-    prompt, completion = (_parsed(values[name]) for name in ("prompt", "completion"))
+    prompt, completion = (parsed(values[name]) for name in ("prompt", "completion"))
     if str(values.get("label")).lower() in ("true", "false", "1", "0"):  # as tables write them
         raise UserError(
             "label says whether the completion is wanted, and finetune would train on those that are not, too. Leave "
@@ -133,19 +147,19 @@ def _of_completion(where: str, values: Row) -> Document:
         return Document(where, completion, prompt=prompt)
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise UserError("prompt and completion must both be texts, or both be lists of messages.")
-    before = [m | {"weight": 0} if m["role"] == "assistant" else m for m in map(_message, prompt)]
+    before = [m | {"weight": 0} if m["role"] == "assistant" else m for m in map(message, prompt)]
     rest = {name: each for name, each in values.items() if name not in ("prompt", "completion")}
-    answers = [_message(each) for each in completion]
+    answers = [message(each) for each in completion]
     if not any(message["role"] == "assistant" for message in answers):
         raise UserError("no message of the completion is the assistant's, and only its words are trained on.")
-    return _conversation(where, rest, before + answers)
+    return conversation(where, rest, before + answers)
 
 
-def _conversation(where: str, beside: Row, found: Any) -> Document:
+def conversation(where: str, beside: Row, found: Any) -> Document:
     """The conversation of messages, in a template's form or in ShareGPT's; `beside` are the row's other fields."""
-    found = _parsed(found)
+    found = parsed(found)
     if isinstance(found, list):
-        found = [_message(each) for each in found]
+        found = [message(each) for each in found]
         found = _with_system(beside.get("system"), found)
     row = {**beside, "messages": found}
     return Document(
@@ -157,7 +171,7 @@ def _conversation(where: str, beside: Row, found: Any) -> Document:
     )
 
 
-def _message(value: Any) -> Any:
+def message(value: Any) -> Any:
     """A message with a role and a content, whichever form it came in."""
     if not isinstance(value, dict):
         raise UserError("messages must be a list of objects, each with a role and a content.")
@@ -188,7 +202,7 @@ def _with_system(system: Any, messages: list[Row]) -> list[Row]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """A value, or what a table's cell holds as JSON: an array of objects."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -206,7 +220,7 @@ def _text_in(values: Row, name: str) -> str:
 
 
 def _are_messages(value: Any) -> bool:
-    value = _parsed(value)
+    value = parsed(value)
     is_one = lambda each: isinstance(each, dict) and isinstance(each.get("role", each.get("from")), str)
     return isinstance(value, list) and bool(value) and all(map(is_one, value))
 
@@ -259,7 +273,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 FORMATS: dict[str, tuple[Callable[[Row], bool], Callable[[str, Row], Document]]] = {  # whether a row is, and what it is
     "messages": (lambda row: "messages" in row, _of_messages),
     "sharegpt": (
-        lambda row: any(not isinstance(_parsed(row.get(name, "")), str) for name in CONVERSATIONS),
+        lambda row: any(not isinstance(parsed(row.get(name, "")), str) for name in CONVERSATIONS),
         _of_sharegpt,
     ),
     "alpaca": (lambda row: "instruction" in row and "output" in row, _of_alpaca),

@@ -84,6 +84,8 @@ def train(settings: Settings, task: Task) -> int:
 
 
 def _train(asked: Settings, task: Task, out: Path) -> int:
+    if task.alone and jax.process_count() > 1:
+        raise UserError("--distributed: this command trains in one process. Leave it out.")
     if asked.samples and jax.process_count() > 1:
         raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
@@ -128,6 +130,7 @@ def _train_on(
         if jax.process_count() > 1 and processes.is_first():
             data.keep()  # the others find them
     print(data.summary)
+    task.add_columns(settings, data)
     steps = _steps(settings, data)
     rate = _recipe.schedule(settings, steps)
     optimizer = _recipe.optimizer(settings, rate)
@@ -135,7 +138,8 @@ def _train_on(
     filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
     batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
     with user_errors():
-        checkpoints = _checkpoints(settings, source, steps, data)
+        made_of = data.made_of() | _model_files(settings, source)
+        checkpoints = _checkpoints(settings, source, {"steps": steps} | made_of)
     checkpoints.check()
     if processes.is_first():
         data.keep()
@@ -151,6 +155,8 @@ def _train_on(
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
+    with memory_errors("before the first step."):
+        task.before(settings, data, model, made_of)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
     state, frozen, keeps = devices.started(params, optimizer), devices.placed(frozen), model.kept
     del model, params  # a step overwrites the state in place: nothing else may hold it
@@ -273,15 +279,9 @@ def _steps(settings: Settings, data: RunRows) -> int:
 def _checkpoints(
     settings: Settings,
     source: Source,
-    steps: int,
-    data: RunRows,
+    made_of: dict[str, Any],
 ) -> Checkpoints:
     """The run's checkpoints, which no other run goes on from."""
-    made_of = {
-        "steps": steps,
-        **data.made_of(),
-        **_model_files(settings, source),
-    }
     spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, source)]
     earlier = sorted(set.intersection(*spared))
     folder = Path(settings.out) / _output.CHECKPOINTS
@@ -387,7 +387,7 @@ def _programs(
     graph, params, frozen = nnx.split(like, _trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
-    step = make_step(graph, optimizer, loss, normalizer=task.normalizer, **options)
+    step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
     size, compiling = settings.batch // settings.micro_batches, Compiling()
     part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim == 2}

@@ -6,7 +6,7 @@ from liger_jax.training.evaluation import mean_scores
 
 TASK = Task(
     loss=lambda settings, data: loss_and_accuracy,
-    normalizer=scored_tokens,
+    normalizer=lambda settings, data: scored_tokens,
     sums=lambda graph, settings, data: score_sums(graph),
     scores=mean_scores,
     figures=("token_accuracy",),

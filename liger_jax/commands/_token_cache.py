@@ -28,7 +28,7 @@ from liger_jax.training.waiting import telling
 FOLDER = "tokens"
 NEW = ".new"
 META = "meta.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Tokens:
@@ -109,6 +109,11 @@ class Tokens:
         messages = None if roles is None else [{"role": role} for role in roles]
         document = Document(where, messages=messages)
         return Piece(*self.arrays(i), document, int(self._begins[i]), int(self._totals[number]))
+
+    @property
+    def together(self) -> int:
+        """How many pieces, one after the other, share a row and are held out together."""
+        return self.meta["together"]
 
     @property
     def stops(self) -> list[int]:
@@ -194,6 +199,7 @@ def write(
                     writer.add(batch, tokenizer.encoded(batch, length, refused), refused)
                 writer.end_part()
         meta = writer.meta() | {"format": _FORMAT, "key": key, "stops": tokenizer.stops}
+        meta |= {"together": tokenizer.together}
         write_json(folder / META, meta | {"notes": tokenizer.notes(length)})
     except OSError as error:
         if disk.is_full(error):

@@ -37,6 +37,8 @@ class Tokenizer:
         UserError: there is no tokenizer.json, or one of the files is damaged.
     """
 
+    together = 1  # how many pieces, one after the other, share a row and are held out together
+
     def __init__(self, source: Source | str | Path, vocab_size: int, stops: Sequence[int]):
         source = find(source, weights=False)
         folder, files = source.folder, source.tokenizer

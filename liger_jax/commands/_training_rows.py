@@ -25,6 +25,8 @@ from liger_jax.training import disk, rows
 from liger_jax.training.rows import Mixture, Rows, hold_out, num_mixed
 from liger_jax.training.waiting import telling
 
+_WHAT = {1: "piece", 2: "pair"}  # what belongs together, by how many pieces it has
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRows:
@@ -53,18 +55,19 @@ class TrainingRows:
         return 0 if self.rows is None else self.rows.num_rows
 
     @property
-    def _laid(self) -> list[LaidRows]:
+    def laid(self) -> list[LaidRows]:
+        """All rows that are not read from a stream."""
         return [each for each in (self.rows, self.held_out_rows) if each is not None]
 
     @property
     def _tokens(self) -> list[Tokens]:
         """The tokens of both, which may be the same."""
-        return list({each.tokens.folder: each.tokens for each in self._laid}.values())
+        return list({each.tokens.folder: each.tokens for each in self.laid}.values())
 
     def made_of(self) -> dict[str, str]:
         """Texts by which the data of a run can be told from that of another: its documents, and its tokens."""
         digest = hashlib.sha256("".join(each.digest for each in self._tokens).encode()).hexdigest()[:12]
-        number = sum(each.num_rows for each in self._laid)
+        number = sum(each.num_rows for each in self.laid)
         return {
             "documents": " and ".join(each.meta["documents"] for each in self._tokens),
             "rows": f"{number} rows, as tokenizer and chat template make them: {digest}",
@@ -84,8 +87,13 @@ class TrainingRows:
             return self.stream.rows_of
         return rows.batches(self.rows, settings.batch, settings.seed, settings.epochs_to_train, self.mixture, own)
 
+    @property
+    def num_segments(self) -> int:
+        """The most pieces that a row has."""
+        return max(each.most_in_a_row for each in self.laid)
+
     def held_out(self, most: int) -> list[Piece]:
-        """The first pieces that are scored.
+        """The first pieces that are scored, and of those that belong together the first.
 
         Args:
             most: how many.
@@ -94,7 +102,7 @@ class TrainingRows:
             So many, or all.
         """
         laid = self.held_out_rows
-        return [] if laid is None else [laid.tokens.piece(int(i)) for i in laid.pieces[:most]]
+        return [] if laid is None else [laid.tokens.piece(int(i)) for i in laid.pieces[:: laid.tokens.together][:most]]
 
     def keep(self) -> None:
         """Keeps the tokens for the next start, and removes those of other runs in the same folder."""
@@ -231,10 +239,15 @@ def lay(settings: Settings, train: Tokens, scored: Tokens | None = None) -> Trai
     Raises:
         UserError: nothing is left to train on.
     """
-    if settings.share_held_out and len(train) < 2:
-        raise UserError("The data is one piece, so that nothing can be held out. Pass more of it, or --eval-share 0.")
-    drawn = hold_out(range(len(train)), settings.share_held_out, settings.seed)
-    chosen, held_out = (np.array(some, np.int64) for some in drawn)
+    together = train.together
+    number = len(train) // together
+    if settings.share_held_out and number < 2:
+        raise UserError(
+            f"The data is one {_WHAT[together]}, so that nothing can be held out. Pass more of it, or --eval-share 0."
+        )
+    drawn = hold_out(range(number), settings.share_held_out, settings.seed)
+    pieces_of = lambda some: (np.array(some, np.int64)[:, None] * together + np.arange(together)).ravel()
+    chosen, held_out = map(pieces_of, drawn)
     weights, groups, mixture = [_sources.weight(text) for text in settings.data], [chosen], None
     is_mixed = any(weight != 1 for weight in weights)
     if is_mixed:
@@ -254,9 +267,10 @@ def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixt
     padding = 1 - tokens / (laid.num_rows * settings.length)
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
     meta, count = laid.tokens.meta, lambda number, what: f"{number:,} {what}{'' if number == 1 else 's'}"
-    read = f"{count(meta['count'], 'document')} in {count(len(laid.tokens), 'piece')}"
-    trained = f"{count(len(laid.pieces), 'piece')} with {tokens:,} tokens in {count(laid.num_rows, 'row')} to train on"
-    scored = count(0 if held_out is None else len(held_out.pieces), "piece")
+    pieces = lambda some: count(len(some) // laid.tokens.together, _WHAT[laid.tokens.together])
+    read = f"{count(meta['count'], 'document')} in {pieces(laid.tokens)}"
+    trained = f"{pieces(laid.pieces)} with {tokens:,} tokens in {count(laid.num_rows, 'row')} to train on"
+    scored = pieces([] if held_out is None else held_out.pieces)
     found = f"data: {read}; {trained}, {padding:.1%} of them padding{hint}; {scored} "
     found += "scored" if settings.eval_data else "held out"
     if mixture is not None:

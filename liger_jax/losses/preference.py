@@ -10,8 +10,9 @@ from liger_jax._tree import tree_dataclass
 from liger_jax.losses import _checks, _dpo_formulas
 from liger_jax.ops._checks import check_choice, check_shape
 
+DPO_TYPES, SORTING_TYPES = _dpo_formulas.LOSS_TYPES, _dpo_formulas.SORTING_TYPES
 # Which types read an option; for others it must be left out.
-_READERS = {
+READERS = {
     "chosen_tokens": ("ipo", "sigmoid_norm", "sft"),
     "rejected_tokens": ("ipo", "sigmoid_norm"),
     "sft_tokens_per_pair": ("sft",),
@@ -139,7 +140,7 @@ def dpo_loss(
         label_smoothing=label_smoothing != 0,
         discopop_tau=discopop_tau != 0.05,
     ).items():
-        _checks.check_is_read(op, name, is_set, loss_type, _READERS[name])
+        _checks.check_is_read(op, name, is_set, loss_type, READERS[name])
     _checks.check_denominator(op, sft_tokens_per_pair=sft_tokens_per_pair)
     weights = _loss_weights(op, types, loss_weights)
     chosen, rejected, reference_chosen, reference_rejected, pair_weights = _checks.as_sequences(
@@ -215,7 +216,7 @@ def _token_counts(op: str, types: tuple[str, ...], shape: tuple[int, ...], **cou
     """The counts in float32. A count that a type needs and that was not passed is an error."""
     result = []
     for name, count in counts.items():
-        needy = [t for t in types if t in _READERS[name]]
+        needy = [t for t in types if t in READERS[name]]
         if count is None and needy:
             raise ValueError(
                 f"{op}: loss_type={needy[0]!r} needs {name}, the number of tokens of each response; pass it."

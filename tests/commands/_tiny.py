@@ -53,3 +53,13 @@ def chats(count: int) -> str:
         answers = [{"role": "user", "content": text(2, i)}, {"role": "assistant", "content": text(3, i + 2)}]
         lines.append(json.dumps({"messages": [*answers, {"role": "user", "content": "and?"}, answers[1]]}))
     return "\n".join(lines)
+
+
+def pairs(count: int) -> str:
+    """JSON lines of pairs of conversations, whose chosen answers begin with "one", and the others with "six"."""
+    lines = []
+    for i in range(count):
+        chosen, rejected = ([{"role": "assistant", "content": text(3 + i % 2, begin)}] for begin in (0, 5))
+        asked = [{"role": "user", "content": text(2, i)}]
+        lines.append(json.dumps({"prompt": asked, "chosen": chosen, "rejected": rejected}))
+    return "\n".join(lines)

@@ -23,7 +23,8 @@ from tests.commands import _tiny
 from tests.models._hugging_face import GOLDEN
 
 SMALL = "--lora 2 --length 64 --batch 2 --steps 2 --every 1 --eval-share 0 --learning-rate 0.03".split()
-COMMANDS = {"finetune": SMALL}  # by name, with the options of a run of two steps
+COMMANDS = {"finetune": SMALL, "dpo": SMALL}  # by name, with the options of a run of two steps
+DATA = {"finetune": _tiny.chats, "dpo": _tiny.pairs}
 WEIGHTS = "model.safetensors"
 
 
@@ -40,10 +41,10 @@ class Command:
 
     def __init__(self, name, folder):
         self.name, self.folder, self.model = name, folder, _tiny.checkpoint(folder / "model")
-        (folder / "chats.jsonl").write_text(_tiny.chats(12))
+        (folder / "rows.jsonl").write_text(DATA[name](12))
 
     def arguments(self, out, *options, model=None):
-        data = f"--data={self.folder / 'chats.jsonl'}"
+        data = f"--data={self.folder / 'rows.jsonl'}"
         return [self.name, f"--model={model or self.model}", data, f"--out={out}", *COMMANDS[self.name], *options]
 
     def __call__(self, out, *options, model=None):
@@ -169,7 +170,7 @@ def test_an_nf4_checkpoint_is_trained_with_adapters(command, tmp_path, capsys):
         assert command(tmp_path / "out", "--merge", model=model) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(merged))} == {"bfloat16"}
-    other = [f"--model={model}", f"--data={command.folder / 'chats.jsonl'}", f"--out={tmp_path / 'other'}"]
+    other = [f"--model={model}", f"--data={command.folder / 'rows.jsonl'}", f"--out={tmp_path / 'other'}"]
     assert main([command.name, *other]) == 2
     assert "are nf4, and stay as they are. Pass --lora, such as --lora 16." in capsys.readouterr().err
 
@@ -290,7 +291,7 @@ def test_absurd_epochs_are_a_sentence(command, tmp_path, capsys, monkeypatch):
 
 
 def test_messages_are_bounded(command, tmp_path, capsys):
-    assert len(command.error(capsys, tmp_path, "--column", "x\0" + "y" * 10**6)) < 3000
+    assert len(command.error(capsys, tmp_path, "--subset", "x\0" + "y" * 10**6)) < 3000
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ KINDS = {
 def check_kills(command, tmp_path, options, steps, export):
     """A run that was killed again and again ends with the bytes of one that was not disturbed."""
     base = f"--length=64 --batch=2 --steps={steps} --every=1 --eval-share=0.2 --learning-rate=0.03".split()
-    arguments = [command.name, f"--model={command.model}", f"--data={command.folder / 'chats.jsonl'}", *base, *options]
+    arguments = [command.name, f"--model={command.model}", f"--data={command.folder / 'rows.jsonl'}", *base, *options]
     arguments += ["--mesh=fsdp=1"]  # several devices are simulated here
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     seed = np.random.default_rng().integers(2**31)

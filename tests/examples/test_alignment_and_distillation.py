@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from examples import distill, dpo, grpo
+from examples import distill, dpo, dpo_command, grpo
 from examples._lib import tiny
 from examples._lib.command import run
 from liger_jax.training import make_step, scored_tokens
@@ -24,6 +24,14 @@ def test_the_reward_margin_starts_at_zero_and_rises_on_pairs_held_out(tmp_path, 
     np.testing.assert_allclose([before, log["trained pairs"][0]], 0, atol=1e-5)  # the policy is the reference
     assert 0 < halfway < after < np.inf
     assert (tmp_path / "dpo.png").stat().st_size and "12/12" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_command_s_margin_rises_on_a_file_of_pairs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dpo, "PRETRAINING_STEPS", 0)
+    log = dpo_command.main(["--steps=12", f"--out={tmp_path}"])
+    assert abs(log["trained"][0]) < 1e-5 and 0 < log["held out"][0] < log["held out"][-1] < np.inf
+    assert (tmp_path / "dpo.png").stat().st_size and (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 def test_pairs_differ_in_their_answers_only_and_prompts_held_out_are_not_trained_on():

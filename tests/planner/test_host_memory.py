@@ -2,7 +2,7 @@
 
 import pytest
 
-from liger_jax.planner import plan, planning, search
+from liger_jax.planner import plan, planning, search, searching
 from liger_jax.planner.compiled import Compiled
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.report import notes, verdict
@@ -40,8 +40,8 @@ def test_a_plan_names_the_limit_of_the_pool_where_it_must_be_raised():
 
 
 def test_the_longest_row_is_one_that_the_host_holds(monkeypatch):
-    monkeypatch.setattr(planning, "compile_run", lambda run: Compiled(estimate(run).total, 0, 0))
-    monkeypatch.setattr(planning.compilers, "need_compiler", lambda platform: None)
+    monkeypatch.setattr(searching, "compile_run", lambda run: Compiled(estimate(run).total, 0, 0))
+    monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)
     run = planning.make_run("llama-3.1-8b", **LONG, host_memory="8GiB")
     assert search(run, "seq").run.seq == 32_768  # 256 KiB a token
     with pytest.raises(ValueError, match=r"host_memory=2.0GiB is too little for batch=1\."):

@@ -1,0 +1,134 @@
+"""A row that is a pair of answers, `chosen` and `rejected`, as datasets of preferences write it.
+
+Both are texts or lists of messages. What they answer is `prompt`, a text or messages, or the messages `conversations`;
+or it is what both begin with.
+"""
+
+import dataclasses
+from typing import Any
+
+from liger_jax.commands import _row_formats
+from liger_jax.commands._document import Document
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._messages import VALUES
+from liger_jax.commands._row_formats import CONVERSATIONS, Row, conversation, message, parsed
+
+FORM = "pairs"  # what the settings call such rows
+SIDES = ("chosen", "rejected")
+_PROMPTS = ("prompt", *CONVERSATIONS)
+_NOT_READ = ("question", "instruction", "input")  # other names of a prompt, which would be lost
+_BESIDE = ("system", "tools", VALUES)
+
+
+def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
+    """What a row holds.
+
+    Args:
+        where: where it was found, in words.
+        values: its fields. A null counts as absent.
+        column: of no use, as the fields of pairs have one name each.
+        form: of no use.
+
+    Returns:
+        The chosen answer behind its prompt, and in `rejected` the other one behind the same. Only what follows the
+        prompt is trained on.
+
+    Raises:
+        UserError: the row is no pair, or its fields have other values.
+    """
+    return _row_formats.checked(where, values, lambda values: _pair(where, values))
+
+
+def _pair(where: str, values: Row) -> Document:
+    if "label" in values and "completion" in values:
+        raise UserError(
+            "the row is one completion with a label, as for KTO, and pairs are trained on. A row must have chosen and "
+            "rejected."
+        )
+    if missing := [name for name in SIDES if name not in values]:
+        raise UserError(
+            f"there is no {missing[0]!r} among {sorted(map(str, values))}. A row must have chosen and rejected, both "
+            "texts or both lists of messages, and may have a prompt."
+        )
+    prompts = [name for name in _PROMPTS if values.get(name) not in (None, "", [])]
+    if len(prompts) > 1:
+        raise UserError(f"the row has both {prompts[0]} and {prompts[1]}. Leave out what is not the prompt.")
+    if not prompts and (others := [name for name in _NOT_READ if values.get(name)]):
+        raise UserError(f"the row has {others[0]!r} beside chosen and rejected, and no prompt. Rename it to prompt.")
+    prompt = parsed(values[prompts[0]]) if prompts else None
+    chosen, rejected = (parsed(values[name]) for name in SIDES)
+    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
+        return _texts(where, values, prompt, chosen, rejected)
+    return _conversations(where, values, prompt, chosen, rejected)
+
+
+def _texts(where: str, values: Row, prompt: Any, chosen: str, rejected: str) -> Document:
+    if prompt is not None and not isinstance(prompt, str):
+        raise UserError(f"prompt holds a {type(prompt).__name__}, and must hold a text or a list of messages.")
+    if str(values.get("system") or "").strip():
+        raise UserError("the row has a system message beside answers that are texts. Write it into the prompt.")
+    if prompt is None:
+        size = _same_beginning(chosen, rejected)
+        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+    return Document(where, chosen, prompt=prompt, rejected=Document(where, rejected, prompt=prompt))
+
+
+def _same_beginning(one: str, other: str) -> int:
+    """How many characters both texts begin with, up to a white space, so that no word is cut."""
+    size, most = 0, min(len(one), len(other)) - 1
+    while size < most and one[size] == other[size]:
+        size += 1
+    while size > 0 and not one[size].isspace():
+        size -= 1
+    return max(0, size)
+
+
+def _conversations(where: str, values: Row, prompt: Any, chosen: Any, rejected: Any) -> Document:
+    sides = [_messages(name, side) for name, side in zip(SIDES, (chosen, rejected), strict=True)]
+    before = [] if prompt is None else _prompt(prompt)
+    if not before or all(_first_asked(side) == _first_asked(before) for side in sides):  # the answers hold it, too
+        system = [each for each in before[:1] if each["role"] == "system" and sides[0][0]["role"] != "system"]
+        size = _same_messages(*sides)
+        before, sides = system + sides[0][:size], [side[size:] for side in sides]
+    elif any(side[0]["role"] != "assistant" for side in sides):
+        raise UserError("chosen and rejected begin with other messages than the prompt. Leave out what is not meant.")
+    before = [each | {"weight": 0} if each["role"] == "assistant" else each for each in before]
+    beside = {name: values[name] for name in _BESIDE if name in values}
+    found = []
+    for name, answers in zip(SIDES, sides, strict=True):
+        if not any(each["role"] == "assistant" for each in answers):
+            raise UserError(f"{name} holds no message of the assistant's behind the prompt, and only those are scored.")
+        try:
+            found.append(conversation(where, beside, before + answers))
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+    return dataclasses.replace(found[0], rejected=found[1])
+
+
+def _messages(name: str, value: Any) -> list[Row]:
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{name} holds a {type(value).__name__}, and must hold a text or a list of messages.")
+    try:
+        return [message(each) for each in value]
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def _prompt(prompt: Any) -> list[Row]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return _messages("prompt", prompt)
+
+
+def _first_asked(messages: list[Row]) -> str | None:
+    """What the user says first, by which a conversation is known; `None` in an answer alone."""
+    return next((str(each.get("content")).strip() for each in messages if each["role"] == "user"), None)
+
+
+def _same_messages(one: list[Row], other: list[Row]) -> int:
+    """How many messages both begin with, of which at least one is left over in each."""
+    most = min(len(one), len(other)) - 1
+    return next((i for i in range(most) if one[i] != other[i]), most)

@@ -1,0 +1,68 @@
+"""Pairs of answers as tokens: two pieces one after the other, the chosen one first."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from liger_jax.commands._document import Document
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import MOST
+from liger_jax.commands._tokenizer import Piece, Tokenizer
+
+
+class PairTokenizer(Tokenizer):
+    """A checkpoint's tokenizer, for documents that are pairs. Its arguments are those of `Tokenizer`."""
+
+    together = 2
+    _cut_pairs = _num_pairs = 0
+
+    def encoded(
+        self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
+    ) -> Iterator[Piece]:
+        """Encodes some pairs of many. Both answers of a pair share a row.
+
+        A pair that is longer than a row is cut at its end: first the longer answer, and then both to half a row.
+
+        Args:
+            documents: chosen answers, each with its rejected one.
+            length: the most tokens of a pair.
+            refused: where errors of single documents go, by where they are; `None` to raise the first.
+
+        Yields:
+            Two pieces for each pair, both of the pair's document. A pair is left out if one answer has no token to
+            train on, or both are the same.
+
+        Raises:
+            UserError: as `Tokenizer.encoded` does.
+        """
+        sides = [side for each in documents for side in (each, each.rejected) if side is not None]
+        found = {id(piece.document): piece for piece in super().encoded(sides, MOST, refused)}
+        for document in documents:
+            pair = [found[id(side)] for side in (document, document.rejected) if id(side) in found]
+            if len(pair) < 2 or all(map(np.array_equal, _arrays(pair[0]), _arrays(pair[1]))):
+                continue
+            sizes = [len(piece.tokens) for piece in pair]
+            most = [max(length // 2, length - other) for other in sizes[::-1]]
+            pair = [_first(piece, end, document) for piece, end in zip(pair, most, strict=True)]
+            self._num_pairs += 1
+            self._cut_pairs += sum(sizes) > length
+            if all(piece.is_scored for piece in pair):
+                yield from pair
+
+    def notes(self, length: int) -> list[str]:
+        """What is to be said of all pairs that were encoded."""
+        found = super().notes(length)
+        if self._cut_pairs:
+            number = f"{self._cut_pairs:,} of {self._num_pairs:,} pairs"
+            found.append(f"{number} are cut off, as longer than --length={length}, which both answers of a pair share")
+        return found
+
+
+def _arrays(piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+    return piece.tokens, piece.labels
+
+
+def _first(piece: Piece, end: int, document: Document) -> Piece:
+    """The first tokens of a piece, as one of the pair's."""
+    return dataclasses.replace(piece, tokens=piece.tokens[:end], labels=piece.labels[:end], document=document)

@@ -1,0 +1,52 @@
+"""`liger-jax dpo`: trains a model on pairs of answers, of which one is preferred.
+
+liger-jax dpo --model ./tuned/model --data pairs.jsonl --lora 16
+liger-jax dpo --model ./llama --data org/pairs --lora 16 --pack --loss ipo --beta 0.2
+liger-jax dpo --model ./llama --data pairs.parquet --loss orpo --learning-rate 5e-6
+
+A row has chosen and rejected, and perhaps prompt: texts or lists of messages.
+
+All else is as in `liger-jax finetune`: the same command goes on with a run that was stopped, OUT/settings.toml has the
+options, and transformers loads OUT/model or OUT/adapters.
+"""
+
+import argparse
+from typing import Any
+
+from liger_jax.commands._pair_settings import PairSettings, add_loss_arguments
+from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
+from liger_jax.commands._settings import add_row_arguments, add_training_arguments
+from liger_jax.commands._training_command import trained
+
+SUMMARY = "train a model on pairs of answers, of which one is preferred"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `liger-jax dpo`.
+
+    Args:
+        command: its parser.
+    """
+    data = "rows of pairs: files, globs, folders, a dataset's id; FILE=2 takes its rows twice"
+    command.add_argument("--data", nargs="+", required=True, metavar="DATA", help=data)
+    add_loss_arguments(command)
+    add_row_arguments(command)
+    add_training_arguments(command, "1e-6, with --lora 1e-5", PairSettings.out)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, and prints a user's error as one sentence.
+
+    Args:
+        args: the parsed arguments that `add_arguments` has added.
+
+    Returns:
+        The exit code: 0, 2 for what the user can mend, or 128 and a signal's number if one stopped the run.
+    """
+    return trained("dpo", args, _task, PairSettings)
+
+
+def _task() -> Any:
+    from liger_jax.commands import _pair_task
+
+    return _pair_task.TASK
