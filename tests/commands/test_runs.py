@@ -59,7 +59,7 @@ class Command:
         return error
 
 
-@pytest.fixture(scope="module", params=COMMANDS)
+@pytest.fixture(scope="module", params=["finetune", pytest.param("dpo", marks=pytest.mark.full)])
 def command(request, tmp_path_factory):
     return Command(request.param, tmp_path_factory.mktemp(request.param))
 
