@@ -54,7 +54,7 @@ class Case:
             raise ValueError(f"case={text!r}: the scaling is weak or strong, and options are +unrolled and +full.")
         remat = "full" if "full" in options else "none"
         count = int(layers) if layers else None
-        axes = tuple((name, size) for name, size in parse_mesh(mesh).items() if size > 1)
+        axes = tuple((name, size) for name, size in parse_mesh(mesh).items() if size > 1) or (("fsdp", 1),)
         return cls(how, model, count, "unrolled" not in options, remat, rows, seq, axes)
 
     @property

@@ -21,7 +21,7 @@ if not __package__:  # started by its path, from any folder: Python must find th
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from liger_jax.models import KernelOptions, LlamaConfig, LlamaForCausalLM
-from liger_jax.planner.mesh import AXES, LAYOUT, make_mesh
+from liger_jax.planner.mesh import BATCH_AXES, LAYOUT, make_mesh
 from liger_jax.training import adamw_8bit, make_step
 
 CONFIG = LlamaConfig(
@@ -51,14 +51,14 @@ def main(steps=2):
     second = make_mesh(devices, {"data": len(devices) // halves, "fsdp": halves})
     tokens = (jax.random.randint(jax.random.key(0), (2 * steps, 4, 1), 0, 128) + jnp.arange(16)) % 128
 
-    graph, params = nnx.split(LlamaForCausalLM(CONFIG, kernels=KernelOptions(batch_axes=AXES), rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(LlamaForCausalLM(CONFIG, kernels=KernelOptions(batch_axes=BATCH_AXES), rngs=nnx.Rngs(0)))
     optimizer = adamw_8bit(1e-2)
     step = jax.jit(make_step(graph, optimizer))
 
     def train(mesh, state, batches):
         losses = []
         with jax.set_mesh(mesh):
-            for batch in jax.device_put(batches, NamedSharding(mesh, P(None, AXES))):
+            for batch in jax.device_put(batches, NamedSharding(mesh, P(None, BATCH_AXES))):
                 state, loss = step(state, batch)
                 losses.append(float(loss))
         return state, losses

@@ -25,6 +25,9 @@ _LABELS, _LOGITS = _of(_TOKENS, dtype=jnp.int32), _of(_TOKENS, _ENTRIES)
 _Q, _K = _of(_SEQUENCES, _LENGTH, _HEADS, _HEAD), _of(_SEQUENCES, _LENGTH, _KEY_HEADS, _HEAD)
 _TABLE, _TABLES = _of(1, _LENGTH, _HEAD, dtype=jnp.float32), _of(3, 1, _LENGTH, _HEAD, dtype=jnp.float32)
 _SECTIONS = (16, 24, 24)
+_GROUPS, _CHOSEN = 16, 2
+_ROUTED = _of(_TOKENS, _CHOSEN), _of(_TOKENS, _CHOSEN, dtype=jnp.int32)
+_EXPERTS = _of(_GROUPS, _WIDTH, 2 * _FORWARD), _of(_GROUPS, _FORWARD, _WIDTH)
 
 # By name: a call, and the types of its arrays.
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -39,6 +42,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "swiglu": (ops.swiglu, (_GATE, _UP)),
     "geglu": (ops.geglu, (_GATE, _UP)),
     "gated_mlp": (ops.gated_mlp, (_X, _KERNEL, _KERNEL, _of(_FORWARD, _WIDTH))),
+    "grouped_matmul": (ops.grouped_matmul, (_X, _of(_GROUPS, _WIDTH, _FORWARD), _of(_GROUPS, dtype=jnp.int32))),
+    "moe_mlp": (functools.partial(ops.moe_mlp, activation="silu"), (_X, *_ROUTED, *_EXPERTS)),
     "relu_squared": (ops.relu_squared, (_X,)),
     "softmax": (ops.softmax, (_LOGITS,)),
     "sparsemax": (ops.sparsemax, (_LOGITS,)),

@@ -94,11 +94,12 @@ class PromptRows:
         number = self.batch // self.group
         return [self.lines[i] for i in self._order(epoch)[first * number : (first + 1) * number]]
 
-    def batches(self, settings: Any) -> Callable[[int], Rows]:
+    def batches(self, settings: Any, own: None = None) -> Callable[[int], Rows]:
         """The rows of each step by its number, from 0.
 
         Args:
             settings: the run, which says nothing more.
+            own: `None`, since one process has all rows.
 
         Returns:
             A function of the step. Its rows are padded in front; labels are the tokens.

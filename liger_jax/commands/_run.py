@@ -105,9 +105,9 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
                 f"--samples cannot be shown on --mesh={settings.mesh}, whose devices share rows. Leave it out."
             )
         _memory.check(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
+        model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     for line in filter(None, (devices.line, dropout(source.config))):
         print(line)
-    model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     with devices.context():
         return _train_on(devices, model, asked, settings, source, found, precision, task, out)
 

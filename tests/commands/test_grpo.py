@@ -167,7 +167,7 @@ def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_pat
     assert not batch["segment_ids"][2::3].any()  # the last part is empty
 
     graph, params = nnx.split(model)
-    options = dict(normalizer=TASK.normalizer, has_aux=True, micro_batches=3)
+    options = dict(normalizer=TASK.normalizer(settings, None), has_aux=True, micro_batches=3)
     step = jax.jit(make_step(graph, optax.sgd(1.0), TASK.loss(settings, None), **options))
     (found, _), (loss, figures) = step((params, optax.sgd(1.0).init(params)), batch)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from tests.fuzz import attention, distillation, elementwise, linear, losses, others
+from tests.fuzz import attention, distillation, elementwise, experts, linear, losses, others
 from tests.fuzz.case import Case, Draw
 from tests.fuzz.compare import Where, misses
 from tests.fuzz.models import MODELS
@@ -22,6 +22,7 @@ OPS: dict[str, Callable[[Draw], Case]] = {
         "cross_entropy", "fused_linear_cross_entropy", "fused_linear_log_probs", "fused_linear_token_loss",
     )},
     **{name: getattr(distillation, name) for name in ("fused_linear_distillation", "fused_linear_topk_distillation")},
+    **{name: getattr(experts, name) for name in ("grouped_matmul", "moe_mlp")},
     **{name: getattr(others, name) for name in ("rope_table", "block_quantized", "plan_fused_linear_cross_entropy")},
 }  # fmt: skip
 FAMILIES_IN_A_TURN = 2  # a model takes the time of ten ops

@@ -377,7 +377,7 @@ def test_codes_and_adapters_are_split_as_their_matrix():
     fused = nnx.eval_shape(lambda: Phi3ForCausalLM(Phi3Config(**SIZES), rngs=nnx.Rngs(0)))
     found = LAYOUT.shardings(fused, AbstractMesh((2, 2), ("fsdp", "tensor")))
     of_gate_up = jax.tree.leaves(found["model"]["layers"]["mlp"]["gate_up_proj"]["kernel"])
-    assert [sharding.spec for sharding in of_gate_up] == [P(None, "tensor", "fsdp")]
+    assert [sharding.spec for sharding in of_gate_up] == [P(None, ("tensor", "fsdp"))]
     with pytest.raises(ValueError, match="tensor=2 does not divide axis 1 of .*down_proj.kernel.scales.* nearest"):
         specs_of(lambda model: quantize(model, "nf4", block_size=4))
 
