@@ -64,8 +64,9 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
         )
     capacity = run.target.capacity_bytes
     sized = lambda n: dataclasses.replace(run, **{what: n * unit})
-    hosted = lambda n: has_host_memory(run, estimate(sized(n)).host * run.target.count_on_host)
-    if run.host_memory is not None and not hosted(1):
+    host = lambda n: estimate(sized(n)).host * run.target.count_on_host
+    hosted = lambda n: run.host_memory is None or has_host_memory(run, host(n))
+    if not hosted(1):
         raise ValueError(
             f"host_memory={run.host_memory / 2**30:.1f}GiB is too little for {what}={unit}. Keep less there: another "
             "remat, or state_memory='device'."

@@ -23,7 +23,7 @@ from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
-from liger_jax.planner.mesh import BATCH_AXES, in_words, layout_of
+from liger_jax.planner.mesh import BATCH_AXES, layout_of
 from liger_jax.training import make_step, optimizer_named
 from liger_jax.training.optimizer import OPTIMIZERS
 
@@ -112,16 +112,8 @@ class Run:
         if self.lora is None and (self.dora or self.lora_targets is not adapters.TARGETS):
             name, value = ("dora", True) if self.dora else ("lora_targets", self.lora_targets)
             raise ValueError(f"{name}={value!r} is for adapters, and none are trained. Train some: lora=16.")
-        if (tensor := self.layout.tensor_parts(self.mesh)) is None:
-            return
-        tensor.check(self.model.config)
-        outside = [name for name in ("lm_head", "model.embed_tokens") if Targets(self.lora_targets).adapts(name)]
-        if self.lora is not None and (self.dora or outside):
-            what = "DoRA's" if self.dora else f"adapters of {outside[0]}"
-            raise ValueError(
-                f"mesh={in_words(self.mesh)!r} splits matrices over a tensor axis, which {what} do not take yet. Give "
-                "the devices to fsdp."
-            )
+        if (tensor := self.layout.tensor_parts(self.mesh)) is not None:
+            tensor.check(self.model.config)
 
     @property
     def adapts_head(self) -> bool:

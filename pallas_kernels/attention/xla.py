@@ -49,7 +49,7 @@ def attend(
     q_ids = jax.lax.dynamic_slice_in_dim(ids, offset, q_length, axis=1) if is_part else ids
     grouped = q.reshape(batch, q_length, kv_heads, query_heads // kv_heads, width)
     # The gradients of keys and values are summed over chunks in the dtype that the chunks are handed.
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     k_wide, v_wide = k.astype(wide), v.astype(wide)
     wide_sinks = None if sinks is None else sinks.astype(wide).reshape(grouped.shape[2:4])
 

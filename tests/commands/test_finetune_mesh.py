@@ -3,6 +3,7 @@
 import shutil
 import signal
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -12,6 +13,7 @@ from liger_jax.training import meshes
 from tests.commands import _tiny
 from tests.commands.test_finetune import ctrl_c_in_the_third_step, figures_of
 
+pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
 OPTIONS = "--pack --length 32 --batch 4 --steps 4 --every 4 --learning-rate 0.05 --seed 1".split()
 
 

@@ -10,12 +10,14 @@ import sys
 import time
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from liger_jax.commands import main
 from tests.commands.test_finetune_mesh import OPTIONS, assert_alike, each_program_is_compiled_once, source, train
 
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="its processes simulate devices of a CPU")
 __all__ = ["each_program_is_compiled_once", "source"]  # fixtures
 PROGRAM = "import sys; from liger_jax.commands import main; sys.exit(main(sys.argv[1:]))"
 

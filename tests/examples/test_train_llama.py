@@ -214,6 +214,8 @@ def test_the_hundred_million_setting_has_a_hundred_million_parameters():
     assert (size.vocab, size.training.length) == (32000, 2048)
 
 
+@pytest.mark.full
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="names the devices that a CPU simulates")
 def test_a_mesh_trains_as_one_device_does_and_is_no_part_of_what_the_run_is(train, tmp_path, monkeypatch):
     train("--steps=6", out="one")
     batch = text.Text.batch

@@ -111,6 +111,8 @@ def assert_like_one_device(case, devices, rng, call=loss_of, trained=nnx.Param):
     ],
 )  # fmt: skip
 def test_loss_metrics_and_gradients_are_those_of_one_device(case, devices, rng):
+    if len(devices) < 4 and case["config"].get("vocab_size", 2) % 2:
+        pytest.skip("two devices do not divide this vocabulary, along which they split the head")
     text = assert_like_one_device(case, devices, rng)
     if "kernels" not in case["options"] and devices[0].platform == "cpu":
         vocabulary = case["config"].get("vocab_size", SIZES["vocab_size"])

@@ -150,8 +150,8 @@ def test_weights_that_nobody_trains_have_no_sums(rng):
         return jnp.sum(tiles.in_tiles(product, weights | dict(trained=trained), x, 16))
 
     *_, backward = [e for e in jax.make_jaxpr(jax.grad(loss))(weights["trained"], x).eqns if e.primitive.name == "scan"]
-    carried = [v.aval.shape for v in backward.outvars[: backward.params["num_carry"]]]
-    assert carried == [(40, 8), (8,)]
+    carried = [v.aval.shape for v in backward.outvars]
+    assert (40, 8) in carried and (8,) in carried and (8, 8) not in carried
 
 
 def test_a_bad_row_stays_by_itself(rng):
