@@ -112,6 +112,7 @@ def ctrl_c_before_step(number):
         yield
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(trained, source, tmp_path):
     with ctrl_c_before_step(5):
         assert grpo(source, tmp_path, *LEARNS) == 128 + signal.SIGINT

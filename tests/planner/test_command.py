@@ -121,7 +121,8 @@ def test_a_folder_without_a_config_json_is_refused(capsys, tmp_path):
 )
 def test_the_size_that_is_looked_for_may_be_missing_or_impossible(what, typed, largest, capsys, monkeypatch):
     answer = lambda run: Compiled(8 * run.tokens * 2**20, 0, 0)  # of an H200's 132.8 GiB
-    monkeypatch.setattr(searching, "compile_run", answer)
+    for module in (searching, planning):
+        monkeypatch.setattr(module, "compile_run", answer)
     monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)
     command = f"plan --model qwen2-0.5b --device h200:8 --search {what} {typed}"
     assert main(command.split()) == 0
