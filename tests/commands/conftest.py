@@ -5,7 +5,7 @@ import pytest
 from liger_jax.training import meshes
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def one_device_unless_a_mesh_is_named():
     chosen = meshes.chosen
     of_first = lambda text, devices, *others: chosen(text, devices if text else devices[:1], *others)

@@ -14,6 +14,7 @@ from tests.commands import _tiny
 from tests.commands.test_finetune import ctrl_c_in_the_third_step, figures_of
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
+KIND = jax.devices()[0].device_kind
 OPTIONS = "--pack --length 32 --batch 4 --steps 4 --every 4 --learning-rate 0.05 --seed 1".split()
 
 
@@ -59,10 +60,10 @@ def test_adapters_of_a_run_that_changes_its_mesh_are_those_of_one_device(source,
     assert "devices:" not in capsys.readouterr().out
     with ctrl_c_in_the_third_step():
         assert train(source, tmp_path / "mesh", "--lora=4", "--mesh=fsdp=2,tensor=2") == 128 + signal.SIGINT
-    assert "devices: fsdp=2,tensor=2 of 4 × cpu\n" in capsys.readouterr().out
+    assert f"devices: fsdp=2,tensor=2 of 4 × {KIND}\n" in capsys.readouterr().out
     assert train(source, tmp_path / "mesh", "--lora=4", "--mesh=fsdp=2") == 0
     printed = capsys.readouterr().out
-    assert "devices: fsdp=2 of 4 × cpu; 2 are idle\n" in printed and "resumed at step 3\n" in printed
+    assert f"devices: fsdp=2 of 4 × {KIND}; 2 are idle\n" in printed and "resumed at step 3\n" in printed
     assert_alike(tmp_path / "mesh", tmp_path / "one", "adapters/adapter_model.safetensors", 2e-3)
 
 
@@ -99,7 +100,7 @@ def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
 ):
     monkeypatch.setattr(meshes, "chosen", one_device_unless_a_mesh_is_named)
     assert train(source, tmp_path, "--batch=6", "--micro-batches=3") == 0
-    assert "devices: fsdp=2 of 4 × cpu; 2 are idle, since mesh='fsdp=4' splits the batch" in capsys.readouterr().out
+    assert f"devices: fsdp=2 of 4 × {KIND}; 2 are idle, since mesh='fsdp=4' splits the batch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

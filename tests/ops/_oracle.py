@@ -228,9 +228,9 @@ def sent(text: str) -> set[tuple[str, int]]:
 def packed(sizes: Collection[int], devices: Sequence) -> set[int]:
     """Which sizes `sent` may find for arrays of these sizes.
 
-    On GPUs XLA sends up to three arrays as one, and an array that two devices sum as two halves.
+    On GPUs XLA sends up to four arrays as one, and an array that two devices sum as two halves.
     """
     if devices[0].platform == "cpu":
         return {*sizes}
     whole = {*sizes, *(size // 2 for size in sizes)}
-    return {sum(some) for n in (1, 2, 3) for some in itertools.combinations_with_replacement(whole, n)}
+    return {sum(some) for n in (1, 2, 3, 4) for some in itertools.combinations_with_replacement(whole, n)}
