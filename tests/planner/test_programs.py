@@ -55,7 +55,7 @@ def test_all_devices_together_multiply_as_one_does(model, tmp_path):
     """Within 3 %; loops are multiplied out, so that all 32 layers count."""
     seq = 512
     if model == "tiny":
-        wide = dict(num_attention_heads=8, vocab_size=4096, intermediate_size=1024)
+        wide = dict(num_attention_heads=8, num_key_value_heads=8, vocab_size=4096, intermediate_size=1024)
         model, seq = tmp_path / "config.json", 64
         model.write_text(json.dumps(TINY | wide))
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
