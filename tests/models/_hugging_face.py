@@ -181,7 +181,8 @@ class Expected(NamedTuple):
 def rms_error(found: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> float:
     """The root mean square over all numbers, each as a share of its array's largest."""
     assert found.keys() == exact.keys()
-    errors = [(np.asarray(x, np.float64) - exact[name]) / np.abs(exact[name]).max() for name, x in found.items()]
+    largest = lambda name: np.abs(exact[name]).max() or 1.0  # an expert that no token chose has no gradient
+    errors = [(np.asarray(x, np.float64) - exact[name]) / largest(name) for name, x in found.items()]
     return float(np.sqrt(np.mean(np.concatenate([error.ravel() for error in errors]) ** 2)))
 
 
