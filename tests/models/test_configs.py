@@ -198,6 +198,7 @@ def test_biases_are_read_where_transformers_has_them_and_passed_over_elsewhere()
         Qwen2Config(attention_bias=True)
 
 
+@pytest.mark.full
 def test_every_bias_of_a_config_is_a_parameter_that_counts(rng):
     config = LlamaConfig(**SIZES | {"attention_bias": True, "mlp_bias": True, "initializer_range": 0.5})
     model = models.LlamaForCausalLM(config, rngs=nnx.Rngs(0))

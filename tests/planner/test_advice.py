@@ -157,6 +157,7 @@ def test_each_change_says_what_it_saves_and_nothing_is_advised_without_need():
     assert options(run, changes[-1].run) == " ".join(change.name for change in changes)
 
 
+@pytest.mark.full
 def test_what_nothing_makes_fit_is_said_to_be_so(capsys):
     assert main("plan --model qwen2-72b --batch 1 --seq 131072 --device t4".split()) == 1
     assert "Nothing here makes it fit, and no number of Tesla T4s does" in capsys.readouterr().out
