@@ -65,7 +65,7 @@ def relative_error(found: Any, truth: np.ndarray) -> float:
 
 
 def errors(x, w, dy, sizes, runs) -> dict[str, float]:
-    """Of 48 rows of the first results, and of the largest group's gradient in 48 rows of the weight."""
+    """The largest error in 48 rows of the result, and in 48 rows of the largest group's gradient of the weight."""
     ends = np.cumsum(sizes)
     rows = np.random.default_rng(1).integers(0, ends[-1], 48)
     groups = np.searchsorted(ends, rows, side="right")

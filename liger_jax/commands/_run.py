@@ -100,6 +100,10 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         # A model that writes its own batches does so on one device.
         there = jax.devices() if task.played is None else jax.devices()[:1]
         devices = meshes.chosen(settings.mesh, there, settings.batch // settings.micro_batches, shape)
+        if task.alone and devices.sizes["sequence"] > 1:
+            raise UserError(
+                f"--mesh={settings.mesh}: this command's rows stay whole. Give the devices to fsdp or tensor."
+            )
         if settings.samples and devices.sizes["tensor"] * devices.sizes["sequence"] > 1:
             raise UserError(
                 f"--samples cannot be shown on --mesh={settings.mesh}, whose devices share rows. Leave it out."

@@ -32,7 +32,7 @@ class Task:
             `step(graph, compiled, state, rows, frozen)` makes one from rows and their step's `number`, and takes the
             step. `None` where the rows are the batch.
         scan_layers: whether the model's layers are stacked.
-        alone: whether it is a run of one process.
+        alone: whether it is a run of one process, whose rows no devices share.
     """
 
     tokenizer: type[Tokenizer] = Tokenizer

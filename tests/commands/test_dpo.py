@@ -6,6 +6,7 @@ import re
 import shutil
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -301,3 +302,24 @@ def test_a_text_is_no_pair(source, tmp_path, capsys):
     (source.parent / "prose.txt").write_text("one two three")
     assert run(source, tmp_path / "out", data="prose.txt") == 2
     assert "prose.txt is a text, and pairs are rows with chosen and rejected" in capsys.readouterr().err
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices, which a CPU simulates")
+def test_devices_do_not_share_rows(source, tmp_path, capsys):
+    assert run(source, tmp_path, "--mesh=sequence=2") == 2
+    assert "this command's rows stay whole. Give the devices to fsdp or tensor." in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices, which a CPU simulates")
+@pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2"])
+def test_a_mesh_trains_as_one_device_does(mesh, source, tmp_path):
+    for name, devices in (("one", "fsdp=1"), ("several", mesh)):
+        assert run(source, tmp_path / name, "--pack", f"--mesh={devices}") == 0
+    one, several = (figures_of(tmp_path / name) for name in ("one", "several"))
+    for name in ("loss", "rewards/margins"):
+        expected = [row[name] for row in one]
+        np.testing.assert_allclose([row[name] for row in several], expected, rtol=1e-3, atol=1e-5)

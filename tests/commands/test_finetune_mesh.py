@@ -120,3 +120,13 @@ def test_a_mesh_that_cannot_be_is_refused_in_one_sentence(source, mesh, message,
     error = capsys.readouterr().err
     assert message in error and error.startswith("liger-jax finetune: ") and error.count("\n") == 1
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2,sequence=2"])
+def test_devices_that_share_rows_train_as_one_does(mesh, source, tmp_path):
+    assert train(source, tmp_path / "one", "--lora=4", "--mesh=fsdp=1") == 0
+    assert train(source, tmp_path / "shared", "--lora=4", f"--mesh={mesh}") == 0
+    one, shared = (figures_of(tmp_path / name) for name in ("one", "shared"))
+    losses = lambda rows: [float(row["loss"]) for row in rows]
+    np.testing.assert_allclose(losses(shared), losses(one), rtol=1e-4)
