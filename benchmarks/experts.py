@@ -65,7 +65,7 @@ def relative_error(found: Any, truth: np.ndarray) -> float:
 
 
 def errors(x, w, dy, sizes, runs) -> dict[str, float]:
-    """The largest error in 48 rows of the result, and in 48 rows of the largest group's gradient of the weight."""
+    """The relative RMS errors of 48 rows of result and dX, and of 48 rows of the largest group's dW."""
     ends = np.cumsum(sizes)
     rows = np.random.default_rng(1).integers(0, ends[-1], 48)
     groups = np.searchsorted(ends, rows, side="right")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         settings.check_length(found.name, found.config.longest_sequence)
         shape = lambda layout: nnx.eval_shape(lambda: _new_model(settings, task, source, found, precision, layout))
         # A model that writes its own batches does so on one device.
+        if task.played is not None and settings.mesh and math.prod(meshes.parse_mesh(settings.mesh).values()) > 1:
+            raise UserError(f"--mesh={settings.mesh}: this command trains on one device. Leave it out.")
         there = jax.devices() if task.played is None else jax.devices()[:1]
         devices = meshes.chosen(settings.mesh, there, settings.batch // settings.micro_batches, shape)
         if task.alone and devices.sizes["sequence"] > 1:

@@ -277,3 +277,8 @@ def test_lines_without_a_prompt_are_refused(source, tmp_path, capsys):
     options = [f"--model={source}", f"--data={tmp_path / 'wrong.jsonl'}", "--reward=tiny_rewards:letters", *SHORT]
     assert main(["grpo", *options, f"--out={tmp_path / 'out'}"]) == 2
     assert "wrong.jsonl, line 2, must hold an object with a prompt" in capsys.readouterr().err
+
+
+def test_several_devices_are_refused(source, tmp_path, capsys):
+    assert grpo(source, tmp_path, "--mesh=fsdp=2") == 2
+    assert "--mesh=fsdp=2: this command trains on one device. Leave it out." in capsys.readouterr().err
