@@ -17,7 +17,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from tests import _annotations, _devices
+from tests import _annotations, _devices, _full_run
 
 # Here and not in a hook of pytest's: tests/ops/conftest.py imports liger_jax before those run wherever it is named on
 # the command line.
@@ -98,6 +98,14 @@ def pytest_generate_tests(metafunc):
             if name.partition(":")[0] in kernels
         ]
         metafunc.parametrize("implementation", cases)
+
+
+def pytest_itemcollected(item):
+    folder = Path(__file__).parent
+    if item.path.is_relative_to(folder) and _full_run.is_for_the_full_run(
+        item.path.relative_to(folder).as_posix(), item.name
+    ):
+        item.add_marker(pytest.mark.full)
 
 
 @pytest.hookimpl(trylast=True)  # behind -m and -k, so that parts are equal
