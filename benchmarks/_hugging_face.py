@@ -1,4 +1,4 @@
-"""A training step of a Hugging Face model in torch: as it is, with Liger's kernels, compiled, layers recomputed."""
+"""A training step of a Hugging Face model in torch: as it is, with Liger's kernels, compiled, recomputed, adapters."""
 
 import importlib
 import json
@@ -24,7 +24,14 @@ def patch_with_liger(model_type: str) -> None:
 
 
 def training_step(
-    values: dict[str, Any], tokens: np.ndarray, *, compiled: bool, recomputed: bool, learning_rate: float, decay: float
+    values: dict[str, Any],
+    tokens: np.ndarray,
+    *,
+    compiled: bool,
+    recomputed: bool,
+    learning_rate: float,
+    decay: float,
+    rank: int | None = None,
 ) -> Step:
     """The step of a random model in bfloat16, AdamW's state too.
 
@@ -35,6 +42,7 @@ def training_step(
         recomputed: with gradient checkpointing.
         learning_rate: AdamW's.
         decay: the weights' decay.
+        rank: of adapters on all projections of layers, which alone are trained; PEFT's, in bfloat16. None for none.
     """
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     cuda = torch.cuda if torch.cuda.is_available() else None
@@ -50,7 +58,12 @@ def training_step(
         ids = torch.tensor(tokens, dtype=torch.int64)
     if recomputed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=decay, fused=True)
+    if rank is not None:
+        peft = importlib.import_module("peft")
+        adapters = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=decay, fused=True)
     call = torch.compile(model) if compiled else model
 
     def run():

@@ -1,12 +1,13 @@
 """Adapters beside dense and quantised weights: tokens a second, memory beside the plan, and a layer's cost.
 
     python -m benchmarks.lora [--model llama-3-8b] [--batch 4] [--seq 2048] [--rank 16] [--remat full] [--kinds nf4]
+    python -m benchmarks.lora --parts steps peer --kinds       beside Hugging Face with PEFT and Liger's kernels
 
 A step is loss, gradients of the adapters and AdamW, as `liger-jax plan --lora 16 --param-dtype bfloat16` plans it, on
 random weights that are made on the device. The peak is the allocator's, and only known for the first program, which is
 the quantised one; the plan is the compiler's account of it. The layer is one of the model's with `remat="none"`: its
 forward, and its backward by its input alone, or by its input and the adapters. Times are medians over rounds in which
-every program has its turn.
+every program has its turn. The peer's step, of the same shape, has a process of its own before that.
 """
 
 import argparse
@@ -16,9 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from benchmarks._measure import heading, in_rounds, save, table
+from benchmarks import _hugging_face
+from benchmarks._measure import heading, in_own_process, in_rounds, save, table
+from liger_jax.models.hugging_face import config_json
 from liger_jax.models.lora import add_lora, trainable
 from liger_jax.models.quantized import quantize
 from liger_jax.planner import compile_run
@@ -131,7 +135,26 @@ def layer(run: Run, kinds: list[str]) -> str:
     return table(["layer", "ms", "× frozen"], rows)
 
 
-PARTS = {"steps": steps, "layer": layer}
+def peer_ms(values: dict[str, Any], batch: int, seq: int, rank: int, recomputed: bool) -> tuple[float, float]:
+    """Milliseconds and peak GiB of the step of transformers with PEFT's adapters and Liger's kernels."""
+    _hugging_face.patch_with_liger(values["model_type"])
+    tokens = np.random.default_rng(0).integers(0, values["vocab_size"], (batch, seq))
+    options = dict(compiled=False, recomputed=recomputed, learning_rate=1e-4, decay=0.0, rank=rank)
+    step = _hugging_face.training_step(values, tokens, **options)
+    ms = in_rounds({"peer": step.run}, wait=step.wait, rounds=3, seconds=2)["peer"]
+    return ms, (step.peak_bytes() or 0) / GIB
+
+
+def peer(run: Run, kinds: list[str]) -> str:
+    """The table of Hugging Face's step with PEFT and Liger's kernels."""
+    del kinds
+    values = config_json.write(run.model.config, run.model.family.config_fixed, run.model.family.__name__, "bfloat16")
+    ms, peak = in_own_process(peer_ms, values, run.batch, run.seq, run.lora, run.remat != "none")
+    row = ["HF + PEFT + Liger, bfloat16", f"{ms:.0f}", f"{run.batch * run.seq / ms * 1e3:,.0f}", f"{peak:.2f}"]
+    return table(["peer", "ms a step", "tokens/s", "allocator's peak, GiB"], [row])
+
+
+PARTS = {"peer": peer, "steps": steps, "layer": layer}
 
 
 def main():
@@ -141,9 +164,9 @@ def main():
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--remat", default="full")
-    parser.add_argument("--kinds", nargs="+", default=["nf4"])
+    parser.add_argument("--kinds", nargs="*", default=["nf4"])
     parser.add_argument("--device", default="h100", help="by the planner's name, for the loss's memory")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["steps", "layer"])
     arguments = parser.parse_args()
     run = make_run(
         arguments.model,
@@ -155,8 +178,10 @@ def main():
         lora=arguments.rank,
     )
     command = f"python -m benchmarks.lora --model {arguments.model} --batch {arguments.batch} --seq {arguments.seq} "
-    command += f"--rank {arguments.rank} --remat {arguments.remat} --kinds {' '.join(arguments.kinds)}"
-    tables = [PARTS[name](run, arguments.kinds) for name in arguments.parts]
+    command += f"--rank {arguments.rank} --remat {arguments.remat} --kinds {' '.join(arguments.kinds)} "
+    command += f"--parts {' '.join(arguments.parts)}"
+    # The peer first: its process takes the memory that JAX would hold later.
+    tables = [part(run, arguments.kinds) for name, part in PARTS.items() if name in arguments.parts]
     save("lora", "\n".join([heading(command), *tables]))
 
 
