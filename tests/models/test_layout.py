@@ -211,9 +211,10 @@ def test_axes_that_are_manual_already_are_left_alone(manual, devices):
     """Each device along them has its own part, and its own sum."""
     mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
     x, w = jnp.arange(32.0).reshape(8, 4), jnp.arange(16.0).reshape(4, 4)
+    whole = lambda w: layout.gathered(dict(kernel=w), w.dtype)["kernel"]
 
     def local(x, w):
-        total, y = layout.run_sum(lambda x, w: (jnp.sum(x @ w), x @ w), (x,), (layout.gathered(w, x.dtype),))
+        total, y = layout.run_sum(lambda x, w: (jnp.sum(x @ w), x @ w), (x,), (whole(w),))
         return total[None], y
 
     with jax.set_mesh(mesh):
