@@ -135,9 +135,12 @@ def timed(step: Prepared, profile: bool) -> tuple[float, list[Share]]:
             jax.block_until_ready(steps(count))
             return time.perf_counter() - start
 
-        seconds(2)
-        count = min(50, max(3, round(ENOUGH / seconds(1))))
-        return 1e3 * seconds(count) / count, profiled(lambda: steps(3)) if profile else []
+        seconds(1)
+        ms = 1e3 * seconds(1)
+        if ms < 1e3 * ENOUGH:
+            count = min(50, max(3, round(1e3 * ENOUGH / ms)))
+            ms = 1e3 * seconds(count) / count
+        return ms, profiled(lambda: steps(3)) if profile else []
 
 
 def peer(case: Case) -> dict[str, Any]:
