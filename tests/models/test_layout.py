@@ -227,6 +227,25 @@ def test_axes_that_are_manual_already_are_left_alone(manual, devices):
     np.testing.assert_allclose(totals, (x @ w).reshape(parts, -1).sum(axis=1))
 
 
+def test_the_joined_gradient_of_several_projections_lies_as_their_parameters_do(devices):
+    """A gradient that lies whole on every device has been summed whole, too."""
+    mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
+    x, first, second = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 6)), jnp.ones((4, 2))
+
+    def loss(parameters, x):
+        whole = layout.gathered(parameters, x.dtype)
+        return jnp.sum(jnp.tanh(0.01 * x @ jnp.concatenate([whole[name]["kernel"] for name in whole], axis=1)))
+
+    parameters = dict(q_proj=dict(kernel=first), k_proj=dict(kernel=second))
+    expected = jax.grad(lambda kernel: jnp.sum(jnp.tanh(0.01 * x @ kernel)))(jnp.concatenate([first, second], axis=1))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((parameters, x), NamedSharding(mesh, P("fsdp")))
+        found = jax.jit(jax.grad(loss))(*placed)
+    for name, columns in dict(q_proj=slice(6), k_proj=slice(6, 8)).items():
+        assert found[name]["kernel"].sharding.spec == P("fsdp")
+        np.testing.assert_allclose(found[name]["kernel"], expected[:, columns], rtol=1e-5)
+
+
 def test_a_model_runs_where_all_axes_are_manual(devices, rng):
     mesh = mesh_of(devices, ("data", "fsdp"))
     graph, params = nnx.split(make_model(WIDE, kernels=KernelOptions(layout=Layout())))
