@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from benchmarks._scaling_loss import LossCase
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import estimate
@@ -90,7 +91,7 @@ def default_cases(count: int) -> list[str]:
     cases = [f"weak:{small}:4x2048:fsdp={count}", f"weak:{small}:1x8192:fsdp={count}"]
     cases += [f"strong:{large}+full:8x2048:{mesh}" for mesh in meshes]
     cases += [f"strong:{large}+full:1x65536:sequence={count}", f"strong:{large}+full:1x32768:tensor={count}"]
-    return cases + [f"weak:{small}+unrolled:4x2048:fsdp={count}"]
+    return cases + [f"loss:8192x4096x128256:tensor={count}", f"weak:{small}+unrolled:4x2048:fsdp={count}"]
 
 
 def run_of(case: Case, device: str) -> Run:
@@ -112,20 +113,23 @@ def run_of(case: Case, device: str) -> Run:
     return Run(model, case.batch, case.seq, devices, mesh, remat=case.remat, **options)
 
 
-def chosen(texts: list[str], count: int, device: str) -> list[tuple[Case, Run]]:
-    """The cases that can run, those of one GPU before; a line for each that cannot."""
-    pairs: dict[Case, Run] = {}
+def chosen(texts: list[str], count: int, device: str) -> list[tuple[Case | LossCase, Run | None]]:
+    """The cases that can run, those of one GPU before; a line for each that cannot. A loss alone is no run."""
+    pairs: dict[Any, Run | None] = {}
     for text in texts:
-        case = Case.of(text)
-        if absent := [name for name, size in case.mesh if name not in AXES and size > 1]:
-            print(f"skipped: {case.name}: the layout has no {absent[0]} axis yet", flush=True)
-            continue
+        case = LossCase.of(text) if text.startswith("loss:") else Case.of(text)
         if case.count > count:
             print(f"skipped: {case.name}: there are {count} GPUs", flush=True)
+            continue
+        if isinstance(case, LossCase):
+            pairs |= dict.fromkeys((case.alone, case))
+            continue
+        if absent := [name for name, size in case.mesh if name not in AXES and size > 1]:
+            print(f"skipped: {case.name}: the planner has no {absent[0]} axis yet", flush=True)
             continue
         try:
             pairs |= {each: run_of(each, device) for each in (case.alone, case)}
         except ValueError as error:
             print(f"skipped: {case.name}: {error}", flush=True)
-    by_plan = lambda pair: (pair[0].count > 1, estimate(pair[1]).total)
+    by_plan = lambda pair: (pair[0].count > 1, 0 if pair[1] is None else estimate(pair[1]).total)
     return sorted(pairs.items(), key=by_plan)

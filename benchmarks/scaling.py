@@ -4,10 +4,11 @@
                                  [--workers 4] [--profile] [--peers] [--name scaling]
     python -m benchmarks.scaling --platform cpu --devices 4 --cases weak:config.json:1x64:fsdp=2,tensor=2
 
-A case is HOW:MODEL[@LAYERS][+unrolled]:ROWSxLENGTH:MESH. "weak" gives one GPU the rows of the case and n GPUs n times
-as many; its ratio is a GPU's tokens/s over those of one that is alone, and 1 is the best. "strong" gives n GPUs the
-rows of one; its ratio is over one GPU's tokens/s, and n is the best. Weights, AdamW's state and computation are
-bfloat16, and layers are recomputed in the backward where MODEL is followed by "+full".
+A case is HOW:MODEL[@LAYERS][+unrolled][+full]:ROWSxLENGTH:MESH. "weak" gives one GPU the rows of the case and n GPUs
+n times as many; its ratio is a GPU's tokens/s over those of one that is alone, and 1 is the best. "strong" gives n GPUs
+the rows of one; its ratio is over one GPU's tokens/s, and n is the best. Weights, AdamW's state and computation are
+bfloat16, and layers are recomputed in the backward where MODEL is followed by "+full". A case may also be
+loss:TOKENSxWIDTHxVOCABULARY:tensor=N, the fused loss and its gradients with the head split over n GPUs: strong.
 
 Cases of one GPU come first, and those with the larger plan later. `--workers` of them are compiled at a time, and then
 run one after the other. Every case ends with its line, so that a run that is cut off keeps what it has. Cases that
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 from benchmarks import _measure
 from benchmarks._device_trace import Share, profiled
 from benchmarks._scaling_cases import Case, chosen, default_cases, run_of
+from benchmarks._scaling_loss import LossCase, program_of
 from liger_jax.models.hugging_face import config_json
 from liger_jax.pallas_kernels.devices import GPUS
 from liger_jax.planner.compiled import memory_of
@@ -52,25 +54,27 @@ class Prepared:
 
     Attributes:
         case: what is measured.
-        run: the same as the planner knows it.
-        program: the step.
-        fill: makes its state and its batch.
+        plan: bytes on each device by the planner, or `None` for a loss alone.
+        step: takes what `fill` made, and returns the same and what to wait for.
+        fill: makes the step's state and its batch.
         mesh: its devices.
         seconds: that tracing, lowering and compiling took.
         needed: bytes on each device, by the compiler.
     """
 
-    case: Case
-    run: Run
-    program: Any
-    fill: Any
+    case: Case | LossCase
+    plan: int | None
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    fill: Callable[[], tuple[Any, Any]]
     mesh: Any
     seconds: float
     needed: int
 
 
-def prepared(case: Case, run: Run, devices: list[Any]) -> Prepared:
+def prepared(case: Case | LossCase, run: Run | None, devices: list[Any]) -> Prepared:
     """The step of a case, compiled for these devices."""
+    if isinstance(case, LossCase) or run is None:
+        return _prepared_loss(case, devices)
     mesh = make_mesh(devices[: case.count], run.mesh)
     options: dict[str, Any] = dict(scan_layers=case.scan)
     if devices[0].platform == "cpu":  # the loss has other buffers there
@@ -79,21 +83,39 @@ def prepared(case: Case, run: Run, devices: list[Any]) -> Prepared:
 
     def filled():
         """Random weights: products of constants take less power, and are faster than a model's."""
-        (params, moments), tokens = arguments
+        params, moments = arguments[0]
         leaves, structure = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.key(0), len(leaves))
         random = [0.02 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
         moments = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), moments)
-        return (jax.tree.unflatten(structure, random), moments), jax.random.randint(
-            keys[0], tokens.shape, 0, run.model.config.vocab_size, tokens.dtype
-        )
+        return jax.tree.unflatten(structure, random), moments
+
+    def fill():
+        state = jax.jit(filled, out_shardings=jax.tree.map(lambda x: x.sharding, arguments[0]))()
+        shape = case.batch, case.seq
+        tokens = jax.random.randint(jax.random.key(1), shape, 0, run.model.config.vocab_size, jnp.int32)
+        return state, run.layout.place(tokens, mesh)
 
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = step.trace(*arguments).lower().compile()
     seconds = time.perf_counter() - start
-    fill = jax.jit(filled, out_shardings=jax.tree.map(lambda x: x.sharding, arguments))
-    return Prepared(case, run, program, fill, mesh, seconds, memory_of(program).total)
+    return Prepared(case, estimate(run).total, program, fill, mesh, seconds, memory_of(program).total)
+
+
+def _prepared_loss(case: Any, devices: list[Any]) -> Prepared:
+    """The same of a loss alone, whose inputs stay as they are."""
+    function, types, make = program_of(case, devices)
+    start = time.perf_counter()
+    program = function.trace(*types).lower().compile()
+    seconds = time.perf_counter() - start
+
+    def fill():
+        hidden, weight, labels = make()
+        return (hidden, weight), labels
+
+    step = lambda state, labels: (state, program(*state, labels))
+    return Prepared(case, None, step, fill, types[0].sharding.mesh, seconds, memory_of(program).total)
 
 
 def timed(step: Prepared, profile: bool) -> tuple[float, list[Share]]:
@@ -105,7 +127,7 @@ def timed(step: Prepared, profile: bool) -> tuple[float, list[Share]]:
             nonlocal state
             loss = None
             for _ in range(count):
-                state, loss = step.program(state, tokens)
+                state, loss = step.step(state, tokens)
             return loss
 
         def seconds(count: int) -> float:
@@ -113,9 +135,12 @@ def timed(step: Prepared, profile: bool) -> tuple[float, list[Share]]:
             jax.block_until_ready(steps(count))
             return time.perf_counter() - start
 
-        seconds(2)
-        count = min(50, max(3, round(ENOUGH / seconds(1))))
-        return 1e3 * seconds(count) / count, profiled(lambda: steps(3)) if profile else []
+        seconds(1)
+        ms = 1e3 * seconds(1)
+        if ms < 1e3 * ENOUGH:
+            count = min(50, max(3, round(1e3 * ENOUGH / ms)))
+            ms = 1e3 * seconds(count) / count
+        return ms, profiled(lambda: steps(3)) if profile else []
 
 
 def peer(case: Case) -> dict[str, Any]:
@@ -137,7 +162,7 @@ class Table:
 
     def __init__(self, name: str | None, command: str):
         self.name, self.command, self.rows = name, command, []
-        self.alone: dict[Case, float] = {}  # tokens a second of each case on one GPU
+        self.alone: dict[Any, float] = {}  # tokens a second of each case on one GPU
         self.peaks: dict[Any, int] = {}
 
     def add(self, row: list[str]) -> None:
@@ -156,10 +181,11 @@ class Table:
             self.alone[case] = tokens
         most = lambda name: f"{max(getattr(share, name) for share in found):.1%}" if found else "–"
         row = [case.name, str(case.count), f"{tokens:,.0f}", self.ratio(case, tokens), f"{ms:.1f}"]
-        row += [f"{step.seconds:.0f}", f"{estimate(step.run).total / GIB:.2f}", f"{step.needed / GIB:.2f}"]
+        row += [f"{step.seconds:.0f}", "–" if step.plan is None else f"{step.plan / GIB:.2f}"]
+        row += [f"{step.needed / GIB:.2f}"]
         self.add([*row, self.raised(list(step.mesh.devices.flat)[-1]), most("sending"), most("exposed")])
 
-    def ratio(self, case: Case, tokens: float) -> str:
+    def ratio(self, case: Case | LossCase, tokens: float) -> str:
         """The tokens a second over one GPU's: those of each GPU in weak scaling, of all together in strong scaling."""
         alone = self.alone.get(case.alone)
         if alone is None or case.count == 1:
@@ -223,7 +249,8 @@ def peers(table: Table, texts: list[str], left: Callable[[], float]) -> None:
     if absent:
         print(f"skipped: Hugging Face with Liger: {', '.join(absent)} not installed", flush=True)
         return
-    of_fsdp = [case for case in map(Case.of, texts) if case.scan and {name for name, _ in case.mesh} == {"fsdp"}]
+    ours = map(Case.of, (text for text in texts if not text.startswith("loss:")))
+    of_fsdp = [case for case in ours if case.scan and {name for name, _ in case.mesh} == {"fsdp"}]
     for case in dict.fromkeys(each for pair in of_fsdp for each in (pair.alone, pair)):
         name = f"Hugging Face + Liger, FSDP2: {case.name}"
         if left() <= 0:

@@ -1,6 +1,7 @@
 """Which axis of a mesh splits what: parameters, optimizer state, activations, and what a kernel gets of them."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -149,15 +150,9 @@ class Layout:
         """
         if (tensor := self.tensor_parts(sizes)) is not None:
             return tensor.spec(info, shape)
-        parts = math.prod(sizes[name] for name in self.fsdp_axes)
-        if parts == 1 or info.kind in _WHOLE:
-            return P()
-        by_input = ("embedding", "kernel", "router", "experts")
-        axis: Any = info.in_axis if info.kind in by_input else info.out_axis
-        if shape[axis] % parts == 0:
-            return _spec(*[None] * axis, self.fsdp_axes)
-        if info.in_axis is None:
-            return P()
+        if (found := self._fsdp_spec(info, shape, sizes)) is not None:
+            return found
+        axis, parts = _split_axis(info), math.prod(sizes[name] for name in self.fsdp_axes)
         split = "·".join(self.fsdp_axes)
         others = next(
             (name for name in self.batch if name not in self.fsdp_axes), "an axis that splits the batch alone"
@@ -326,24 +321,28 @@ class Layout:
     def gathered(self, parameters: Any, dtype: Any) -> Any:
         """Gathers a layer's parameters on every device just before their use, as FSDP does.
 
-        Matrices are converted to the computation's dtype first: in bfloat16 half as many bytes are sent.
+        Matrices are converted to the computation's dtype first: in bfloat16 half as many bytes are sent. Gradients are
+        told to lie as their parameters do. Else the compiler sums the joined gradient of several projections whole on
+        every device, and then drops what belongs to the others.
 
         Args:
-            parameters: a tree of arrays.
+            parameters: one layer's, a tree of arrays by their names.
             dtype: dtype of the computation.
 
         Returns:
             The tree of whole arrays; on one device, the tree as it is.
         """
-        if not self._open_axes():
+        sizes = self._open_axes()
+        if not sizes:
             return parameters
 
-        def gather(x):
-            # Codes of quantised weights are gathered as they are, in 4 or 8 bits.
-            x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
-            return jax.lax.with_sharding_constraint(x, P())
+        def gather(keys, x):
+            if not jnp.issubdtype(x.dtype, jnp.floating):  # codes, which are gathered in 4 or 8 bits
+                return jax.lax.with_sharding_constraint(x, P())
+            spec = self._fsdp_spec(parameter(("layers", 0, *path_of(keys)), x.shape), x.shape, sizes)
+            return _whole(x.astype(dtype) if x.ndim > 1 else x, P() if spec is None else spec)
 
-        return jax.tree.map(gather, parameters)
+        return jax.tree_util.tree_map_with_path(gather, parameters)
 
     def tokens_of_device(self, rows: int, length: int) -> int:
         """How many tokens between blocks each device has.
@@ -404,6 +403,16 @@ class Layout:
             return None
         return SequenceParts.of(self.sequence, sizes, self.tensor, self.of_rows)
 
+    def _fsdp_spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P | None:
+        """How fsdp splits a parameter; `None` for a matrix that it does not divide."""
+        parts = math.prod(sizes.get(name, 1) for name in self.fsdp_axes)
+        if parts == 1 or info.kind in _WHOLE:
+            return P()
+        axis = _split_axis(info)
+        if shape[axis] % parts == 0:
+            return _spec(*[None] * axis, tuple(name for name in self.fsdp_axes if name in sizes))
+        return P() if info.in_axis is None else None
+
     def _is_placed(self, batch: Any) -> bool:
         """Whether a batch's rows are split already, by an earlier `place`."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -461,12 +470,29 @@ class Layout:
 ONE_DEVICE = Layout(batch=(), fsdp=())
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _whole(x: jax.Array, spec: P) -> jax.Array:
+    """An array that lies as `spec` says, whole on every device. Its gradient lies as `spec` says again."""
+    return jax.lax.with_sharding_constraint(x, P())
+
+
+_whole.defvjp(
+    lambda x, spec: (_whole(x, spec), None),
+    lambda spec, _, gradient: (jax.lax.with_sharding_constraint(gradient, spec),),
+)
+
+
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     """The array on its devices; of several processes each puts its own part there."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     whole = np.asarray(x)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _split_axis(info: ParameterInfo) -> Any:
+    """The axis of a parameter that fsdp splits."""
+    return info.in_axis if info.kind in ("embedding", "kernel", "router", "experts") else info.out_axis
 
 
 def _spec(*entries: str | Names | None) -> P:

@@ -1,11 +1,15 @@
 """The experiments on several devices: collectives are read in programs, cases are told by texts, times add up."""
 
+import jax
+import numpy as np
 import pytest
 
 from benchmarks import links
 from benchmarks._collectives import by_kind, collectives, product_flops
 from benchmarks._device_trace import shares
 from benchmarks._scaling_cases import Case, chosen, default_cases
+from benchmarks._scaling_loss import LossCase, program_of
+from liger_jax.planner.mesh import AXES
 
 # Of programs that were compiled for GPUs and for CPUs. What the test does not read is cut off.
 PROGRAM = """
@@ -83,10 +87,28 @@ def test_the_default_cases_run_or_say_why_not(count, capsys):
     printed = capsys.readouterr().out
     assert [case.count for case, _ in cases] == sorted(case.count for case, _ in cases)
     assert all(case.alone in dict(cases) for case, _ in cases)
-    assert printed.count("skipped: ") == sum("sequence" in text for text in default_cases(count))
-    assert "the layout has no sequence axis yet" in printed
-    by_eight_layers = [run for case, run in cases if case.layers]
-    assert by_eight_layers and all(run.model.config.num_hidden_layers == 8 for run in by_eight_layers)
+    is_absent = lambda text: "sequence" in text and "sequence" not in AXES
+    assert printed.count("skipped: ") == sum(map(is_absent, default_cases(count)))
+    by_eight_layers = [run for case, run in cases if isinstance(case, Case) and case.layers]
+    assert by_eight_layers and all(
+        run is not None and run.model.config.num_hidden_layers == 8 for run in by_eight_layers
+    )
+
+
+def test_a_loss_is_told_by_its_sizes():
+    case = LossCase.of("loss:8192x4096x128256:tensor=2")
+    assert (case.batch, case.width, case.vocab, case.count, case.alone.count) == (8192, 4096, 128256, 2, 1)
+    for text in ("loss:8192x4096:tensor=2", "loss:8192x4096x128256:fsdp=2", "loss:8192x4096x128257:tensor=2"):
+        with pytest.raises(ValueError, match="case="):
+            LossCase.of(text)
+
+
+def test_a_split_loss_of_the_benchmark_equals_a_whole_one(devices):
+    case = LossCase.of("loss:32x16x64:tensor=2")
+    found, alone = (program(*make()) for program, _, make in (program_of(each, devices) for each in (case, case.alone)))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+        x, y = (np.asarray(each, np.float32) for each in (x, y))
+        np.testing.assert_allclose(x, y, atol=2e-2 * np.abs(y).max())
 
 
 def test_times_are_bytes_over_the_slower_links():

@@ -211,9 +211,10 @@ def test_axes_that_are_manual_already_are_left_alone(manual, devices):
     """Each device along them has its own part, and its own sum."""
     mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
     x, w = jnp.arange(32.0).reshape(8, 4), jnp.arange(16.0).reshape(4, 4)
+    whole = lambda w: layout.gathered(dict(kernel=w), w.dtype)["kernel"]
 
     def local(x, w):
-        total, y = layout.run_sum(lambda x, w: (jnp.sum(x @ w), x @ w), (x,), (layout.gathered(w, x.dtype),))
+        total, y = layout.run_sum(lambda x, w: (jnp.sum(x @ w), x @ w), (x,), (whole(w),))
         return total[None], y
 
     with jax.set_mesh(mesh):
@@ -224,6 +225,25 @@ def test_axes_that_are_manual_already_are_left_alone(manual, devices):
     np.testing.assert_allclose(y, x @ w)
     parts = len(devices) // 2 * (2 if "fsdp" in manual else 1)
     np.testing.assert_allclose(totals, (x @ w).reshape(parts, -1).sum(axis=1))
+
+
+def test_the_joined_gradient_of_several_projections_lies_as_their_parameters_do(devices):
+    """A gradient that lies whole on every device has been summed whole, too."""
+    mesh, layout = mesh_of(devices, ("data", "fsdp")), Layout()
+    x, first, second = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 6)), jnp.ones((4, 2))
+
+    def loss(parameters, x):
+        whole = layout.gathered(parameters, x.dtype)
+        return jnp.sum(jnp.tanh(0.01 * x @ jnp.concatenate([whole[name]["kernel"] for name in whole], axis=1)))
+
+    parameters = dict(q_proj=dict(kernel=first), k_proj=dict(kernel=second))
+    expected = jax.grad(lambda kernel: jnp.sum(jnp.tanh(0.01 * x @ kernel)))(jnp.concatenate([first, second], axis=1))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((parameters, x), NamedSharding(mesh, P("fsdp")))
+        found = jax.jit(jax.grad(loss))(*placed)
+    for name, columns in dict(q_proj=slice(6), k_proj=slice(6, 8)).items():
+        assert found[name]["kernel"].sharding.spec == P("fsdp")
+        np.testing.assert_allclose(found[name]["kernel"], expected[:, columns], rtol=1e-5)
 
 
 def test_a_model_runs_where_all_axes_are_manual(devices, rng):
