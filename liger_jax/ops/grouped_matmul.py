@@ -137,11 +137,13 @@ def usable_sizes(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 
     Wrong sizes become no groups at all.
     """
-    # Any prefix of sizes of at least 0 that fit is at most m, so that no sum of int32 that wraps around passes.
-    is_right = jnp.all(group_sizes >= 0) & jnp.all(group_sizes <= m)
-    sizes = jnp.where(is_right, group_sizes, 0).astype(jnp.int32)
-    sums = jnp.cumsum(sizes, dtype=jnp.int32)
-    is_right &= jnp.all((sums >= 0) & (sums <= m))
+    fits = (group_sizes >= 0) & (group_sizes <= m)
+    sizes = jnp.where(fits, group_sizes, 0).astype(jnp.int32)
+    # Their sum in two halves of 16 bits, which do not wrap around.
+    low, high = (jnp.sum(half, dtype=jnp.int32) for half in (sizes % 2**16, sizes // 2**16))
+    high += low // 2**16
+    sum_fits = (high < m // 2**16) | ((high == m // 2**16) & (low % 2**16 <= m % 2**16))
+    is_right = jnp.all(fits) & sum_fits
     return jnp.where(is_right, sizes, 0), jnp.where(is_right, 0.0, jnp.nan).astype(jnp.float32)
 
 

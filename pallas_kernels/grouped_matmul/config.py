@@ -11,6 +11,8 @@ def xla_rows(m: int, num_groups: int) -> int:
     return min(m, max(_LEAST_ROWS, min(_MOST_ROWS, previous_power_of_2(m // (2 * num_groups)))))
 
 
-# Two warpgroups share a tile of 128 rows: shared memory holds 4 · (128 + 256) · 64 · 2 bytes of operands, 16 KiB of
-# staged pieces and 16 KiB of staged rows, 224 of 227 KiB.
-HOPPER_TILES = Tiles(columns=256, stages=4)
+# Shared memory, at most 227 KiB: 5 · (128 + 128) · 64 · 2 bytes of operands in the ring, 32 KiB of staged pieces and
+# 16 KiB of staged rows.
+HOPPER_PRODUCT = HOPPER_GRADIENT = Tiles(columns=128, in_turn=True, stages=5)
+STAGED_PIECES = 4  # of 64 rows by 32 columns, for each warpgroup
+STAGED_COLUMNS = 64  # of 64 rows that leave one by one, for each warpgroup
