@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Integer
 from liger_jax.ops import _checks, _mesh, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Choice, Implementation, Kernel, Kernels
-from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu, xla
+from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, xla
 
 _OP = "grouped_matmul"
-_MODULES = {"xla": xla, "mosaic_gpu": mosaic_gpu}
-KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu",)})
+_MODULES = {"xla": xla, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu",), "tpu": ("mosaic_tpu",)})
 _SECOND_DERIVATIVES = "call jax.lax.ragged_dot, which is plain JAX"
 
 
@@ -102,7 +102,8 @@ def grouped_matmul(
             ValueError where their values are known.
         transpose_w: whether `w` is (E, N, K), so that y[m] = x[m] · wᵀ.
         implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper, for 16 bits and widths that
-            are multiples of 64), "mosaic_gpu:interpret", or a tuple of these to try in order.
+            are multiples of 64), "mosaic_tpu" (for float32 and bfloat16), the last two with ":interpret", or a tuple of
+            these to try in order.
 
     Returns:
         (M, N) in x.dtype.

@@ -14,7 +14,7 @@ from liger_jax.pallas_kernels._tiles import cdiv
 
 
 class Visits(NamedTuple):
-    """Visits in the order of rows, int32. Behind the last one the entries have no rows.
+    """Visits in the order of rows, int32. Behind the last one come the last tile and group again, without rows.
 
     Attributes:
         tile: (visits,), the number of the tile.
@@ -32,16 +32,19 @@ class Visits(NamedTuple):
 
 
 def most_visits(m: int, num_groups: int, rows: int) -> int:
-    """The most visits that m rows in groups of any sizes can take."""
+    """The most visits that m rows in groups of any sizes can take, also if empty groups take one."""
     return cdiv(m, rows) + num_groups - 1
 
 
-def visits(group_sizes: jax.Array, m: int, rows: int) -> Visits:
-    """The visits to tiles of `rows` rows, for group_sizes (E,) int32 of a sum of at most m."""
+def visits(group_sizes: jax.Array, m: int, rows: int, *, every_group: bool = False) -> Visits:
+    """The visits to tiles of `rows` rows, for group_sizes (E,) int32 of a sum of at most m.
+
+    With `every_group` an empty group has a visit, too, which has no rows.
+    """
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     begins = ends - group_sizes
     first_tiles = begins // rows
-    num_tiles = jnp.where(group_sizes > 0, (ends - 1) // rows - first_tiles + 1, 0)
+    num_tiles = jnp.where(group_sizes > 0, (ends - 1) // rows - first_tiles + 1, int(every_group))
     visits_so_far = jnp.cumsum(num_tiles, dtype=jnp.int32)
     total = visits_so_far[-1]
     number = jnp.arange(most_visits(m, group_sizes.shape[0], rows), dtype=jnp.int32)
@@ -49,7 +52,9 @@ def visits(group_sizes: jax.Array, m: int, rows: int) -> Visits:
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
     tile = first_tiles[group] + number - (visits_so_far - num_tiles)[group]
     is_one = number < total
-    tile, group, begin, end = (jnp.where(is_one, x, 0) for x in (tile, group, begins[group], ends[group]))
+    # The last group may be empty and stand behind the last tile.
+    tile = jnp.where(is_one, jnp.minimum(tile, cdiv(m, rows) - 1), cdiv(m, rows) - 1)
+    begin, end = (jnp.where(is_one, x[group], 0) for x in (begins, ends))
     return Visits(tile, group, begin, end, total)
 
 

@@ -1,10 +1,10 @@
 """What one block of Hopper's grouped products does: it walks over its items, fills a ring of tiles and multiplies them.
 
 One warpgroup copies tiles of both operands into the ring, without a pause between items, and two multiply them. These
-two share an item, 64 rows each, or take items in turn. In turns, one multiplies while the other masks or stores.
+two share an item, 64 rows each, or take items in turn. In turns, one multiplies while the other stores.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,33 +89,34 @@ class Block(NamedTuple):
     def _slot(self, item: Item, step: Any) -> Any:
         return jax.lax.rem(item.done + step, self.tiles.stages)
 
-    def _filled(self, item: Item, step: Any) -> Any:
+    def barrier(self, barriers: Any, item: Item, step: Any) -> Any:
         """The barrier of a step's place in the ring. Whoever waits at one must see each of its phases."""
-        return self.ring.filled.at[self._slot(item, step) + item.turn * self.tiles.stages]
+        return barriers.at[self._slot(item, step) + item.turn * self.tiles.stages]
 
-    def copy_steps(self, item: Item, steps: Any, sources: Callable[[Any], Any]) -> None:
-        """Copies the tiles of `sources(step)` into the ring, step by step."""
+    def copy_steps(self, item: Item, steps: Any, copy: Callable[[Any, Any], None]) -> None:
+        """Calls copy(step, slot) when the step's place in the ring is free."""
 
         def copy_step(step, _):
             slot = self._slot(item, step)
             pl.when(item.done + step >= self.tiles.stages)(lambda: plgpu.barrier_wait(self.ring.emptied.at[slot]))
-            for source, stage in zip(sources(step), (self.ring.a, self.ring.b), strict=True):
-                plgpu.copy_gmem_to_smem(source, stage.at[slot], self._filled(item, step))
+            copy(step, slot)
 
         jax.lax.fori_loop(0, steps, copy_step, None)
 
+    def copy_tiles(self, item: Item, step: Any, slot: Any, sources: Sequence[Any]) -> None:
+        """Copies a tile of each operand."""
+        for source, stage in zip(sources, (self.ring.a, self.ring.b), strict=True):
+            plgpu.copy_gmem_to_smem(source, stage.at[slot], self.barrier(self.ring.filled, item, step))
+
     def multiply(
-        self, item: Item, steps: Any, rows: int, factors: Callable[[Any], Any], prepare: Any = None
+        self, item: Item, steps: Any, rows: int, factors: Callable[[Any], Any], wait: Callable[[Any], None]
     ) -> jax.Array:
-        """The sum over steps of the products of factors(slot): (rows, columns) float32."""
+        """The sum over steps of the products of factors(slot), after wait(step): (rows, columns) float32."""
 
         def run(accumulator):
             def multiply_step(step, _):
-                slot = self._slot(item, step)
-                plgpu.barrier_wait(self._filled(item, step))
-                if prepare is not None:
-                    prepare(step, slot)
-                plgpu.wgmma(accumulator, *factors(slot))
+                wait(step)
+                plgpu.wgmma(accumulator, *factors(self._slot(item, step)))
                 plgpu.wgmma_wait(1)  # all products but the last are done, so the tiles that they read are free
                 pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.ring.emptied.at[self._slot(item, step - 1)]))
 
@@ -126,11 +127,15 @@ class Block(NamedTuple):
 
         return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((rows, self.tiles.columns), jnp.float32))
 
+    def wait(self, item: Item, step: Any) -> None:
+        """Until `copy_tiles` has filled a step's place."""
+        plgpu.barrier_wait(self.barrier(self.ring.filled, item, step))
+
     def pass_over(self, item: Item, steps: Any) -> None:
         """Empties the ring as `multiply` does, without a product."""
 
         def pass_step(step, _):
-            plgpu.barrier_wait(self._filled(item, step))
+            self.wait(item, step)
             plgpu.barrier_arrive(self.ring.emptied.at[self._slot(item, step)])
 
         jax.lax.fori_loop(0, steps, pass_step, None)

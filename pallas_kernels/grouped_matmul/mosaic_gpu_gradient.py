@@ -1,7 +1,10 @@
 """Hopper's gradient of the weights: for each group, a product whose contracted axis are the group's rows.
 
-Rows of others in a group's first and last step are set to zero in shared memory, in both factors, so that NaN does not
-pass. A group's sum is made in registers, and written once. Large groups come first, so that blocks end together.
+A step is 64 rows. In a group's first and last one, those of other groups must be zero in both factors, so that NaN does
+not pass. The copy engine moves 8 rows at least: XLA makes the 8 rows in which each group begins and the 8 in which it
+ends, with zeros for other groups' rows, and such steps are put together from pieces of 8 rows. (To set rows to zero in
+shared memory took a sixth of the kernel's time.) A group's sum is made in registers, and written once. Large groups
+come first, so that blocks end together.
 """
 
 from typing import Any
@@ -19,6 +22,8 @@ from liger_jax.pallas_kernels.grouped_matmul import config, formulas
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_block import Block, num_blocks
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_product import whole_rows
 
+_PIECE = 8  # rows that the copy engine moves at least
+
 
 def weight_gradient(
     a: jax.Array, b: jax.Array, group_sizes: jax.Array, fill: jax.Array, *, dtype: Any, precision: Any
@@ -30,23 +35,27 @@ def weight_gradient(
     tiles = config.HOPPER_GRADIENT
     row_tiles, column_tiles = cdiv(height, ROWS), cdiv(width, tiles.columns)
     blocks = num_blocks(num_groups * row_tiles * column_tiles)
-    stage = staging(dtype, config.STAGED_PIECES)
-    scratch = [*Ring.scratch(tiles, Factors(a, b, (0, 0))), stage, plgpu.Barrier(num_arrivals=NUM_CONSUMERS)]
+    groups, begins, ends = formulas.largest_first(group_sizes)
+    edges = [_edges(x, begins, ends) for x in (a, b)]
+    ring_scratch = Ring.scratch(tiles, Factors(a, b, (0, 0)))
+    num_barriers = tiles.stages * (NUM_CONSUMERS if tiles.in_turn else 1)
+    edge_filled = plgpu.Barrier(num_arrivals=2 * tiles.depth // _PIECE, num_barriers=num_barriers)
+    scratch = [*ring_scratch, edge_filled, staging(dtype, config.STAGED_PIECES)]
 
     def body(*refs):
-        (a_ref, b_ref), (fill_ref, group_ref, begin_ref, end_ref), (out_ref,), ring, (stage, masked) = split(
-            refs, (2, 4, 1, 4)
+        sources, edge_refs, (fill_ref, group_ref, begin_ref, end_ref), (out_ref,), ring, (edge_filled, stage) = split(
+            refs, (2, 2, 4, 1, 4)
         )
         block = Block(num_groups * row_tiles * column_tiles, blocks, Ring(*ring), tiles)
 
         def rows(number):
-            """The rows of an item's group, and where its first step begins."""
+            """An item's group's place and rows, and where its first step begins."""
             place = jax.lax.div(number, row_tiles * column_tiles)
             begin, end = begin_ref[place], end_ref[place]
-            return begin, end, jax.lax.div(begin, 8) * 8
+            return place, begin, end, pl.multiple_of(jax.lax.div(begin, _PIECE) * _PIECE, _PIECE)
 
         def steps(number):
-            begin, end, start = rows(number)
+            _, begin, end, start = rows(number)
             return jnp.where(end > begin, jax.lax.div(end - start + tiles.depth - 1, tiles.depth), 0)
 
         def tile(number):
@@ -55,48 +64,55 @@ def weight_gradient(
             return jax.lax.div(tile, column_tiles) * ROWS, jax.lax.rem(tile, column_tiles) * tiles.columns
 
         def copy(item):
-            _, _, start = rows(item.number)
-            row, column = tile(item.number)
+            place, begin, end, start = rows(item.number)
+            columns = [pl.ds(first, size) for first, size in zip(tile(item.number), (ROWS, tiles.columns), strict=True)]
 
-            def sources(step):
-                depth = pl.ds(pl.multiple_of(start + step * tiles.depth, 8), tiles.depth)
-                return a_ref.at[depth, pl.ds(row, ROWS)], b_ref.at[depth, pl.ds(column, tiles.columns)]
+            def copy_step(step, slot):
+                first = start + step * tiles.depth
+                is_edge = (first < begin) | (first + tiles.depth > end)
 
-            block.copy_steps(item, steps(item.number), sources)
+                @pl.when(jnp.logical_not(is_edge))
+                def _():
+                    depth = pl.ds(pl.multiple_of(first, _PIECE), tiles.depth)
+                    block.copy_tiles(
+                        item, step, slot, [x.at[depth, own] for x, own in zip(sources, columns, strict=True)]
+                    )
+
+                @pl.when(is_edge)
+                def _():
+                    filled = block.barrier(edge_filled, item, step)
+                    for piece in range(0, tiles.depth, _PIECE):
+                        row = pl.multiple_of(first + piece, _PIECE)
+                        is_whole = (row >= begin) & (row + _PIECE <= end)
+                        edge = jnp.where(row < begin, 2 * place, jnp.where(row < end, 2 * place + 1, 2 * num_groups))
+                        for x, edges, stage, own in zip(sources, edge_refs, ring[:2], columns, strict=True):
+                            there = stage.at[slot, pl.ds(piece, _PIECE)]
+                            _copy_either(is_whole, x.at[pl.ds(row, _PIECE), own], edges.at[edge, :, own], there, filled)
+
+            block.copy_steps(item, steps(item.number), copy_step)
 
         def finish(item, warpgroup):
-            begin, end, start = rows(item.number)
+            place, begin, end, start = rows(item.number)
             row, column = tile(item.number)
-            own = 0 if tiles.in_turn else warpgroup * tiles.rows
-            share = 1 if tiles.in_turn else NUM_CONSUMERS  # warpgroups that mask together
+            above = 0 if tiles.in_turn else warpgroup * tiles.rows
 
-            def prepare(step, slot):
+            def wait(step):
                 first = start + step * tiles.depth
-
-                @pl.when((first < begin) | (first + tiles.depth > end))
-                def _():
-                    plgpu.wgmma_wait(0)
-                    for ref, columns in ((block.ring.a, ROWS // share), (block.ring.b, tiles.columns // share)):
-                        for offset in range(0, columns, 64):
-                            place = (0 if tiles.in_turn else warpgroup * columns) + offset
-                            _keep_rows(ref, slot, place, begin - first, end - first, tiles.depth)
-                    plgpu.commit_smem()
-                    if not tiles.in_turn:
-                        plgpu.barrier_arrive(masked)
-                        plgpu.barrier_wait(masked)
+                is_edge = (first < begin) | (first + tiles.depth > end)
+                pl.when(is_edge)(lambda: plgpu.barrier_wait(block.barrier(edge_filled, item, step)))
+                pl.when(jnp.logical_not(is_edge))(lambda: block.wait(item, step))
 
             def factors(slot):
-                return block.ring.a.at[slot, :, pl.ds(own, tiles.rows)].transpose((1, 0)), block.ring.b.at[slot]
+                return block.ring.a.at[slot, :, pl.ds(above, tiles.rows)].transpose((1, 0)), block.ring.b.at[slot]
 
-            values = block.multiply(item, steps(item.number), tiles.rows, factors, prepare) + fill_ref[0]
-            part = Tile(values, row + own, column, 0, warpgroup)
-            group = group_ref[jax.lax.div(item.number, row_tiles * column_tiles)]
-            store_tile(part, values, stage, out_ref.at[group], row + own, column)
+            values = block.multiply(item, steps(item.number), tiles.rows, factors, wait) + fill_ref[0]
+            part = Tile(values, row + above, column, 0, warpgroup)
+            store_tile(part, values, stage, out_ref.at[group_ref[place]], row + above, column)
 
         block.run(steps, copy, finish)
 
     (gradient,) = _hopper.launch(
-        body, a, b, fill[None], *formulas.largest_first(group_sizes),
+        body, a, b, *edges, fill[None], groups, begins, ends,
         num_blocks=blocks,
         out_types=[out_like(a, (num_groups, height, width), dtype)],
         scratch=scratch,
@@ -105,9 +121,19 @@ def weight_gradient(
     return gradient
 
 
-def _keep_rows(ref: Any, slot: Any, column: Any, first: Any, last: Any, depth: int) -> None:
-    """Sets rows before `first` and from `last` on to zero, in 64 columns of a place in the ring."""
-    here = slot, slice(None), pl.ds(column, 64)
-    values = _hopper.load(ref, here, _hopper.tile_layout())
-    rows = plgpu.broadcasted_iota(jnp.int32, (depth, 64), 0, layout=_hopper.tile_layout())
-    ref[here] = jnp.where((rows >= first) & (rows < last), values, jnp.zeros((), values.dtype))
+def _copy_either(condition: Any, source: Any, other: Any, there: Any, barrier: Any) -> None:
+    """Copies one of two sources."""
+    pl.when(condition)(lambda: plgpu.copy_gmem_to_smem(source, there, barrier))
+    pl.when(jnp.logical_not(condition))(lambda: plgpu.copy_gmem_to_smem(other, there, barrier))
+
+
+def _edges(x: jax.Array, begins: jax.Array, ends: jax.Array) -> jax.Array:
+    """x (M, C) → (2·E + 2, 8, C): the 8 rows in which each group begins and those in which it ends, others' zero.
+
+    The last two pieces, of a group without rows, are zero.
+    """
+    begins, ends = (jnp.concatenate([rows, jnp.zeros_like(rows[:1])])[:, None, None] for rows in (begins, ends))
+    rows = jnp.concatenate([begins, ends], axis=1) // _PIECE * _PIECE + jnp.arange(_PIECE, dtype=jnp.int32)[None, None]
+    inside = ((rows >= begins) & (rows < ends))[..., None]
+    own = jnp.where(inside, x.at[rows].get(mode="clip"), jnp.zeros((), x.dtype))
+    return own.reshape(-1, _PIECE, x.shape[1])

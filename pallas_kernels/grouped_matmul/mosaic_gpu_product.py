@@ -58,13 +58,12 @@ def product(
             tile, row, column = place(item.number)
             weight = w_ref.at[listed.group[tile]]
 
-            def sources(step):
+            def copy_step(step, slot):
                 depth, columns = pl.ds(step * tiles.depth, tiles.depth), pl.ds(column, tiles.columns)
-                return x_ref.at[pl.ds(row, ROWS), depth], weight.at[
-                    (columns, depth) if transpose_w else (depth, columns)
-                ]
+                own = weight.at[(columns, depth) if transpose_w else (depth, columns)]
+                block.copy_tiles(item, step, slot, (x_ref.at[pl.ds(row, ROWS), depth], own))
 
-            block.copy_steps(item, steps, sources)
+            block.copy_steps(item, steps, copy_step)
 
         def finish(item, warpgroup):
             tile, row, column = place(item.number)
@@ -79,7 +78,7 @@ def product(
                         (1, 0)
                     ) if transpose_w else weight
 
-                values = block.multiply(item, steps, rows, factors)
+                values = block.multiply(item, steps, rows, factors, lambda step: block.wait(item, step))
                 for half in range(0, rows, _HALF):
                     here = jnp.maximum(first - half, 0), jnp.minimum(last - half, _HALF)
                     store(values[half : half + _HALF], row + half, column, warpgroup, *here)
