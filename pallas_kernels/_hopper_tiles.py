@@ -98,9 +98,9 @@ class Epilogue:
         return len(self.matrices) + len(self.out_types) + len(self.in_place)
 
 
-def staging(dtype: Any) -> Any:
-    """Shared memory of `store_tile`: two pieces of 64 rows by 32 columns for each warpgroup."""
-    return shared_tile((NUM_CONSUMERS, 2, 64, PIECE_COLUMNS), dtype)
+def staging(dtype: Any, num_pieces: int = 2) -> Any:
+    """Shared memory of `store_tile`: pieces of 64 rows by 32 columns for each warpgroup."""
+    return shared_tile((NUM_CONSUMERS, num_pieces, 64, PIECE_COLUMNS), dtype)
 
 
 def row_staging(tiles: Tiles, dtype: Any) -> Any:
@@ -119,9 +119,10 @@ def pieces(shape: Sequence[int]) -> list[tuple[slice, slice]]:
 
 def store_tile(tile: Tile, values: Any, stage: Any, out_ref: Any, row: Any, column: Any, add: bool = False) -> None:
     """Writes a tile's values to out_ref from (row, column) on, or adds them to the values there."""
+    num_slots = stage.shape[1]
     for i, piece in enumerate(pieces(values.shape)):
-        slot = stage.at[tile.warpgroup, i % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        slot = stage.at[tile.warpgroup, i % num_slots]
+        plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
         slot[...] = values[piece].astype(stage.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(slot, at(out_ref, row, column, piece), reduction_op="add" if add else None)

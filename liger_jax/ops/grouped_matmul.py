@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Integer
 from liger_jax.ops import _checks, _mesh, layout
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Choice, Implementation, Kernel, Kernels
-from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu, xla
+from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, xla
 
 _OP = "grouped_matmul"
-_MODULES = {"xla": xla, "mosaic_gpu": mosaic_gpu}
-KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu",)})
+_MODULES = {"xla": xla, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+KERNELS = Kernels(_OP, _MODULES, defaults={"gpu": ("mosaic_gpu",), "tpu": ("mosaic_tpu",)})
 _SECOND_DERIVATIVES = "call jax.lax.ragged_dot, which is plain JAX"
 
 
@@ -102,7 +102,8 @@ def grouped_matmul(
             ValueError where their values are known.
         transpose_w: whether `w` is (E, N, K), so that y[m] = x[m] · wᵀ.
         implementation: None for the platform's default, or "xla", "mosaic_gpu" (Hopper, for 16 bits and widths that
-            are multiples of 64), "mosaic_gpu:interpret", or a tuple of these to try in order.
+            are multiples of 64), "mosaic_tpu" (for float32 and bfloat16), the last two with ":interpret", or a tuple of
+            these to try in order.
 
     Returns:
         (M, N) in x.dtype.
@@ -137,11 +138,13 @@ def usable_sizes(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 
     Wrong sizes become no groups at all.
     """
-    # Any prefix of sizes of at least 0 that fit is at most m, so that no sum of int32 that wraps around passes.
-    is_right = jnp.all(group_sizes >= 0) & jnp.all(group_sizes <= m)
-    sizes = jnp.where(is_right, group_sizes, 0).astype(jnp.int32)
-    sums = jnp.cumsum(sizes, dtype=jnp.int32)
-    is_right &= jnp.all((sums >= 0) & (sums <= m))
+    fits = (group_sizes >= 0) & (group_sizes <= m)
+    sizes = jnp.where(fits, group_sizes, 0).astype(jnp.int32)
+    # Their sum in two halves of 16 bits, which do not wrap around.
+    low, high = (jnp.sum(half, dtype=jnp.int32) for half in (sizes % 2**16, sizes // 2**16))
+    high += low // 2**16
+    sum_fits = (high < m // 2**16) | ((high == m // 2**16) & (low % 2**16 <= m % 2**16))
+    is_right = jnp.all(fits) & sum_fits
     return jnp.where(is_right, sizes, 0), jnp.where(is_right, 0.0, jnp.nan).astype(jnp.float32)
 
 

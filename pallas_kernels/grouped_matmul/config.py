@@ -1,9 +1,12 @@
 """Tile sizes of the grouped product."""
 
 from liger_jax.pallas_kernels._hopper_tiles import Tiles
-from liger_jax.pallas_kernels._tiles import previous_power_of_2
+from liger_jax.pallas_kernels._tiles import previous_power_of_2, round_up
 
 _LEAST_ROWS, _MOST_ROWS = 8, 256
+_LANES = 128
+# Multiply-adds of one visit on a TPU: the compiler unrolls them, and takes minutes for a few times as many.
+_MOST_MACS = 2**28
 
 
 def xla_rows(m: int, num_groups: int) -> int:
@@ -11,6 +14,48 @@ def xla_rows(m: int, num_groups: int) -> int:
     return min(m, max(_LEAST_ROWS, min(_MOST_ROWS, previous_power_of_2(m // (2 * num_groups)))))
 
 
-# Two warpgroups share a tile of 128 rows: shared memory holds 4 · (128 + 256) · 64 · 2 bytes of operands, 16 KiB of
-# staged pieces and 16 KiB of staged rows, 224 of 227 KiB.
-HOPPER_TILES = Tiles(columns=256, stages=4)
+# Shared memory, at most 227 KiB: 5 · (128 + 128) · 64 · 2 bytes of operands in the ring, 32 KiB of staged pieces and
+# 16 KiB of staged rows.
+HOPPER_PRODUCT = HOPPER_GRADIENT = Tiles(columns=128, in_turn=True, stages=5)
+STAGED_PIECES = 4  # of 64 rows by 32 columns, for each warpgroup
+STAGED_COLUMNS = 64  # of 64 rows that leave one by one, for each warpgroup
+
+
+def tpu_product(m: int, k: int, n: int, num_groups: int, itemsize: int, vmem_bytes: int) -> tuple[int, int] | None:
+    """Rows and columns of a tile (M, K) · (K, N) on a TPU, the widest that fit; None if none does."""
+    rows, depth = _tpu_rows(m, num_groups), round_up(k, _LANES)
+
+    def bytes_of(columns):
+        operands = rows * depth + depth * columns + rows * columns  # of x, w and the result, each twice
+        return 2 * operands * itemsize + 2 * rows * columns * 4  # the product, and the rows that are kept
+
+    fitting = [c for c in _tpu_widths(n) if bytes_of(round_up(c, _LANES)) <= vmem_bytes * 3 // 4]
+    quick = [c for c in fitting if rows * depth * c <= _MOST_MACS]
+    return (rows, max(quick) if quick else min(fitting)) if fitting else None
+
+
+def tpu_gradient(
+    m: int, a_width: int, b_width: int, num_groups: int, itemsize: int, vmem_bytes: int
+) -> tuple[int, int, int] | None:
+    """Rows, and columns of a and b, of a tile of the weights' gradient: those that read least. None if none fit."""
+    rows = _tpu_rows(m, num_groups)
+
+    def bytes_of(a, b):
+        a, b = round_up(a, _LANES), round_up(b, _LANES)
+        # The factors twice and once in float32; the sum, the product, and the result twice in at most float32.
+        return rows * (a + b) * (2 * itemsize + 4) + a * b * 16
+
+    pairs = [(a, b) for a in _tpu_widths(a_width) for b in _tpu_widths(b_width)]
+    fitting = [pair for pair in pairs if bytes_of(*pair) <= vmem_bytes * 3 // 4]
+    quick = [(a, b) for a, b in fitting if rows * a * b <= _MOST_MACS]
+    return (rows, *min(quick or fitting, key=lambda pair: 1 / pair[0] + 1 / pair[1])) if fitting else None
+
+
+def _tpu_rows(m: int, num_groups: int) -> int:
+    """Half of an average group, in powers of two: fewer rows leave the matrix unit waiting for weights."""
+    return min(m, max(128, min(512, previous_power_of_2(m // (2 * num_groups)))))
+
+
+def _tpu_widths(n: int) -> list[int]:
+    """Widths of tiles that cover an axis without a rest: multiples of a register's lanes, or all of it."""
+    return [n, *(width for width in range(_LANES, n, _LANES) if n % width == 0)]

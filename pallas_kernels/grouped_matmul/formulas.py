@@ -14,7 +14,7 @@ from liger_jax.pallas_kernels._tiles import cdiv
 
 
 class Visits(NamedTuple):
-    """Visits in the order of rows, int32. Behind the last one the entries have no rows.
+    """Visits in the order of rows, int32. Behind the last one come the last tile and group again, without rows.
 
     Attributes:
         tile: (visits,), the number of the tile.
@@ -32,16 +32,19 @@ class Visits(NamedTuple):
 
 
 def most_visits(m: int, num_groups: int, rows: int) -> int:
-    """The most visits that m rows in groups of any sizes can take."""
+    """The most visits that m rows in groups of any sizes can take, also if empty groups take one."""
     return cdiv(m, rows) + num_groups - 1
 
 
-def visits(group_sizes: jax.Array, m: int, rows: int) -> Visits:
-    """The visits to tiles of `rows` rows, for group_sizes (E,) int32 of a sum of at most m."""
+def visits(group_sizes: jax.Array, m: int, rows: int, *, every_group: bool = False) -> Visits:
+    """The visits to tiles of `rows` rows, for group_sizes (E,) int32 of a sum of at most m.
+
+    With `every_group` an empty group has a visit, too, which has no rows.
+    """
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     begins = ends - group_sizes
     first_tiles = begins // rows
-    num_tiles = jnp.where(group_sizes > 0, (ends - 1) // rows - first_tiles + 1, 0)
+    num_tiles = jnp.where(group_sizes > 0, (ends - 1) // rows - first_tiles + 1, int(every_group))
     visits_so_far = jnp.cumsum(num_tiles, dtype=jnp.int32)
     total = visits_so_far[-1]
     number = jnp.arange(most_visits(m, group_sizes.shape[0], rows), dtype=jnp.int32)
@@ -49,44 +52,73 @@ def visits(group_sizes: jax.Array, m: int, rows: int) -> Visits:
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
     tile = first_tiles[group] + number - (visits_so_far - num_tiles)[group]
     is_one = number < total
-    tile, group, begin, end = (jnp.where(is_one, x, 0) for x in (tile, group, begins[group], ends[group]))
+    # The last group may be empty and stand behind the last tile.
+    tile = jnp.where(is_one, jnp.minimum(tile, cdiv(m, rows) - 1), cdiv(m, rows) - 1)
+    begin, end = (jnp.where(is_one, x[group], 0) for x in (begins, ends))
     return Visits(tile, group, begin, end, total)
 
 
 class GroupTiles(NamedTuple):
-    """Tiles that begin where their group does, in the order of rows, int32. Behind the last one they have no rows.
+    """Tiles that begin where their group does, in the order of rows, int32. Tile i's first row is offset[i] + i · rows.
 
     Attributes:
-        start: (tiles,), the tile's first row, which may be one of the group before.
+        offset: (tiles,). The first row may be one of the group before.
         begin: (tiles,), the group's first row.
         end: (tiles,), the row behind the group's last.
         group: (tiles,).
-        total: (), how many tiles there are.
+        so_far: (E,), how many tiles there are up to each group's end. Behind the last one entries mean nothing.
+        ends: (E,), the row behind each group's last.
     """
 
-    start: jax.Array
+    offset: jax.Array
     begin: jax.Array
     end: jax.Array
     group: jax.Array
-    total: jax.Array
+    so_far: jax.Array
+    ends: jax.Array
+
+
+def prefix_sums(x: jax.Array) -> jax.Array:
+    """x (E,) int32 → the sums of its first numbers (E,): E² additions in one pass, where XLA's cumsum takes several."""
+    number = jnp.arange(x.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(number[None] <= number[:, None], x[None], 0), axis=1, dtype=jnp.int32)
 
 
 def tiles(group_sizes: jax.Array, m: int, rows: int, multiple: int) -> GroupTiles:
-    """The tiles of `rows` rows that cover groups of sizes (E,); a group's first one begins at a multiple."""
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    """The tiles of `rows` rows that cover groups of sizes (E,); a group's first one begins at a multiple.
+
+    For few hundred numbers only the number of XLA's passes counts: one finds each tile's group among all of them.
+    """
+    ends = prefix_sums(group_sizes)
     begins = ends - group_sizes
-    starts = begins // multiple * multiple
-    num_tiles = jnp.where(group_sizes > 0, (ends - starts + rows - 1) // rows, 0)
-    tiles_so_far = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    starts = jax.lax.div(begins, multiple) * multiple
+    num_tiles = jnp.where(group_sizes > 0, jax.lax.div(ends - starts + rows - 1, rows), 0)
+    so_far = prefix_sums(num_tiles)
+    firsts = so_far - num_tiles
     # A group of s rows has at most (s + multiple − 1 + rows − 1) / rows tiles.
     most = max(1, (m + group_sizes.shape[0] * (rows + multiple - 2)) // rows)
-    number = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.searchsorted(tiles_so_far, number, side="right", method="compare_all").astype(jnp.int32)
-    group = jnp.minimum(group, group_sizes.shape[0] - 1)
-    start = starts[group] + (number - (tiles_so_far - num_tiles)[group]) * rows
-    is_one = number < tiles_so_far[-1]
-    start, begin, end, group = (jnp.where(is_one, x, 0) for x in (start, begins[group], ends[group], group))
-    return GroupTiles(start, begin, end, group, tiles_so_far[-1])
+    number = jnp.arange(most, dtype=jnp.int32)[:, None]
+    is_of = (number >= firsts[None]) & (number < so_far[None])  # (tiles, E)
+
+    def found(values):
+        return jnp.sum(jnp.where(is_of, values[None], 0), axis=1, dtype=jnp.int32)
+
+    groups = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
+    return GroupTiles(found(starts - firsts * rows), found(begins), found(ends), found(groups), so_far, ends)
+
+
+def largest_first(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Groups in the order of falling sizes, int32: their numbers, first rows, and the rows behind their last (E,)."""
+    ends, numbers = prefix_sums(group_sizes), jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
+    is_before = (group_sizes[None] > group_sizes[:, None]) | (
+        (group_sizes[None] == group_sizes[:, None]) & (numbers[None] < numbers[:, None])
+    )
+    rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    is_of = rank[None] == numbers[:, None]  # (place, group)
+    found = [
+        jnp.sum(jnp.where(is_of, x[None], 0), axis=1, dtype=jnp.int32) for x in (numbers, ends - group_sizes, ends)
+    ]
+    return found[0], found[1], found[2]
 
 
 def group_of_rows(group_sizes: jax.Array, m: int) -> jax.Array:

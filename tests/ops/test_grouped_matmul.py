@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from liger_jax import grouped_matmul
-from liger_jax.pallas_kernels.grouped_matmul import formulas, mosaic_gpu, reference
+from liger_jax.pallas_kernels.grouped_matmul import formulas, mosaic_gpu, mosaic_gpu_block, mosaic_tpu, reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 
-KERNELS = ("xla",)
+KERNELS = ("xla", "mosaic_tpu")
+FULL_KERNELS = ("mosaic_tpu:interpret",)
 SIZES = {
     "unequal": (5, 0, 17, 1, 9),
     "some rows behind": (0, 3, 20, 0, 2),
@@ -54,6 +55,8 @@ def test_any_number_of_groups_and_rows_matches_float64(shape, implementation, rn
 @pytest.mark.parametrize("dtype", _oracle.first(1, ["bfloat16", "float16"]))
 def test_half_precision_is_no_worse_than_a_product_for_each_group(dtype, implementation, rng):
     sizes = (40, 0, 33, 7, 0)
+    if dtype == "float16" and implementation.startswith("mosaic_tpu"):
+        pytest.skip("Mosaic has no float16, and says so: test_tpus_take_what_fits_into_their_memory")
 
     def plain(x, w):
         ends = np.cumsum(sizes)
@@ -74,7 +77,7 @@ def test_half_precision_is_no_worse_than_a_product_for_each_group(dtype, impleme
 def test_hopper_is_no_worse_than_a_product_for_each_group(case, transpose_w, hopper, rng, monkeypatch):
     """Simulated, two cores walk over several tiles each; rows behind the groups hold NaN."""
     if hopper != "mosaic_gpu":
-        monkeypatch.setattr(mosaic_gpu, "NUM_CORES", 2)
+        monkeypatch.setattr(mosaic_gpu_block, "NUM_CORES", 2)
     sizes = {"ragged": (5, 0, 150, 33), "one has all": (0, 77, 0), "many": (1, 9, 64, 0, 128, 65)}[case]
     m = sum(sizes) + (12 if case == "ragged" else 0)
     x, w = draw(rng, m, len(sizes), 192, 320, "bfloat16", transpose_w)
@@ -117,21 +120,55 @@ def test_hopper_says_what_it_does_not_take(dtype, k, n, why):
     assert found is None if why is None else re.search(why, str(found))
 
 
+@pytest.mark.parametrize(
+    "dtype, shape, why",
+    [
+        ("float16", (8, 64, 64), "x is float16"),
+        ("float32", (2, 64_000, 64), r"tiles of w \(2, 64000, 64\) do not fit into 16 MiB"),
+        ("bfloat16", (8, 2048, 1536), None),
+    ],
+)
+def test_tpus_take_what_fits_into_their_memory(dtype, shape, why):
+    found = mosaic_tpu.unsupported(*(jax.ShapeDtypeStruct(s, dtype) for s in ((4096, shape[1]), shape)))
+    assert found is None if why is None else re.search(why, str(found))
+
+
+def test_tpus_visit_tiles_of_several_groups(platform, rng):
+    """Rows behind the groups and an empty group, in tiles that groups share; their NaN reaches nothing."""
+    sizes, name = (100, 0, 90, 60), "mosaic_tpu" if platform == "tpu" else "mosaic_tpu:interpret"
+    x, w = draw(rng, 300, 4, 16, 24)
+    x = jnp.where(jnp.arange(300)[:, None] < sum(sizes), x, jnp.nan)
+    y, pullback = jax.vjp(make(sizes, name), x, w)
+    cotangent = normal(rng, y.shape)[0]
+    expected = _oracle.truth(truth(sizes), [jnp.nan_to_num(x), w], cotangent)
+    for found, right in zip((y, *pullback(cotangent)), expected, strict=True):
+        assert _oracle.largest_error(found, right) <= _oracle.TOLERANCE
+
+
 def test_tiles_cover_each_row_of_a_group_once(rng):
     m, rows = 100, 16
     sizes = np.bincount(rng.integers(0, 9, 80), minlength=9)
     tiles = formulas.tiles(jnp.asarray(sizes, jnp.int32), m, rows, multiple=8)
     found = []
-    for start, begin, end, group in np.stack(tiles[:4], 1)[: int(tiles.total)]:
+    for i, (offset, begin, end, group) in enumerate(np.stack(tiles[:4], 1)[: int(tiles.so_far[-1])]):
+        start = offset + i * rows
         assert start % 8 == 0
         found += [(row, group) for row in range(max(begin, start), min(end, start + rows))]
     assert found == list(enumerate(np.repeat(np.arange(9), sizes)))
 
 
+def test_large_groups_come_first():
+    sizes = np.array([3, 7, 0, 7, 5])
+    group, begin, end = formulas.largest_first(jnp.asarray(sizes, jnp.int32))
+    assert group.tolist() == [1, 3, 4, 0, 2]
+    assert (end - begin).tolist() == sizes[np.asarray(group)].tolist()
+    assert end.tolist() == np.cumsum(sizes)[np.asarray(group)].tolist()
+
+
 @pytest.mark.parametrize("sizes", [[23] * 9, [0] * 8 + [100], [15] * 6 + [1, 0, 9]], ids=str)
 def test_there_is_room_for_the_most_tiles(sizes):
     tiles = formulas.tiles(jnp.asarray(sizes, jnp.int32), sum(sizes), 16, multiple=8)
-    assert int(tiles.total) <= tiles.group.shape[0]
+    assert int(tiles.so_far[-1]) <= tiles.group.shape[0]
 
 
 def test_nan_behind_the_groups_reaches_nothing(implementation, rng):
@@ -201,6 +238,9 @@ def test_visits_cover_each_row_of_a_group_once(rng):
         found += [(row, group) for row in range(max(begin, tile * rows), min(end, (tile + 1) * rows))]
     assert found == list(enumerate(np.repeat(np.arange(9), sizes)))
     assert visits.tile.shape == (formulas.most_visits(m, 9, rows),)
+    all_groups = formulas.visits(jnp.asarray(sizes, jnp.int32), m, rows, every_group=True)
+    assert {*range(9)} == {*all_groups.group.tolist()} and (jnp.diff(all_groups.group) >= 0).all()
+    assert int(all_groups.total) <= formulas.most_visits(m, 9, rows) and int(all_groups.tile.max()) < 7
     assert formulas.group_of_rows(jnp.asarray(sizes), m).tolist() == [*np.repeat(np.arange(9), sizes), *[9] * 20]
 
 
