@@ -18,7 +18,7 @@ import jax
 from benchmarks import _measure
 from benchmarks._collectives import by_kind, collectives
 from liger_jax.planner import compile_run
-from liger_jax.planner.mesh import in_words
+from liger_jax.planner.mesh import BATCH_AXES, in_words
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.step import Run
 from liger_jax.training.meshes import parse_mesh
@@ -44,14 +44,14 @@ def main() -> int:
     parser.add_argument("--model", default="llama-3-8b", help="as the planner takes it")
     parser.add_argument("--device", default="h200:8", help="as the planner takes it")
     parser.add_argument("--mesh", type=parse_mesh, default="fsdp=4,tensor=2", help="such as fsdp=4,tensor=2")
-    parser.add_argument("--rows", type=int, default=2, help="of each device")
+    parser.add_argument("--rows", type=int, default=2, help="of each device, or of the devices that share rows")
     parser.add_argument("--seq", type=int, default=4096, help="tokens in a row")
     parser.add_argument("--program", type=pathlib.Path, help="a file for the program's text")
     parser.add_argument("--name", help="of a file under results/")
     arguments = parser.parse_args()
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
-    groups = math.prod(size for name, size in arguments.mesh.items() if name != "tensor")
+    groups = math.prod(arguments.mesh[name] for name in BATCH_AXES)
     sizes = dict(batch=arguments.rows * groups, seq=arguments.seq)
     # Packed rows run a kernel on GPUs whether or not cuDNN is installed.
     run = make_run(arguments.model, device=arguments.device, mesh=arguments.mesh, packed=True, **sizes)

@@ -83,8 +83,7 @@ def test_the_default_cases_run_or_say_why_not(count, capsys):
     printed = capsys.readouterr().out
     assert [case.count for case, _ in cases] == sorted(case.count for case, _ in cases)
     assert all(case.alone in dict(cases) for case, _ in cases)
-    assert printed.count("skipped: ") == sum("sequence" in text for text in default_cases(count))
-    assert "the layout has no sequence axis yet" in printed
+    assert "skipped: " not in printed
     by_eight_layers = [run for case, run in cases if case.layers]
     assert by_eight_layers and all(run.model.config.num_hidden_layers == 8 for run in by_eight_layers)
 
