@@ -1,11 +1,15 @@
 """Pods without pods: a training step of LLaMA-3-8B, and of 70B, compiled for many devices that are not there.
 
-    python -m benchmarks.pods [--targets v5e:8x8 h200:8 …] [--models llama-3-8b]
+    python -m benchmarks.pods [--targets v5e:8x8 h200:8 …] [--models llama-3-8b] [--shared 0 1 …]
 
 One sequence of 8,192 tokens on each device (4,096 for 70B), AdamW in float32, bfloat16 computation, remat "full", all
 devices along FSDP, with the fused loss and on logits. Each program is searched for the Pallas kernels that it calls,
 and the command fails if one is missing that the platform's defaults choose. Figures are kept in `results/pods.json`;
 what is there is not made again.
+
+A second table has the runs of `SHARED`, by number: 8 sequences of 8,192 tokens for 70B on 8 and on 16 devices, and one
+of 131,072 for 8B, whose devices share rows. Rows are packed, so that a kernel runs attention on GPUs whether or not
+cuDNN is installed, and the loss is fused. Runs that were not compiled are estimated.
 """
 
 import argparse
@@ -17,10 +21,23 @@ from benchmarks import _measure
 from benchmarks._memory import COLORS, Figure, Figures, both, draw, estimated, gib, run_of
 from liger_jax.planner import target
 from liger_jax.planner.devices import GIB
+from liger_jax.planner.mesh import in_words
 
 NAME = "pods"
 TARGETS = ("a100-80g:8", "v5e:8x8", "h200:8", "v6e:8x8", "h200:32", "v5p:4x4x4")  # by memory in all
 SEQ = {"llama-3-8b": 8192, "llama-3-70b": 4096}
+_OF_70B = dict(model="llama-3-70b", batch=8, seq=8192, packed=True)
+_OF_8B = dict(model="llama-3.1-8b", batch=1, seq=131072, packed=True)
+SHARED: tuple[dict[str, Any], ...] = (
+    _OF_70B | dict(device="h200:8", mesh={"fsdp": 8}),
+    _OF_70B | dict(device="h200:8", mesh={"fsdp": 8}, optimizer="adamw8bit"),
+    _OF_70B | dict(device="h200:8", mesh={"fsdp": 8}, state_memory="host"),
+    _OF_70B | dict(device="v5p:2x2x4", mesh={"fsdp": 8, "sequence": 2}),
+    _OF_70B | dict(device="v5p:2x2x4", mesh={"fsdp": 8, "tensor": 2}),
+    _OF_8B | dict(device="h200:8", mesh={"sequence": 8}),
+    _OF_8B | dict(device="v5p:4x4x1", mesh={"sequence": 16}),
+    _OF_8B | dict(device="v5p:4x4x1", mesh={"sequence": 8, "tensor": 2}),
+)
 
 
 def spec_of(model: str, where: str) -> dict[str, Any]:
@@ -71,6 +88,22 @@ def lines(figures: Figures) -> list[list[str]]:
     return rows
 
 
+def shared_lines(figures: Figures) -> list[list[str]]:
+    """A row for each run of `SHARED`."""
+    rows = []
+    for spec in SHARED:
+        run, figure = run_of(spec), figures.compiled(spec)
+        needed = estimated(spec).total if not figure or "failure" in figure else figure["total"]
+        told = "–" if figure is None else gib(figure)
+        fits = "fits" if needed <= run.target.capacity_bytes else "does not fit"
+        options = [f"--{name.replace('_', '-')} {spec[name]}" for name in ("optimizer", "state_memory") if name in spec]
+        where = [run.model.name, run.target.name, f"`{in_words(spec['mesh'])}`", f"{run.batch} × {run.seq}"]
+        rows.append(
+            [*where, " ".join(options) or "–", gib(run.target.capacity_bytes), gib(estimated(spec).total), told, fits]
+        )
+    return rows
+
+
 def picture(figures: Figures) -> Figure:
     """Compiled GiB on each device, on logits and fused, against what it has."""
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -100,14 +133,19 @@ def report(figures: Figures, folder: pathlib.Path | None) -> None:
     text += _measure.table([*header, "our kernels in the program"], lines(figures))
     text += "\nKernels that the platform's defaults choose, and that are missing: "
     text += "".join(f"\n- {sentence}" for sentence in missing(figures)) or "none"
-    _measure.save(NAME, text + ".\n", folder or _measure.RESULTS)
+    header = ["model", "devices", "mesh", "batch × seq", "options", "GiB that a process can have", "estimate, GiB"]
+    text += ".\n\nRows that are fewer than devices, or too long for one; packed, with the fused loss:\n\n"
+    text += _measure.table([*header, "compiled, GiB", ""], shared_lines(figures))
+    _measure.save(NAME, text, folder or _measure.RESULTS)
     draw(picture, figures, NAME, folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pods")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
+    parser.add_argument("--targets", nargs="*", choices=TARGETS, default=TARGETS)
     parser.add_argument("--models", nargs="+", choices=tuple(SEQ), default=tuple(SEQ))
+    numbers = range(len(SHARED))
+    parser.add_argument("--shared", nargs="*", type=int, choices=numbers, default=numbers, help="runs of SHARED")
     parser.add_argument("--folder", type=pathlib.Path, help="of figures, table and picture")
     options = parser.parse_args()
     figures = Figures(NAME, options.folder)
@@ -115,6 +153,9 @@ def main() -> None:
         for where in options.targets:
             for spec in both(spec_of(model, where)).values():
                 figures.compile(spec)
+        report(figures, options.folder)
+    for number in options.shared:
+        figures.compile(SHARED[number])
         report(figures, options.folder)
     if sentences := missing(figures):
         raise SystemExit("\n".join(sentences))

@@ -1,4 +1,4 @@
-"""Draws the two pictures of docs/how-it-works.md, heights to scale: `python -m docs.draw`.
+"""Draws the pictures of docs/how-it-works.md, heights to scale, and of docs/distributed.md: `python -m docs.draw`.
 
 The step's heights are the planner's estimates, and the loss's are those of its plan. On the site the pictures take the
 page's colours; where they are shown by themselves they follow the browser's preference.
@@ -155,6 +155,55 @@ def loss() -> str:
     return picture(panels, names, most=6600, width=760, height=340)
 
 
+# --- who holds what ---------------------------------------------------------------------------------------------------
+
+# Devices 2i and 2i + 1 are a pair along "tensor", and have one hue.
+DEVICES = ("#1f5fa8", "#9cc4ec", "#1b7f6b", "#93d6c6", "#b5541c", "#f3bd9c", "#6b4aa0", "#cbb9e8")
+
+
+def cells(left: float, top: float, width: float, height: float, table: list[list[tuple[int, ...]]]) -> str:
+    """A table of equal cells. The devices of a cell stand in it side by side, and each of them holds all of it."""
+    drawn, tall = [], height / len(table)
+    for i, row in enumerate(table):
+        for j, holders in enumerate(row):
+            wide = width / len(row) / len(holders)
+            for k, device in enumerate(holders):
+                x, y = left + (j * len(holders) + k) * wide, top + i * tall
+                ink = "#fff" if device % 2 == 0 else "#222"
+                drawn.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" ')
+                drawn.append(f'fill="{DEVICES[device]}"/><text class="strong tight" fill="{ink}" ')
+                drawn.append(f'x="{x + wide / 2:.1f}" y="{y + tall / 2 + 5:.1f}">{device}</text>')
+            x = left + j * width / len(row)
+            drawn.append(f'<rect class="line" x="{x:.1f}" y="{top + i * tall:.1f}" width="{width / len(row):.1f}" ')
+            drawn.append(f'height="{tall:.1f}"/>')
+    return "".join(drawn)
+
+
+def shares() -> str:
+    """What each device of a mesh fsdp=2, sequence=2, tensor=2 holds."""
+    pairs = [(0, 1), (2, 3)], [(4, 5), (6, 7)]  # by fsdp, then by sequence
+    chunks = (0, 1, 1, 0)  # who has which of a row's four: to and fro
+    panels = [
+        ("Between sublayers: positions", "rows over fsdp ↓, their chunks over sequence and tensor →",
+         [[(pairs[f][c][i // 2],) for i, c in enumerate(chunks)] for f in range(2)]),
+        ("In a sublayer: heads, or the feed-forward's width", "a pair computes the same chunks, each its own heads",
+         [[(device,) for c in chunks for device in pairs[f][c]] for f in range(2)]),
+        ("A matrix, its gradient and its moments", "inputs over fsdp and sequence ↓, outputs over tensor →",
+         [[(device,) for device in pair] for of_rows in pairs for pair in of_rows]),
+        ("Keys and values in attention", "heads over tensor →; whole rows on both devices of a cell",
+         [[tuple(pair[t] for pair in of_rows) for t in range(2)] for of_rows in pairs]),
+    ]  # fmt: skip
+    drawn = []
+    for number, (title, told, table) in enumerate(panels):
+        left, top = 8 + 384 * (number % 2), 210 * (number // 2)
+        drawn.append(f'<text class="ink strong" x="{left}" y="{top + 18}">{title}</text>')
+        drawn.append(f'<text class="ink small" x="{left}" y="{top + 36}">{told}</text>')
+        drawn.append(cells(left, top + 48, 356, 132, table))
+    size = 'viewBox="0 0 760 400" width="760" height="400"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" {size}>{STYLE}{"".join(drawn)}</svg>\n'
+
+
 if __name__ == "__main__":
     (FOLDER / "how_step.svg").write_text(step(), encoding="utf-8")
     (FOLDER / "how_loss.svg").write_text(loss(), encoding="utf-8")
+    (FOLDER / "who_holds_what.svg").write_text(shares(), encoding="utf-8")

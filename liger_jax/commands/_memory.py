@@ -12,7 +12,7 @@ from liger_jax.planner import defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
-from liger_jax.planner.mesh import AXES, mesh_sizes
+from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.step import Run
 
 _OPTION = {"seq": "length"}
@@ -39,9 +39,6 @@ def check(
     device = devices.here()
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")
-        return
-    if any(size > 1 for name, size in mesh.items() if name not in AXES):
-        print(f"memory: not estimated, since the planner knows the axes {', '.join(AXES[:-1])} and {AXES[-1]} alone")
         return
     sizes = mesh_sizes(mesh, math.prod(mesh.values()))
     device = dataclasses.replace(device, count=math.prod(sizes.values()))
@@ -108,7 +105,7 @@ def _changes(run: Run, frozen: str) -> Iterator[dict[str, Any]]:
     if run.remat in ("none", "dots"):
         yield dict(remat="full")
     for parts in range(run.micro_batches + 1, run.batch + 1):
-        if run.batch % (parts * run.target.count) == 0:
+        if run.batch % (parts * run.batch_devices) == 0:
             yield dict(micro_batches=parts)
     if run.lora is None and run.param_dtype == "float32":
         yield dict(param_dtype="bfloat16")  # trained with stochastic rounding

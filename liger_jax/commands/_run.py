@@ -107,21 +107,20 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
             raise UserError(
                 f"--mesh={settings.mesh}: this command's rows stay whole. Give the devices to fsdp or tensor."
             )
-        if settings.samples and devices.sizes["tensor"] * devices.sizes["sequence"] > 1:
-            raise UserError(
-                f"--samples cannot be shown on --mesh={settings.mesh}, whose devices share rows. Leave it out."
-            )
         _memory.check(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
         model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
+        of_rows = devices.layout_of_rows
+        shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)
     for line in filter(None, (devices.line, dropout(source.config))):
         print(line)
     with devices.context():
-        return _train_on(devices, model, asked, settings, source, found, precision, task, out)
+        return _train_on(devices, model, shown, asked, settings, source, found, precision, task, out)
 
 
 def _train_on(
     devices: meshes.Devices,
     like: Any,
+    shown: Any,
     asked: Settings,
     settings: Settings,
     source: Source,
@@ -182,7 +181,7 @@ def _train_on(
     held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
-    unit = devices.sizes["data"] * devices.sizes["fsdp"]
+    unit, shown = math.prod(devices.sizes.values()), nnx.graphdef(shown)
     samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence, unit)
     columns = task.columns if played is None else (*task.columns, *played.columns)
     with Log(settings.log if processes.is_first() else (), out, columns, log["steps"], asked.to_write()) as files:
@@ -194,7 +193,7 @@ def _train_on(
             every=settings.every,
             evaluate=lambda params: score(params, held_out) if held_out else {},
             patience=settings.patience,
-            show=lambda params, write: settings.samples and samples.show(nnx.merge(graph, params, frozen), write),
+            show=lambda params, write: settings.samples and samples.show(nnx.merge(shown, params, frozen), write),
             check=lambda params, step: score(params, its_rows(step))["eval_loss"],
             rate=rate,
             write=files.write,

@@ -82,7 +82,7 @@ def causal_attention(
     timed on one. XLA runs everywhere else.
 
     On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike. Inside a
-    `jax.shard_map`, `sequence_axis` splits rows: each device has two chunks of every row, in the order that
+    `jax.shard_map`, `sequence_axis` splits rows: each device has chunks of every row, in the order that
     `layout.in_chunks` makes, and attends to the whole row's keys and values, which are gathered; their gradients are
     scattered back.
 
@@ -171,24 +171,30 @@ def _run(choice: Choice, q, k, v, sinks, segments, q_offset, options):
 
 
 def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **options: Any):
-    """Attention of this device's two chunks of each row to the keys and values of all devices."""
+    """Attention of this device's chunks of each row to the keys and values of all devices."""
     if q_offset is not None:
         raise ValueError(
             f"{_OP}: q_offset={q_offset!r} goes with whole rows of keys; sequence_axis says where q stands."
         )
-    chunk, odd = divmod(q.shape[1], 2)
-    if odd or k.shape[1] != q.shape[1]:
+    if q.shape[1] % 2 or k.shape[1] != q.shape[1]:
         raise ValueError(
             f"{_OP}: q has {q.shape[1]} positions and k {k.shape[1]} on each device of sequence_axis={axis!r}, but "
-            "both must have the same even number, two chunks of a row. Order and pad rows by layout.in_chunks."
+            "both must have the same even number, equal chunks of a row. Order and pad rows by layout.in_chunks."
         )
     k, v = (layout.from_chunks(layout.gathered(x, P(None, axis)), 1, jax.lax.axis_size(axis)) for x in (k, v))
     if segments is not None and not isinstance(segments, Segments):
         segments = Segments.of(_checks.as_array(segments))
-    starts = layout.chunk_starts(axis, chunk)
-    halves = q[:, :chunk], q[:, chunk:]
-    attend = functools.partial(causal_attention, window=window, **options)
-    out = [attend(half, k, v, segments, q_offset=start) for half, start in zip(halves, starts, strict=True)]
+    return in_chunks(q, k, v, segments, layout.chunk_starts(axis, q.shape[1]), window=window, **options)
+
+
+def in_chunks(q: Any, k: Any, v: Any, segments: Any, starts: Any, **options: Any) -> Any:
+    """Attention of equal chunks of queries, each of which stands at its own place of the row of keys."""
+    keys, out = (k, v), []
+    for chunk, start in zip(jnp.split(q, len(starts), axis=1), starts, strict=True):
+        out.append(causal_attention(chunk, *keys, segments, q_offset=start, **options))
+        # In the backward the gradients of whole rows' keys are summed as they come: the sum of all at once would hold
+        # all of them.
+        keys = jax.lax.optimization_barrier(keys)
     return jnp.concatenate(out, axis=1)
 
 

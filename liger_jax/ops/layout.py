@@ -197,10 +197,39 @@ def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -
 # --- rows that are split ----------------------------------------------------------------------------------------------
 
 
+# Of a row that is long enough every device gets several pairs of chunks, as long as a chunk is not shorter than this.
+# A kernel gets a chunk at a time: 2,048 queries of 8 heads are 128 tiles, about one for each multiprocessor of a GPU.
+LEAST_CHUNK, MOST_ROUNDS = 2048, 4
+
+
+def rounds(length: int, parts: int) -> int:
+    """How many pairs of chunks each device gets of a row, so that packed rows are even work, too.
+
+    A whole document is even work with one pair. Of packed documents a long one lies in some chunks only, and the
+    shorter the chunks, the more devices share it (`benchmarks.row_division`).
+
+    Args:
+        length: positions of the row.
+        parts: the devices that share it.
+
+    Returns:
+        1, 2 or 4: the most that divides the row into chunks of 2,048 positions or more.
+
+    Example:
+        >>> rounds(131072, 8), rounds(65536, 8), rounds(32768, 8)
+        (4, 2, 1)
+    """
+    found = 1
+    while found < MOST_ROUNDS and length % (4 * parts * found) == 0 and length >= 4 * parts * found * LEAST_CHUNK:
+        found *= 2
+    return found
+
+
 def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
     """Rows in the order in which devices get them: device i of c has the chunks i and 2c − 1 − i of 2c.
 
-    Early positions see few keys and late ones many, so that all devices do the same work in causal attention.
+    Early positions see few keys and late ones many, so that all devices do the same work in causal attention. A row
+    that is long has several times 2c chunks (`rounds`), and devices get them to and fro: 0, 1, …, 1, 0, 0, 1, ….
 
     Args:
         whole: an array with whole rows.
@@ -208,7 +237,7 @@ def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
         parts: the devices c that share a row.
 
     Returns:
-        The array with its chunks in this order. One split along `axis` then gives each device its two.
+        The array with its chunks in this order. One split along `axis` then gives each device its own.
 
     Raises:
         ValueError: the rows have no even number of equal chunks for each device.
@@ -217,8 +246,7 @@ def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
         >>> in_chunks(jnp.arange(8), 0, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    order = [chunk for device in range(parts) for chunk in (device, 2 * parts - 1 - device)]
-    return _reordered(whole, axis, order)
+    return _reordered(whole, axis, _order(whole.shape[axis], parts))
 
 
 def from_chunks(chunks: jax.Array, axis: int, parts: int) -> jax.Array:
@@ -239,26 +267,35 @@ def from_chunks(chunks: jax.Array, axis: int, parts: int) -> jax.Array:
         >>> from_chunks(in_chunks(jnp.arange(8), 0, 2), 0, 2).tolist()
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    order = [2 * chunk if chunk < parts else 2 * (2 * parts - 1 - chunk) + 1 for chunk in range(2 * parts)]
-    return _reordered(chunks, axis, order)
+    order = _order(chunks.shape[axis], parts)
+    return _reordered(chunks, axis, sorted(range(len(order)), key=order.__getitem__))
 
 
-def chunk_starts(axis: str, size: int) -> tuple[jax.Array, jax.Array]:
-    """Where this device's two chunks begin in their rows, inside `jax.shard_map`.
+def chunk_starts(axis: str, positions: int) -> list[jax.Array]:
+    """Where this device's chunks begin in their rows, inside `jax.shard_map`.
 
     Args:
         axis: the mesh axis that splits rows.
-        size: the positions in a chunk.
+        positions: those of a row that the device has.
 
     Returns:
         The positions of the chunks' first entries, int32.
     """
-    device = jax.lax.axis_index(axis).astype(jnp.int32)
-    return device * size, (2 * jax.lax.axis_size(axis) - 1 - device) * size
+    device, parts = jax.lax.axis_index(axis).astype(jnp.int32), jax.lax.axis_size(axis)
+    number = rounds(positions * parts, parts)
+    size = positions // (2 * number)
+    pairs = [(2 * parts * i + device, 2 * parts * (i + 1) - 1 - device) for i in range(number)]
+    return [chunk * size for pair in pairs for chunk in pair]
+
+
+def _order(length: int, parts: int) -> list[int]:
+    """The chunks of a row in the order of the devices that have them."""
+    starts = [2 * parts * i for i in range(rounds(length, parts))]
+    return [start + chunk for device in range(parts) for start in starts for chunk in (device, 2 * parts - 1 - device)]
 
 
 def _reordered(x: jax.Array, axis: int, order: list[int]) -> jax.Array:
-    if len(order) == 2:  # one device
+    if order == sorted(order):  # one device
         return x
     if x.shape[axis] % len(order):
         raise ValueError(

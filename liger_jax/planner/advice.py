@@ -187,9 +187,9 @@ def _divisors(n: int) -> list[int]:
 def _on(run: Run, devices: Target) -> Run | None:
     """The run on these devices, as many of them along "fsdp" as divide its matrices; None if no mesh does.
 
-    A tensor axis keeps its size.
+    A tensor and a sequence axis keep their sizes.
     """
-    groups = devices.count // run.tensor
+    groups = devices.count // (run.tensor * run.sequence)
     batch = math.ceil(run.batch / groups) * groups
     parts = math.gcd(batch // groups, run.micro_batches)
     data = 1

@@ -129,7 +129,7 @@ def estimate(run: Run) -> Estimate:
         host, static["optimizer state"] = host + static["optimizer state"], 0
     kept = {name: layers * value for name, value in run.layer.kept.items()}
     # Sharded parameters are gathered for two layers at a time. Parameters on one device may be cast, for one layer.
-    gathered, is_cast = run.mesh["fsdp"] > 1, param != size
+    gathered, is_cast = run.parameter_devices > 1, param != size
     # Quantised parameters are made dense, one layer at a time.
     copied_layers = 2 if gathered else 1 if is_cast or run.quantize is not None else 0
     of_layers = size * sizes.layer * copied_layers
@@ -142,7 +142,7 @@ def estimate(run: Run) -> Estimate:
         plan = run.loss_plan()
         loss += plan.extra_bytes
         if gathered:  # mode "lean" takes slices, and scatters their gradients at once
-            head_gradient //= run.mesh["fsdp"]
+            head_gradient //= run.parameter_devices
             if plan.mode == "fast":
                 head_gradient, in_loss = size * sizes.trained_head, size * sizes.head
     else:

@@ -1,6 +1,7 @@
 """Will it fit? The plan of a training run, from formulas and, if asked, from the compiler."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from liger_jax.planner.compiled import Compiled, compile_run
 from liger_jax.planner.device_names import memory_in_bytes
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
-from liger_jax.planner.mesh import mesh_sizes
+from liger_jax.planner.mesh import BATCH_AXES, mesh_sizes
 from liger_jax.planner.step import LOSSES, Run
 
 LEVELS = ("estimate", "compiled")
@@ -149,7 +150,7 @@ def make_run(
     options = {name: value for name, value in options.items() if value is not None}
     sizes = mesh_sizes(mesh, devices.count)
     if batch is None:
-        groups = devices.count // sizes.get("tensor", 1)
+        groups = math.prod(sizes[name] for name in BATCH_AXES)
         batch = defaults.batch(groups * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
     if seq is None:
         seq = min(defaults.LENGTH, found.config.longest_sequence)
@@ -203,8 +204,8 @@ def plan(
             memory is known.
         memory: a GPU's memory, such as "24GiB"; `None` for that of the table.
         mesh: the devices along each axis, such as {"fsdp": 4, "tensor": 2}; `None` for all along fsdp, over which
-            parameters, gradients and optimizer state are sharded. The batch is sharded over data and fsdp, and heads,
-            feed-forwards and the vocabulary over tensor.
+            parameters, gradients and optimizer state are sharded. The batch is sharded over data and fsdp, rows over
+            sequence, and heads, feed-forwards and the vocabulary over tensor.
         host_memory: memory of the devices' host, such as "128GiB", in which `remat="offload"` and `state_memory="host"`
             put arrays; `None` if it is not known, and enough.
         level: "estimate" or "compiled".

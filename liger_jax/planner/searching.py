@@ -8,7 +8,6 @@ from typing import Any
 from liger_jax.planner import compilers
 from liger_jax.planner.advice import largest
 from liger_jax.planner.compiled import compile_run
-from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import in_words, meshes
 from liger_jax.planner.planning import has_host_memory, make_run
@@ -114,20 +113,25 @@ def runs_on_meshes(model: str | os.PathLike[str], *, device: str | None, **optio
         **options: what else `make_run` takes, but no mesh.
 
     Returns:
-        The runs: fully sharded, then with tensor axes of 2, 4 and 8 devices.
+        The runs: fully sharded, then with tensor axes of 2, 4 and 8 devices; each with long rows split over as few
+        devices as leave a row for all.
 
     Raises:
         ValueError: no mesh takes the run; the message is that of the first mesh.
     """
     found: list[Run] = []
     errors: list[ValueError] = []
-    for sizes in meshes(target(device, options.get("memory")).count):
-        try:
-            run = make_run(model, device=device, mesh=sizes, **options)
-            estimate(run)  # which says what a mesh does not divide
-            found.append(run)
-        except ValueError as error:
-            errors.append(error)
+    run = make_run(model, device=device, **options | dict(batch=None))
+    for alike in meshes(run.target.count, run.seq):
+        for sizes in alike:
+            try:
+                run = make_run(model, device=device, mesh=sizes, **options)
+                estimate(run)  # which says what a mesh does not divide
+            except ValueError as error:
+                errors.append(error)
+            else:
+                found.append(run)
+                break
     if not found:
         raise errors[0]
     return found

@@ -1,6 +1,7 @@
 """The training step that is planned: loss, gradients and update of a model, on one device or a mesh."""
 
 import dataclasses
+import math
 from typing import Any, get_args
 
 import jax
@@ -23,8 +24,9 @@ from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
-from liger_jax.planner.mesh import BATCH_AXES, layout_of
+from liger_jax.planner.mesh import BATCH_AXES
 from liger_jax.training import make_step, optimizer_named
+from liger_jax.training.meshes import layout_of
 from liger_jax.training.optimizer import OPTIMIZERS
 
 LOSSES = ("fused", "logits")
@@ -41,7 +43,7 @@ class Run:
         batch: sequences in a step, over all devices.
         seq: tokens in a sequence.
         target: the devices.
-        mesh: sizes of "data" and "fsdp", and of "tensor" if it has several devices.
+        mesh: sizes of "data" and "fsdp", and of "sequence" and "tensor" if they have several devices.
         optimizer: "adamw", "adamw8bit", whose moments have 8 bits, or "sgd", which has none.
         state_dtype: dtype of "adamw"'s moments.
         param_dtype: dtype of parameters and gradients.
@@ -93,10 +95,11 @@ class Run:
         unit = self.batch_unit
         if self.batch % unit:
             parts = f" in micro_batches={self.micro_batches}" if self.micro_batches > 1 else ""
-            devices = f"{self.batch_devices} devices" if self.tensor == 1 else f"{self.batch_devices} groups of devices"
+            groups = "devices" if self.batch_devices == self.target.count else "groups of devices"
             raise ValueError(
-                f"batch={self.batch} is not divided by the {devices} of {self.target.name!r}, which take equal "
-                f"numbers of sequences{parts}. Take batch={max(1, self.batch // unit) * unit}, or fewer devices."
+                f"batch={self.batch} is not divided by the {self.batch_devices} {groups} of {self.target.name!r}, "
+                f"which take equal numbers of sequences{parts}. Take batch={max(1, self.batch // unit) * unit}, or "
+                "fewer devices."
             )
         longest = self.model.config.longest_sequence
         if self.seq > longest:
@@ -127,18 +130,34 @@ class Run:
 
     @property
     def tensor(self) -> int:
-        """The devices that compute the same sequences together."""
+        """The devices that split heads, and compute the same tokens together."""
         return self.mesh.get("tensor", 1)
+
+    @property
+    def sequence(self) -> int:
+        """The devices that split each row."""
+        return self.mesh.get("sequence", 1)
+
+    @property
+    def parameter_devices(self) -> int:
+        """Over how many devices parameters are gathered: those of the axes that split them and no product."""
+        return self.mesh["fsdp"] * self.sequence
 
     @property
     def batch_devices(self) -> int:
         """Into how many parts the devices split a micro-batch."""
-        return self.target.count // self.tensor
+        return self.target.count // (self.tensor * self.sequence)
+
+    @property
+    def positions(self) -> int:
+        """The positions of one device in a row, padding included."""
+        parts = self.layout.sequence_parts(self.mesh)
+        return self.seq if parts is None else math.ceil(self.seq / parts.multiple) * parts.multiple // parts.size
 
     @property
     def tokens(self) -> int:
         """The tokens of one device in a micro-batch, which the devices of a tensor axis have in common."""
-        return self.batch * self.seq // self.batch_unit
+        return self.batch // self.batch_unit * self.positions
 
     @property
     def batch_unit(self) -> int:
@@ -148,7 +167,7 @@ class Run:
     @property
     def head(self) -> Head:
         """The head as the loss gets it."""
-        is_split, is_frozen = self.mesh["fsdp"] > 1, self.lora is not None
+        is_split, is_frozen = self.parameter_devices > 1, self.lora is not None
         return Head.of(self.model.config, self.param_dtype, self._kernels, is_frozen=is_frozen, is_split=is_split)
 
     @property
@@ -160,12 +179,13 @@ class Run:
             self._kernels,
             remat,
             self.dtype,
-            rows=self.tokens // self.seq,
-            seq=self.seq,
+            rows=self.batch // self.batch_unit,
+            seq=self.positions,
             device=self.target.description,
             has_adapters=self.lora is not None,
             dora=self.lora is not None and self.dora,
             tensor=self.tensor,
+            sequence=self.sequence,
         )
 
     @property
@@ -254,10 +274,22 @@ def training_step(run: Run, mesh: Mesh, **options: Any) -> tuple[Any, tuple[Any,
 
     step = make_step(graph, optimizer, micro_batches=run.micro_batches, state_on_host=run.state_memory == "host")
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
-    tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=NamedSharding(mesh, P(BATCH_AXES)))
-    packed = dict.fromkeys(("input_ids", "labels", "segment_ids", "positions"), tokens)
     frozen = [jax.tree.map(typed, part, run.layout.shardings(part, mesh)) for part in frozen]
-    return jitted, (jax.tree.map(typed, state, of_state), packed if run.packed else tokens, *frozen)
+    return jitted, (jax.tree.map(typed, state, of_state), _batch(run, mesh), *frozen)
+
+
+def _batch(run: Run, mesh: Mesh) -> Any:
+    """The types of a step's tokens, as `Layout.place` puts them on the mesh."""
+    tokens: Any = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32)
+    batch = dict.fromkeys(("input_ids", "labels", "segment_ids", "positions"), tokens) if run.packed else tokens
+    if (parts := run.layout.sequence_parts(run.mesh)) is not None:
+        batch = jax.eval_shape(parts.prepared, batch)
+
+    def typed(x):
+        spec = P(BATCH_AXES if x.shape[0] == run.batch else None, run.layout.sequence)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(typed, batch)
 
 
 def _split(run: Run, options: dict[str, Any]) -> tuple[Any, ...]:

@@ -4,8 +4,8 @@ A text is `axis=N` with commas, such as "fsdp=2,tensor=2". The axes are those of
 
     data       copies of the model, each with its own sequences
     fsdp       the same, with the model's parameters and the optimizer's state split over them
-    tensor     heads, feed-forwards and the vocabulary are split; its devices share sequences
     sequence   a sequence is split
+    tensor     heads, feed-forwards and the vocabulary are split; its devices share sequences
 """
 
 import contextlib
@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models import KernelOptions, Layout
 from liger_jax.models.core.tensor_parts import nearest_divisor
 
-AXES = ("data", "fsdp", "tensor", "sequence")
-_BATCH = ("data", "fsdp")  # those along which each device has its own sequences
+BATCH_AXES = ("data", "fsdp")  # those along which each device has its own sequences
+# Devices that are neighbours are so along the last axis: tensor's, which send most and must be in one host.
+AXES = (*BATCH_AXES, "sequence", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,13 @@ class Devices:
     def sizes(self) -> dict[str, int]:
         """The devices along each axis of `AXES`."""
         return dict.fromkeys(AXES, 1) | ({} if self.mesh is None else dict(self.mesh.shape))
+
+    @property
+    def layout_of_rows(self) -> Layout | None:
+        """How a model lies that generates here: each device has rows of its own, and with them their caches."""
+        if self.sizes["tensor"] * self.sizes["sequence"] == 1:
+            return self.layout
+        return Layout(batch=AXES, fsdp=AXES[1:])
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Puts the mesh in context, as tracing and calling a model need it.
@@ -176,7 +184,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
     Example:
         >>> parse_mesh("fsdp=2,tensor=4")
-        {'data': 1, 'fsdp': 2, 'tensor': 4, 'sequence': 1}
+        {'data': 1, 'fsdp': 2, 'sequence': 1, 'tensor': 4}
     """
     found: dict[str, int] = {}
     for part in text.split(","):
@@ -198,7 +206,7 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
     """Which axes of such a mesh split what.
 
     Args:
-        sizes: the devices along each axis of `AXES`.
+        sizes: the devices along axes of `AXES`; 1 along those that are not there.
 
     Returns:
         The layout. It names tensor and sequence where several devices are along them.
@@ -207,8 +215,8 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
         >>> layout_of(parse_mesh("fsdp=2,tensor=4")).tensor
         'tensor'
     """
-    others = {name: name for name in ("tensor", "sequence") if sizes[name] > 1}
-    return Layout(batch=_BATCH, fsdp="fsdp", **others)
+    others = {name: name for name in ("tensor", "sequence") if sizes.get(name, 1) > 1}
+    return Layout(batch=BATCH_AXES, fsdp="fsdp", **others)
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
@@ -280,7 +288,7 @@ def _checked(
     text: str, sizes: Mapping[str, int], devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]
 ) -> Devices:
     """The mesh, which divides the rows and the model; one of a single device is none."""
-    parts = math.prod(sizes[name] for name in _BATCH)
+    parts = math.prod(sizes[name] for name in BATCH_AXES)
     if rows % parts:
         raise ValueError(
             f"mesh={text!r} splits the batch into {parts} parts, which do not divide the {rows} rows that are computed "

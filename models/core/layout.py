@@ -44,7 +44,7 @@ class Layout:
             same sequences together; between sublayers each has its part of the positions. It must divide query heads
             and the feed-forward's width. Key heads, the vocabulary and the length may be anything.
         sequence: the axis that splits rows, so that they may be longer than one device holds. Its devices compute the
-            same sequences together, each two chunks of them, and attend to the keys and values of all. Batches for it
+            same sequences together, each chunks of them, and attend to the keys and values of all. Batches for it
             come from `place`, which shifts labels, pads rows and puts chunks in order. Any length will do.
         expert: not built yet: a mesh may have one device along it.
 

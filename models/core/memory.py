@@ -19,7 +19,7 @@ from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops._place import Place
-from liger_jax.ops.layout import sent_dtype
+from liger_jax.ops.layout import rounds, sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.pallas_kernels.attention import xla
 
@@ -27,6 +27,9 @@ LANES = 128  # of a row of a TPU's arrays
 # Arrays (B, T, D) of whole rows that a layer's backward holds at once on a tensor axis: a sublayer's gathered input and
 # the gradients of its input and of its result.
 WHOLE_ROWS = 3
+# Arrays of whole rows' keys or values that the backward of attention holds at once on a sequence axis: keys and values
+# as they were gathered, and their gradients before they are scattered.
+WHOLE_KEYS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +42,13 @@ class LayerMemory:
         remat: what the layer keeps for the backward.
         dtype: dtype of the computation.
         rows: sequences of one device and micro-batch.
-        seq: tokens in a sequence.
+        seq: tokens in a sequence, of which the device has its part where a sequence axis splits them.
         device: the device that the step runs on.
         has_adapters: whether projections have adapters.
         dora: whether these are DoRA's.
         tensor: the devices of a tensor axis. Between sublayers each has its part of the positions; in them each has all
             positions, and its part of the heads and of the feed-forward's width.
+        sequence: the devices of a sequence axis. Each has chunks of every row, and in attention all keys and values.
     """
 
     config: Any
@@ -57,6 +61,7 @@ class LayerMemory:
     has_adapters: bool = False
     dora: bool = False
     tensor: int = 1
+    sequence: int = 1
 
     @property
     def kept(self) -> dict[str, int]:
@@ -81,6 +86,8 @@ class LayerMemory:
         values = (7 if c.norms_results else 5) * c.hidden_size + (3 if c.qk_norm else 2) * heads
         values += 2 * c.hidden_size  # gradients
         values += (self.tensor - 1) * WHOLE_ROWS * c.hidden_size
+        if self.sequence > 1:
+            values += self.sequence * WHOLE_KEYS * self._key_heads * c.head_dim
         values -= kept["layer inputs"] + kept["attention"]
         # A single GPU computes one half of the feed-forward's gradients after the other, in place. On several GPUs, and
         # where adapters read them, XLA holds both halves at once.
@@ -127,6 +134,13 @@ class LayerMemory:
         return tokens * jnp.dtype(self.dtype).itemsize * values // self.tensor
 
     @property
+    def _queries(self) -> int:
+        """The queries of a row that attention takes in one call: where devices share it, those of a chunk."""
+        if self.sequence == 1:
+            return self.seq
+        return self.seq // (2 * rounds(self.seq * self.sequence, self.sequence))
+
+    @property
     def _key_heads(self) -> int:
         """The heads of keys over all devices of a tensor axis, which repeats those that it does not divide."""
         heads = self.config.num_key_value_heads
@@ -134,10 +148,10 @@ class LayerMemory:
 
     def _scores_in_chunks(self) -> int:
         """Bytes of the scores that XLA's attention holds for a chunk of queries in the backward; 0 for a kernel."""
-        c, seq = self.config, self.seq
+        c, row = self.config, self.seq * self.sequence
         windows = [w for w in {c.window_of(kind) for kind in c.layer_types} if self._attention_of(w) == "xla"]
-        keys = max([min(seq, xla.CHUNK + w - 1) if w else seq for w in windows], default=0)
-        scores = self.rows * (c.num_attention_heads // self.tensor) * min(xla.CHUNK, seq) * keys
+        keys = max([min(row, xla.CHUNK + w - 1) if w else row for w in windows], default=0)
+        scores = self.rows * (c.num_attention_heads // self.tensor) * min(xla.CHUNK, self._queries) * keys
         # Scores, weights and the gradients of both in float32, and the weights in the computation's dtype.
         return (4 * 4 + jnp.dtype(self.dtype).itemsize) * scores
 
@@ -147,12 +161,13 @@ class LayerMemory:
         On others cuDNN may run, and what it takes, the other kernels for the same GPU take too. So it is not asked: it
         would trace its own gradients for each estimate, and might not be installed here.
         """
-        c, rows = self.config, (self.rows, self.seq)
+        c, row = self.config, self.seq * self.sequence
         options = dict(window=window, softcap=c.attn_logit_softcapping, scale=c.attention_scale)
-        heads = c.num_attention_heads // self.tensor, self._key_heads // self.tensor
-        q, k = (jax.ShapeDtypeStruct((*rows, n, c.head_dim), self.dtype) for n in heads)
-        ids = jax.ShapeDtypeStruct(rows, jnp.int32)
-        options |= dict(has_sinks=c.has_sinks)
+        heads, key_heads = c.num_attention_heads // self.tensor, self._key_heads // self.tensor
+        q = jax.ShapeDtypeStruct((self.rows, self._queries, heads, c.head_dim), self.dtype)
+        k = jax.ShapeDtypeStruct((self.rows, row, key_heads, c.head_dim), self.dtype)
+        ids = jax.ShapeDtypeStruct((self.rows, row), jnp.int32)
+        options |= dict(has_sinks=c.has_sinks, is_part=self.sequence > 1)
         return attention.choose(q, k, k, ids, Place(self.device), **options, implementation=self.kernels.attention).name
 
 

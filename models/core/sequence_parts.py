@@ -1,9 +1,9 @@
-"""Sequence parallelism: rows that a mesh axis splits, so that each device computes two chunks of every row.
+"""Sequence parallelism: rows that a mesh axis splits, so that each device computes chunks of every row.
 
 A batch is prepared once, by `Layout.place`. Labels are shifted while the next token is at hand, positions are attached,
 rows are padded, and their chunks are put in the order of the devices (`ops.layout.in_chunks`): device i of c has the
-chunks i and 2c − 1 − i of 2c, which make even work of causal attention. Behind that a position needs no other one but
-in attention, where keys and values are gathered.
+chunks i and 2c − 1 − i of 2c, which make even work of causal attention; of a long row several such pairs. Behind that a
+position needs no other one but in attention, where keys and values are gathered.
 """
 
 import dataclasses
@@ -129,7 +129,7 @@ class SequenceParts:
         if positions is None or length % self.multiple:
             found = "positions is not given" if positions is None else f"input_ids has {length} positions"
             raise ValueError(
-                f"{found} {where}, each of which has two chunks of a row of {self.multiple}·n positions. Pass what "
+                f"{found} {where}, each of which has chunks of a row of {self.multiple}·n positions. Pass what "
                 "layout.place(batch) makes: it pads rows, puts them in order and attaches positions."
             )
 

@@ -9,7 +9,6 @@ from benchmarks._collectives import by_kind, collectives, product_flops
 from benchmarks._device_trace import shares
 from benchmarks._scaling_cases import Case, chosen, default_cases
 from benchmarks._scaling_loss import LossCase, program_of
-from liger_jax.planner.mesh import AXES
 
 # Of programs that were compiled for GPUs and for CPUs. What the test does not read is cut off.
 PROGRAM = """
@@ -87,8 +86,7 @@ def test_the_default_cases_run_or_say_why_not(count, capsys):
     printed = capsys.readouterr().out
     assert [case.count for case, _ in cases] == sorted(case.count for case, _ in cases)
     assert all(case.alone in dict(cases) for case, _ in cases)
-    is_absent = lambda text: "sequence" in text and "sequence" not in AXES
-    assert printed.count("skipped: ") == sum(map(is_absent, default_cases(count)))
+    assert "skipped: " not in printed
     by_eight_layers = [run for case, run in cases if isinstance(case, Case) and case.layers]
     assert by_eight_layers and all(
         run is not None and run.model.config.num_hidden_layers == 8 for run in by_eight_layers

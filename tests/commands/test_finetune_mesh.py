@@ -94,6 +94,19 @@ def test_a_run_on_a_mesh_shows_samples_and_stops_early(source, mesh, tmp_path, c
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mesh", ["tensor=2,sequence=2", "fsdp=2,tensor=2", "fsdp=2,sequence=2"])
+@pytest.mark.parametrize("options", [(), ("--lora=4", "--quantize=nf4")], ids=str)
+def test_devices_that_share_rows_show_the_samples_of_one_device(source, mesh, options, tmp_path, capsys):
+    def shown(mesh):
+        every = f"--mesh={mesh}", "--samples=3", "--eval-share=0.2", "--learning-rate=0.001"
+        assert train(source, tmp_path / mesh, *every, *options) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample ")]
+
+    found = shown(mesh)
+    assert len(found) == 6 and found == shown("fsdp=1")
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("each_program_is_compiled_once")
 def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
     source, tmp_path, capsys, monkeypatch, one_device_unless_a_mesh_is_named
@@ -109,8 +122,7 @@ def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
         ("fsdp=8", "mesh='fsdp=8' has 8 devices, and there are 4. Let the sizes multiply to at most 4, as fsdp=4"),
         ("tensor=4", "tensor='tensor' has 4 devices, which do not divide num_attention_heads=2. The nearest number"),
         ("fsdp=3", "mesh='fsdp=3' splits the batch into 3 parts, which do not divide the 4 rows that are computed at"),
-        ("tensor=2 --samples=1", "--samples cannot be shown on --mesh=tensor=2, whose devices share rows. Leave it"),
-        ("expert=2", "mesh='expert=2': 'expert' is no axis. The axes are data, fsdp, tensor and sequence, as in"),
+        ("expert=2", "mesh='expert=2': 'expert' is no axis. The axes are data, fsdp, sequence and tensor, as in"),
         ("fsdp=0", "mesh='fsdp=0': fsdp needs a number of devices from 1, as in 'fsdp=2'."),
         ("fsdp=2,fsdp=2", "mesh='fsdp=2,fsdp=2' names fsdp twice. Name it once."),
     ],

@@ -19,6 +19,7 @@ from tests.commands.test_finetune_mesh import OPTIONS, assert_alike, each_progra
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="its processes simulate devices of a CPU")
 __all__ = ["each_program_is_compiled_once", "source"]  # fixtures
+KILLED = "--steps=12", "--every=1", "--keep=2"
 PROGRAM = "import sys; from liger_jax.commands import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -79,8 +80,7 @@ def test_a_checkpoint_of_two_processes_is_read_by_one_and_by_four(options, sourc
 
 def killed_and_gone_on(source, folder, victim, seconds):
     """Kills one of two processes, and lets one process end the run. What the other one said, and how long it lived."""
-    options = "--steps=12", "--every=1", "--keep=2"
-    processes = started(source, folder, *options)
+    processes = started(source, folder, *KILLED)
     begun = time.monotonic()
     while not (folder / "checkpoints" / "1").exists() and time.monotonic() - begun < 300:
         time.sleep(0.1)
@@ -89,22 +89,28 @@ def killed_and_gone_on(source, folder, victim, seconds):
     killed = time.monotonic()
     told = ended(processes)[1 - victim]
     lived = time.monotonic() - killed
-    assert train(source, folder, *options) == 0
+    assert train(source, folder, *KILLED) == 0
     return told, lived
 
 
+@pytest.fixture(scope="module")
+def undisturbed(source, tmp_path_factory):
+    """The folder of a run that nothing has killed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train(source, folder, *KILLED) == 0
+    return folder
+
+
 @pytest.mark.full
-def test_a_process_that_is_killed_ends_the_other_and_nothing_is_lost(source, tmp_path):
-    assert train(source, tmp_path / "one", "--steps=12", "--every=1", "--keep=2") == 0
+@pytest.mark.parametrize("round_", range(10))
+def test_a_process_that_is_killed_ends_the_other_and_nothing_is_lost(round_, undisturbed, source, tmp_path):
     rng = np.random.default_rng()
-    for round_ in range(10):
-        victim, seconds = int(rng.integers(2)), float(rng.uniform(0, 3))
-        folder = tmp_path / f"killed{round_}"
-        (code, _, error), lived = killed_and_gone_on(source, folder, victim, seconds)
-        assert lived < 60, (victim, seconds, error[-2000:])
-        if code != 0:  # or it was done before
-            assert victim == 0 or f"Process {victim} of 2 has" in error, (victim, seconds, error[-2000:])
-        assert_alike(folder, tmp_path / "one", "model/model.safetensors", 5e-3)
+    victim, seconds = int(rng.integers(2)), float(rng.uniform(0, 3))
+    (code, _, error), lived = killed_and_gone_on(source, tmp_path, victim, seconds)
+    assert lived < 60, (victim, seconds, error[-2000:])
+    if code != 0:  # or it was done before
+        assert victim == 0 or f"Process {victim} of 2 has" in error, (victim, seconds, error[-2000:])
+    assert_alike(tmp_path, undisturbed, "model/model.safetensors", 5e-3)
 
 
 @pytest.mark.full

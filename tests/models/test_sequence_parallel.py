@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models import KernelOptions, Layout, LlamaConfig, LlamaForCausalLM
 from liger_jax.models.lora import add_lora
 from liger_jax.models.quantized import quantize
+from liger_jax.ops import layout
 from liger_jax.ops.layout import from_chunks
 from liger_jax.training import make_step
 from tests.models.test_tensor_parallel import AXIS_TYPES, FAMILIES, ODD, ROOT, SIZES, batch_of, filled
@@ -119,6 +120,14 @@ def test_loss_metrics_and_gradients_are_those_of_one_device(case, devices, rng):
         logits = 4 * 16 * vocabulary // len(devices)
         assert max(size for _, size in sent(text)) < max(logits, 8 * vocabulary + 1), "logits are sent"
         assert {kind for kind, _ in sent(text)} <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_rows_in_many_chunks_have_the_loss_and_gradients_of_one_device(tensor, devices, rng, monkeypatch):
+    monkeypatch.setattr(layout, "LEAST_CHUNK", 1)
+    assert layout.rounds(16, 2) == 4
+    assert_like_one_device(case("llama", (1, tensor, 2)), devices, rng)
 
 
 @pytest.mark.full

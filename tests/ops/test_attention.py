@@ -669,13 +669,17 @@ def test_a_part_that_leaves_its_row_is_refused_or_nan():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.full), dict(window=9, softcap=3.0)],
-    ids=["plain", "window"],
+    "options, least_chunk",
+    [pytest.param({}, 2048, marks=pytest.mark.full), (dict(window=9, softcap=3.0), 1)],
+    ids=["plain", "window-many-chunks"],
 )
-def test_rows_that_devices_share_have_the_values_and_gradients_of_one_device(options, check_vma, devices, rng):
+def test_rows_that_devices_share_have_the_values_and_gradients_of_one_device(
+    options, least_chunk, check_vma, devices, rng, monkeypatch
+):
+    monkeypatch.setattr(layout, "LEAST_CHUNK", least_chunk)
     mesh, c = jax.sharding.Mesh(devices, ("sequence",)), len(devices)
-    length = 6 * c
+    length = 6 * c if least_chunk > 1 else 8 * c
+    assert layout.rounds(length, c) == (1 if least_chunk > 1 else 4)
     q, do, k, v = normal(rng, *((2, length, heads, 8) for heads in (4, 4, 2, 2)))
     ids = random_ids(rng, "packed", 2, length)
     whole = functools.partial(causal_attention, segment_ids=ids, **options, implementation="xla")
@@ -694,11 +698,22 @@ def test_rows_that_devices_share_have_the_values_and_gradients_of_one_device(opt
             assert largest_error(x, t) <= TOLERANCE
 
 
+def test_long_rows_are_in_chunks_that_devices_get_to_and_fro():
+    order = lambda length, parts: layout.in_chunks(jnp.arange(length), 0, parts)
+    short, long = order(4 * 2048 - 4, 2), order(16 * 2048, 2)
+    assert (short[::2047] // 2047).tolist() == [0, 3, 1, 2]
+    assert (long[::2048] // 2048).tolist() == [0, 3, 4, 7, 8, 11, 12, 15, 1, 2, 5, 6, 9, 10, 13, 14]
+    for length, parts in ((4 * 2048 - 4, 2), (16 * 2048, 2), (96 * 2048, 3)):
+        row = layout.from_chunks(order(length, parts), 0, parts)
+        np.testing.assert_array_equal(row, np.arange(length))
+    assert [layout.rounds(length, 4) for length in (2**13, 2**14 + 8, 2**15, 2**16, 2**20)] == [1, 1, 2, 4, 4]
+
+
 def test_rows_that_cannot_be_shared_evenly_are_refused(devices):
     mesh = jax.sharding.Mesh(devices, ("sequence",))
     with pytest.raises(ValueError, match="which do not divide them. Pad the rows to a multiple of"):
         layout.in_chunks(jnp.zeros((1, 2 * len(devices) + 1)), 1, len(devices))
     x, split = jnp.zeros((1, 3 * len(devices), 1, 8)), PartitionSpec(None, "sequence")
     attend = functools.partial(causal_attention, sequence_axis="sequence")
-    with pytest.raises(ValueError, match="must have the same even number, two chunks of a row"):
+    with pytest.raises(ValueError, match="must have the same even number, equal chunks of a row"):
         jax.shard_map(attend, mesh=mesh, in_specs=split, out_specs=split)(x, x, x)

@@ -52,7 +52,10 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tm
         (dict(device="v5p:4x4"), "must be a topology of 3 axes"),
         (dict(device="v5e:32x32"), "has 1024 chips, and a pod of them has 256"),
         (dict(device="h200:8", mesh=dict(data=3, fsdp=2)), "has 6 devices, and the target has 8.*fsdp=8"),
-        (dict(device="h200:8", mesh=dict(expert=8)), "must be sizes of data, fsdp, tensor, as in 'fsdp=4,tensor=2'"),
+        (
+            dict(device="h200:8", mesh=dict(expert=8)),
+            "must be sizes of data, fsdp, sequence, tensor, as in 'fsdp=4,tensor=2'",
+        ),
         (dict(device="h200:8", batch=12), "batch=12 is not divided by the 8 devices.*Take batch=8"),
         (dict(device="h200:24", batch=24), "fsdp=24 does not divide.*give the other devices to data"),
         (dict(batch=0), "batch=0 must be at least 1"),
@@ -134,13 +137,13 @@ def test_the_first_mesh_that_fits_is_looked_for(capsys, monkeypatch):
     monkeypatch.setattr(searching, "compile_run", lambda run: Compiled(2**40 >> run.mesh["tensor"], 0, 0))
     monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)
     monkeypatch.setattr(planning, "compile_run", lambda run: Compiled(2**30, 0, 0))
-    assert main("plan --model llama-3-8b --batch 4 --seq 4096 --device h200:8 --search mesh".split()) == 0
+    assert main("plan --model llama-3-8b --batch 4 --seq 2048 --device h200:8 --search mesh".split()) == 0
     printed = capsys.readouterr().out
     assert "data=1,fsdp=2,tensor=4 is the first that fits. What was compiled to find it:\n" in printed
     assert "  mesh data=1,fsdp=4,tensor=2: 256.00 GiB\n  mesh data=1,fsdp=2,tensor=4: 64.00 GiB\n" in printed
     assert "h200:8 (NVIDIA H200, data=1,fsdp=2,tensor=4)" in printed and "fsdp=8:" not in printed
     monkeypatch.setattr(searching, "compile_run", lambda run: Compiled(2**40, 0, 0))
-    assert main("plan --model llama-3-8b --batch 4 --seq 4096 --device h200:8 --search mesh".split()) == 2
+    assert main("plan --model llama-3-8b --batch 4 --seq 2048 --device h200:8 --search mesh".split()) == 2
     assert "No mesh of h200:8 holds the run" in capsys.readouterr().err
 
 

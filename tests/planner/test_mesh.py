@@ -3,7 +3,7 @@
 import pytest
 
 from liger_jax.planner import plan
-from liger_jax.planner.estimate import estimate
+from liger_jax.planner.estimate import DYNAMIC, STATIC, estimate
 from liger_jax.planner.mesh import meshes
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.searching import runs_on_meshes
@@ -62,6 +62,37 @@ def test_the_devices_of_a_tensor_axis_share_a_batch():
         make_run(**LLAMA | dict(batch=6, mesh=dict(fsdp=4, tensor=2)))
 
 
+def test_the_devices_of_a_sequence_axis_have_their_positions_of_each_row():
+    shared = make_run(**LLAMA | dict(batch=2, mesh=dict(fsdp=2, sequence=4)))
+    assert (shared.batch_devices, shared.positions, shared.tokens) == (2, 1024, 1024)
+    padded = make_run(**LLAMA | dict(batch=3, seq=4001, mesh=dict(sequence=4, tensor=2)))
+    assert (padded.positions, padded.tokens) == (1002, 3006)  # 4,001 are padded to 4,008, eight equal parts
+    assert make_run(**LLAMA | dict(batch=None, device="h200:32", mesh=dict(fsdp=4, sequence=8))).batch == 8
+    with pytest.raises(ValueError, match="batch=3 is not divided by the 2 groups of devices of 'h200:8'.*Take batch=2"):
+        make_run(**LLAMA | dict(batch=3, mesh=dict(fsdp=2, sequence=4)))
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_row_over_several_devices_is_as_much_for_each_as_a_short_row(remat):
+    """Parameters, state and what layers keep lie as on fsdp; attention holds all keys of the row beside it."""
+    alone = estimate(make_run(**LLAMA | dict(batch=8, seq=4096, remat=remat)))
+    shared = estimate(
+        make_run(**LLAMA | dict(batch=2, seq=16384, model="llama-3.1-8b", mesh=dict(fsdp=2, sequence=4), remat=remat))
+    )
+    names = {*STATIC, *DYNAMIC} - {"one layer's work", "copies of parameters"}
+    for name in names if alone.peak == shared.peak else names - {"gradients", "loss"}:
+        assert shared.parts[name] == pytest.approx(alone.parts[name], rel=1e-3), name
+    keys = 4 * 2 * 8 * 128 * 16384  # keys, values and their gradients, in bfloat16, of a whole row
+    work = [
+        make_run(**LLAMA | changes).layer.worked_on
+        for changes in (
+            dict(batch=8, seq=4096, remat=remat),
+            dict(model="llama-3.1-8b", batch=2, seq=16384, mesh=dict(fsdp=2, sequence=4), remat=remat),
+        )
+    ]
+    assert work[1] - work[0] == keys
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -75,9 +106,11 @@ def test_what_a_tensor_axis_does_not_take_is_told(changes, message):
 
 
 def test_meshes_are_tried_by_what_they_send():
-    assert [mesh.get("tensor", 1) for mesh in meshes(8)] == [1, 2, 4, 8]
-    assert [mesh.get("tensor", 1) for mesh in meshes(6)] == [1, 2]
-    assert meshes(1) == [{"data": 1, "fsdp": 1}]
+    tensors = lambda count: [[mesh.get("tensor", 1) for mesh in alike] for alike in meshes(count, 2048)]
+    assert tensors(8) == [[1], [2], [4], [8]] and tensors(6) == [[1], [2]]
+    assert meshes(1, 131072) == [[{"data": 1, "fsdp": 1}]]
+    long = [[mesh.get("sequence", 1) for mesh in alike] for alike in meshes(16, 16384)]
+    assert long == [[1, 2, 4, 8], [1, 2, 4, 8], [1, 2, 4], [1, 2]]
     found = runs_on_meshes("qwen2.5-7b", device="h200:8", batch=4, seq=1024)
     assert [run.mesh for run in found] == [
         {"data": 1, "fsdp": 4, "tensor": 2},
@@ -87,7 +120,21 @@ def test_meshes_are_tried_by_what_they_send():
         runs_on_meshes("qwen2.5-7b", device="h200:8", batch=3, seq=1024)
 
 
+def test_long_rows_are_split_over_as_few_devices_as_give_all_of_them_work():
+    found = runs_on_meshes("llama-3.1-8b", device="h200:16", batch=2, seq=65536)
+    sizes = [(run.mesh["fsdp"], run.sequence, run.tensor) for run in found]
+    assert sizes == [(2, 8, 1), (2, 4, 2), (2, 2, 4), (2, 1, 8)]
+    alone = runs_on_meshes("llama-3.1-8b", device="h200:16", batch=16, seq=65536)
+    assert [run.sequence for run in alone] == [1] * 4  # rows that are enough stay whole
+
+
 def test_advice_keeps_the_tensor_axis():
     too_much = plan(**LLAMA | dict(batch=64, seq=8192, device="a100-40g:8", mesh=dict(fsdp=4, tensor=2)))
     found = too_much.changes_to_fit()
     assert not too_much.fits and found and all(change.run.tensor == 2 for change in found)
+
+
+def test_advice_keeps_the_sequence_axis():
+    long = dict(model="llama-3.1-8b", batch=1, seq=131072, device="a100-40g:8", mesh=dict(sequence=8), remat="none")
+    found = plan(**long).changes_to_fit()
+    assert found and all(change.run.sequence == 8 and change.run.positions == 16384 for change in found)

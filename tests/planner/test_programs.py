@@ -43,7 +43,8 @@ def flops(device, batch, mesh):
     return product_flops(text), sorted({each.kind for each in collectives(text)})
 one, _ = flops("h200", 8, None)
 found = {}
-for mesh in (dict(fsdp=8), dict(tensor=8), dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2)):
+meshes = dict(fsdp=8), dict(tensor=8), dict(fsdp=4, tensor=2), dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, sequence=4)
+for mesh in meshes:
     own, kinds = flops("h200:8", 8, mesh)
     found[str(mesh)] = [8 * own / one, kinds]
 print(json.dumps(found))
@@ -73,6 +74,7 @@ def test_all_devices_together_multiply_as_one_does(model, tmp_path):
     "device, platform, mesh",
     [
         ("h200:8", "gpu", dict(fsdp=4, tensor=2)),
+        ("h200:8", "gpu", dict(fsdp=2, sequence=4)),
         ("h200:16", "gpu", dict(fsdp=2, tensor=8)),
         ("v5p:4x4x4", "tpu", dict(fsdp=16, tensor=4)),
     ],
@@ -81,8 +83,16 @@ def test_a_step_sends_parameters_and_hidden_states_and_no_logits(device, platfor
     groups = mesh["fsdp"]
     options = dict(batch=2 * groups, seq=4096, mesh=mesh)
     found = compiled(SENT, "llama-3-8b", device, json.dumps(options), platform=platform)
-    rows, table = 2 * 4096 * 4096, 128256 * 4096 // mesh["tensor"]
     assert max(largest for _, _, largest, _, _ in found["found"]) < found["logits"]
+    if "sequence" in mesh:
+        keys = 2 * 4096 * 8 * 128  # of the rows that four devices share; keys and values may be sent together
+        over_sequence = [each for each in found["found"] if each[1] == mesh["sequence"] and each[2] >= keys]
+        assert max(largest for _, _, largest, _, _ in over_sequence) <= 2 * keys
+        for kind, number in (("all-gather", 4), ("reduce-scatter", 2)):  # of keys and of values
+            sent = sum(largest * runs for each, _, largest, runs, _ in over_sequence if each == kind)
+            assert sent / 32 / keys == pytest.approx(number, abs=0.1)
+        return
+    rows, table = 2 * 4096 * 4096, 128256 * 4096 // mesh["tensor"]
     over_tensor = [each for each in found["found"] if each[1] == mesh["tensor"] and each[2] >= rows // 2]
     assert max(largest for _, _, largest, _, _ in over_tensor) <= rows
     if platform == "tpu":  # libtpu turns scatters over fsdp into sums of the whole, and fuses gathers with products

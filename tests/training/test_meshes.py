@@ -6,9 +6,10 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models import Layout
+from liger_jax.models import KernelOptions, Layout, LlamaConfig, LlamaForCausalLM
 from liger_jax.training import meshes
 
 OF = lambda size: lambda layout: {"q_proj": {"kernel": jax.ShapeDtypeStruct((size, 4), jnp.float32)}}
@@ -62,3 +63,25 @@ def test_processes_must_all_be_in_the_mesh(monkeypatch):
 def test_what_is_no_mesh_is_refused(text):
     with pytest.raises(ValueError, match=r"mesh='.*' *: .*(is no axis|needs a number of devices)"):
         meshes.parse_mesh(text)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
+@pytest.mark.parametrize("mesh", ["sequence=2,tensor=2", "fsdp=2,tensor=2", "fsdp=2,sequence=2"])
+def test_a_model_whose_devices_share_rows_generates_what_one_device_does(mesh):
+    config = LlamaConfig(
+        vocab_size=30 if "tensor" in mesh else 32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    make = lambda layout: LlamaForCausalLM(config, kernels=KernelOptions(layout=layout), rngs=nnx.Rngs(0))
+    prompts, mask = jnp.arange(20).reshape(4, 5) % 30, jnp.ones((4, 5), bool).at[1:3, :2].set(False)
+    options = dict(attention_mask=mask, max_new_tokens=9, eos_token_id=(), return_log_probs=True)
+    tokens, log_probs = make(None).generate(prompts, **options)
+    found = meshes.chosen(mesh, jax.devices()[:4], 4, lambda layout: nnx.eval_shape(lambda: make(layout)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(found.layout_of_rows)))
+    params = found.placed(nnx.state(make(None)))
+    assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+    with found.context():
+        shown = nnx.merge(graph, params).generate(prompts, **options)
+    assert shown[0].tolist() == tokens.tolist()
+    assert jnp.allclose(shown[1], log_probs, atol=1e-5)
