@@ -40,7 +40,7 @@ def stretched(config: Any, length: int, rope_scaling: str | None = None) -> Any:
     longest, own = config.longest_sequence, config.rope_scaling
     if length <= longest:
         return config
-    kinds = [name for name, kind in ROPE_SCALINGS.items() if own is None or type(own) is kind]
+    kinds = kinds_for(config)
     cure = f"ask for a rotary embedding that is stretched: rope_scaling={' or '.join(map(repr, kinds))}"
     if rope_scaling is None:
         raise ValueError(
@@ -66,3 +66,16 @@ def stretched(config: Any, length: int, rope_scaling: str | None = None) -> Any:
         return found
     # Llama 3.1's factor is half of what its positions are of those in training.
     return dataclasses.replace(found, max_position_embeddings=longest * times)
+
+
+def kinds_for(config: Any) -> list[str]:
+    """The rotary embeddings by which a model may be stretched.
+
+    Args:
+        config: the architecture.
+
+    Returns:
+        Names of `ROPE_SCALINGS`: all, or the kind that the model has already; none for a `LongRope`.
+    """
+    own = config.rope_scaling
+    return [name for name, kind in ROPE_SCALINGS.items() if own is None or type(own) is kind]
