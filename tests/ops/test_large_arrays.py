@@ -122,7 +122,7 @@ def test_attention(implementation):
     def attend(q, k, v, **options):
         in_rows = lambda x: x.reshape(-1, KEPT, *x.shape[1:]) if implementation == "cudnn" else x[None]
         ids = None if implementation == "cudnn" else jnp.arange(len(q), dtype=jnp.int32)[None] // KEPT
-        return ops.causal_attention(*map(in_rows, (q, k, v)), ids, **options).reshape(q.shape)
+        return ops.causal_attention(in_rows(q), in_rows(k), in_rows(v), ids, **options).reshape(q.shape)
 
     check(
         functools.partial(attend, implementation=implementation),
