@@ -8,6 +8,7 @@ from liger_jax.models.core.generation import stream as stream
 from liger_jax.models.core.kernel_options import KernelOptions as KernelOptions
 from liger_jax.models.core.layout import Layout as Layout
 from liger_jax.models.core.output import CausalLMOutput as CausalLMOutput
+from liger_jax.models.core.stretched import stretched as stretched
 from liger_jax.models.gemma import Gemma2Config as Gemma2Config
 from liger_jax.models.gemma import Gemma2ForCausalLM as Gemma2ForCausalLM
 from liger_jax.models.gemma import Gemma3ForCausalLM as Gemma3ForCausalLM

@@ -27,7 +27,7 @@ _CURES = {  # in the command line's words
     ForeignStepError: "Move it, or pass another --out.",
     LockedError: "Wait for it, end it, or pass another --out.",
     NotFiniteError: "Try a smaller --learning-rate with --fresh, or with another --out.",
-    OutOfMemoryError: "Try more --micro-batches, --remat full or a smaller --length.",
+    OutOfMemoryError: "Try more --micro-batches, --remat offload or a smaller --length.",
 }
 
 

@@ -57,7 +57,7 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
             figures |= {"clip_ratio/low_mean": found.clipped_low, "clip_ratio/high_mean": found.clipped_high}
             return found.loss, {name: share * figure for name, figure in figures.items()}
 
-        if settings.micro_batches == 1:
+        if settings.num_parts == 1:
             return of_tokens()
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_tokens))
         return jax.lax.cond(jnp.any(mask), of_tokens, nothing)

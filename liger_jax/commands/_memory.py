@@ -1,28 +1,31 @@
 """Whether a fine-tuning run fits into the device that is here, and what makes it fit, by the planner's estimate."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from liger_jax.commands import _adapters
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._long_rows import places
 from liger_jax.commands._settings import Settings
 from liger_jax.planner import defaults, devices
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import GIB
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import mesh_sizes
+from liger_jax.planner.planning import has_host_memory
 from liger_jax.planner.step import Run
 
 _OPTION = {"seq": "length"}
 _SHORTEST = 128  # rows shorter than this are not proposed
 
 
-def check(
+def fitted(
     settings: Settings, model: Architecture, dtype: str, param_dtype: str, stored: str, mesh: Mapping[str, int]
-) -> None:
-    """Prints what the run needs.
+) -> Settings:
+    """Prints what the run needs, and decides what was left to it: its micro-batches, and where layers' inputs lie.
 
     Args:
         settings: the run.
@@ -32,27 +35,58 @@ def check(
         stored: dtype of the checkpoint, which frozen weights would have.
         mesh: the devices along each axis of `meshes.AXES`.
 
+    Returns:
+        The run. Of what was left to it, it has as few micro-batches as fit, and layers' inputs in the host's memory
+        only if they do not fit on the device.
+
     Raises:
         UserError: the run does not fit; the message says what makes it fit.
         ValueError: the model takes no rows of that length.
     """
     device = devices.here()
+    chosen = dict(remat=settings.remat or defaults.REMAT, micro_batches=settings.num_parts)
+    decided = dataclasses.replace(settings, **chosen)
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")
-        return
+        return decided
     sizes = mesh_sizes(mesh, math.prod(mesh.values()))
     device = dataclasses.replace(device, count=math.prod(sizes.values()))
-    options = dict(dtype=dtype, param_dtype=param_dtype, remat=settings.remat, micro_batches=settings.micro_batches)
-    options |= dict(optimizer=settings.optimizer, packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
+    options = chosen | dict(dtype=dtype, param_dtype=param_dtype, host_memory=devices.machine_memory())
+    options |= dict(optimizer=settings.optimizer)
     options |= dict(packed=settings.pack, lora=settings.lora, dora=settings.dora, quantize=settings.quantize)
     options |= dict(lora_targets=_adapters.targets(settings.lora_targets))
-    run = Run(model, settings.batch, settings.length, device, sizes, **options)
+    run = _decided(settings, Run(model, settings.batch, settings.length, device, sizes, **options))
     needed, capacity = estimate(run).total, device.capacity_bytes
     each = "" if device.count == 1 else " on each device"
     text = f"{gib(needed)}{each} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
     if needed > capacity:
         raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored)}")
+    host = estimate(run).host * device.count_on_host
+    if not has_host_memory(run, host):
+        assert run.host_memory is not None
+        raise UserError(
+            f"Layers' inputs need {gib(host)} of the host's memory, which has {gib(run.host_memory)}. Pass a smaller "
+            "--length, or more --micro-batches of fewer rows."
+        )
     print(f"memory: the run needs {text}")
+    for line in places(run):
+        print(line)
+    return dataclasses.replace(settings, remat=run.remat, micro_batches=run.micro_batches)
+
+
+def _decided(settings: Settings, run: Run) -> Run:
+    """The run with what was left to it: the first choice that fits; as it is if none does."""
+    counts, remats = [run.micro_batches], [run.remat]
+    if settings.may_be_parted:
+        counts = [n for n in range(1, run.batch + 1) if run.batch % (n * run.batch_devices) == 0]
+    if settings.remat is None and run.target.platform != "cpu":
+        remats.append("offload")
+    for remat, count in itertools.product(remats, counts):
+        choice = dataclasses.replace(run, remat=remat, micro_batches=count)
+        found = estimate(choice)
+        if found.total <= run.target.capacity_bytes and has_host_memory(run, found.host * run.target.count_on_host):
+            return choice
+    return run
 
 
 def gib(size: int) -> str:
@@ -107,6 +141,8 @@ def _changes(run: Run, frozen: str) -> Iterator[dict[str, Any]]:
     for parts in range(run.micro_batches + 1, run.batch + 1):
         if run.batch % (parts * run.batch_devices) == 0:
             yield dict(micro_batches=parts)
+    if run.remat != "offload" and run.target.platform != "cpu":
+        yield dict(remat="offload")
     if run.lora is None and run.param_dtype == "float32":
         yield dict(param_dtype="bfloat16")  # trained with stochastic rounding
     if run.lora is None and run.optimizer == "adamw":

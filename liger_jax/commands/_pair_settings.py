@@ -40,7 +40,7 @@ class PairSettings(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.preference.sorts and self.micro_batches > 1:
+        if self.preference.sorts and self.num_parts > 1:
             raise UserError(
                 f"--micro-batches={self.micro_batches} parts a batch, whose pairs --loss {self.loss_type} sorts "
                 "together. Leave it out."
@@ -50,6 +50,11 @@ class PairSettings(Settings):
     def preference(self) -> Preference:
         """The loss with its options."""
         return Preference(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Preference)})
+
+    @property
+    def may_be_parted(self) -> bool:
+        """Whether the run may choose the number of micro-batches: not where a loss sorts the pairs of a batch."""
+        return super().may_be_parted and not self.preference.sorts
 
     @property
     def peak_rate(self) -> float:

@@ -74,7 +74,7 @@ def _computed(settings: PairSettings, laid: Any, model: Any, num_segments: int) 
     def log_probs(state, rows):
         return responses(nnx.merge(graph, state), rows, num_segments, ld_alpha=ld_alpha).log_probs
 
-    size = settings.batch // settings.micro_batches
+    size = settings.batch // settings.num_parts
     parts = RowParts(laid, size)
     found = [np.asarray(log_probs(state, {name: part[name] for name in ARGUMENTS})) for part in parts]
     return np.concatenate(found)[: laid.num_rows]

@@ -161,7 +161,7 @@ class Rollouts:
             own["advantages"][row][packed["segment_ids"][row] == segment + 1] = advantage
         # The update takes row i for part i mod `micro_batches`, and passes over parts without tokens.
         rows = np.arange(len(packed["input_ids"]))
-        parts = settings.micro_batches
+        parts = settings.num_parts
         to = rows % (settings.batch // parts) * parts + rows // (settings.batch // parts)
         for name, values in own.items():
             batch[name][to] = values

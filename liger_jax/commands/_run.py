@@ -14,6 +14,7 @@ from flax import nnx
 
 from liger_jax.commands import (
     _adapters,
+    _long_rows,
     _longer,
     _memory,
     _output,
@@ -95,19 +96,18 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
             _output.check(settings, folder)
         settings = _as_stored(settings, source)
         precision = _precision(settings, source.dtype)
-        found = architecture_of(source)
-        settings.check_length(found.name, found.config.longest_sequence)
+        found = _long_rows.stretched_for(settings, architecture_of(source))
         shape = lambda layout: nnx.eval_shape(lambda: _new_model(settings, task, source, found, precision, layout))
         # A model that writes its own batches does so on one device.
         if task.played is not None and settings.mesh and math.prod(meshes.parse_mesh(settings.mesh).values()) > 1:
             raise UserError(f"--mesh={settings.mesh}: this command trains on one device. Leave it out.")
         there = jax.devices() if task.played is None else jax.devices()[:1]
-        devices = meshes.chosen(settings.mesh, there, settings.batch // settings.micro_batches, shape)
+        devices = meshes.chosen(settings.mesh, there, settings.batch // settings.num_parts, shape)
         if task.alone and devices.sizes["sequence"] > 1:
             raise UserError(
                 f"--mesh={settings.mesh}: this command's rows stay whole. Give the devices to fsdp or tensor."
             )
-        _memory.check(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
+        settings = _memory.fitted(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
         model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
         of_rows = devices.layout_of_rows
         shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)
@@ -176,7 +176,7 @@ def _train_on(
 
     with telling("compiling"), memory_errors("while the step was compiled."):
         step, sums = (program.result() for program in programs)
-    size = settings.batch // settings.micro_batches
+    size = settings.batch // settings.num_parts
     score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
     held_out = RowParts(data.held_out_rows, size)
     # After a step its own rows are scored; before the first one, those that it will have.
@@ -331,6 +331,7 @@ def _precision(settings: Settings, stored: str) -> dict[str, str]:
 def _read(settings: Settings, task: Task, source: Source, precision: dict[str, str], devices: meshes.Devices) -> Any:
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
     options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=task.scan_layers)
+    options |= dict(length=settings.length, rope_scaling=settings.rope_scaling)
     return AutoModelForCausalLM.from_pretrained(source, mesh=devices.mesh, kernels=devices.kernels, **options)
 
 
@@ -365,7 +366,9 @@ def _new_model(
 ) -> Any:
     """A model of the run's structure with random weights, for its shapes."""
     options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-    options |= dict(remat=settings.remat, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout))
+    options |= dict(
+        remat=settings.remat or defaults.REMAT, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout)
+    )
     model = found.family(found.config, **options, rngs=nnx.Rngs(0))
     if source.is_nf4:
         quantized_as_in(source.folder, model)
@@ -392,10 +395,10 @@ def _programs(
     """
     graph, params, frozen = nnx.split(like, _trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
-    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.micro_batches)
+    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.num_parts)
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
-    size, compiling = settings.batch // settings.micro_batches, Compiling()
+    size, compiling = settings.batch // settings.num_parts, Compiling()
     part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim == 2}
     programs = (
         compiling.start(devices.jitted(step, state, optimizer), state, batches[0], frozen),

@@ -9,6 +9,7 @@ from typing import Any
 
 from liger_jax.commands._errors import UserError, user_errors
 from liger_jax.commands._row_formats import FORMATS
+from liger_jax.models.core.stretched import ROPE_SCALINGS
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.step import REMATS
@@ -26,10 +27,11 @@ _BOUNDS = dict(
     keep=(1, MOST), seed=(0, 2**32 - 1), samples=(0, 2**16), patience=(1, MOST),
 )  # fmt: skip
 _MOST_FLOAT = 3.4e38  # of float32
-# What may change when a run is continued: where figures and results go, and how often it saves and looks at itself.
+# What may change when a run is continued: where figures and results go, how often it saves and looks at itself, and how
+# a step is laid into memory.
 _NOT_OF_THE_RUN = (
     "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify", "mesh",
-    "distributed",
+    "distributed", "remat", "micro_batches",
 )  # fmt: skip
 _NOT_WRITTEN = ("fresh", "verify", "distributed")  # into a run's file of options
 ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file
@@ -58,8 +60,10 @@ class Settings:
         quantize: how the frozen weights of layers are held, "nf4" or "int8"; `None` for as they are.
         pack: documents share rows, whose segments do not see each other; else each has rows of its own.
         length: tokens in a row.
+        rope_scaling: how the rotary embedding reaches rows that are longer than the model's positions, a name of
+            `ROPE_SCALINGS`; `None` to refuse them.
         batch: rows in a step.
-        micro_batches: equal parts of a step's batch, whose gradients are accumulated.
+        micro_batches: equal parts of a step's batch, whose gradients are accumulated; `None` for as few as fit.
         epochs: how often each row is trained on; `None` for once, or for what `steps` says.
         steps: training steps; `None` for what `epochs` says.
         learning_rate: the peak; `None` for 2e-4 with adapters and 1e-5 without.
@@ -68,7 +72,7 @@ class Settings:
         warmup: the share of the steps in which the rate rises, or from 1 on their number.
         weight_decay: the share of each weight that a step of rate 1 takes away.
         clip: a gradient with a larger norm is scaled down to it; 0 to leave all as they are.
-        remat: what layers keep for the backward.
+        remat: what layers keep for the backward; `None` for "full", or "offload" where that does not fit.
         dtype: dtype of the computation; `None` for float32 on a CPU and bfloat16 elsewhere.
         param_dtype: dtype of the weights; `None` for float32, or the checkpoint's own if they are frozen.
         eval_share: the share of the data that is held out and scored; `None` for 0.02, or none beside `eval_data`.
@@ -107,8 +111,9 @@ class Settings:
     quantize: str | None = None
     pack: bool = False
     length: int = defaults.LENGTH
+    rope_scaling: str | None = None
     batch: int = defaults.BATCH
-    micro_batches: int = defaults.MICRO_BATCHES
+    micro_batches: int | None = None
     epochs: float | None = None
     steps: int | None = None
     learning_rate: float | None = None
@@ -117,7 +122,7 @@ class Settings:
     warmup: float = 0.03
     weight_decay: float = 0.01
     clip: float = 1.0
-    remat: str = defaults.REMAT
+    remat: str | None = None
     dtype: str | None = None
     param_dtype: str | None = None
     eval_share: float | None = None
@@ -153,7 +158,7 @@ class Settings:
                 f"--batch={self.batch} rows of --length={self.length} are more than the {MOST:,} tokens that a step "
                 "can have. Pass a smaller --batch."
             )
-        if self.batch % self.micro_batches:
+        if self.batch % self.num_parts:
             raise UserError(f"--micro-batches={self.micro_batches} must divide --batch={self.batch}.")
         if self.mesh is not None:
             with user_errors():
@@ -199,6 +204,16 @@ class Settings:
             raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
         if unknown := set(self.log) - set(LOGS):
             raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")
+
+    @property
+    def num_parts(self) -> int:
+        """The micro-batches of a step: one where their number is still left to the run."""
+        return self.micro_batches or defaults.MICRO_BATCHES
+
+    @property
+    def may_be_parted(self) -> bool:
+        """Whether the run may choose the number of micro-batches."""
+        return self.micro_batches is None
 
     @property
     def peak_rate(self) -> float:
@@ -319,7 +334,9 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     add("--rslora", action="store_true", help="scale the adapters by alpha/√rank")
     add("--dora", action="store_true", help="train the lengths of the weights' columns, too")
     add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
-    add("--remat", choices=REMATS, help="what layers keep for the backward (default: full, which keeps least)")
+    longer = "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)"
+    add("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
+    add("--remat", choices=REMATS, help="what layers keep for the backward (default: full; offload if it must)")
     add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
     add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
 
@@ -328,7 +345,7 @@ def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
     """How many steps there are, and what a step does."""
     add = command.add_argument
     add("--batch", type=int, help="rows in a step (default: 8)")
-    add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: 1)")
+    add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: as few as fit)")
     add(
         "--mesh",
         help="devices along axes, as fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",

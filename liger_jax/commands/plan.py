@@ -14,6 +14,7 @@ import sys
 import jax
 
 from liger_jax.commands import _adapters
+from liger_jax.models.core.stretched import ROPE_SCALINGS
 from liger_jax.ops.block_quantized import KINDS
 from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
 from liger_jax.planner import compilers, defaults, device_names, planning, report, searching
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
     names = "memory optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches".split()
-    names += ["packed", "lora", "dora", "quantize", "host_memory"]
+    names += ["packed", "lora", "dora", "quantize", "host_memory", "rope_scaling"]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.lora_targets is not None:
         options["lora_targets"] = _adapters.targets(args.lora_targets)
@@ -110,6 +111,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--quantize", choices=KINDS, help="hold the frozen weights of layers in fewer bits")
     command.add_argument("--packed", "--pack", action="store_true", help="rows hold several documents, each by itself")
     command.add_argument("--state-memory", choices=STATE_MEMORIES, help="where the moments lie (default: device)")
+    longer = "for rows beyond the model's positions: how its rotary embedding reaches them"
+    command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
     command.add_argument("--host-memory", help="such as 128GiB: of the host, for what is kept there")
     command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
     command.add_argument(

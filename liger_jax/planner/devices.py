@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import pathlib
 import re
 
 import jax
@@ -155,7 +156,7 @@ def here() -> Target | None:
         The target, or `None` if nobody says how much memory there is.
     """
     device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else _memory_of_machine()
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else machine_memory()
     if not limit:
         return None
     known = [name for name, row in {**GPUS, **TPUS}.items() if row.kind == device.device_kind]
@@ -180,11 +181,21 @@ def pinned_limit(needed: int) -> int | None:
     return limit if limit > PINNED_GIB else None
 
 
-def _memory_of_machine() -> int | None:
+def machine_memory() -> int | None:
+    """The memory that this process may have of its machine, or of its container.
+
+    Returns:
+        Bytes; `None` if nobody says how much it is.
+    """
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on Windows
         return None
+    try:
+        limit = pathlib.Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return whole
+    return min(whole, int(limit)) if limit.isdecimal() else whole
 
 
 def _gpus(kind: str, size: str, given: int | None = None) -> Target:

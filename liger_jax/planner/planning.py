@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from liger_jax.models.core.stretched import MOST_POSITIONS, stretched
 from liger_jax.planner import defaults
 from liger_jax.planner.advice import (
     PRECISIONS,
@@ -126,6 +127,7 @@ def make_run(
     memory: str | None = None,
     mesh: Mapping[str, int] | None = None,
     host_memory: str | None = None,
+    rope_scaling: str | None = None,
     **options: Any,
 ) -> Run:
     """Makes a run from names and sizes.
@@ -138,6 +140,7 @@ def make_run(
         memory: as `plan` takes it.
         mesh: as `plan` takes it.
         host_memory: as `plan` takes it.
+        rope_scaling: as `plan` takes it.
         **options: as `plan` takes them.
 
     Returns:
@@ -152,6 +155,9 @@ def make_run(
     if batch is None:
         groups = math.prod(sizes[name] for name in BATCH_AXES)
         batch = defaults.batch(groups * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
+    if rope_scaling is not None:
+        config = stretched(found.config, MOST_POSITIONS if seq is None else seq, rope_scaling)
+        found = dataclasses.replace(found, config=config)
     if seq is None:
         seq = min(defaults.LENGTH, found.config.longest_sequence)
     options.setdefault("param_dtype", defaults.param_dtype(options.get("lora"), found.dtype))
@@ -186,6 +192,7 @@ def plan(
     memory: str | None = None,
     mesh: Mapping[str, int] | None = None,
     host_memory: str | None = None,
+    rope_scaling: str | None = None,
     level: str = "estimate",
     **options: Any,
 ) -> MemoryPlan:
@@ -208,6 +215,8 @@ def plan(
             sequence, and heads, feed-forwards and the vocabulary over tensor.
         host_memory: memory of the devices' host, such as "128GiB", in which `remat="offload"` and `state_memory="host"`
             put arrays; `None` if it is not known, and enough.
+        rope_scaling: how the rotary embedding reaches rows beyond the model's positions, as `models.stretched` takes
+            it; `None` to refuse them.
         level: "estimate" or "compiled".
         **options: `optimizer` ("adamw", "adamw8bit", "sgd"), `state_dtype`, `param_dtype`, `dtype` (names), `remat`
             ("none", "full", "dots", "offload"), `loss` ("fused", "logits"), `micro_batches` (a number), `state_memory`
@@ -230,7 +239,7 @@ def plan(
     if level not in LEVELS:
         raise ValueError(f"level={level!r} must be one of {LEVELS}.")
     sizes: dict[str, Any] = dict(batch=batch, seq=seq, device=device, memory=memory, mesh=mesh)
-    run = make_run(model, **sizes, host_memory=host_memory, **options)
+    run = make_run(model, **sizes, host_memory=host_memory, rope_scaling=rope_scaling, **options)
     both = {loss: dataclasses.replace(run, loss=loss) for loss in LOSSES}
     compiled = {loss: compile_run(each) for loss, each in both.items()} if level == "compiled" else {}
     return MemoryPlan(run, {loss: estimate(each) for loss, each in both.items()}, compiled)

@@ -103,7 +103,10 @@ class Run:
             )
         longest = self.model.config.longest_sequence
         if self.seq > longest:
-            raise ValueError(f"seq={self.seq} is longer than the {longest} positions that {self.model.name} takes.")
+            raise ValueError(
+                f"seq={self.seq} is longer than the {longest} positions that {self.model.name} takes. Pass a "
+                "shorter one, or rope_scaling for positions that it has not seen."
+            )
 
     def _check_adapters(self) -> None:
         if self.quantize not in (None, *KINDS):

@@ -76,7 +76,18 @@ class OutOfMemoryError(TrainingError):
     """The device has too little memory."""
 
     def __init__(self, problem: str):
-        super().__init__(problem, "Try more micro-batches, remat='full' or shorter rows.")
+        super().__init__(problem, "Try more micro-batches, remat='offload' or shorter rows.")
+
+
+class OutOfHostMemoryError(TrainingError):
+    """XLA's pool of pinned host memory, in which layers' inputs lie with remat='offload', has too little."""
+
+    def __init__(self, problem: str):
+        super().__init__(
+            problem,
+            "XLA's pool there stops at 64 GiB: start Python with XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, such as 128, if "
+            "the host has more. Else take more micro-batches or shorter rows.",
+        )
 
 
 @contextlib.contextmanager
@@ -88,6 +99,7 @@ def memory_errors(where: str) -> Iterator[None]:
 
     Raises:
         OutOfMemoryError: in the place of JAX's own error, if that says so.
+        OutOfHostMemoryError: if it says so of the host's pinned memory.
 
     Example:
         >>> with memory_errors("while the step was compiled."):
@@ -98,4 +110,6 @@ def memory_errors(where: str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        if "host memory" in str(error):
+            raise OutOfHostMemoryError(f"The host's pinned memory ran out {where}") from error
         raise OutOfMemoryError(f"The device ran out of memory {where}") from error

@@ -23,6 +23,7 @@ from liger_jax.ops.block_quantized import BlockQuantized
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096  # of a tile
 LEAST_TILES = 8  # fewer save little
+LEAST_TILES_OF_OFFLOADED = 4  # where memory is so short that layers' inputs lie in the host's
 
 
 def over_tokens(
@@ -74,9 +75,15 @@ def tokens_at_once(tokens: int, width: int, remat: Remat) -> int:
         remat: what the decoder's layer keeps for the backward.
 
     Returns:
-        A tile's tokens, where a layer keeps no product; else all.
+        A tile's tokens, where a layer keeps no product; else all. With "offload" shorter rows have tiles, too.
+
+    Example:
+        >>> [tokens_at_once(16_384, 4096, remat) for remat in ("none", "full", "offload")]
+        [16384, 16384, 2048]
     """
     size = tile_tokens(tokens, width) if remat in ("full", "offload") else None
+    if size is None and remat == "offload" and tokens > LEAST_TILES_OF_OFFLOADED * LEAST_TOKENS:
+        size = LEAST_TOKENS
     return tokens if size is None else size
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from liger_jax.models import quantized
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.stretched import stretched
 from liger_jax.models.hugging_face import checkpoint, config_in_files, config_json, saving, weights
 from liger_jax.models.hugging_face.names import no_attribute, refusing_foreign_names
 from liger_jax.models.hugging_face.source import Source, find, tokenizer_files
@@ -51,6 +52,8 @@ class Pretrained(nnx.Module):
         kernels: KernelOptions = KernelOptions(),
         remat: Remat = "none",
         scan_layers: bool = True,
+        length: int | None = None,
+        rope_scaling: str | None = None,
     ) -> Model:
         """Reads a model from a Hugging Face checkpoint: config.json and safetensors, one file or many.
 
@@ -73,6 +76,8 @@ class Pretrained(nnx.Module):
             kernels: which ops run as kernels.
             remat: what each layer keeps for the backward, as in the constructor.
             scan_layers: stack the layers' parameters and scan over them.
+            length: the longest row that the model is to take; `None` for its own positions.
+            rope_scaling: how the rotary embedding is stretched if these are fewer, as `models.stretched` takes it.
 
         Returns:
             The model. It keeps the other fields of config.json, and generation_config.json, for `generate` and
@@ -84,8 +89,9 @@ class Pretrained(nnx.Module):
                 not read. If a save into the folder was interrupted, the message says how to repair it.
             ValueError: a file is damaged; config.json has values that the model does not support, or disagrees with the
                 tensors on the number of layers or tokens; tensors are missing, unexpected, of a wrong shape or not
-                floats (the message lists all of them); `partition_specs` do not fit the parameters; or `quantize` is
-                unknown, or its blocks of 64 do not divide a projection's input.
+                floats (the message lists all of them); `partition_specs` do not fit the parameters; `quantize` is
+                unknown, or its blocks of 64 do not divide a projection's input; or the model does not take rows of
+                that `length`.
             ImportError: an id is given, and `huggingface_hub` is not installed.
             TypeError: an option has a name of transformers that is not ours; the message says which is.
         """
@@ -99,6 +105,7 @@ class Pretrained(nnx.Module):
             quantize = None if source.is_nf4 else quantize
         folder = source.folder
         config, stored_dtype, kept = _described(cls, source)
+        config = config if length is None else stretched(config, length, rope_scaling)
         if quantize is not None:
             quantized.check_dense("from_pretrained", config)
         config_in_files.check(config, weights.shapes(folder), folder)

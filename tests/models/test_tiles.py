@@ -28,7 +28,8 @@ def in_tiles(monkeypatch):
     def switch(on: bool):
         monkeypatch.setattr(tiles, "LEAST_TOKENS", 16)
         monkeypatch.setattr(tiles, "MOST_TOKENS", 16 if on else 2**20)
-        monkeypatch.setattr(tiles, "LEAST_TILES", 2 if on else 2**20)
+        for name in ("LEAST_TILES", "LEAST_TILES_OF_OFFLOADED"):
+            monkeypatch.setattr(tiles, name, 2 if on else 2**20)
 
     return switch
 
@@ -110,6 +111,8 @@ def test_tiled_loss_and_gradients_are_those_of_all_tokens(kind, remat, scan, in_
 def test_short_rows_have_no_tiles_and_long_ones_do(in_tiles, rng):
     assert tiles.tile_tokens(4 * 2048, 4096) is None
     assert tiles.tile_tokens(65_536, 4096) == 4096
+    assert tiles.tokens_at_once(8192, 4096, "offload") == 8192
+    assert tiles.tokens_at_once(8193, 4096, "offload") == 2048  # where memory is short
     tokens = jnp.asarray(rng.integers(0, SIZES["vocab_size"], (1, LENGTH)))
     programs = {}
     for on, remat in ((True, "full"), (False, "full"), (True, "dots")):

@@ -46,3 +46,12 @@ def test_the_longest_row_is_one_that_the_host_holds(monkeypatch):
     assert search(run, "seq").run.seq == 32_768  # 256 KiB a token
     with pytest.raises(ValueError, match=r"host_memory=2.0GiB is too little for batch=1\."):
         search(planning.make_run("llama-3.1-8b", **LONG, host_memory="2GiB"), "batch")
+
+
+def test_rows_beyond_the_positions_are_planned_on_request():
+    longer = LONG | dict(seq=262_144)
+    with pytest.raises(ValueError, match="longer than the 131072 positions .* rope_scaling"):
+        plan("llama-3.1-8b", **longer)
+    assert plan("llama-3.1-8b", **longer, rope_scaling="yarn").host == 64 * GIB
+    run = planning.make_run("llama-3.1-8b", **LONG | dict(seq=None), rope_scaling="yarn")
+    assert run.model.config.longest_sequence == 2**24  # what a search may try

@@ -1,0 +1,110 @@
+"""Long rows: positions that the model has not seen, and the host's memory, in which layers' inputs lie."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+
+from liger_jax.commands import _adapters
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
+from liger_jax.models import KernelOptions, stretched
+from liger_jax.models.core.memory import LayerMemory
+from liger_jax.models.core.stretched import kinds_for
+from liger_jax.models.core.tiles import tokens_at_once
+from liger_jax.planner import devices
+from liger_jax.planner.architectures import Architecture, architecture_of
+from liger_jax.planner.devices import GIB, PINNED_GIB, PINNED_LIMIT
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.step import Run
+
+_FEWEST = 2**14  # tokens of a micro-batch below which no model's layer inputs fill XLA's pool
+
+
+def stretched_for(settings: Settings, model: Architecture) -> Architecture:
+    """The model with positions for the run's rows.
+
+    Args:
+        settings: the run.
+        model: the architecture.
+
+    Returns:
+        The architecture, with a longer rotary embedding if `--rope-scaling` asks for one and rows need it; this is
+        said, since whoever loads the result must know it.
+
+    Raises:
+        UserError: the rows are longer than the model's positions, and no rotary embedding that fits it is asked for.
+    """
+    longest = model.config.longest_sequence
+    try:
+        config = stretched(model.config, settings.length, settings.rope_scaling)
+    except ValueError as error:
+        if settings.rope_scaling is None:
+            kinds = "|".join(kinds_for(model.config))
+            more = f", or ask for positions that it has not seen: --rope-scaling {kinds}" if kinds else ""
+            raise UserError(
+                f"--length={settings.length} is more than the {longest} positions of {model.name}. Pass --length "
+                f"{longest}{more}."
+            ) from error
+        raise UserError(f"--rope-scaling={settings.rope_scaling}: {error}") from error
+    if settings.rope_scaling is None:
+        return model
+    if config is model.config:
+        print(f"positions: {longest:,} are the model's own, and --rope-scaling changes nothing")
+        return model
+    print(f"positions: {config.longest_sequence:,} by {config.rope_scaling}, where the model's own are {longest:,}")
+    if settings.lora is not None and not settings.merge:
+        print(
+            "the adapters belong to a model with these positions: load it with from_pretrained(…, "
+            f"length={settings.length}, rope_scaling={settings.rope_scaling!r})"
+        )
+    return dataclasses.replace(model, config=config)
+
+
+def let_pool_grow(settings: Settings) -> None:
+    """Lets XLA's pool of pinned memory hold the layers' inputs of the run, before JAX has devices. It says so.
+
+    The limit is no reservation: the pool grows as far as it is needed.
+
+    Args:
+        settings: the run.
+
+    Raises:
+        UserError: an option does not go with the model.
+        ValueError: the model's files are damaged.
+        FileNotFoundError: the model is not there.
+    """
+    rows = settings.batch // settings.num_parts
+    small = rows * settings.length < _FEWEST
+    if small or PINNED_LIMIT in os.environ or settings.remat not in (None, "offload"):
+        return
+    config = architecture_of(_adapters.found(settings)[1]).config
+    described = devices.target(memory="2GiB").description
+    layer = LayerMemory(
+        config, KernelOptions(), "offload", settings.dtype or "bfloat16", rows, settings.length, described
+    )
+    if (limit := devices.pinned_limit(layer.offloaded * config.num_hidden_layers)) is None:
+        return
+    if (there := devices.machine_memory()) is not None:
+        limit = min(limit, max(PINNED_GIB, there // GIB))
+    os.environ[PINNED_LIMIT] = str(limit)
+    print(f"XLA may pin {limit} GiB of the host's memory ({PINNED_LIMIT}; by itself it stops at {PINNED_GIB})")
+
+
+def places(run: Run) -> Iterator[str]:
+    """What of a step lies where, as far as a long row changes it.
+
+    Args:
+        run: the run.
+
+    Yields:
+        Lines.
+    """
+    if run.micro_batches > 1:
+        yield f"batch: {run.batch} rows in {run.micro_batches} micro-batches"
+    tokens = run.tokens
+    at_once = tokens if run.dora else tokens_at_once(tokens, run.model.config.hidden_size, run.layer.remat)
+    if at_once < tokens:
+        yield f"device: weights, and one layer's work, whose wide arrays are made for {at_once:,} tokens at a time"
+    if host := estimate(run).host * run.target.count_on_host:
+        of = "" if run.host_memory is None else f" of {run.host_memory / GIB:.1f}"
+        yield f"host: the inputs of {run.model.config.num_hidden_layers} layers, {host / GIB:.1f}{of} GiB"

@@ -1,0 +1,119 @@
+"""Long rows by a command: what it decides by itself, what it says before it starts, and what it refuses."""
+
+import dataclasses
+import json
+
+import pytest
+
+from liger_jax.commands import _long_rows, _memory, main
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._pair_settings import PairSettings
+from liger_jax.commands._settings import Settings
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.ops import LinearRope, Llama3Rope
+from liger_jax.planner import devices
+from liger_jax.planner.architectures import architecture
+from liger_jax.planner.devices import PINNED_LIMIT
+from tests.commands import _tiny
+
+GIB = 2**30
+_NAMED = architecture("llama-3.1-8b")
+_OWN = Llama3Rope(factor=8.0, original_max_position_embeddings=8192)
+MODEL = dataclasses.replace(_NAMED, config=dataclasses.replace(_NAMED.config, rope_scaling=_OWN))
+QLORA = dict(model="m", data="d", lora=32, quantize="nf4")
+ONE = dict(data=1, fsdp=1, tensor=1, sequence=1)
+
+
+def fitted(monkeypatch, settings, gib, host_gib=1000):
+    size = int(gib * GIB)
+    device = devices.Target("gpu", "gpu", "A card", 1, size, "", size, size)
+    monkeypatch.setattr(devices, "here", lambda: device)
+    monkeypatch.setattr(devices, "machine_memory", lambda: int(host_gib * GIB))
+    model = dataclasses.replace(MODEL, config=_long_rows.stretched(MODEL.config, settings.length, "llama3"))
+    return _memory.fitted(settings, model, "bfloat16", "bfloat16", "bfloat16", ONE)
+
+
+def test_a_long_row_takes_all_that_it_needs_without_options(monkeypatch, capsys):
+    found = fitted(monkeypatch, Settings(**QLORA, length=262_144), 75, host_gib=128)
+    assert (found.remat, found.micro_batches) == ("offload", 4)
+    said = capsys.readouterr().out
+    assert "batch: 8 rows in 4 micro-batches\n" in said
+    assert "wide arrays are made for 4,096 tokens at a time\n" in said
+    assert "host: the inputs of 32 layers, 128.0 of 128.0 GiB\n" in said
+    smaller = fitted(monkeypatch, Settings(**QLORA, length=262_144), 75, host_gib=127)
+    assert smaller.micro_batches == 8
+
+
+def test_what_fits_is_left_as_it_is(monkeypatch, capsys):
+    found = fitted(monkeypatch, Settings(**QLORA, length=2048), 75)
+    assert (found.remat, found.micro_batches) == ("full", 1)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_micro_batches_come_before_the_host(monkeypatch):
+    found = fitted(monkeypatch, Settings(**QLORA, length=8192), 16)
+    assert found.remat == "full" and found.micro_batches > 1
+
+
+def test_options_that_are_given_stay(monkeypatch):
+    with pytest.raises(UserError, match="It fits with --remat offload --micro-batches 4"):
+        fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="full", micro_batches=1), 75)
+    found = fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="full", batch=1), 100)
+    assert (found.remat, found.micro_batches) == ("full", 1)
+    sorts = PairSettings(**QLORA, length=8192, loss_type="aot")
+    assert not sorts.may_be_parted
+
+
+def test_a_host_that_is_too_small_is_named(monkeypatch):
+    with pytest.raises(UserError, match=r"inputs need 64\.0 GiB of the host's memory, which has 32\.0 GiB"):
+        fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="offload", batch=1), 75, host_gib=32)
+
+
+def test_longer_rows_are_refused_or_reached_by_the_option():
+    told = dict(model="m", data="d", length=200_000)
+    with pytest.raises(UserError, match="200000 is more than the 131072 positions of .* --rope-scaling llama3"):
+        _long_rows.stretched_for(Settings(**told), MODEL)
+    with pytest.raises(UserError, match="--rope-scaling=yarn: .* does not go with the model's own Llama3Rope"):
+        _long_rows.stretched_for(Settings(**told, rope_scaling="yarn"), MODEL)
+    found = _long_rows.stretched_for(Settings(**told, rope_scaling="llama3"), MODEL)
+    assert found.config.longest_sequence == 262_144
+    assert _long_rows.stretched_for(Settings(model="m", data="d"), MODEL) is MODEL
+
+
+def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path, capsys):
+    sizes = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, vocab_size=256)
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", intermediate_size=64) | sizes))
+    monkeypatch.setattr(devices, "machine_memory", lambda: 2000 * GIB)
+    told = dict(model=str(tmp_path), data="d", batch=1)
+
+    def limit(**options):
+        monkeypatch.setenv(PINNED_LIMIT, "")  # so that it is gone after the test
+        monkeypatch.delenv(PINNED_LIMIT)
+        _long_rows.let_pool_grow(Settings(**told | options))
+        return _long_rows.os.environ.get(PINNED_LIMIT)
+
+    assert limit(length=131_072) is None  # 32 GiB
+    assert capsys.readouterr().out == ""
+    assert limit(length=524_288) == "141"
+    assert "may pin 141 GiB" in capsys.readouterr().out
+    assert limit(length=524_288, remat="full") is None
+    assert limit(length=524_288, batch=4, micro_batches=4) == "141"
+    monkeypatch.setattr(devices, "machine_memory", lambda: 100 * GIB)
+    assert limit(length=524_288) == "100"
+    monkeypatch.setenv(PINNED_LIMIT, "7")
+    _long_rows.let_pool_grow(Settings(**told, length=524_288))
+    assert _long_rows.os.environ[PINNED_LIMIT] == "7"
+
+
+@pytest.mark.full
+def test_a_model_is_trained_on_longer_rows_and_saved_with_its_positions(tmp_path, capsys):
+    source = _tiny.checkpoint(tmp_path / "source")
+    longest = json.loads((source / "config.json").read_text())["max_position_embeddings"]
+    (tmp_path / "a.txt").write_text("one two three four " * longest)
+    command = ["finetune", f"--model={source}", f"--data={tmp_path / 'a.txt'}", "--pack", f"--length={2 * longest}"]
+    command += [f"--out={tmp_path / 'out'}", "--steps=1", "--batch=1", "--eval-share=0"]
+    assert main(command) == 2
+    assert "--rope-scaling linear|dynamic|yarn|llama3" in capsys.readouterr().err
+    assert main([*command, "--rope-scaling=linear"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.rope_scaling == LinearRope(factor=2.0)

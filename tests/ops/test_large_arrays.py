@@ -1,0 +1,181 @@
+"""Arrays of more than 2³¹ elements on a GPU, where an offset of 32 bits would have gone round.
+
+The first and the last rows are compared with the plain expression of these rows in float32. Only they have cotangents,
+so that the gradients of weights, which sum over all rows, are theirs, too. An offset that goes round would read or
+write other rows, which hold other numbers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from liger_jax import ops
+from liger_jax.models.core import plain
+from tests.ops._oracle import largest_error
+
+pytestmark = pytest.mark.full
+
+ELEMENTS = 2**31  # that an array has more than
+LEAST_BYTES = 70 * 2**30  # of the GPU's memory
+KEPT = 64  # rows compared at either end
+TOLERANCE = 2e-2  # of bfloat16, as a share of the largest value
+
+
+@pytest.fixture(autouse=True)
+def has_memory(platform):
+    if platform != "gpu" or jax.devices()[0].memory_stats()["bytes_limit"] < LEAST_BYTES:
+        pytest.skip("needs a GPU of 80 GB")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def numbers(shape, seed):
+    """Numbers of deviation 1 that look random, each by its own place, made without memory beside them."""
+    count = jnp.uint32(seed)
+    for axis in range(len(shape)):
+        count = count * jnp.uint32(2654435761) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    count = (count ^ (count >> 15)) * jnp.uint32(2246822519)
+    count = (count ^ (count >> 13)) * jnp.uint32(3266489917)
+    return ((count >> 8).astype(jnp.float32) * (3.4 / 2**24) - 1.7).astype(jnp.bfloat16)
+
+
+def ends(x):
+    """The first and the last rows along axis 0."""
+    return jnp.concatenate([x[:KEPT], x[-KEPT:]])
+
+
+def of_ends(dy):
+    """The cotangent without all other rows."""
+    row = jnp.arange(dy.shape[0]).reshape(-1, *[1] * (dy.ndim - 1))
+    return jnp.where((row < KEPT) | (row >= dy.shape[0] - KEPT), dy, 0)
+
+
+def rows(width):
+    """Rows of this width with a few more than `ELEMENTS` elements, and no whole number of tiles."""
+    return ELEMENTS // width + 2 * KEPT + 37
+
+
+def check(op, expected, large, small=()):
+    """`op(*large, *small)` and its gradients against `expected` of the ends: y and gradients of `large` by rows.
+
+    Args:
+        op: a function of arrays to one array with the rows of `large`.
+        expected: the plain expression.
+        large: arrays of many rows.
+        small: arrays that all rows share.
+    """
+
+    @jax.jit
+    def run(large, small):
+        y, pull = jax.vjp(lambda large, small: op(*large, *small), large, small)
+        dy = of_ends(numbers(y.shape, 99))
+        of_large, of_small = pull(dy)
+        return ends(y), [ends(x) for x in of_large], of_small, ends(dy)
+
+    y, of_large, of_small, dy = run(large, small)
+    wide = lambda arrays: [x.astype(jnp.float32) for x in arrays]
+    with jax.default_matmul_precision("highest"):
+        plain_y, pull = jax.vjp(lambda large, small: expected(*large, *small), wide(map(ends, large)), wide(small))
+        plain_large, plain_small = pull(dy.astype(jnp.float32))
+    for found, truth in zip([y, *of_large, *of_small], [plain_y, *plain_large, *plain_small], strict=True):
+        assert largest_error(found.astype(jnp.float32), np.asarray(truth)) < TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_norms(implementation):
+    x, scale = numbers((rows(4096), 4096), 1), numbers((4096,), 2)
+    op = functools.partial(ops.rms_norm, eps=1e-6, implementation=implementation)
+    check(op, lambda x, scale: plain.rms_norm(x, scale, eps=1e-6, offset=0.0, casting_mode="llama"), [x], [scale])
+
+
+def test_gates():
+    gate, up = (numbers((rows(14_336), 14_336), i) for i in (1, 2))
+    check(functools.partial(ops.swiglu, implementation="triton"), plain.swiglu, [gate, up])
+
+
+def test_rotations():
+    t = rows(4096)
+    q, k = numbers((t, 32, 128), 1), numbers((t, 8, 128), 2)
+    angles = numbers((t, 64), 3).astype(jnp.float32)
+    tables = [f(jnp.concatenate([angles, angles], axis=1))[None] for f in (jnp.cos, jnp.sin)]
+
+    def joined(rope, q, k, tables):
+        return jnp.concatenate([x[0] for x in rope(q[None], k[None], *tables)], axis=1)
+
+    op = functools.partial(ops.apply_rope, implementation="triton")
+    of_ends_alone = [jnp.concatenate([x[:, :KEPT], x[:, -KEPT:]], axis=1) for x in tables]
+    check(
+        lambda q, k: joined(op, q, k, tables),
+        lambda q, k: joined(plain.apply_rope, q, k, of_ends_alone),
+        [q, k],
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu", "cudnn"])
+def test_attention(implementation):
+    """Documents of 64 tokens, so that the ends see nothing else: packed, or rows for cuDNN, which has no segments."""
+    t = -(-rows(4096) // KEPT) * KEPT
+    q, k, v = numbers((t, 32, 128), 1), numbers((t, 8, 128), 2), numbers((t, 8, 128), 3)
+
+    def attend(q, k, v, **options):
+        in_rows = lambda x: x.reshape(-1, KEPT, *x.shape[1:]) if implementation == "cudnn" else x[None]
+        ids = None if implementation == "cudnn" else jnp.arange(len(q), dtype=jnp.int32)[None] // KEPT
+        return ops.causal_attention(in_rows(q), in_rows(k), in_rows(v), ids, **options).reshape(q.shape)
+
+    check(
+        functools.partial(attend, implementation=implementation),
+        functools.partial(attend, implementation="xla"),
+        [q, k, v],
+    )
+
+
+def test_losses_of_logits():
+    logits = numbers((rows(128_256), 128_256), 1)
+    labels = jnp.arange(len(logits), dtype=jnp.int32) * 7919 % 128_256
+    check(
+        lambda x: ops.cross_entropy(x, labels, reduction="none", implementation="triton"),
+        lambda x: -jnp.take_along_axis(jax.nn.log_softmax(x), ends(labels)[:, None], axis=1)[:, 0],
+        [logits],
+    )
+
+
+@pytest.mark.parametrize(
+    ("implementation", "mode"), [("triton", "fast"), ("mosaic_gpu", "fast"), ("mosaic_gpu", "lean")]
+)
+def test_fused_losses(implementation, mode):
+    v = 128_256
+    hidden, weight = numbers((rows(v), 256), 1), numbers((v, 256), 2)
+    labels = jnp.arange(len(hidden), dtype=jnp.int32) * 7919 % v
+    options = dict(reduction="none", mode=mode, implementation=implementation)
+    check(
+        lambda x, w: ops.fused_linear_cross_entropy(x, w, labels, **options),
+        lambda x, w: -jnp.take_along_axis(jax.nn.log_softmax(x @ w.T), ends(labels)[:, None], axis=1)[:, 0],
+        [hidden],
+        [weight],
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_feed_forwards(implementation):
+    f = 14_336
+    x, *weights = numbers((rows(f), 256), 1), numbers((256, f), 2), numbers((256, f), 3), numbers((f, 256), 4)
+    weights = [w * jnp.bfloat16(1 / 16) for w in weights]
+    check(
+        functools.partial(ops.gated_mlp, recomputed=True, implementation=implementation),
+        lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down,
+        [x],
+        weights,
+    )
+
+
+def test_grouped_products():
+    x, weight = numbers((rows(4096), 64), 1), numbers((2, 64, 4096), 2)
+    sizes = jnp.array([KEPT, len(x) - KEPT], jnp.int32)
+    check(
+        lambda x, w: ops.grouped_matmul(x, w, sizes, implementation="mosaic_gpu"),
+        lambda x, w: jnp.concatenate([x[:KEPT] @ w[0], x[KEPT:] @ w[1]]),
+        [x],
+        [weight],
+    )
