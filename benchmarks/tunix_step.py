@@ -84,8 +84,9 @@ def main() -> None:
     device = jax.devices()[0]
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
     print(
-        f"{device.device_kind}, {args.layers} layers, {args.rows} × {args.length}, loss {args.loss}: first loss {first:.5f}, "
-        f"{1e3 * seconds:.1f} ms a step, {args.rows * args.length / seconds:,.0f} tokens/s, peak {peak:.2f} GiB"
+        f"{device.device_kind}, {args.layers} layers, {args.rows} × {args.length}, loss {args.loss}: "
+        f"first loss {first:.5f}, {1e3 * seconds:.1f} ms a step, "
+        f"{args.rows * args.length / seconds:,.0f} tokens/s, peak {peak:.2f} GiB"
     )
 
 

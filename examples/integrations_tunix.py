@@ -52,18 +52,7 @@ def train(model, loss_fn=None):
     Returns:
         The trainer's loss after each step.
     """
-    from tunix.sft import hooks, peft_trainer, utils  # pyright: ignore[reportMissingImports]
-
-    class Losses(hooks.TrainingHooks):
-        values = []
-
-        def on_train_step_end(self, train_ctx, train_step, train_loss):
-            self.values = [*self.values, float(train_loss)]
-
-        def ignored(self, *_):
-            pass
-
-        on_train_start = on_train_end = on_train_step_start = on_eval_step_start = on_eval_step_end = ignored
+    from tunix.sft import peft_trainer, utils  # pyright: ignore[reportMissingImports]
 
     def batch(key):
         tokens = (jax.random.randint(key, (4, 1), 0, VOCAB) + jnp.arange(16)) % VOCAB
@@ -75,10 +64,8 @@ def train(model, loss_fn=None):
     trainer = peft_trainer.PeftTrainer(model, optax.adam(3e-3), peft_trainer.TrainingConfig(eval_every_n_steps=100))
     if loss_fn is not None:
         trainer.with_loss_fn(loss_fn)
-    losses = Losses()
-    trainer.with_training_hooks(losses)
     trainer.train([batch(key) for key in jax.random.split(jax.random.key(0), STEPS)])
-    return losses.values
+    return trainer.metrics_logger.get_metric_history("", "loss", "train").tolist()
 
 
 def main():

@@ -96,7 +96,7 @@ class TunixModel(nnx.Module):
 
 
 def hidden_and_head(
-    model: nnx.Module, input_tokens: Int[Array, "B T"], **inputs: Any
+    model: Any, input_tokens: Int[Array, "B T"], **inputs: Any
 ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
     """What goes into the head of one of tunix's models, and the head, for losses of your own.
 
@@ -136,7 +136,7 @@ def hidden_and_head(
 
 
 def sft_loss(
-    model: nnx.Module,
+    model: Any,
     input_tokens: Int[Array, "B T"],
     input_mask: Num[Array, "B T"] | Bool[Array, "B T"],
     positions: Int[Array, "B T"],
@@ -169,7 +169,8 @@ def sft_loss(
         return jnp.where(is_causal, out.loss, jnp.nan)
     inputs = dict(positions=positions, attention_mask=attention_mask) | _given(images=images)
     hidden, head = hidden_and_head(model, input_tokens, **inputs)
-    return causal_lm_loss(hidden, head.pop("weight"), input_tokens, token_weights=weights, **head)
+    loss: Any = causal_lm_loss(hidden, head.pop("weight"), input_tokens, token_weights=weights, **head)
+    return loss
 
 
 def with_fused_log_probs(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +206,7 @@ def with_fused_log_probs(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(loss_fn)(copy)
 
 
-def with_reference(example: Any, model: nnx.Module) -> Any:
+def with_reference(example: Any, model: Any) -> Any:
     """Adds a reference's log-probabilities to a batch of tunix's `DPOTrainer`, without logits.
 
     Give the trainer `ref_model=None`, and call this in its `_prepare_inputs`.
@@ -228,7 +229,7 @@ def with_reference(example: Any, model: nnx.Module) -> Any:
 _EMPTY = types.SimpleNamespace(co_names=())
 
 
-def _takes(model: nnx.Module, name: str) -> bool:
+def _takes(model: Any, name: str) -> bool:
     return name in inspect.signature(type(model).__call__).parameters
 
 
