@@ -17,7 +17,7 @@ CORES = $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,$(if $(filter gpu,$(PLATFORM)),$(shell expr \( $(CORES) + 1 \) / 2),0))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full parity lint format types docs wheel clean
+.PHONY: help train test test-full parity integrations lint format types docs wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -112,6 +112,20 @@ $(TEST_ENV)/.installed-dev: $(TEST_ENV)/.installed
 $(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_PARITY))
 
+# Other people's trainers and libraries, each with what it needs itself, and the packages of each.
+PEERS := tunix maxtext small
+PEER_PACKAGES_tunix := google-tunix
+PEER_PACKAGES_maxtext := maxtext[tpu]
+PEER_PACKAGES_small := equinox grain qwix
+PEER_ENV = .venv/integrations-$(VERSIONS)-$(1)
+
+# A peer that does not install leaves the reason in a file, and its tests are not run.
+$(call PEER_ENV,%)/.installed: pyproject.toml
+	@echo 'make: installing $(PEER_PACKAGES_$*) into $(@D); the first time takes some minutes'
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check -qq -e . pytest beartype $(PEER_PACKAGES_$*) \
+	  $(if $(JAX),'jax==$(JAX)') 2>$(@D)/why && touch $@ || true
+
 # --- what one can make ----------------------------------------------------------------------------------------------
 
 help:
@@ -120,6 +134,7 @@ help:
 	@echo '                JOBS=8 workers, PART=1/2 of the cases, ENV=system: in the Python that is there'
 	@echo 'make test-full  all shapes, targets and model families   the same'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
+	@echo 'make integrations  our losses in tunix and MaxText, and with grain, Equinox and qwix, which it installs'
 	@echo 'make lint       ruff: mistakes and format'
 	@echo 'make format     ruff puts the format right'
 	@echo 'make types      basedpyright'
@@ -142,13 +157,24 @@ PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(filter cpu,$(PLATFORM)),$(CPU_O
 installed = $(if $(filter venv,$(ENV)),$(TEST_ENV)/.installed$(1))
 
 test: $(call installed)
-	@$(PYTEST) -m 'not full and not parity' $(PYTEST_ARGS) $(TESTS)
+	@$(PYTEST) -m 'not full and not parity and not integrations' $(PYTEST_ARGS) $(TESTS)
 
 test-full: $(call installed)
 	@$(PYTEST) $(PYTEST_ARGS) $(TESTS)
 
 parity: $(call installed,-parity)
 	@$(PYTEST) -m parity $(PYTEST_ARGS) $(TESTS)
+
+integrations: $(foreach peer,$(PEERS),$(call PEER_ENV,$(peer))/.installed)
+	@failed=; for peer in $(PEERS); do \
+	  env=.venv/integrations-$(VERSIONS)-$$peer; \
+	  if test -e $$env/.installed; then \
+	    $(CPU_ONLY) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $$env/bin/python -m pytest -m integrations $(PYTEST_ARGS) \
+	      tests/integrations/test_$$peer*.py || failed="$$failed $$peer"; \
+	  else \
+	    echo "make: $$peer does not install here, so its tests are not run: $$(grep -m1 ERROR $$env/why)"; \
+	  fi; \
+	done; test -z "$$failed" || { echo "make: tests failed with$$failed"; exit 1; }
 
 lint: $(TEST_ENV)/.installed-dev
 	@$(TEST_ENV)/bin/ruff check .
