@@ -9,8 +9,8 @@ that its allocator ever held, `peak_bytes_in_use` of JAX or `max_memory_allocate
 the other, as training loops do that look at the loss now and then; times are the median of three such turns, after
 steps that are not timed.
 
-MFU is 6·(parameters in the matrix products of a token)·tokens + 6·L·Q·H·T·tokens FLOP (the second term is causal attention), over time
-and the device's peak for dense bfloat16; what is recomputed is not counted.
+MFU is 6·(parameters in a token's matrix products)·tokens + 6·L·Q·H·T·tokens FLOP (the second term is causal
+attention), over time and the device's peak for dense bfloat16; what is recomputed is not counted.
 """
 
 import argparse
