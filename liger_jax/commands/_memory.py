@@ -47,7 +47,8 @@ def check(
     device = dataclasses.replace(device, count=math.prod(sizes.values()))
     options = dict(dtype=dtype, param_dtype=param_dtype, remat=settings.remat, micro_batches=settings.micro_batches)
     options |= dict(optimizer=settings.optimizer, packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
-    options |= dict(packed=settings.pack, lora=settings.lora, dora=settings.dora, quantize=settings.quantize)
+    options |= dict(packed=settings.pack, lora=settings.lora, quantize=settings.quantize)
+    options |= dict(dora=settings.dora, lora_experts=settings.lora_experts)
     options |= dict(lora_targets=_adapters.targets(settings.lora_targets))
     run = Run(model, settings.batch, settings.length, device, sizes, **options)
     needed, capacity = estimate(run).total, device.capacity_bytes

@@ -152,6 +152,9 @@ class Layout:
         parts = math.prod(sizes[name] for name in self.fsdp_axes)
         if parts == 1 or info.kind in _WHOLE:
             return P()
+        if info.kind in ("experts_lora_a", "experts_lora_b"):  # not small, and each expert's lies by itself
+            axis = info.expert_axis
+            return _spec(*[None] * axis, self.fsdp_axes) if shape[axis] % parts == 0 else P()
         by_input = ("embedding", "kernel", "router", "experts")
         axis: Any = info.in_axis if info.kind in by_input else info.out_axis
         if shape[axis] % parts == 0:
