@@ -52,8 +52,10 @@ def training_step(
         # Attention is transformers' choice, torch's fused one; but that has no softcap, and transformers 5.17 leaves it
         # out of a Gemma 2 without a word.
         attention = "eager" if values.get("attn_logit_softcapping") else None
+        # Of transformers' ways to run experts the one over torch's grouped products, which is its fastest.
+        experts = {"experts_implementation": "grouped_mm"} if values.get("num_experts_per_tok") else {}
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention
+            config, dtype=torch.bfloat16, attn_implementation=attention, **experts
         ).train()
         ids = torch.tensor(tokens, dtype=torch.int64)
     if recomputed:

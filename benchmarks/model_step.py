@@ -25,6 +25,8 @@ from liger_jax.models import (
     KernelOptions,
     LlamaConfig,
     LlamaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -44,11 +46,12 @@ SIZES = {
         num_key_value_heads=2, max_position_embeddings=32768, rope_theta=1000000.0, tie_word_embeddings=True,
     ),
     "gemma-2-2b": Gemma2Config(),
+    "olmoe-1b-7b": OlmoeConfig(intermediate_size=1024),
     "tiny": LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     ),
 }  # fmt: skip
-FAMILIES: tuple[type[CausalLM], ...] = (LlamaForCausalLM, Qwen2ForCausalLM, Gemma2ForCausalLM)
+FAMILIES: tuple[type[CausalLM], ...] = (LlamaForCausalLM, Qwen2ForCausalLM, Gemma2ForCausalLM, OlmoeForCausalLM)
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
 KERNELS = ("rope", "rms_norm", "glu", "fused_linear_cross_entropy")
 

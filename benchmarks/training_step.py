@@ -9,8 +9,8 @@ that its allocator ever held, `peak_bytes_in_use` of JAX or `max_memory_allocate
 the other, as training loops do that look at the loss now and then; times are the median of three such turns, after
 steps that are not timed.
 
-MFU is 6·(parameters in matrix products)·tokens + 6·L·Q·H·T·tokens FLOP (the second term is causal attention), over time
-and the device's peak for dense bfloat16; what is recomputed is not counted.
+MFU is 6·(parameters in a token's matrix products)·tokens + 6·L·Q·H·T·tokens FLOP (the second term is causal
+attention), over time and the device's peak for dense bfloat16; what is recomputed is not counted.
 """
 
 import argparse
@@ -132,7 +132,9 @@ def step_flops(row: Row) -> float:
     """The model's operations: each product once forward and twice backward. The embedding is looked up."""
     config = SIZES[row.model]
     projections = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    layer = config.hidden_size * (projections + 3 * config.intermediate_size)
+    experts = config.experts
+    inner = config.intermediate_size if experts is None else experts.per_token * experts.width
+    layer = config.hidden_size * (projections + 3 * inner)
     products = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * row.seq
     return 6.0 * (products + attention) * row.batch * row.seq

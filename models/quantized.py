@@ -1,10 +1,12 @@
-"""Quantised base weights: a model whose projections, and perhaps its head, hold 4 or 8 bits a number.
+"""Quantised base weights: a model whose projections and experts, and perhaps its head, hold 4 or 8 bits a number.
 
 The weights are frozen. Adapters beside them are trained, as in QLoRA: `add_lora(quantize(model, "nf4"), …)`. A layer
-makes its weights anew where it uses them, in the forward and in the backward, so one dense layer exists at a time.
+makes its weights anew where it uses them, in the forward and in the backward, so one dense layer exists at a time, and
+of a layer's experts a few (`ops.adapted_moe_mlp`).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -14,7 +16,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.models.core.parameters import kernel_of, projections
+from liger_jax.models.core.experts import ExpertWeights
+from liger_jax.models.core.parameters import projections
 from liger_jax.ops.block_quantized import KINDS, BlockQuantized, block_quantized
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -25,10 +28,10 @@ class QuantizedParam(nnx.Variable):
 
 
 def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = False) -> Model:
-    """Quantises the weights of all projections, in place, one after another.
+    """Quantises the weights of all projections and experts, in place, one after another.
 
-    Embeddings, norms and biases keep their dtype. Blocks lie along a projection's input, as in bitsandbytes. On a mesh
-    each block lies whole on one device: a mesh axis that splits a dense kernel's input splits the codes' output.
+    Embeddings, norms, biases and routers keep their dtype. Blocks lie along a projection's input, as in bitsandbytes.
+    On a mesh each block lies whole on one device: an axis that splits a dense kernel's input splits the codes' output.
 
     Args:
         model: a model of `liger_jax.models`, before `add_lora`. Weights that are quantised already stay.
@@ -54,22 +57,19 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
         Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (arXiv:2305.14314).
     """
     check_kind("quantize", kind)
-    check_dense("quantize", getattr(model, "config", None))
     if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         raise ValueError("quantize: the model has adapters. Quantise it before add_lora, or merge_lora(model) first.")
-    dense = [(path, layer) for path, layer in projections(model) if not is_quantized(layer.kernel[...])]
+    dense = [(layer, "kernel") for _, layer in projections(model)] + weights_of_experts(model)
+    dense = [(holder, name) for holder, name in dense if not is_quantized(getattr(holder, name)[...])]
     causal_model: Any = model
     with_head = head and not _is_tied("quantize", model) and not is_quantized(causal_model.head)
     if not dense and not with_head:
         raise ValueError("quantize: no projection of this model is left to quantise.")
-    for path, layer in dense:
-        options: dict[str, Any] = dict(block_size=block_size, stacked=kernel_of(path, layer).stacked)
-        layer.kernel = QuantizedParam(quantized(layer.kernel[...], kind, **options))
+    for holder, name in dense:
+        setattr(holder, name, QuantizedParam(quantized(getattr(holder, name)[...], kind, block_size=block_size)))
     if with_head:
         dense_head = causal_model.lm_head[...]
-        causal_model.lm_head = QuantizedParam(
-            quantized(dense_head, kind, block_size=block_size, axis=-1, stacked=False)
-        )
+        causal_model.lm_head = QuantizedParam(quantized(dense_head, kind, block_size=block_size, axis=-1))
     return model
 
 
@@ -92,14 +92,19 @@ def dequantize(model: Model) -> Model:
         >>> model.model.layers.self_attn.q_proj.kernel.shape
         (32, 64, 64)
     """
-    holders = [(layer, "kernel", kernel_of(path, layer).stacked) for path, layer in projections(model)]
-    holders += [(model, "lm_head", False)]
-    found = [holder for holder in holders if isinstance(getattr(*holder[:2], None), QuantizedParam)]
+    holders = [(layer, "kernel") for _, layer in projections(model)] + weights_of_experts(model) + [(model, "lm_head")]
+    found = [(holder, name) for holder, name in holders if isinstance(getattr(holder, name, None), QuantizedParam)]
     if not found:
         raise ValueError("dequantize: no weight of this model is quantised.")
-    for holder, name, stacked in found:
-        setattr(holder, name, nnx.Param(_dense(getattr(holder, name)[...], stacked)))
+    for holder, name in found:
+        setattr(holder, name, nnx.Param(_dense(getattr(holder, name)[...])))
     return model
+
+
+def weights_of_experts(model: nnx.Module) -> list[tuple[Any, str]]:
+    """The modules that hold weights of experts, each with the name of one of them."""
+    modules = (module for _, module in nnx.iter_graph(model) if isinstance(module, ExpertWeights))
+    return [(module, name) for module in modules for name in module.names]
 
 
 def check_kind(caller: str, kind: Any) -> None:
@@ -108,19 +113,11 @@ def check_kind(caller: str, kind: Any) -> None:
         raise ValueError(f"{caller}: quantize={kind!r} must be one of {KINDS}.")
 
 
-def check_dense(caller: str, config: Any) -> None:
-    """Raises a ValueError for an architecture with experts, which are most of its weights."""
-    if getattr(config, "experts", None) is not None:
-        raise ValueError(
-            f"{caller}: {type(config).__name__} has experts, which cannot be quantised yet. Leave the weights dense."
-        )
-
-
 def frozen(model: Model) -> Model:
     """The model with each quantised weight as a `QuantizedParam`, whatever variable a checkpoint was read into."""
-    for _, projection in projections(model):
-        if is_quantized(projection.kernel[...]):
-            projection.kernel = QuantizedParam(projection.kernel[...])
+    for holder, name in [(layer, "kernel") for _, layer in projections(model)] + weights_of_experts(model):
+        if is_quantized(getattr(holder, name)[...]):
+            setattr(holder, name, QuantizedParam(getattr(holder, name)[...]))
     return model
 
 
@@ -129,30 +126,37 @@ def is_quantized(weight: Any) -> bool:
     return isinstance(weight, BlockQuantized)
 
 
-def quantized(weight: jax.Array, kind: str, *, block_size: int = 64, axis: int = -2, stacked: bool) -> BlockQuantized:
-    """A parameter quantised on its own devices; one that is stacked, one layer after another."""
+def quantized(weight: jax.Array, kind: str, *, block_size: int = 64, axis: int = -2) -> BlockQuantized:
+    """A parameter quantised on its own devices, one matrix after another."""
     sharding = None if isinstance(weight, Tracer) else weight.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return _quantized(weight, kind, block_size, axis, stacked)
+        return _quantized(weight, kind, block_size, axis)
     spec = [*sharding.spec, *(None for _ in range(weight.ndim - len(sharding.spec)))]
     other = -1 if axis == -2 else -2
     if spec[axis] is not None and spec[other] is None:
         spec[axis], spec[other] = None, spec[axis]
-    local = functools.partial(_quantized, kind=kind, block_size=block_size, axis=axis, stacked=stacked)
+    local = functools.partial(_quantized, kind=kind, block_size=block_size, axis=axis)
     on_devices = jax.shard_map(local, mesh=sharding.mesh, in_specs=P(*spec), out_specs=P(*spec), check_vma=False)
     return jax.jit(on_devices)(jax.device_put(weight, NamedSharding(sharding.mesh, P(*spec))))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _quantized(weight, kind, block_size, axis, stacked):
-    of_layer = functools.partial(block_quantized, kind=kind, block_size=block_size, axis=axis)
-    return jax.lax.map(of_layer, weight) if stacked else of_layer(weight)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _quantized(weight, kind, block_size, axis):
+    return _of_matrices(functools.partial(block_quantized, kind=kind, block_size=block_size, axis=axis), weight)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _dense(weight: BlockQuantized, stacked: bool) -> jax.Array:
-    """The weight as an array, in the dtype that it had; one that is stacked, one layer after another."""
-    return jax.lax.map(jnp.asarray, weight) if stacked else jnp.asarray(weight)
+@jax.jit
+def _dense(weight: BlockQuantized) -> jax.Array:
+    """The weight as an array, in the dtype that it had."""
+    return _of_matrices(jnp.asarray, weight)
+
+
+def _of_matrices(function: Callable[[Any], Any], weight: Any) -> Any:
+    """The function's results for a weight's matrices, one after another: of layers, and of their experts."""
+    if (leading := weight.shape[:-2]) == ():
+        return function(weight)
+    in_a_row = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]), weight)
+    return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[1:]), jax.lax.map(function, in_a_row))
 
 
 def _is_tied(caller: str, model: Any) -> bool:

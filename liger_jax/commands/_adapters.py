@@ -16,11 +16,12 @@ from liger_jax.models.hugging_face import adapter_files
 from liger_jax.models.hugging_face.adapted_source import base_of, is_adapted
 from liger_jax.models.hugging_face.adapter_targets import ALL_LINEAR
 from liger_jax.models.hugging_face.source import Source, find
-from liger_jax.models.lora import TARGETS, add_lora, load_adapters, with_dropout
+from liger_jax.models.lora import EXPERT_PARAMETERS, TARGETS, add_lora, load_adapters, with_dropout
 from liger_jax.training.rows import Rows
 
 _NUMBERS = "dropout_numbers"  # in a batch, a number for each row
-_OF_NEW = ("lora", "lora_alpha", "lora_targets", "rslora", "dora")  # options that adapters in a folder have already
+# Options that adapters in a folder have already.
+_OF_NEW = ("lora", "lora_alpha", "lora_targets", "lora_experts", "rslora", "dora")
 
 
 def found(settings: Settings) -> tuple[Settings, Source]:
@@ -47,9 +48,10 @@ def found(settings: Settings) -> tuple[Settings, Source]:
         )
     config, tensors = adapter_files.read(source.folder)
     base, name = base_of(source)
-    rank = max(config.of(each)[0] for each in adapter_files.adapted_names(tensors))
+    rank = max([config.of(each)[0] for each in adapter_files.adapted_names(tensors)], default=config.rank)
     dropout = config.dropout if settings.lora_dropout is None else settings.lora_dropout
     changed: dict[str, Any] = dict(lora=rank, lora_dropout=dropout, dora=config.dora)
+    changed |= dict(lora_experts=any(map(adapter_files.EXPERTS.search, tensors)))
     return dataclasses.replace(settings, model=name, adapters=str(source.folder), **changed), base
 
 
@@ -85,6 +87,7 @@ def add(model: Any, settings: Settings) -> None:
         settings.lora,
         alpha=settings.lora_alpha or 2 * settings.lora,
         targets=targets(settings.lora_targets),
+        parameters=EXPERT_PARAMETERS if settings.lora_experts else (),
         dropout=settings.lora_dropout or 0.0,
         rslora=settings.rslora,
         dora=settings.dora,

@@ -52,8 +52,8 @@ def fitted(
     sizes = mesh_sizes(mesh, math.prod(mesh.values()))
     device = dataclasses.replace(device, count=math.prod(sizes.values()))
     options = chosen | dict(dtype=dtype, param_dtype=param_dtype, host_memory=devices.machine_memory())
-    options |= dict(optimizer=settings.optimizer)
-    options |= dict(packed=settings.pack, lora=settings.lora, dora=settings.dora, quantize=settings.quantize)
+    options |= dict(optimizer=settings.optimizer, packed=settings.pack, quantize=settings.quantize)
+    options |= dict(lora=settings.lora, dora=settings.dora, lora_experts=settings.lora_experts)
     options |= dict(lora_targets=_adapters.targets(settings.lora_targets))
     run = _decided(settings, Run(model, settings.batch, settings.length, device, sizes, **options))
     needed, capacity = estimate(run).total, device.capacity_bytes

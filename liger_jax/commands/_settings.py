@@ -53,6 +53,7 @@ class Settings:
         lora_alpha: numerator of the adapters' scale; `None` for twice the rank.
         lora_targets: what has adapters: names with commas between them, "all-linear" or a regular expression; `None`
             for all projections of layers.
+        lora_experts: the experts of a mixture have adapters, too.
         lora_dropout: the share of the adapters' inputs that training drops; `None` for none, or as their folder says.
         rslora: scale the adapters by alpha/√rank.
         dora: train the lengths of the weights' columns, too.
@@ -104,6 +105,7 @@ class Settings:
     lora: int | None = None
     lora_alpha: float | None = None
     lora_targets: str | None = None
+    lora_experts: bool = False
     lora_dropout: float | None = None
     rslora: bool = False
     dora: bool = False
@@ -187,7 +189,8 @@ class Settings:
         if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
             raise UserError(f"--lora-dropout={self.lora_dropout} must be in [0, 1); 0 drops nothing.")
         has_adapters = self.lora is not None or (Path(self.model) / ADAPTER_CONFIG).is_file()
-        for name in ("lora_alpha", "lora_targets", "lora_dropout", "rslora", "dora", "quantize", "merge"):
+        of_adapters = ("lora_alpha", "lora_targets", "lora_experts", "lora_dropout", "rslora", "dora")
+        for name in (*of_adapters, "quantize", "merge"):
             if getattr(self, name) and not has_adapters:
                 raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
         if self.eval_data and self.eval_share:
@@ -330,6 +333,7 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="q_proj,v_proj or all-linear or a regular expression (default: all seven)",
     )
+    add("--lora-experts", action="store_true", help="the experts of a mixture have adapters, too")
     add("--lora-dropout", type=float, help="the share of the adapters' inputs that training drops (default: 0)")
     add("--rslora", action="store_true", help="scale the adapters by alpha/√rank")
     add("--dora", action="store_true", help="train the lengths of the weights' columns, too")

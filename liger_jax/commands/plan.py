@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers' logs
     names = "memory optimizer state_dtype state_memory param_dtype dtype remat loss micro_batches".split()
-    names += ["packed", "lora", "dora", "quantize", "host_memory", "rope_scaling"]
+    names += ["packed", "lora", "lora_experts", "dora", "quantize", "host_memory", "rope_scaling"]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.lora_targets is not None:
         options["lora_targets"] = _adapters.targets(args.lora_targets)
@@ -107,6 +107,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--lora-targets", metavar="NAMES", help="what has adapters: q_proj,v_proj or all-linear or a regular expression"
     )
+    command.add_argument("--lora-experts", action="store_true", help="the experts of a mixture have adapters, too")
     command.add_argument("--dora", action="store_true", help="adapters train the lengths of the weights' columns, too")
     command.add_argument("--quantize", choices=KINDS, help="hold the frozen weights of layers in fewer bits")
     command.add_argument("--packed", "--pack", action="store_true", help="rows hold several documents, each by itself")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from liger_jax.models.hugging_face.adapter_targets import Targets
 from liger_jax.models.lora import TARGETS
+from liger_jax.ops.adapted_moe_mlp import experts_at_once
 from liger_jax.ops.layout import names
 from liger_jax.planner.step import Run
 
@@ -194,13 +195,16 @@ class _Parameters:
             axes = names(run.layout.spec(info, x.shape, run.mesh))
             share = math.prod(x.shape) // math.prod(run.mesh[axis] for axis in axes)
             own += share
-            is_kernel = info.kind == "kernel"
-            held_bytes += int(share * (quantized if is_kernel and run.quantize else param))
+            is_quantized = info.kind in ("kernel", "experts") and run.quantize is not None
+            held_bytes += int(share * (quantized if is_quantized else param))
             if run.lora is not None:
                 adapters += _adapters_of(run, info, x.shape)
             if info.stacked:
                 own_layers += share
-                layers += math.prod(x.shape) // (run.tensor if "tensor" in axes else 1)
+                of_layers = math.prod(x.shape) // (run.tensor if "tensor" in axes else 1)
+                if info.kind == "experts" and run.quantize is not None:  # a few are dense at once
+                    of_layers = of_layers // x.shape[1] * experts_at_once(x.shape[1:], run.dtype)
+                layers += of_layers
         config: Any = run.model.config
         layer, head = layers // config.num_hidden_layers, -(-config.vocab_size // run.tensor) * config.hidden_size
         if run.lora is None:
@@ -213,6 +217,9 @@ class _Parameters:
 
 def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:
     """Numbers of the adapters of a parameter; in a stack every layer has room for them if one has an adapter."""
+    if info.kind == "experts":
+        layers, (count, in_width, out_width) = (shape[0] if info.stacked else 1), shape[-3:]
+        return layers * count * (run.lora or 0) * (in_width + out_width) if run.lora_experts else 0
     if run.lora_targets is TARGETS:  # all projections of a layer, whatever their names are
         is_adapted = info.kind == "kernel"
     else:

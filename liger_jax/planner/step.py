@@ -55,6 +55,7 @@ class Run:
         packed: rows hold several documents, as `liger_jax.training.pack` makes them.
         lora: the rank of adapters, which alone are trained; `None` to train all parameters.
         lora_targets: what has adapters, as `add_lora` takes `targets`.
+        lora_experts: whether the experts of a mixture have adapters, too.
         dora: adapters train the lengths of the weights' columns, too.
         quantize: how the projections' weights are quantised beside adapters, "nf4" or "int8"; `None` if they are not.
         host_memory: bytes that the devices' host has for what lies there; `None` if it is not known.
@@ -76,6 +77,7 @@ class Run:
     packed: bool = False
     lora: int | None = None
     lora_targets: tuple[str, ...] | str = adapters.TARGETS
+    lora_experts: bool = False
     dora: bool = False
     quantize: str | None = None
     host_memory: int | None = None
@@ -115,9 +117,13 @@ class Run:
             raise ValueError(f"quantize={self.quantize!r}: quantised weights are not trained. Train adapters: lora=16.")
         if self.lora is not None and self.lora < 1:
             raise ValueError(f"lora={self.lora} must be a rank of at least 1, or None.")
-        if self.lora is None and (self.dora or self.lora_targets is not adapters.TARGETS):
-            name, value = ("dora", True) if self.dora else ("lora_targets", self.lora_targets)
-            raise ValueError(f"{name}={value!r} is for adapters, and none are trained. Train some: lora=16.")
+        given = dict(dora=self.dora, lora_experts=self.lora_experts)
+        given |= dict(lora_targets=self.lora_targets is not adapters.TARGETS and self.lora_targets)
+        if self.lora is None and (named := [name for name, value in given.items() if value]):
+            value = given[named[0]]
+            raise ValueError(f"{named[0]}={value!r} is for adapters, and none are trained. Train some: lora=16.")
+        if self.lora_experts and self.model.config.experts is None:
+            raise ValueError(f"lora_experts=True: {self.model.name} has no experts. Leave it out.")
         if (tensor := self.layout.tensor_parts(self.mesh)) is not None:
             tensor.check(self.model.config)
 
@@ -187,6 +193,7 @@ class Run:
             device=self.target.description,
             has_adapters=self.lora is not None,
             dora=self.lora is not None and self.dora,
+            adapts_experts=self.lora_experts or self.quantize is not None,
             tensor=self.tensor,
             sequence=self.sequence,
         )
@@ -308,6 +315,7 @@ def _split(run: Run, options: dict[str, Any]) -> tuple[Any, ...]:
         model = run.model.family(run.model.config, **options, rngs=nnx.Rngs(0))
         model = model if run.quantize is None else quantize(model, run.quantize)
         chosen: dict[str, Any] = dict(targets=run.lora_targets, dora=run.dora)
+        chosen |= dict(parameters=adapters.EXPERT_PARAMETERS if run.lora_experts else ())
         return adapters.add_lora(model, run.lora, alpha=1, **chosen, rngs=nnx.Rngs(0))
 
     return adapters.trainable(nnx.eval_shape(make))

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 from liger_jax import ops
 from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.remat import Remat
+from liger_jax.ops.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp
+from liger_jax.ops.block_quantized import BlockQuantized
 
 EXPERTS = "experts"  # the kind of a layer whose feed-forward is `ExpertsFeedForward`
 
@@ -86,7 +88,15 @@ class ExpertWeights(nnx.Module):
         width: D.
         experts: the mixture.
         parameter: makes a parameter of a shape, as `Blocks.parameter` does.
+
+    Attributes:
+        names: of both weights.
+        bias_names: of their biases; none without.
+        adapters_on: whether adapters count. That of a weight stands beside it: float32 arrays whose names end in
+            `_lora_a` (E, in, rank) and `_lora_b` (E, rank, out), and numbers in `_lora_alpha` and `_lora_scale`.
     """
+
+    adapters_on: bool = True
 
     def __init__(self, width: int, experts: Experts, *, parameter: Callable[..., nnx.Param]):
         count, inner, end = experts.count, experts.width, "_proj" if experts.one_tensor else ""
@@ -99,9 +109,29 @@ class ExpertWeights(nnx.Module):
             setattr(self, name, parameter(count, out_width))
 
     def arrays(self, dtype: Any) -> list[Any]:
-        """Gate and up (E, D, 2F), down (E, F, D), and their biases, or `None` twice, in a dtype."""
-        cast = lambda name: getattr(self, name)[...].astype(dtype)
-        return [*map(cast, self.names), *(map(cast, self.bias_names) if self.bias_names else (None, None))]
+        """Gate and up (E, D, 2F), down (E, F, D), and their biases, or `None` twice, in a dtype.
+
+        Quantised weights are as they are.
+        """
+        held = [getattr(self, name)[...] for name in (*self.names, *self.bias_names)]
+        arrays = [array if isinstance(array, BlockQuantized) else array.astype(dtype) for array in held]
+        return arrays if self.bias_names else [*arrays, None, None]
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The names of the weights that have adapters."""
+        return tuple(name for name in self.names if hasattr(self, f"{name}_lora_a"))
+
+    def adapters(self, dtype: Any) -> list[Any]:
+        """A and B of gate and up, and those of down, in a dtype, B with the scale; `None` twice for one without."""
+        found: list[Any] = []
+        for name in self.names:
+            if not self.adapters_on or name not in self.adapted:
+                found += [None, None]
+                continue
+            a, b = getattr(self, f"{name}_lora_a")[...], getattr(self, f"{name}_lora_b")[...]
+            found += [a.astype(dtype), (getattr(self, f"{name}_lora_scale") * b).astype(dtype)]
+        return found
 
 
 class ExpertsFeedForward(nnx.Module):
@@ -145,16 +175,19 @@ class ExpertsFeedForward(nnx.Module):
             routing = ops.softmax_top_k(logits, k, normalized=self.options.normalized)
         sums = ops.router_sums(logits, routing.experts, None if segments is None else segments.ids >= 0)
         of_tokens = x, routing.weights, routing.experts
-        return layout.run(self._mixed, of_tokens, tuple(self.experts.arrays(x.dtype))), sums
+        of_experts = *self.experts.arrays(x.dtype), *self.experts.adapters(x.dtype)
+        return layout.run(self._mixed, of_tokens, of_experts), sums
 
-    def _mixed(self, x, weights, experts, gate_up, down, gate_up_bias, down_bias):
+    def _mixed(self, x, weights, experts, gate_up, down, gate_up_bias, down_bias, *adapters):
         """The experts' results (B, T, D), of one device's tokens."""
         in_rows = lambda array: array.reshape(-1, array.shape[-1])
-        mixed = functools.partial(
-            ops.moe_mlp, activation=self.options.activation, implementation=self.kernels.implementation
-        )
-        biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
-        y = mixed(in_rows(x), in_rows(weights), in_rows(experts), gate_up, down, **biases)
+        options: dict[str, Any] = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+        options |= dict(activation=self.options.activation, implementation=self.kernels.implementation)
+        mixed = ops.moe_mlp
+        if isinstance(gate_up, BlockQuantized) or any(array is not None for array in adapters):
+            of_gate_up, of_down = (None if a is None else ExpertAdapter(a, b) for a, b in (adapters[:2], adapters[2:]))
+            mixed = functools.partial(adapted_moe_mlp, gate_up_adapter=of_gate_up, down_adapter=of_down)
+        y = mixed(in_rows(x), in_rows(weights), in_rows(experts), gate_up, down, **options)
         return y.reshape(x.shape)
 
     @staticmethod
@@ -185,6 +218,20 @@ class ExpertsFeedForward(nnx.Module):
         """
         experts = config.experts
         return experts.per_token * (6 * experts.width + 2 * config.hidden_size)
+
+    @staticmethod
+    def values_beside_adapters(config: Any) -> int:
+        """What the backward holds more where experts have adapters or are quantised: rows of two arrays of a token's
+        experts, and their gated product.
+
+        Args:
+            config: the architecture.
+
+        Returns:
+            Values of the computation's dtype for each token.
+        """
+        experts = config.experts
+        return experts.per_token * (2 * config.hidden_size + experts.width)
 
 
 def misfits(**fields: int) -> Iterator[str]:

@@ -25,6 +25,7 @@ Names = tuple[str, ...]
 
 # Adapters are small: every device has them whole.
 _WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows")
+_ADAPTERS_OF_EXPERTS = ("experts_lora_a", "experts_lora_b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,7 +412,7 @@ class Layout:
         axis = _split_axis(info)
         if shape[axis] % parts == 0:
             return _spec(*[None] * axis, tuple(name for name in self.fsdp_axes if name in sizes))
-        return P() if info.in_axis is None else None
+        return P() if info.in_axis is None or info.kind in _ADAPTERS_OF_EXPERTS else None
 
     def _is_placed(self, batch: Any) -> bool:
         """Whether a batch's rows are split already, by an earlier `place`."""
@@ -492,6 +493,8 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def _split_axis(info: ParameterInfo) -> Any:
     """The axis of a parameter that fsdp splits."""
+    if info.kind in _ADAPTERS_OF_EXPERTS:  # not small, and each expert's lies by itself
+        return info.expert_axis
     return info.in_axis if info.kind in ("embedding", "kernel", "router", "experts") else info.out_axis
 
 

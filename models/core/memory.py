@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from liger_jax.models.core.embedding import sums_gradients, tied_head_dtype
+from liger_jax.models.core.experts import EXPERTS
 from liger_jax.models.core.feed_forward import DENSE, FEED_FORWARDS, may_fuse
 from liger_jax.models.core.head import logit_options_of
 from liger_jax.models.core.kernel_options import KernelOptions
@@ -46,6 +47,7 @@ class LayerMemory:
         device: the device that the step runs on.
         has_adapters: whether projections have adapters.
         dora: whether these are DoRA's.
+        adapts_experts: whether experts have adapters or are quantised.
         tensor: the devices of a tensor axis. Between sublayers each has its part of the positions; in them each has all
             positions, and its part of the heads and of the feed-forward's width.
         sequence: the devices of a sequence axis. Each has chunks of every row, and in attention all keys and values.
@@ -60,6 +62,7 @@ class LayerMemory:
     device: jax.sharding.AbstractDevice
     has_adapters: bool = False
     dora: bool = False
+    adapts_experts: bool = False
     tensor: int = 1
     sequence: int = 1
 
@@ -97,6 +100,8 @@ class LayerMemory:
 
         def bytes_of(one):
             values = one.values_in_backward(c, in_place) - kept["feed-forward"]
+            if one is FEED_FORWARDS[EXPERTS] and self.adapts_experts:
+                values += one.values_beside_adapters(c)
             return self._bytes(values, at_once if one is FEED_FORWARDS[DENSE] else tokens)
 
         feed_forward = max(bytes_of(one) for one in self._feed_forwards())

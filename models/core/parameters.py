@@ -13,7 +13,8 @@ from flax import nnx
 
 Kind = Literal[
     "embedding", "head", "kernel", "bias", "norm", "sinks", "router", "experts", "experts_bias",
-    "kernel_codes", "kernel_scales", "head_codes", "head_scales",
+    "kernel_codes", "kernel_scales", "head_codes", "head_scales", "experts_codes", "experts_scales",
+    "experts_lora_a", "experts_lora_b",
     "lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows",
 ]  # fmt: skip
 Path = tuple[Any, ...]  # names and numbers, as in `nnx.to_flat_state`
@@ -30,6 +31,7 @@ _OF_EACH_EXPERT = {"gate_up": (("w1", "w3"), ("gate_proj", "up_proj")), "down": 
 # Weights of experts that are one tensor in a checkpoint, in which columns of gate and up may take turns.
 _OF_ALL_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 _INTERLEAVED = ("gate_up_proj", "gate_up_proj_bias")
+EXPERT_WEIGHTS = ("gate_up", "down", "gate_up_proj", "down_proj")  # by their names here
 # By a parameter's last name: its kind, and what the axes of a single layer's array are.
 _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "embed_tokens": ("embedding", ("in", "out")),
@@ -45,6 +47,8 @@ _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "down_proj": ("experts", ("expert", "in", "out")),
     "gate_up_proj_bias": ("experts_bias", ("expert", "out")),
     "down_proj_bias": ("experts_bias", ("expert", "out")),
+    **{f"{name}_lora_a": ("experts_lora_a", ("expert", "in", "rank")) for name in EXPERT_WEIGHTS},
+    **{f"{name}_lora_b": ("experts_lora_b", ("expert", "rank", "out")) for name in EXPERT_WEIGHTS},
     "lora_a": ("lora_a", ("in", "rank")),
     "lora_b": ("lora_b", ("rank", "out")),
     "magnitude": ("magnitude", ("out",)),
@@ -87,9 +91,10 @@ class ParameterInfo:
     Attributes:
         name: its path in the model, such as "model.layers.mlp.up_proj.kernel".
         kind: "embedding" (V, D), "head" (V, D), "kernel" (in, out), "bias" (out), "norm" for a norm's scale (D);
-            "kernel_codes", "kernel_scales", "head_codes" and "head_scales" of quantised weights, with the weight's
-            axes; "sinks" (out) of attention's heads; "router" (in, out), "experts" (expert, in, out) and "experts_bias"
-            (expert, out); "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale",
+            "kernel_codes", "kernel_scales" and so on of quantised kernels, heads and experts, with the weight's axes;
+            "sinks" (out) of attention's heads; "router" (in, out), "experts" (expert, in, out) and "experts_bias"
+            (expert, out); their adapters' "experts_lora_a" (expert, in, rank) and "experts_lora_b" (expert, rank, out);
+            "lora_a" (in, rank), "lora_b" (rank, out), DoRA's "magnitude" (out), "lora_scale",
             "dropout_key", and "token_rows" (tokens, D) of single tokens. A trained weight and its original are of the
             weight's kind.
         layer_axis: the axis that counts stacked layers; `None` if there is none.
@@ -100,7 +105,8 @@ class ParameterInfo:
             `None` where every device has the parameter whole, as a norm's scale or an adapter's other matrix.
         tensor_names: the tensors' names in a checkpoint: one, or one for each stacked layer, and in each of these
             perhaps several for each expert. Adapters have PEFT's names, without the prefix that all of them share. A
-            scale and a dropout's key have no tensor.
+            scale, a dropout's key and the adapters of experts have none: in PEFT the names of the last depend on one
+            another (`lora.expert_files`).
         tensors_of_expert: how many tensors each expert has; 0 where one tensor is of all experts, or of none.
         interleaved: whether columns of gate and up take turns in the tensors.
     """
@@ -183,7 +189,7 @@ def parameter(path: Path, shape: tuple[int, ...]) -> ParameterInfo:
     *modules, last = map(str, path)
     part = last if last in _QUANTIZED_PARTS and modules else None
     last = modules.pop() if part else last.removesuffix(KEPT)
-    if last not in _KINDS or (part and last not in ("kernel", "lm_head")):
+    if last not in _KINDS or (part and last not in ("kernel", "lm_head", *EXPERT_WEIGHTS)):
         raise ValueError(
             f"describe: {name} {tuple(shape)} is no parameter of a model: its last name must be one of {list(_KINDS)}. "
             "An optimizer's state is described by its parameters: layout.shardings((params, state), mesh, optimizer)."
@@ -250,7 +256,7 @@ def _tensor_names(
     modules: list[str], at: int | None, last: str, count: int | None, shape: tuple[int, ...]
 ) -> tuple[str, ...]:
     """The tensors' names of a parameter of this shape, which stands for `count` layers if there is a count."""
-    if last in ("lora_scale", "dropout_key"):
+    if last in ("lora_scale", "dropout_key") or last.endswith(("_lora_a", "_lora_b")):
         return ()
     modules = [*modules, last] if last in ("embed_tokens", "lm_head") else modules
     ends = [last] if last in _OF_ALL_EXPERTS else [_TENSORS.get(last, "weight")]

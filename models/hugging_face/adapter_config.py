@@ -20,7 +20,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False,),
     "ensure_weight_tying": (None, False),
     "layer_replication": (None, []),
-    "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (False,),
     "use_bdlora": (None, False),
@@ -46,6 +45,7 @@ class AdapterConfig:
         modules: `modules_to_save`.
         tokens: `trainable_token_indices`, by the ends of modules' names.
         bias: "none", "all" or "lora_only".
+        parameters: `target_parameters`, names of experts' weights, or ends of them.
         whole: whether names in the config are those of a multimodal model.
     """
 
@@ -60,18 +60,20 @@ class AdapterConfig:
     modules: Sequence[str] = ()
     tokens: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     bias: str = "none"
+    parameters: Sequence[str] = ()
     whole: bool = False
 
     def adapts(self, name: str) -> bool:
         """Whether PEFT gives this projection an adapter."""
-        return self.targets.adapts(self._in_file(name))
+        return self.targets.adapts(self.in_file(name))
 
     def of(self, name: str) -> tuple[int, float]:
         """Rank and alpha of this projection's adapter."""
-        name = self._in_file(name)
+        name = self.in_file(name)
         return value_of(self.rank_pattern, name, self.rank), value_of(self.alpha_pattern, name, self.alpha)
 
-    def _in_file(self, name: str) -> str:
+    def in_file(self, name: str) -> str:
+        """A module's name as the file has it."""
         plain, whole = (prefix.removeprefix(PREFIX) for prefix in TO_WHOLE)
         return f"{whole}{name.removeprefix(plain)}" if self.whole and name.startswith(plain) else name
 
@@ -115,6 +117,9 @@ def parse(path: pathlib.Path, content: bytes) -> AdapterConfig:
     else:
         problems = ((name, expressions.problem(name)) for name in modules)
         wrong += [f"modules_to_save: {config_fields.short(name)} {problem}" for name, problem in problems if problem]
+    parameters = values.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) and name for name in parameters):
+        wrong.append(f"target_parameters={config_fields.short(parameters)} must be a list of names")
     if values.get("bias", "none") not in BIASES:
         wrong.append(f"bias={config_fields.short(values['bias'])} must be one of {BIASES}")
     if wrong:
@@ -128,6 +133,7 @@ def parse(path: pathlib.Path, content: bytes) -> AdapterConfig:
         modules=modules,
         tokens=tokens,
         bias=values.get("bias", "none"),
+        parameters=parameters,
         dropout=float(dropout),
         rslora=values.get("use_rslora", False),
         dora=values.get("use_dora", False),

@@ -6,6 +6,7 @@ PEFT stores A as (rank, in) and B as (out, rank), the transposes of ours, and on
 import dataclasses
 import json
 import pathlib
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,6 +19,7 @@ from liger_jax.models.hugging_face.checkpoint import ADAPTERS, files_that_comple
 from liger_jax.models.hugging_face.weights import FLOATS, language_part, open_weights
 
 CONFIG, (WEIGHTS,) = ADAPTERS.config, ADAPTERS.weights
+EXPERTS = re.compile(r"\.experts\.(\d+\.|base_layer\.|lora_)")  # in names of experts' adapters
 BASE = ".base_layer.weight"  # PEFT saves the table or the head, too, where it has an adapter
 
 
@@ -52,6 +54,7 @@ def write(
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "target_modules": targets,
+        "target_parameters": list(config.parameters) or None,
         "rank_pattern": dict(patterns[0]),
         "alpha_pattern": dict(patterns[1]),
         "use_rslora": config.rslora,
@@ -108,7 +111,7 @@ def read(folder: pathlib.Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
             f"{cut(others[0])}. They are left out, as those parts' weights are.",
             stacklevel=3,
         )
-    if not adapted_names(tensors):
+    if not adapted_names(tensors) and not any(map(EXPERTS.search, tensors)):
         raise ValueError(
             f"load_adapters: {folder / WEIGHTS} has no tensor whose name ends in .{ADAPTER_TENSORS['lora_a']}."
         )
@@ -119,6 +122,8 @@ def adapted_names(tensors: Iterable[str]) -> set[str]:
     """The names in a checkpoint of the modules that have an A among these tensors."""
     ends = tuple(f".{names['lora_a']}" for names in (ADAPTER_TENSORS, EMBEDDING_TENSORS))
     found = ((name, end) for name in tensors for end in ends if name.endswith(end))
+    # Those of experts are named by `lora.expert_files`.
+    found = ((name, end) for name, end in found if not EXPERTS.search(name))
     return {name.removeprefix(PREFIX).removesuffix(end) for name, end in found}
 
 

@@ -73,6 +73,23 @@ def saves(modules: Sequence[str], name: str) -> bool:
     return any(re.match(rf"(^|.*\.){each}($|\..*)", name) for each in modules)
 
 
+def names_parameter(targets: Sequence[str], name: str) -> bool:
+    """Whether PEFT adapts a parameter by these `target_parameters`: its name, or an end of it.
+
+    Args:
+        targets: names.
+        name: of the parameter, such as "model.layers.0.mlp.experts.gate_up_proj".
+
+    Returns:
+        True if it does.
+
+    Example:
+        >>> names_parameter(["experts.down_proj"], "model.layers.0.mlp.experts.down_proj")
+        True
+    """
+    return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
 def _is_named(names: Sequence[str] | str, name: str) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, name) is not None

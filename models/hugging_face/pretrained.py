@@ -70,9 +70,9 @@ class Pretrained(nnx.Module):
                 "model.layers.mlp.up_proj.kernel", and its shape, and returns a `PartitionSpec`. A pytree of
                 `PartitionSpec` has the structure of `nnx.state(model)`. `None` splits them as the layout of `kernels`
                 says, and puts whole parameters on every device if it names no axes.
-            quantize: "nf4" or "int8" for projections in 4 or 8 bits, as `quantized.quantize` makes them. Each is
-                quantised before the next is read, so that a device holds one dense parameter at a time. Projections
-                that bitsandbytes has quantised to nf4 stay so with `None`, too, bit for bit.
+            quantize: "nf4" or "int8" for projections and experts in 4 or 8 bits, as `quantized.quantize` makes them.
+                Each is quantised before the next is read, so that a device holds one dense parameter at a time.
+                Projections that bitsandbytes has quantised to nf4 stay so with `None`, too, bit for bit.
             kernels: which ops run as kernels.
             remat: what each layer keeps for the backward, as in the constructor.
             scan_layers: stack the layers' parameters and scan over them.
@@ -106,8 +106,6 @@ class Pretrained(nnx.Module):
         folder = source.folder
         config, stored_dtype, kept = _described(cls, source)
         config = config if length is None else stretched(config, length, rope_scaling)
-        if quantize is not None:
-            quantized.check_dense("from_pretrained", config)
         config_in_files.check(config, weights.shapes(folder), folder)
         if config.tie_word_embeddings and weights.has_a_head_of_its_own(folder):
             warnings.warn(
@@ -131,9 +129,9 @@ class Pretrained(nnx.Module):
         shardings = weights.shardings_of(mesh, partition_specs, state)
 
         def kept_as(info, array):
-            if quantize is None or info.kind != "kernel":
+            if quantize is None or info.kind not in ("kernel", "experts"):
                 return array
-            return quantized.quantized(array, quantize, stacked=info.stacked)
+            return quantized.quantized(array, quantize)
 
         model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, kept_as=kept_as)
         model.kept = kept

@@ -273,11 +273,22 @@ def _of_tensor(tensor: Any, piece: Piece, stored: list[slice]) -> np.ndarray:
         return tensor[tuple(stored[::-1] if piece.transposed else stored)]
     *others, columns = stored
     whole = tensor[(*others, slice(None))]
-    return whole[..., _interleaved(whole.shape[-1])[columns]]
+    return whole[..., interleaved(whole.shape[-1])[columns]]
 
 
-def _interleaved(width: int) -> np.ndarray:
-    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns."""
+def interleaved(width: int) -> np.ndarray:
+    """Where the columns of gate, and then those of up, stand in a tensor in which they take turns.
+
+    Args:
+        width: of both.
+
+    Returns:
+        Numbers of columns.
+
+    Example:
+        >>> interleaved(4).tolist()
+        [0, 2, 1, 3]
+    """
     return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
 
 
@@ -317,7 +328,7 @@ def shards(state: Any, max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
             part = whole[piece.index or ...]
             part = fetched(part.astype(part.dtype) if is_quantized(part) else part)
             if piece.interleaved:
-                part = part[..., np.argsort(_interleaved(part.shape[-1]))]
+                part = part[..., np.argsort(interleaved(part.shape[-1]))]
             tensor = np.empty(part.shape[::-1] if piece.transposed else part.shape, part.dtype)
             _copy(part, tensor, transposed=piece.transposed)
             if shard and size + tensor.nbytes > max_shard_bytes:

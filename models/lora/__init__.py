@@ -6,6 +6,7 @@ A starts random and B at zero, so that a model with new adapters computes what i
 the layers that they belong to.
 """
 
+from liger_jax.models.lora.adapters import EXPERT_PARAMETERS as EXPERT_PARAMETERS
 from liger_jax.models.lora.adapters import TARGETS as TARGETS
 from liger_jax.models.lora.adapters import add_lora as add_lora
 from liger_jax.models.lora.adapters import trainable as trainable

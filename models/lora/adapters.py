@@ -10,7 +10,7 @@ from liger_jax.models.core.arguments import as_key
 from liger_jax.models.core.parameters import projections
 from liger_jax.models.hugging_face import adapter_targets
 from liger_jax.models.hugging_face.adapter_targets import Targets, value_of
-from liger_jax.models.lora import outside, whole
+from liger_jax.models.lora import experts, outside, whole
 from liger_jax.models.lora.adding import (
     add_outside,
     add_to,
@@ -25,6 +25,8 @@ from liger_jax.models.lora.vocabulary import key_of
 
 # All projections of most families. Phi-3 has qkv_proj and gate_up_proj in place of five of them.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The weights of experts, as `add_lora` takes `parameters`.
+EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -35,6 +37,7 @@ def add_lora(
     *,
     alpha: float | int,
     targets: Sequence[str] | str = TARGETS,
+    parameters: Sequence[str] = (),
     exclude: Sequence[str] | str = (),
     layers: Sequence[int] = (),
     rank_pattern: Mapping[str, int] | None = None,
@@ -59,11 +62,13 @@ def add_lora(
         alpha: numerator of the scale, more than 0.
         targets: names of projections, or ends of their names, such as "q_proj" or "1.self_attn.q_proj"; or a regular
             expression for whole names; or "all-linear".
+        parameters: PEFT's `target_parameters`: weights of a mixture's experts, by their names or ends of these:
+            "gate_up_proj" and "down_proj", whatever a checkpoint calls them. Each expert gets an A and a B.
         exclude: projections without an adapter, in the same forms.
         layers: the numbers of the layers that ends of names mean; none for all.
         rank_pattern: ranks of their own, by regular expressions for a name's end, such as `{"k_proj": 8}`.
         alpha_pattern: alphas of their own, in the same way.
-        dropout: the share of an adapter's inputs that `with_dropout` drops, in [0, 1).
+        dropout: the share of an adapter's inputs that `with_dropout` drops, in [0, 1); experts' adapters have none.
         rslora: scale by alpha/√rank rather than alpha/rank.
         dora: also train the length of each column of the weight, as DoRA does. Each call then computes W + scale·A·B.
         rngs: source of A, by its stream `params` or its default one.
@@ -72,7 +77,8 @@ def add_lora(
         The same model.
 
     Raises:
-        ValueError: a name matches no projection, an argument is out of its range, or the model has adapters already.
+        ValueError: a name matches no projection, an argument is out of its range, the model has adapters already, or
+            experts are to have dropout, DoRA, or adapters that differ between the layers of a stack.
 
     Example:
         >>> from liger_jax.models import LlamaConfig, LlamaForCausalLM
@@ -96,7 +102,19 @@ def add_lora(
     if targets is TARGETS:  # all, whatever their names are
         targets = sorted({path[-1] for path, _ in found})
     chosen = Targets(targets, exclude, layers)
-    check_targets("add_lora", found, chosen, [part.name for part in parts(model)])
+    if len(targets) > 0 or not parameters:
+        check_targets("add_lora", found, chosen, [part.name for part in parts(model)])
+    experts.check_parameters("add_lora", model, parameters)
+    if parameters and (dropout or dora):
+        raise ValueError(
+            f"add_lora: parameters={list(parameters)} with dropout={dropout} and dora={dora}, which adapters of "
+            "experts do not have. Leave them out."
+        )
+
+    def of_experts(name):
+        if adapter_targets.names_parameter(parameters, name):
+            return value_of(ranks, name, rank), value_of(alphas, name, alpha)
+        return None
 
     def own(name):
         if chosen.adapts(name):
@@ -104,6 +122,7 @@ def add_lora(
         return None
 
     options = dict(dropout=dropout, rslora=rslora, dora=dora, key=rngs.params())
+    experts.add("add_lora", model, of_experts, rslora=rslora, key=options["key"])
     add_outside("add_lora", model, own, **options)
     add_to(found, own, **options)
     return model
@@ -165,7 +184,8 @@ def with_adapters(model: Model, on: bool) -> Model:
     adapted = [projection for _, projection in projections(model) if hasattr(projection, "lora_a")]
     is_outside = outside.switch(model, on)
     whole.switch(model, on)
-    if not adapted and not is_outside:
+    of_experts = experts.switch(model, on)
+    if not adapted and not is_outside and not of_experts:
         raise ValueError("with_adapters: the model has no adapters. Add them: add_lora(model, …).")
     for projection in adapted:
         become(projection, LoRALinear if on else nnx.Linear)

@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -13,7 +13,7 @@ from liger_jax.models.hugging_face.adapter_config import AdapterConfig
 from liger_jax.models.hugging_face.adapter_targets import Targets, patterns_of
 from liger_jax.models.hugging_face.source import Source, tokenizer_files
 from liger_jax.models.hugging_face.weights import fetched
-from liger_jax.models.lora import more_files
+from liger_jax.models.lora import expert_files, experts, more_files
 from liger_jax.models.lora.adding import add_outside, add_to, check_options
 from liger_jax.models.lora.linear import names, of_layers, trained, with_adapters_on, without_adapters
 from liger_jax.models.lora.outside import parts
@@ -74,9 +74,13 @@ def save_adapters(
         arrays = {name: fetched(variable[...])[None] for name, variable in trained(part.adapter).items()}
         tensors |= adapter_files.tensors([(part.name, part.adapter.rank)], arrays)
         own[part.name] = part.adapter.rank, part.adapter.alpha
+    of_experts, own_of_experts = expert_files.to_save(model)
+    own |= own_of_experts
     rank, rank_pattern = patterns_of({name: rank for name, (rank, _) in own.items()})
     alpha, alpha_pattern = patterns_of({name: alpha for name, (_, alpha) in own.items()})
-    first = max([x for _, x in adapted] + [part.adapter for part in outside], key=lambda x: x.dropout)
+    others: list[Any] = [x for _, x in adapted] + [part.adapter for part in outside]
+    first = max(others, key=lambda x: x.dropout, default=None)
+    rslora = experts.adapted(model)[0].rslora if first is None else first.rslora
     fields, more = more_files.to_save(model)
     config = AdapterConfig(
         rank=rank,
@@ -84,12 +88,13 @@ def save_adapters(
         rank_pattern=rank_pattern,
         alpha_pattern=alpha_pattern,
         targets=Targets(adapter_files.targets_of(tensors, _all_names(model))),
-        dropout=first.dropout,
-        rslora=first.rslora,
-        dora=first.magnitude is not None,
+        dropout=0.0 if first is None else first.dropout,
+        rslora=rslora,
+        dora=first is not None and first.magnitude is not None,
+        parameters=sorted({name.partition(".mlp.")[2] for name in own_of_experts}),
         **fields,
     )
-    tensors |= more
+    tensors |= more | of_experts
     folder, small_files = pathlib.Path(path), {}
     if tokenizer_from is not None:
         generation = getattr(model, "kept", checkpoint.Kept()).generation
@@ -143,10 +148,12 @@ def load_adapters(model: Model, path: str | os.PathLike[str], *, dropout: float 
         if part.name in adapted:
             shapes |= adapter_files.shapes([part.name], part.widths(model), config)
     shapes |= more_files.shapes(model, config, adapted, tensors)
-    adapter_files.check(folder, tensors, shapes)
+    of_experts, stored = expert_files.parts_to_load(model, config, tensors)
+    adapter_files.check(folder, tensors, shapes | of_experts)
     options = dict(dropout=dropout, rslora=config.rslora, dora=config.dora)
     own = lambda name: config.of(name) if name in adapted else None
     key = jax.random.key(0)
+    expert_files.load(model, config, stored, tensors)
     add_outside("load_adapters", model, own, **options, key=key)
     more_files.load(model, config, tensors)
     for path_in_model, projection in add_to(found, own, **options, key=key):

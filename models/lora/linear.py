@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from liger_jax.models.core.experts import ExpertWeights
 from liger_jax.models.core.parameters import kernel_of, projections
 from liger_jax.models.core.remat import ADAPTED
 
@@ -119,9 +120,14 @@ def without_adapters(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ..
         getattr(model, "lm_head_adapter", None),
         getattr(getattr(model, "model", None), "embed_tokens_adapter", None),
     )
-    if any(hasattr(projection, "lora_a") for _, projection in found) or any(end is not None for end in ends):
+    is_adapted = any(hasattr(projection, "lora_a") for _, projection in found)
+    if is_adapted or any(holder.adapted for holder in _experts(model)) or any(end is not None for end in ends):
         raise ValueError(f"{caller}: the model has adapters already. Merge them first: merge_lora(model).")
     return found
+
+
+def _experts(model: nnx.Module) -> list[ExpertWeights]:
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, ExpertWeights)]
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
@@ -137,13 +143,14 @@ def of_layers(path: tuple[Any, ...], projection: LoRALinear) -> dict[str, tuple[
 
 
 def with_adapters_on(caller: str, model: nnx.Module) -> list[tuple[tuple[Any, ...], LoRALinear]]:
-    """The projections whose adapters are on; none if only the embedding or the head has one that is on."""
+    """The projections whose adapters are on; none if only the embedding, the head or experts have some that are on."""
     adapted = [(path, projection) for path, projection in projections(model) if isinstance(projection, LoRALinear)]
     ends = (
         getattr(model, "lm_head_adapter", None),
         getattr(getattr(model, "model", None), "embed_tokens_adapter", None),
     )
-    if not adapted and not any(end is not None and end.on for end in ends):
+    of_experts = any(holder.adapted and holder.adapters_on for holder in _experts(model))
+    if not adapted and not of_experts and not any(end is not None and end.on for end in ends):
         raise ValueError(
             f"{caller}: the model has no adapters, or they are off. Add them, add_lora(model, …), or turn them on, "
             "with_adapters(model, True)."

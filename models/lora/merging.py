@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 
-from liger_jax.models.lora import whole
+from liger_jax.models.lora import experts, whole
 from liger_jax.models.lora.linear import become, with_adapters_on
 from liger_jax.models.lora.outside import Part, parts
 from liger_jax.models.lora.vocabulary import HeadAdapter
@@ -54,6 +54,7 @@ def merge_lora(model: Model) -> Model:
             if name in vars(projection):
                 delattr(projection, name)
         become(projection, nnx.Linear)
+    experts.merge(model)
     whole.merge(model)
     for part in parts(model):
         if part.adapter is not None:

@@ -18,7 +18,6 @@ from liger_jax.models.core.layout import Layout
 from liger_jax.models.core.parameters import describe
 from liger_jax.models.hugging_face import mxfp4
 from liger_jax.models.lora import add_lora
-from liger_jax.models.quantized import quantize
 from tests.ops._oracle import TOLERANCE, largest_error
 
 SIZES = dict(
@@ -204,8 +203,6 @@ def test_mxfp4_is_read_as_the_numbers_that_it_means(tmp_path, rng):
 
 def test_what_cannot_be_done_with_experts_is_refused():
     model = nnx.eval_shape(lambda: make("mixtral"))
-    with pytest.raises(ValueError, match="quantize: MixtralConfig has experts, which cannot be quantised yet"):
-        quantize(model, "nf4")
     with pytest.raises(ValueError, match="MixtralConfig has experts, which are not split yet"):
         Layout(tensor="tensor").shardings(model, AbstractMesh((1, 1, 2), ("data", "fsdp", "tensor")))
     with pytest.raises(ValueError, match=r"no projection is called \['w1'\]. The model has"):

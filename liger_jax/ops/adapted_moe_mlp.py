@@ -1,0 +1,226 @@
+"""The feed-forward of a mixture of experts that have low-rank adapters, or are quantised, or both."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Integer
+
+from liger_jax.ops._kernels import Implementation
+from liger_jax.ops.block_quantized import BlockQuantized
+from liger_jax.ops.grouped_matmul import grouped_matmul
+from liger_jax.ops.moe_mlp import EXPERT_GATE_UP, _gathered, _Order, _plus_bias, _sorted_by_expert, _summed
+from liger_jax.pallas_kernels._tiles import cdiv, promoted
+from liger_jax.pallas_kernels.glu import formulas as glu
+from liger_jax.pallas_kernels.grouped_matmul import formulas
+
+DENSE_BYTES = 2**28  # the most that quantised experts take while they are dense, unless a single one takes more
+RANK_MULTIPLE = 64  # of the ranks that the grouped product's kernels take
+
+
+class ExpertAdapter(NamedTuple):
+    """What is added to the weight of each expert, a · b.
+
+    Attributes:
+        a: (E, in, rank).
+        b: (E, rank, out), which holds the adapter's scale.
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+
+def adapted_moe_mlp(
+    x: Float[Array, "N D"],
+    weights: Float[Array, "N k"],
+    experts: Integer[Array, "N k"],
+    gate_up: Any,
+    down: Any,
+    *,
+    gate_up_bias: Float[Array, "E gates"] | None = None,
+    down_bias: Float[Array, "E D"] | None = None,
+    gate_up_adapter: ExpertAdapter | None = None,
+    down_adapter: ExpertAdapter | None = None,
+    activation: str,
+    implementation: Implementation = None,
+) -> Float[Array, "N D"]:
+    """`moe_mlp` with experts that have adapters, or are quantised, or both.
+
+    A weight's product and its adapter's are apart: rows · w + (rows · a) · b, where the grouped product makes all
+    three. No sum w + a · b is made, and no gradient of a w that is not trained. Quantised experts, which never are, are
+    made dense a few at a time, forward and backward: `DENSE_BYTES` of them. Beside what `moe_mlp` keeps for the
+    backward, rows of D for each choice are kept, twice, and rows of F.
+
+    Args:
+        x: (N, D), any float dtype.
+        weights: (N, k), as `moe_mlp` takes them.
+        experts: (N, k), as `moe_mlp` takes them.
+        gate_up: (E, D, 2F) in x.dtype, or a `BlockQuantized` of that shape.
+        down: (E, F, D) in x.dtype, or a `BlockQuantized` of that shape.
+        gate_up_bias: (E, 2F) in x.dtype, or None.
+        down_bias: (E, D) in x.dtype, or None.
+        gate_up_adapter: in x.dtype, or None.
+        down_adapter: in x.dtype, or None.
+        activation: as `moe_mlp` takes it.
+        implementation: of the grouped products.
+
+    Returns:
+        (N, D) in x.dtype.
+    """
+    order = _sorted_by_expert(experts, gate_up.shape[0])
+    group = formulas.group_of_rows(order.sizes, order.token.shape[0])
+    product = functools.partial(_product, sizes=order.sizes, implementation=implementation)
+    both = _plus_bias(product(_rows_of_experts(x, order), gate_up, gate_up_adapter), gate_up_bias, group)
+    h = _gated(checkpoint_name(both, EXPERT_GATE_UP), activation)
+    y = _plus_bias(product(h, down, down_adapter), down_bias, group)
+    return _rows_of_tokens(y, weights, order)
+
+
+def _product(rows, weight, adapter, *, sizes, implementation):
+    """rows (N·k, in) → (N·k, out) by each row's expert."""
+    times = functools.partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
+    y: Any
+    if isinstance(weight, BlockQuantized):
+        y = _times_quantized(rows, weight, sizes, implementation)
+    else:
+        y = times(rows, weight)
+    if adapter is None:
+        return y
+    spare = -adapter.a.shape[-1] % RANK_MULTIPLE
+    a, b = jnp.pad(adapter.a, ((0, 0), (0, 0), (0, spare))), jnp.pad(adapter.b, ((0, 0), (0, spare), (0, 0)))
+    return y + times(times(rows, a), b)
+
+
+# --- rows, whose ways there and back are gathers in both directions ---------------------------------------------------
+
+
+@jax.custom_vjp
+def _rows_of_experts(x: jax.Array, order: _Order) -> jax.Array:
+    """x (N, D) → (N·k, D): each sorted row's token."""
+    return _gathered(x, order)
+
+
+def _of_experts_forward(x, order):
+    return _gathered(x, order), order
+
+
+def _of_experts_backward(order, drows):
+    return jnp.where(order.is_right, _summed(drows, order), jnp.nan).astype(drows.dtype), None
+
+
+_rows_of_experts.defvjp(_of_experts_forward, _of_experts_backward)
+
+
+@jax.custom_vjp
+def _rows_of_tokens(rows: jax.Array, weights: jax.Array, order: _Order) -> jax.Array:
+    """rows (N·k, D), weights (N, k) → (N, D): the weighted sum over a token's choices."""
+    weights = jnp.where(order.is_right, weights, jnp.nan).astype(promoted(rows.dtype, jnp.float32))
+    return _summed(rows, order, weights).astype(rows.dtype)
+
+
+def _of_tokens_forward(rows, weights, order):
+    return _rows_of_tokens(rows, weights, order), (rows, weights, order)
+
+
+def _of_tokens_backward(residuals, dy):
+    rows, weights, order = residuals
+    wide = promoted(rows.dtype, jnp.float32)
+    of_row = jnp.where(order.is_right, weights, 0).reshape(-1).at[order.choice].get(mode="promise_in_bounds")
+    dy_rows = _gathered(dy, order).astype(wide)
+    drows = (of_row.astype(wide)[:, None] * dy_rows).astype(rows.dtype)
+    own = jnp.sum(rows.astype(wide) * dy_rows, axis=1).at[order.row].get(mode="promise_in_bounds")
+    return drows, jnp.where(order.is_right, own, jnp.nan).astype(weights.dtype), None
+
+
+_rows_of_tokens.defvjp(_of_tokens_forward, _of_tokens_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gated(both: jax.Array, activation: str) -> jax.Array:
+    """act(gate) · up of (N·k, 2F), which alone is kept for the backward."""
+    return glu.product(*jnp.split(both, 2, axis=1), activation=activation)
+
+
+def _gated_forward(both, activation):
+    return _gated(both, activation), both
+
+
+def _gated_backward(activation, both, dh):
+    gate, up = jnp.split(both, 2, axis=1)
+    gradients = glu.gradients(dh.astype(promoted(dh.dtype, jnp.float32)), gate, up, activation=activation)
+    return (jnp.concatenate(gradients, axis=1),)
+
+
+_gated.defvjp(_gated_forward, _gated_backward)
+
+
+# --- quantised experts ------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _times_quantized(rows: jax.Array, weight: BlockQuantized, sizes: jax.Array, implementation: Any) -> jax.Array:
+    """rows (N·k, in) · weight (E, in, out) of each row's expert."""
+    return _in_chunks(rows, weight, sizes, transpose_w=False, implementation=implementation)
+
+
+def _times_quantized_forward(rows, weight, sizes, implementation):
+    return _times_quantized(rows, weight, sizes, implementation), (weight, sizes)
+
+
+def _times_quantized_backward(implementation, residuals, dy):
+    weight, sizes = residuals
+    return _in_chunks(dy, weight, sizes, transpose_w=True, implementation=implementation), None, None
+
+
+_times_quantized.defvjp(_times_quantized_forward, _times_quantized_backward)
+
+
+def experts_at_once(shape: tuple[int, ...], dtype: Any) -> int:
+    """How many quantised experts are dense at the same time.
+
+    Args:
+        shape: (E, in, out).
+        dtype: dtype of the computation.
+
+    Returns:
+        The largest divisor of E whose weights fit in `DENSE_BYTES`; at least 1.
+
+    Example:
+        >>> experts_at_once((128, 2048, 1536), jnp.bfloat16)
+        32
+    """
+    count, of_one = shape[0], shape[1] * shape[2] * jnp.dtype(dtype).itemsize
+    return max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * of_one <= DENSE_BYTES))
+
+
+def _in_chunks(x, weight, sizes, *, transpose_w, implementation):
+    """The grouped product, chunk after chunk of experts, of which only one is dense.
+
+    The rows of a chunk are multiplied block by block. A block may end behind the chunk. What it writes there, zeros,
+    the next chunk's blocks write again.
+    """
+    count, size = weight.shape[0], experts_at_once(weight.shape, x.dtype)
+    options = dict(transpose_w=transpose_w, implementation=implementation)
+    if size == count:
+        return grouped_matmul(x, weight.astype(x.dtype), sizes, **options)
+    m, n = x.shape[0], weight.shape[1 if transpose_w else 2]
+    rows = cdiv(cdiv(m * size, count), 8) * 8
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    of_chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), (weight, ends - sizes, ends))
+    x, y = jnp.pad(x, ((0, rows), (0, 0))), jnp.zeros((m + rows, n), x.dtype)
+
+    def chunk(y, of_chunk):
+        codes, begins, ends = of_chunk
+        dense, first = codes.astype(x.dtype), begins[0]
+
+        def block(i, y):
+            start = first + i * rows
+            own = jnp.clip(ends - start, 0, rows) - jnp.clip(begins - start, 0, rows)
+            found = grouped_matmul(jax.lax.dynamic_slice_in_dim(x, start, rows), dense, own, **options)
+            return jax.lax.dynamic_update_slice_in_dim(y, found, start, axis=0)
+
+        return jax.lax.fori_loop(0, (ends[-1] - first + rows - 1) // rows, block, y), None
+
+    return jax.lax.scan(chunk, y, of_chunks)[0][:m]
