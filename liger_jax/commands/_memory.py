@@ -20,7 +20,14 @@ _SHORTEST = 128  # rows shorter than this are not proposed
 
 
 def check(
-    settings: Settings, model: Architecture, dtype: str, param_dtype: str, stored: str, mesh: Mapping[str, int]
+    settings: Settings,
+    model: Architecture,
+    dtype: str,
+    param_dtype: str,
+    stored: str,
+    mesh: Mapping[str, int],
+    teacher: int = 0,
+    teacher_stays: bool = True,
 ) -> None:
     """Prints what the run needs.
 
@@ -31,6 +38,8 @@ def check(
         param_dtype: dtype of the weights.
         stored: dtype of the checkpoint, which frozen weights would have.
         mesh: the devices along each axis of `meshes.AXES`.
+        teacher: bytes of a model beside this one, on each device; 0 for none.
+        teacher_stays: whether it is there in each step, or before the first one alone.
 
     Raises:
         UserError: the run does not fit; the message says what makes it fit.
@@ -50,11 +59,19 @@ def check(
     options |= dict(packed=settings.pack, lora=settings.lora, dora=settings.dora, quantize=settings.quantize)
     options |= dict(lora_targets=_adapters.targets(settings.lora_targets))
     run = Run(model, settings.batch, settings.length, device, sizes, **options)
-    needed, capacity = estimate(run).total, device.capacity_bytes
+    found, capacity, beside = estimate(run), device.capacity_bytes, teacher if teacher_stays else 0
+    needed, before = found.total + beside, teacher + found.parts["parameters"]
     each = "" if device.count == 1 else " on each device"
-    text = f"{gib(needed)}{each} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
+    of_teacher = f", {gib(beside)} of them for the teacher," if beside else ""
+    text = f"{gib(needed)}{each}{of_teacher} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
+    if teacher and max(teacher, 0 if teacher_stays else before) > capacity:
+        raise UserError(
+            f"The teacher needs {gib(teacher)}{each} beside the model, and {device.kind} has {gib(capacity)}. Pass "
+            "--teacher-quantize nf4, or a smaller teacher."
+        )
     if needed > capacity:
-        raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored)}")
+        run = dataclasses.replace(run, target=dataclasses.replace(device, capacity_bytes=capacity - beside))
+        raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored, beside)}")
     print(f"memory: the run needs {text}")
 
 
@@ -70,7 +87,7 @@ def gib(size: int) -> str:
     return f"{math.ceil(10 * size / GIB) / 10:.1f} GiB"
 
 
-def _cure(run: Run, needed: int, frozen: str) -> str:
+def _cure(run: Run, needed: int, frozen: str, beside: int) -> str:
     """A sentence that says what makes the run fit."""
     larger = _with_more_of_the_device(run, needed)
     if larger is not None:
@@ -78,8 +95,8 @@ def _cure(run: Run, needed: int, frozen: str) -> str:
     found = changes(run, frozen)
     if found is None:
         least = _changed(run, list(_changes(run, frozen)))
-        return f"No change makes it fit: even {_options(run, least)} needs {gib(estimate(least).total)}."
-    return f"It fits with {_options(run, found)}: {gib(estimate(found).total)}."
+        return f"No change makes it fit: even {_options(run, least)} needs {gib(estimate(least).total + beside)}."
+    return f"It fits with {_options(run, found)}: {gib(estimate(found).total + beside)}."
 
 
 def changes(run: Run, frozen: str) -> Run | None:
