@@ -1,6 +1,6 @@
 """DPO's and GRPO's training steps on packed rows: beside padded rows, and beside rows that have no empty place.
 
-    python -m benchmarks.packed_alignment [--cases dpo grpo] [--parts times peers]
+    python -m benchmarks.packed_alignment [--cases dpo grpo] [--parts times peers] [--layouts padded packed "full rows"]
 
 A step is loss, gradients and plain SGD of Llama-3.2-1B in bfloat16, layers scanned and recomputed, its state updated in
 place, in micro-batches of about 16,384 tokens. The reference's and the old log-probabilities are given.
@@ -14,7 +14,8 @@ reaches where nothing is left empty.
 
 Counted tokens are those with a place in the loss. Times are medians over rounds in which all steps of a case have their
 turn. "peers" is DPO's padded step in torch: transformers' model, layers recomputed, with TRL's chunked
-log-probabilities; it runs after JAX's.
+log-probabilities, or where TRL is not installed with chunks of logits that the backward makes again; it runs after
+JAX's.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +41,7 @@ from liger_jax.models import CausalLM, KernelOptions
 from liger_jax.training import make_step, pack_completions, pack_pairs, share_of_padding
 
 MICRO_BATCH = 16384  # tokens
+CHUNK = 2048  # tokens whose logits exist at once in torch
 LONGEST, PROMPT, LEARNING_RATE, BETA = 2048, 128, 1e-6, 0.1
 HEADER = ["step", "rows", "empty", "ms", "counted tokens/s", "÷ full rows", "GiB"]
 
@@ -186,6 +189,7 @@ def number_of_sequences(batch: dict[str, Any]) -> jax.Array:
     return jnp.asarray(float(len(batch["input_ids"])))
 
 
+LAYOUTS = ("padded", "packed", "full rows")
 LOSSES = {"dpo": (dpo, number_of_pairs), "grpo": (grpo, number_of_sequences)}
 
 
@@ -217,6 +221,7 @@ class Case:
 
 
 def cases_of(case: str, sequences: Sequences, length: int) -> dict[str, Case]:
+    """The step's rows by the names of `LAYOUTS`."""
     rows, segments = packed(case, sequences, length)
     return {
         "padded": Case(padded(case, sequences), None),
@@ -254,19 +259,23 @@ def runs(start: Callable[[], Any], step: Any, batch: Any) -> Callable[[], Any]:
     return run
 
 
-def rows_of(model: str, name: str, sequences: Sequences, length: int) -> list[list[str]]:
+def rows_of(
+    model: str, name: str, sequences: Sequences, length: int, layouts: list[str], rounds: int
+) -> list[list[str]]:
     tokens, cases = sum(map(len, sequences.tokens)), cases_of(name, sequences, length)
+    cases = {who: case for who, case in cases.items() if who in layouts}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = {who: pool.submit(compiled_step, model, name, case) for who, case in cases.items()}
         programs = {who: future.result() for who, future in futures.items()}
-    times = _measure.in_rounds({who: runs(*programs[who], case.batch) for who, case in cases.items()})
+    times = _measure.in_rounds({who: runs(*programs[who], case.batch) for who, case in cases.items()}, rounds=rounds)
     speeds = {who: 1e3 * case.counted() / times[who] for who, case in cases.items()}
     found = []
     for who, case in cases.items():
         memory = programs[who][1].memory_analysis()
         gib = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
         line = [f"{name}, {who}", f"{case.batch['input_ids'].shape}", f"{case.empty(tokens):.1%}", f"{times[who]:.0f}"]
-        found.append([*line, f"{speeds[who]:,.0f}", f"{speeds[who] / speeds['full rows']:.3f}", f"{gib:.1f}"])
+        share = f"{speeds[who] / speeds['full rows']:.3f}" if "full rows" in speeds else "–"
+        found.append([*line, f"{speeds[who]:,.0f}", share, f"{gib:.1f}"])
         print(*found[-1], sep=" | ", flush=True)
     return found
 
@@ -274,10 +283,26 @@ def rows_of(model: str, name: str, sequences: Sequences, length: int) -> list[li
 # --- TRL's ------------------------------------------------------------------------------------------------------------
 
 
+def torch_log_probs() -> Callable[..., Any]:
+    """Log-probabilities (N,) of (hidden, weight, labels), whose logits exist for one chunk of tokens at a time."""
+    torch = importlib.import_module("torch")
+    checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
+
+    def of_chunk(hidden, weight, labels):
+        return -torch.nn.functional.cross_entropy((hidden @ weight.T).float(), labels, reduction="none")
+
+    def log_probs(hidden, weight, labels):
+        chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
+        return torch.cat([checkpoint(of_chunk, x, weight, y, use_reentrant=False) for x, y in chunks])
+
+    return log_probs
+
+
 def torch_dpo_row(model_name: str, sequences: Sequences) -> list[str]:
-    """DPO's padded step in torch, in micro-batches of pairs, on TRL's log-probabilities."""
+    """DPO's padded step in torch, in micro-batches of pairs, on TRL's log-probabilities where it is installed."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    log_probs, config = _peers.trl_log_probs(), SIZES[model_name]
+    is_trl, config = importlib.util.find_spec("trl") is not None, SIZES[model_name]
+    log_probs = _peers.trl_log_probs() if is_trl else torch_log_probs()
     device = "cuda" if _peers.on_gpu(torch) else "cpu"
     values = dataclasses.asdict(config)
     named = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -304,8 +329,8 @@ def torch_dpo_row(model_name: str, sequences: Sequences) -> list[str]:
         optimizer.zero_grad(set_to_none=True)
 
     wait = lambda _: torch.cuda.synchronize() if device == "cuda" else None
-    who = "dpo, padded, TRL's log-probabilities"
-    ms = _measure.in_rounds({who: step}, wait, rounds=3)[who]
+    who = "dpo, padded, TRL's log-probabilities" if is_trl else "dpo, padded, transformers"
+    ms = _measure.in_rounds({who: step}, wait, rounds=2)[who]
     gib = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if device == "cuda" else "–"
     speed = f"{1e3 * case.counted() / ms:,.0f}"
     empty = case.empty(sum(map(len, sequences.tokens)))
@@ -320,6 +345,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
     parser.add_argument("--rows", type=int, default=16, help="that are packed full")
     parser.add_argument("--longest", type=int, default=LONGEST, help="of a sequence's tokens; a row has twice as many")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--rounds", type=int, default=5, help="in which every layout has its turn")
     parser.add_argument("--parts", nargs="+", choices=("times", "peers"), default=["times", "peers"])
     options = parser.parse_args()
     length = 2 * options.longest
@@ -328,12 +355,13 @@ def main() -> None:
         many = make_sequences(name, 16 * options.rows, options.longest, SIZES[options.model].vocab_size)
         sequences = what_fits(name, many, length, options.rows)
         if "times" in options.parts:
-            rows += rows_of(options.model, name, sequences, length)
+            rows += rows_of(options.model, name, sequences, length, options.layouts, options.rounds)
         if "peers" in options.parts and name == "dpo":
             try:
                 rows.append(torch_dpo_row(options.model, sequences))
+                print(*rows[-1], sep=" | ", flush=True)
             except Exception as error:  # that a peer is not installed, or cannot run here, is a result, too
-                print(f"without TRL: {type(error).__name__}: {error}", flush=True)
+                print(f"without torch: {type(error).__name__}: {error}", flush=True)
     command = f"python -m benchmarks.packed_alignment --model {options.model} --cases {' '.join(options.cases)}"
     heading = _measure.heading(command).rstrip() + "; " + _measure.versions("torch", "transformers", "trl")
     _measure.save("packed_alignment", f"{heading}\n\n{_measure.table(HEADER, rows)}")

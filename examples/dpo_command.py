@@ -17,11 +17,8 @@ if not __package__:  # started by its path, from any folder: Python must find th
 from examples._lib.command import needed_packages, run, steps_and_folder
 
 with needed_packages(__name__):
-    from flax import nnx
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     from examples import dpo
-    from examples._lib import report, tiny
+    from examples._lib import numbers, report, tiny
     from liger_jax import commands
 
 END = dpo.VOCAB  # the token that ends a text; those before it are numbers
@@ -72,14 +69,7 @@ def write_model(folder: Path) -> Path:
     """
     graph, params = tiny.llama(dpo.VOCAB + 1)
     params = tiny.pretrain(graph, params, dpo.both_ways, dpo.PRETRAINING_STEPS, "counting both ways")
-    nnx.merge(graph, params).save_pretrained(folder, config_fields={"eos_token_id": END})
-    words = {str(number): number for number in range(dpo.VOCAB)} | {"<end>": END}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    return folder
+    return numbers.write_checkpoint(folder, graph, params, END)
 
 
 def write_pairs(path: Path) -> Path:

@@ -1,10 +1,10 @@
-"""The command `liger-jax`: `plan`, `data`, `finetune`, `dpo`, `grpo`, `generate`, `chat` and `doctor`."""
+"""The command `liger-jax`: `plan`, `data`, `finetune`, `dpo`, `grpo`, `distill`, `generate`, `chat` and `doctor`."""
 
 import argparse
 import functools
 
 from liger_jax._install import version
-from liger_jax.commands import _warnings, chat, data, doctor, dpo, finetune, generate, grpo, plan
+from liger_jax.commands import _warnings, chat, data, distill, doctor, dpo, finetune, generate, grpo, plan
 from liger_jax.commands._cache import compiled_programs_kept as compiled_programs_kept
 from liger_jax.commands._errors import UserError as UserError
 from liger_jax.commands._errors import training_errors as training_errors
@@ -15,8 +15,8 @@ from liger_jax.commands._hub import tries_told_once
 from liger_jax.commands._parser import Parser
 
 _COMMANDS = {
-    "plan": plan, "data": data, "finetune": finetune, "dpo": dpo, "grpo": grpo, "generate": generate, "chat": chat,
-    "doctor": doctor,
+    "plan": plan, "data": data, "finetune": finetune, "dpo": dpo, "grpo": grpo, "distill": distill,
+    "generate": generate, "chat": chat, "doctor": doctor,
 }  # fmt: skip
 
 

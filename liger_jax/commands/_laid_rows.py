@@ -17,11 +17,8 @@ _FILLED = {"labels": IGNORE_INDEX, "pieces": -1}  # what stands at empty places,
 class Column:
     """A column of rows, which is read as an array is: by rows, and then by places in them."""
 
-    dtype = np.dtype(np.int32)
-    ndim = 2
-
-    def __init__(self, made: Callable[[np.ndarray], np.ndarray], shape: tuple[int, int]):
-        self._made, self.shape = made, shape
+    def __init__(self, made: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: Any = np.int32):
+        self._made, self.shape, self.ndim, self.dtype = made, shape, len(shape), np.dtype(dtype)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -49,13 +46,13 @@ class LaidRows(Mapping[str, Any]):
         packed: whether pieces share rows with others that do not belong to them.
 
     Attributes:
-        beside: more columns, arrays of (rows, numbers).
+        beside: more columns, arrays that begin with the rows, or what is read as they are.
     """
 
     def __init__(self, tokens: Tokens, pieces: list[np.ndarray], length: int, packed: bool):
         self.tokens, self.length, self._together = tokens, length, tokens.together
         self._shared = packed or self._together > 1
-        self.beside: dict[str, np.ndarray] = {}
+        self.beside: dict[str, Any] = {}
         sizes, laid, row, begins, self.counts = tokens.sizes(), [], [], [], []
         for some in pieces:
             bundles = some.reshape(-1, self._together)

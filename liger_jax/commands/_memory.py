@@ -23,7 +23,14 @@ _SHORTEST = 128  # rows shorter than this are not proposed
 
 
 def fitted(
-    settings: Settings, model: Architecture, dtype: str, param_dtype: str, stored: str, mesh: Mapping[str, int]
+    settings: Settings,
+    model: Architecture,
+    dtype: str,
+    param_dtype: str,
+    stored: str,
+    mesh: Mapping[str, int],
+    teacher: int = 0,
+    teacher_stays: bool = True,
 ) -> Settings:
     """Prints what the run needs, and decides what was left to it: its micro-batches, and where layers' inputs lie.
 
@@ -34,6 +41,8 @@ def fitted(
         param_dtype: dtype of the weights.
         stored: dtype of the checkpoint, which frozen weights would have.
         mesh: the devices along each axis of `meshes.AXES`.
+        teacher: bytes of a model beside this one, on each device; 0 for none.
+        teacher_stays: whether it is there in each step, or before the first one alone.
 
     Returns:
         The run. Of what was left to it, it has as few micro-batches as fit, and layers' inputs in the host's memory
@@ -55,13 +64,22 @@ def fitted(
     options |= dict(optimizer=settings.optimizer, packed=settings.pack, quantize=settings.quantize)
     options |= dict(lora=settings.lora, dora=settings.dora, lora_experts=settings.lora_experts)
     options |= dict(lora_targets=_adapters.targets(settings.lora_targets))
+    capacity, beside = device.capacity_bytes, teacher if teacher_stays else 0
+    device = dataclasses.replace(device, capacity_bytes=capacity - beside)
     run = _decided(settings, Run(model, settings.batch, settings.length, device, sizes, **options))
-    needed, capacity = estimate(run).total, device.capacity_bytes
+    found = estimate(run)
+    needed, before = found.total + beside, teacher + found.parts["parameters"]
     each = "" if device.count == 1 else " on each device"
-    text = f"{gib(needed)}{each} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
+    of_teacher = f", {gib(beside)} of them for the teacher," if beside else ""
+    text = f"{gib(needed)}{each}{of_teacher} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
+    if teacher and max(teacher, 0 if teacher_stays else before) > capacity:
+        raise UserError(
+            f"The teacher needs {gib(teacher)}{each} beside the model, and {device.kind} has {gib(capacity)}. Pass "
+            "--teacher-quantize nf4, or a smaller teacher."
+        )
     if needed > capacity:
-        raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored)}")
-    host = estimate(run).host * device.count_on_host
+        raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored, beside)}")
+    host = found.host * device.count_on_host
     if not has_host_memory(run, host):
         assert run.host_memory is not None
         raise UserError(
@@ -101,7 +119,7 @@ def gib(size: int) -> str:
     return f"{math.ceil(10 * size / GIB) / 10:.1f} GiB"
 
 
-def _cure(run: Run, needed: int, frozen: str) -> str:
+def _cure(run: Run, needed: int, frozen: str, beside: int) -> str:
     """A sentence that says what makes the run fit."""
     larger = _with_more_of_the_device(run, needed)
     if larger is not None:
@@ -109,8 +127,8 @@ def _cure(run: Run, needed: int, frozen: str) -> str:
     found = changes(run, frozen)
     if found is None:
         least = _changed(run, list(_changes(run, frozen)))
-        return f"No change makes it fit: even {_options(run, least)} needs {gib(estimate(least).total)}."
-    return f"It fits with {_options(run, found)}: {gib(estimate(found).total)}."
+        return f"No change makes it fit: even {_options(run, least)} needs {gib(estimate(least).total + beside)}."
+    return f"It fits with {_options(run, found)}: {gib(estimate(found).total + beside)}."
 
 
 def changes(run: Run, frozen: str) -> Run | None:

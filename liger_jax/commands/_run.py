@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from liger_jax.commands import (
     _output,
     _recipe,
     _samples,
+    _teacher,
     _token_cache,
     _training_rows,
 )
@@ -51,16 +53,17 @@ from liger_jax.training import (
 from liger_jax.training.errors import memory_errors
 from liger_jax.training.waiting import Compiling, beside, telling
 
+TaskOf = Callable[[Any, Source, Architecture], Task]
 RunRows = _training_rows.TrainingRows | PromptRows
 
 
 @training_errors()
-def train(settings: Settings, task: Task) -> int:
+def train(settings: Settings, task: Task | TaskOf) -> int:
     """Trains a model.
 
     Args:
         settings: the run.
-        task: what it trains for.
+        task: what it trains for; or a function of the run, its model's folder and architecture, which says it.
 
     Returns:
         The exit code: 0, or 128 and a signal's number if one stopped it.
@@ -85,9 +88,7 @@ def train(settings: Settings, task: Task) -> int:
             raise UserError(why) from error
 
 
-def _train(asked: Settings, task: Task, out: Path) -> int:
-    if task.alone and jax.process_count() > 1:
-        raise UserError("--distributed: this command trains in one process. Leave it out.")
+def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
     if asked.samples and jax.process_count() > 1:
         raise UserError("--samples are shown by a run of one process. Leave it out, and try the result itself.")
     with user_errors():
@@ -97,6 +98,10 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
         settings = _as_stored(settings, source)
         precision = _precision(settings, source.dtype)
         found = _long_rows.stretched_for(settings, architecture_of(source))
+        if not isinstance(task, Task):
+            task = task(settings, source, found)
+        if task.alone and jax.process_count() > 1:
+            raise UserError("--distributed: this command trains in one process. Leave it out.")
         shape = lambda layout: nnx.eval_shape(lambda: _new_model(settings, task, source, found, precision, layout))
         # A model that writes its own batches does so on one device.
         if task.played is not None and settings.mesh and math.prod(meshes.parse_mesh(settings.mesh).values()) > 1:
@@ -107,7 +112,7 @@ def _train(asked: Settings, task: Task, out: Path) -> int:
             raise UserError(
                 f"--mesh={settings.mesh}: this command's rows stay whole. Give the devices to fsdp or tensor."
             )
-        settings = _memory.fitted(settings, found, **precision, stored=source.dtype, mesh=devices.sizes)
+        settings = _fitted(settings, task, found, precision, source.dtype, devices)
         model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
         of_rows = devices.layout_of_rows
         shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)
@@ -145,6 +150,7 @@ def _train_on(
     batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
     with user_errors():
         made_of = data.made_of() | _model_files(settings, source)
+        made_of |= {} if task.teacher is None else task.teacher.made_of()
         checkpoints = _checkpoints(settings, source, {"steps": steps} | made_of)
     checkpoints.check()
     if processes.is_first():
@@ -161,6 +167,9 @@ def _train_on(
     checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
     with user_errors():
         model = _with_adapters(settings, source, reading)
+        if task.teacher is not None and task.teacher.stays:
+            with telling("reading the teacher's weights"):
+                model.teacher = beside(task.teacher.read, precision["dtype"], devices.mesh, devices.kernels).result()
     with memory_errors("before the first step."):
         task.before(settings, data, model, made_of)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
@@ -208,7 +217,7 @@ def _train_on(
     if early:
         state = _shapes(state)  # two states need not fit
         state, done = _best(state, steps, checkpoints)
-    tuned = nnx.merge(graph, state[0], frozen)
+    tuned = _without_teacher(nnx.merge(graph, state[0], frozen))
     tuned.kept = keeps
     del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, source, tokenizer.stops)
@@ -222,6 +231,18 @@ def _leave(settings: Settings, checkpoints: Checkpoints, target: Path, early: bo
     checkpoints.finish(target.name, _output.record(settings, target, early))
     _output.clear(settings, checkpoints.earlier)
     checkpoints.forget_earlier()
+
+
+def _fitted(
+    settings: Settings, task: Task, found: Architecture, precision: dict[str, str], stored: str, devices: meshes.Devices
+) -> Settings:
+    """The run with what was left to it decided by what fits; what it needs is printed."""
+    options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
+    if (teacher := task.teacher) is not None:
+        parts = settings.num_parts * devices.sizes["data"] * devices.sizes["fsdp"]
+        tokens = settings.batch * settings.length // parts
+        options |= dict(teacher=teacher.num_bytes(precision["dtype"], devices, tokens), teacher_stays=teacher.stays)
+    return _memory.fitted(settings, found, **precision, **options)
 
 
 def _is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:
@@ -352,8 +373,16 @@ def _with_adapters(settings: Settings, source: Source, reading: Future[Any]) -> 
 
 
 def _trained(settings: Settings) -> Any:
-    """The variables that are trained, by their type."""
-    return nnx.Param if settings.lora is None else nnx.LoRAParam
+    """The variables that are trained, by their type; a teacher has none."""
+    kind = nnx.Param if settings.lora is None else nnx.LoRAParam
+    return nnx.All(kind, nnx.Not(nnx.PathContains(_teacher.NAME)))
+
+
+def _without_teacher(model: Any) -> Any:
+    """A model that is to be written."""
+    if hasattr(model, _teacher.NAME):
+        delattr(model, _teacher.NAME)
+    return model
 
 
 def _new_model(
@@ -376,6 +405,8 @@ def _new_model(
         quantize(model, settings.quantize)
     if settings.lora is not None:
         _adapters.add(model, settings)
+    if task.teacher is not None and task.teacher.stays:
+        model.teacher = task.teacher.new(precision["dtype"], layout)
     return model
 
 
@@ -399,7 +430,7 @@ def _programs(
     step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
     state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
     size, compiling = settings.batch // settings.num_parts, Compiling()
-    part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim == 2}
+    part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim > 1}
     programs = (
         compiling.start(devices.jitted(step, state, optimizer), state, batches[0], frozen),
         compiling.start(task.sums(graph, settings, data), state[0], frozen, devices.place(part)),

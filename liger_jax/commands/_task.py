@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from liger_jax.commands._teacher import Teacher
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.commands._training_rows import TrainingRows, prepared
 
@@ -31,6 +32,7 @@ class Task:
             with an `example` of such a batch, and `columns` for its own figures. Its
             `step(graph, compiled, state, rows, frozen)` makes one from rows and their step's `number`, and takes the
             step. `None` where the rows are the batch.
+        teacher: a frozen model that the loss reads as the model's attribute `teacher`, where it stays; `None` for none.
         scan_layers: whether the model's layers are stacked.
         alone: whether it is a run of one process, whose rows no devices share.
     """
@@ -47,6 +49,7 @@ class Task:
     add_columns: Callable[[Any, TrainingRows], None] = lambda settings, data: None
     before: Callable[[Any, TrainingRows, Any, Mapping[str, str]], None] = lambda settings, data, model, made_of: None
     played: Callable[..., Any] | None = None
+    teacher: Teacher | None = None
     scan_layers: bool = True
     alone: bool = False
 

@@ -146,6 +146,11 @@ class Tokenizer:
         return files | {"vocab_size": self._vocab_size, "eos": self._eos}
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The number of each token, those that were added among them."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
     def tells_the_time(self) -> bool:
         """Whether a chat template may print the date, so that it gives other tokens on another day."""
         return any("strftime_now" in source for source in self._chat_templates().values())

@@ -208,7 +208,8 @@ def parts(rows: Rows, size: int) -> Iterator[Rows]:
         part = {name: values[begin : begin + size] for name, values in rows.items()}
         missing = size - num_rows(part)
         empty = {name: IGNORE_INDEX if name == "labels" else 0 for name in part}
-        yield {name: np.pad(x, ((0, missing), (0, 0)), constant_values=empty[name]) for name, x in part.items()}
+        more = lambda x, missing=missing: ((0, missing), *[(0, 0)] * (x.ndim - 1))
+        yield {name: np.pad(x, more(x), constant_values=empty[name]) for name, x in part.items()}
 
 
 def fingerprint(*some: Rows) -> str:

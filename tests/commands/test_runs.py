@@ -23,8 +23,8 @@ from tests.commands import _tiny
 from tests.models._hugging_face import GOLDEN
 
 SMALL = "--lora 2 --length 64 --batch 2 --steps 2 --every 1 --eval-share 0 --learning-rate 0.03".split()
-COMMANDS = {"finetune": SMALL, "dpo": SMALL}  # by name, with the options of a run of two steps
-DATA = {"finetune": _tiny.chats, "dpo": _tiny.pairs}
+COMMANDS = {"finetune": SMALL, "dpo": SMALL, "distill": SMALL}  # by name, with the options of a run of two steps
+DATA = {"finetune": _tiny.chats, "dpo": _tiny.pairs, "distill": _tiny.chats}
 WEIGHTS = "model.safetensors"
 
 
@@ -42,10 +42,13 @@ class Command:
     def __init__(self, name, folder):
         self.name, self.folder, self.model = name, folder, _tiny.checkpoint(folder / "model")
         (folder / "rows.jsonl").write_text(DATA[name](12))
+        self.beside = [f"--data={folder / 'rows.jsonl'}"]
+        if name == "distill":
+            self.beside.append(f"--teacher={_tiny.checkpoint(folder / 'teacher', width=32)}")
 
     def arguments(self, out, *options, model=None):
-        data = f"--data={self.folder / 'rows.jsonl'}"
-        return [self.name, f"--model={model or self.model}", data, f"--out={out}", *COMMANDS[self.name], *options]
+        of_run = f"--model={model or self.model}", *self.beside, f"--out={out}"
+        return [self.name, *of_run, *COMMANDS[self.name], *options]
 
     def __call__(self, out, *options, model=None):
         return main(self.arguments(out, *options, model=model))
@@ -59,7 +62,9 @@ class Command:
         return error
 
 
-@pytest.fixture(scope="module", params=["finetune", pytest.param("dpo", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module", params=["finetune", *(pytest.param(name, marks=pytest.mark.full) for name in ("dpo", "distill"))]
+)
 def command(request, tmp_path_factory):
     return Command(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -146,6 +151,7 @@ def test_dropout_that_is_not_applied_is_said(command, tmp_path, capsys):
             [
                 command.name,
                 f"--model={model}",
+                *command.beside[1:],
                 f"--data={tmp_path / 'none.txt'}",
                 f"--out={tmp_path / 'out'}",
                 "--length=64",
@@ -170,7 +176,7 @@ def test_an_nf4_checkpoint_is_trained_with_adapters(command, tmp_path, capsys):
         assert command(tmp_path / "out", "--merge", model=model) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(merged))} == {"bfloat16"}
-    other = [f"--model={model}", f"--data={command.folder / 'rows.jsonl'}", f"--out={tmp_path / 'other'}"]
+    other = [f"--model={model}", *command.beside, f"--out={tmp_path / 'other'}"]
     assert main([command.name, *other]) == 2
     assert "are nf4, and stay as they are. Pass --lora, such as --lora 16." in capsys.readouterr().err
 
@@ -307,7 +313,7 @@ KINDS = {
 def check_kills(command, tmp_path, options, steps, export):
     """A run that was killed again and again ends with the bytes of one that was not disturbed."""
     base = f"--length=64 --batch=2 --steps={steps} --every=1 --eval-share=0.2 --learning-rate=0.03".split()
-    arguments = [command.name, f"--model={command.model}", f"--data={command.folder / 'rows.jsonl'}", *base, *options]
+    arguments = [command.name, f"--model={command.model}", *command.beside, *base, *options]
     arguments += ["--mesh=fsdp=1"]  # several devices are simulated here
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     seed = np.random.default_rng().integers(2**31)

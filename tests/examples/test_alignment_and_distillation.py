@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from examples import distill, dpo, dpo_command, grpo
+from examples import distill, distill_command, dpo, dpo_command, grpo
 from examples._lib import tiny
 from examples._lib.command import run
 from liger_jax.training import make_step, scored_tokens
@@ -93,6 +93,14 @@ def test_students_come_nearer_to_their_teacher(tmp_path, monkeypatch, capsys):
     for before, _, after in (log["top 16"], log["all probabilities"]):
         assert 0 < after < before < np.inf
     assert (tmp_path / "distill.png").stat().st_size and "12/12" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_command_s_students_come_nearer_to_their_teacher(tmp_path, monkeypatch):
+    monkeypatch.setattr(distill, "PRETRAINING_STEPS", 20)
+    log = distill_command.main(["--steps=20", f"--out={tmp_path}"])
+    assert list(log) == list(distill_command.WAYS) and all(0 < each[-1] < each[0] for each in log.values())
+    assert (tmp_path / "distill_command.png").stat().st_size
 
 
 def test_micro_batches_of_the_distillation_losses_add_up_to_the_batch():

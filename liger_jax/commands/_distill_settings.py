@@ -1,0 +1,109 @@
+"""What a run of `liger-jax distill` is told, beside what every training run is."""
+
+import argparse
+import dataclasses
+import math
+from typing import Any
+
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
+from liger_jax.ops.block_quantized import KINDS
+from liger_jax.ops.linear.fused_linear_distillation import DIVERGENCES
+from liger_jax.ops.linear.fused_linear_topk_distillation import TAILS
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillSettings(Settings):
+    """A run that trains a student on its teacher's probabilities.
+
+    Attributes:
+        teacher: a checkpoint's folder, or an id.
+        teacher_quantize: how the teacher's weights are held, "nf4" or "int8"; `None` for as they are.
+        divergence: a name of `DIVERGENCES`, as in `fused_linear_distillation`.
+        beta: the teacher's part of the mixture, for "jsd" alone; `None` for 0.5.
+        temperature: of both distributions.
+        hard_weight: the share of the labels' cross-entropy in the loss.
+        top_k: how many of the teacher's likeliest tokens are stored, once; `None` for a teacher in each step.
+        tail: what the tokens are that are not stored, a name of `TAILS`; `None` for "bucket".
+        out: folder for checkpoints, logs and the result.
+
+    Raises:
+        UserError: a value is out of its range, or does not go with another.
+    """
+
+    teacher: str = ""
+    teacher_quantize: str | None = None
+    divergence: str = "forward_kl"
+    beta: float | None = None
+    temperature: float = 1.0
+    hard_weight: float = 0.0
+    top_k: int | None = None
+    tail: str | None = None
+    out: str = "runs/distill"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.teacher:
+            raise UserError("A run needs a teacher: pass --teacher, a checkpoint's folder or id.")
+        if "\0" in self.teacher:
+            raise UserError(f"--teacher={self.teacher!r} holds a null character, which no name has.")
+        for name, choices in (("divergence", DIVERGENCES), ("tail", TAILS), ("teacher_quantize", KINDS)):
+            if (value := getattr(self, name)) is not None and value not in choices:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be one of {', '.join(choices)}.")
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"--temperature={self.temperature} must be a finite number above 0.")
+        if not 0 <= self.hard_weight < 1:
+            raise UserError(
+                f"--hard-weight={self.hard_weight} must be in [0, 1); 0 leaves the labels out, and with 1 there would "
+                "be no teacher, as in liger-jax finetune."
+            )
+        if self.beta is not None and self.divergence != "jsd":
+            raise UserError(f"--beta={self.beta} goes with --divergence jsd. Leave it out.")
+        if self.beta is not None and not 0 < self.beta < 1:
+            raise UserError(
+                f"--beta={self.beta} must be in (0, 1); its limits are --divergence forward_kl and reverse_kl."
+            )
+        self._check_stored()
+
+    def _check_stored(self) -> None:
+        if self.top_k is None:
+            if self.tail is not None:
+                raise UserError(f"--tail={self.tail} goes with --top-k. Leave it out.")
+            return
+        if self.top_k < 1:
+            raise UserError(f"--top-k={self.top_k} must be at least 1.")
+        if self.divergence != "forward_kl":
+            raise UserError(
+                f"--divergence={self.divergence} needs all of the teacher's probabilities, and --top-k stores some. "
+                "Leave one of them out."
+            )
+        if self.stream:
+            raise UserError("--top-k reads the data once before the first step, and --stream has no end. Leave it out.")
+
+    def divergence_options(self) -> dict[str, Any]:
+        """Options of `fused_linear_distillation`, or with `top_k` of `fused_linear_topk_distillation`.
+
+        Returns:
+            Values by name; not the `hard_weight`, which is 0 where a divergence is wanted alone.
+        """
+        if self.top_k is not None:
+            return {"temperature": self.temperature, "tail": self.tail or "bucket"}
+        beta = {} if self.beta is None else {"beta": self.beta}
+        return {"temperature": self.temperature, "divergence": self.divergence} | beta
+
+
+def add_teacher_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the teacher and of the loss.
+
+    Args:
+        command: a parser.
+    """
+    add = command.add_argument
+    add("--teacher", required=True, metavar="MODEL", help="a folder or an id, with the tokenizer of --model")
+    add("--teacher-quantize", choices=KINDS, help="hold the teacher's weights in 4 or 8 bits")
+    add("--divergence", choices=DIVERGENCES, help="of student and teacher (default: forward_kl)")
+    add("--beta", type=float, help="the teacher's part of the mixture, for jsd (default: 0.5)")
+    add("--temperature", type=float, help="of both distributions (default: 1)")
+    add("--hard-weight", type=float, help="the share of the labels' cross-entropy in the loss (default: 0)")
+    add("--top-k", type=int, metavar="K", help="store the teacher's K likeliest tokens once (default: all, each step)")
+    add("--tail", choices=TAILS, help="what the tokens are that are not stored (default: bucket, one event)")

@@ -1,0 +1,261 @@
+"""The teacher's likeliest tokens at every scored position of a run's rows, in a file that is mapped into memory.
+
+The teacher reads the rows once, before the first step. A later start finds OUT/teacher.bin by what teacher and rows are
+made of. An entry is a token's number and its log-probability, 8 bytes.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from liger_jax.commands._distill_settings import DistillSettings
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._laid_rows import Column, LaidRows, RowParts
+from liger_jax.commands._teacher import NAME, Teacher
+from liger_jax.commands._training_rows import TrainingRows
+from liger_jax.models.core.head import head_logits, logit_options_of
+from liger_jax.models.quantized import is_quantized
+from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.training import disk
+from liger_jax.training.errors import NotFiniteError
+from liger_jax.training.files import read_json, write_json
+from liger_jax.training.waiting import beside, telling
+
+COLUMNS = {"token_ids": np.dtype(np.int32), "log_probs": np.dtype(np.float32)}  # (rows, length, K) each
+ARGUMENTS = ("input_ids", "segment_ids", "positions")
+_READ = ("length", "pack", "dtype", "temperature", "top_k", "teacher_quantize")  # by the numbers
+_CHUNK = 256  # tokens whose logits exist at once
+_BLOCK = 2**24  # bytes of the file that are read at once
+
+
+class Stored:
+    """The entries of one set of rows: 0 at places that are not scored, and everywhere before they are opened.
+
+    Args:
+        laid: the rows.
+        top_k: K, entries of a place.
+    """
+
+    def __init__(self, laid: LaidRows, top_k: int):
+        self.laid, self._top_k = laid, top_k
+        self._entries: np.ndarray | None = None
+        self._ends = np.zeros(0, np.int64)
+
+    def open(self, path: Path, first: int, counts: np.ndarray) -> int:
+        """Maps the file.
+
+        Args:
+            path: the file.
+            first: the first place in it that is these rows'.
+            counts: (rows,), the scored places of each row.
+
+        Returns:
+            The place behind their last one.
+        """
+        self._entries, self._ends = np.memmap(path, _entry(self._top_k), "r"), first + np.cumsum(counts)
+        return int(self._ends[-1])
+
+    def made(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Some rows of a column.
+
+        Args:
+            name: of `COLUMNS`.
+            rows: (rows,), their numbers.
+
+        Returns:
+            (rows, length, K).
+        """
+        found = np.zeros((len(rows), self.laid.length, self._top_k), COLUMNS[name])
+        if self._entries is not None:
+            for out, row, places in zip(found, rows.tolist(), scored_places(self.laid, rows), strict=True):
+                end = int(self._ends[row])
+                out[places] = self._entries[name][end - np.count_nonzero(places) : end]
+        return found
+
+
+def add_columns(settings: DistillSettings, data: TrainingRows) -> list[Stored]:
+    """Adds the columns to a run's rows.
+
+    Args:
+        settings: the run; its `top_k` is not `None`.
+        data: its rows.
+
+    Returns:
+        What fills them, by `fill`.
+    """
+    assert settings.top_k is not None
+    found = [Stored(laid, settings.top_k) for laid in data.laid]
+    for stored in found:
+        shape = stored.laid.num_rows, settings.length, settings.top_k
+        for name, dtype in COLUMNS.items():
+            stored.laid.beside[name] = Column(functools.partial(stored.made, name), shape, dtype)
+    return found
+
+
+def fill(
+    some: list[Stored],
+    teacher: Teacher,
+    settings: DistillSettings,
+    model: Any,
+    made_of: Mapping[str, str],
+) -> None:
+    """Fills the columns, from the file of an earlier start if that is whole and of the same teacher and rows.
+
+    Args:
+        some: what `add_columns` has returned.
+        teacher: the teacher.
+        settings: the run.
+        model: the model that is trained, which says where and how to compute.
+        made_of: texts by which teacher and data can be told from others.
+
+    Raises:
+        UserError: the file cannot be written.
+        NotFiniteError: the teacher's logits are NaN.
+        DiskError: there is no room for the file.
+    """
+    assert settings.top_k is not None
+    path, key = Path(settings.out) / f"{NAME}.bin", _key(settings, some, made_of)
+    counts = [_counts(stored.laid) for stored in some]
+    if not _is_whole(path, key):
+        number = int(sum(each.sum() for each in counts))
+        size = number * _entry(settings.top_k).itemsize
+        disk.check_space(path.parent, size, "the teacher's tokens")
+        print(f"the teacher reads {number:,} scored tokens, once: {disk.size(size)}")
+        _write(path, key, _contents(some, teacher, settings, model, settings.top_k), size)
+    first = 0
+    for stored, of_rows in zip(some, counts, strict=True):
+        first = stored.open(path, first, of_rows)
+
+
+def scored_places(laid: LaidRows, rows: np.ndarray) -> np.ndarray:
+    """Where the next token is scored.
+
+    Args:
+        laid: all rows.
+        rows: (rows,), numbers of some.
+
+    Returns:
+        bool (rows, length), as `losses.shifted_labels` has it.
+    """
+    labels, found = laid.made("labels", rows), np.zeros((len(rows), laid.length), bool)
+    found[:, :-1] = labels[:, 1:] != IGNORE_INDEX
+    if "segment_ids" in laid:
+        segments = laid.made("segment_ids", rows)
+        found[:, :-1] &= segments[:, 1:] == segments[:, :-1]
+    return found
+
+
+def top_k(model: Any, rows: Mapping[str, Any], k: int, temperature: float, vocab_size: int) -> tuple[Any, Any]:
+    """The likeliest next tokens at each position.
+
+    Args:
+        model: a causal language model.
+        rows: `input_ids`, and in packed rows `segment_ids` and `positions`.
+        k: how many tokens, K.
+        temperature: by which logits are divided.
+        vocab_size: entries of the head that count.
+
+    Returns:
+        Their numbers int32 and log-probabilities float32, (B, T, K).
+    """
+
+    def local(hidden, head):
+        def of_chunk(tokens):
+            z = head_logits(tokens[None], head[:vocab_size])[0]
+            z = z if softcap is None else softcap * jnp.tanh(z / softcap)
+            return jax.lax.top_k(jax.nn.log_softmax(z * (scale / temperature)), k)
+
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        chunks = jnp.pad(flat, ((0, -len(flat) % _CHUNK), (0, 0))).reshape(-1, _CHUNK, flat.shape[-1])
+        log_probs, ids = jax.lax.map(of_chunk, chunks)
+        unchunked = lambda x: x.reshape(-1, k)[: len(flat)].reshape(*hidden.shape[:-1], k)
+        return unchunked(ids), unchunked(log_probs)
+
+    scale, softcap = logit_options_of(model.config).values()
+    hidden, head, layout = model.hidden_states(**rows), model.head, model.kernels.mesh_layout
+    head = head.astype(hidden.dtype) if is_quantized(head) else head
+    return layout.run(local, (hidden,), (head,), spec=layout.in_loss)
+
+
+def _contents(some: list[Stored], teacher: Teacher, settings: DistillSettings, model: Any, k: int) -> Iterator[bytes]:
+    """The file, in the order of the rows."""
+    layout, mesh = model.kernels.layout, None if model.kernels.layout is None else jax.sharding.get_mesh()
+    with telling("reading the teacher's weights"):
+        read = beside(teacher.read, str(jnp.dtype(model.model.dtype)), mesh, model.kernels)
+        graph, state = nnx.split(read.result())
+
+    @jax.jit
+    def teach(state, rows):
+        return top_k(nnx.merge(graph, state), rows, k, settings.temperature, teacher.vocab_size)
+
+    size = settings.batch // settings.num_parts
+    for stored in some:
+        for number, part in enumerate(RowParts(stored.laid, size)):
+            rows = {name: part[name] for name in ARGUMENTS if name in part}
+            found = teach(state, rows if layout is None else layout.place(rows, mesh))
+            numbers = np.arange(number * size, min((number + 1) * size, stored.laid.num_rows))
+            yield _entries(k, found, scored_places(stored.laid, numbers))
+
+
+def _write(path: Path, key: str, contents: Iterable[bytes], num_bytes: int) -> None:
+    new, digest = path.with_suffix(".new"), hashlib.sha256()
+    try:
+        with new.open("wb") as file:
+            for content in contents:
+                digest.update(content)
+                file.write(content)
+        new.replace(path)
+        write_json(path.with_suffix(".json"), {"key": key, "digest": digest.hexdigest()})
+    except OSError as error:
+        if disk.is_full(error):
+            raise disk.full("The teacher's tokens", path.parent, num_bytes) from error
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _entries(k: int, found: tuple[Any, Any], places: np.ndarray) -> bytes:
+    """What the file has of some rows; those that fill up the last part are left out."""
+    ids, log_probs = (np.asarray(x)[: len(places)][places] for x in found)
+    if np.isnan(log_probs).any():
+        raise NotFiniteError("The teacher's logits are NaN, so that nothing can be learnt from it.")
+    content = np.empty(len(ids), _entry(k))
+    content["token_ids"], content["log_probs"] = ids, log_probs
+    return content.tobytes()
+
+
+def _entry(k: int) -> np.dtype:
+    return np.dtype([(name, dtype, (k,)) for name, dtype in COLUMNS.items()])
+
+
+def _counts(laid: LaidRows) -> np.ndarray:
+    """(rows,): how many places of each are scored."""
+    blocks = np.array_split(np.arange(laid.num_rows), max(1, laid.num_rows // 64))
+    return np.concatenate([scored_places(laid, rows).sum(axis=1) for rows in blocks])
+
+
+def _key(settings: DistillSettings, some: list[Stored], made_of: Mapping[str, str]) -> str:
+    """What the entries are made of."""
+    read = {name: getattr(settings, name) for name in _READ}
+    order = [hashlib.sha256(np.ascontiguousarray(stored.laid.pieces)).hexdigest() for stored in some]
+    return hashlib.sha256(json.dumps([read, dict(made_of), order]).encode()).hexdigest()
+
+
+def _is_whole(path: Path, key: str) -> bool:
+    about = read_json(path.with_suffix(".json"))
+    if about.get("key") != key or not path.is_file():
+        return False
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    if digest.hexdigest() != about.get("digest"):
+        print(f"{path} is damaged, and is made anew")
+        return False
+    return True
