@@ -94,7 +94,10 @@ CASES = {
         |test_sharded_loss.*AxisType.Auto""",
     "models/test_lora_outside.py": r"test_all_of_it_is_saved.*modules|test_all_of_it_computes.*mesh",
     "models/test_parameters.py": r"test_adapters_have_peft.*scanned",
-    "models/test_parity.py": r"test_numbers_of_committed.*(qwen2|gemma2|smollm3|mixtral|olmoe)",
+    "models/test_parity.py": r"""
+        test_numbers_of_committed.*(qwen2|gemma2|smollm3|mixtral|olmoe)
+        |test_bfloat16_of_fresh.*\[(?!llama|gemma2)""",
+    "models/test_random_configs.py": r"test_transformers_computes.*-1\]",
     "models/test_saving.py": r"test_a_kill_at_any.*(weights-1_files-2|weights-2_files-1|all-1_files|all-2_files-1)",
     "models/test_sharded_model.py": r"test_sharded_loss.*fused-AxisType.Auto",
     "models/test_tiles.py": r"test_tiled_feed_forward.*\[llama\]",

@@ -103,9 +103,8 @@ def test_fast_loss_of_llama_keeps_to_its_budget_on_hopper(results):
     assert results("gpu")["h200", "hopper_bounded"]["extra_bytes"] <= BOUND
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=full_unless(name in DEFAULT)) for name in TPUS if name != "tpu7x"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("target", [name for name in TPUS if name != "tpu7x"])
 def test_lean_loss_of_llama_takes_256_mib_on_a_tpu(target, results):
     """8,192 tokens of width 4,096: their float32 gradient alone takes 128 MiB."""
     limit = 256 if jax.__version_info__ < (0, 12) else 258  # v5e takes 256.9 by JAX 0.12's compiler

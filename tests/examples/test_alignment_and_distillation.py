@@ -23,7 +23,7 @@ def test_the_reward_margin_starts_at_zero_and_rises_on_pairs_held_out(tmp_path, 
     before, halfway, after = log["pairs held out"]
     np.testing.assert_allclose([before, log["trained pairs"][0]], 0, atol=1e-5)  # the policy is the reference
     assert 0 < halfway < after < np.inf
-    assert (tmp_path / "dpo.png").stat().st_size and "12/12" in capsys.readouterr().err
+    assert (tmp_path / "dpo.png").stat().st_size and "6/6" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -86,13 +86,13 @@ def test_an_update_makes_rewarded_answers_likelier_than_the_others():
 
 
 def test_students_come_nearer_to_their_teacher(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(distill, "PRETRAINING_STEPS", 20)
-    monkeypatch.setattr(distill, "SEQUENCES", 16)
-    log = distill.main(["--steps=12", f"--out={tmp_path}"])
+    for name, value in dict(PRETRAINING_STEPS=10, SEQUENCES=8, BATCH=8, LENGTH=32, EVERY=4).items():
+        monkeypatch.setattr(distill, name, value)
+    log = distill.main(["--steps=6", f"--out={tmp_path}"])
     assert list(log) == ["labels alone", "top 16", "all probabilities"]
     for before, _, after in (log["top 16"], log["all probabilities"]):
         assert 0 < after < before < np.inf
-    assert (tmp_path / "distill.png").stat().st_size and "12/12" in capsys.readouterr().err
+    assert (tmp_path / "distill.png").stat().st_size and "6/6" in capsys.readouterr().err
 
 
 @pytest.mark.full
