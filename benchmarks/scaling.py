@@ -44,6 +44,7 @@ from liger_jax.planner.devices import GIB, here
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import make_mesh
 from liger_jax.planner.step import Run, training_step
+from liger_jax.training import compiler_options
 
 HEADER = ["case", "GPUs", "tokens/s", "of one GPU", "ms a step", "compile, s", "plan, GiB", "compiled, GiB"]
 HEADER += ["peak, GiB", "collectives", "of it exposed"]
@@ -101,7 +102,7 @@ def prepared(case: Case | LossCase, run: Run | None, devices: list[Any]) -> Prep
 
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = step.trace(*arguments).lower().compile()
+        program = step.trace(*arguments).lower().compile(compiler_options(mesh))
     seconds = time.perf_counter() - start
     return Prepared(case, estimate(run).total, program, fill, mesh, seconds, memory_of(program).total)
 

@@ -25,7 +25,6 @@ from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
 from liger_jax.planner.mesh import BATCH_AXES, layout_of
 from liger_jax.training import make_step, optimizer_named
-from liger_jax.training.compiling import compiler_options
 from liger_jax.training.optimizer import OPTIMIZERS
 
 LOSSES = ("fused", "logits")
@@ -254,8 +253,7 @@ def training_step(run: Run, mesh: Mesh, **options: Any) -> tuple[Any, tuple[Any,
     typed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     step = make_step(graph, optimizer, micro_batches=run.micro_batches, state_on_host=run.state_memory == "host")
-    out: Any = dict(out_shardings=(of_state, NamedSharding(mesh, P())), compiler_options=compiler_options(mesh))
-    jitted = jax.jit(step, donate_argnums=0, **out)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(of_state, NamedSharding(mesh, P())))
     tokens = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32, sharding=NamedSharding(mesh, P(BATCH_AXES)))
     packed = dict.fromkeys(("input_ids", "labels", "segment_ids", "positions"), tokens)
     frozen = [jax.tree.map(typed, part, run.layout.shardings(part, mesh)) for part in frozen]
