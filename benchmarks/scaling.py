@@ -10,10 +10,12 @@ the rows of one; its ratio is over one GPU's tokens/s, and n is the best. Weight
 bfloat16, and layers are recomputed in the backward where MODEL is followed by "+full". A case may also be
 loss:TOKENSxWIDTHxVOCABULARY:tensor=N, the fused loss and its gradients with the head split over n GPUs: strong.
 
-Cases of one GPU come first, and those with the larger plan later. `--workers` of them are compiled at a time, and then
-run one after the other. Every case ends with its line, so that a run that is cut off keeps what it has. Cases that
-would begin after `--seconds` are named, and left out. A GPU's peak is the most that its allocator ever held. So it is
-told only of a case that raises it, on the last GPU of its mesh.
+A warm GPU under load is up to a tenth slower than one that begins. So one GPU alone is timed right before each case and
+right behind it, and the ratio is to the mean of both; a step of more than 1.5 s is timed once before. Cases with the
+larger plan come later. `--workers` programs are compiled at a time, and nothing is while steps are timed. Every case
+ends with its line, so that a run that is cut off keeps what it has. Cases that would begin after `--seconds` are named,
+and left out. A GPU's peak is the most that its allocator ever held. So it is told only of a case that raises it, on the
+last GPU of its mesh.
 """
 
 import argparse
@@ -42,6 +44,7 @@ from liger_jax.planner.devices import GIB, here
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import make_mesh
 from liger_jax.planner.step import Run, training_step
+from liger_jax.training import compiler_options
 
 HEADER = ["case", "GPUs", "tokens/s", "of one GPU", "ms a step", "compile, s", "plan, GiB", "compiled, GiB"]
 HEADER += ["peak, GiB", "collectives", "of it exposed"]
@@ -90,15 +93,16 @@ def prepared(case: Case | LossCase, run: Run | None, devices: list[Any]) -> Prep
         moments = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), moments)
         return jax.tree.unflatten(structure, random), moments
 
+    make = jax.jit(filled, out_shardings=jax.tree.map(lambda x: x.sharding, arguments[0]))
+
     def fill():
-        state = jax.jit(filled, out_shardings=jax.tree.map(lambda x: x.sharding, arguments[0]))()
         shape = case.batch, case.seq
         tokens = jax.random.randint(jax.random.key(1), shape, 0, run.model.config.vocab_size, jnp.int32)
-        return state, run.layout.place(tokens, mesh)
+        return make(), run.layout.place(tokens, mesh)
 
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = step.trace(*arguments).lower().compile()
+        program = step.trace(*arguments).lower().compile(compiler_options(mesh))
     seconds = time.perf_counter() - start
     return Prepared(case, estimate(run).total, program, fill, mesh, seconds, memory_of(program).total)
 
@@ -175,10 +179,13 @@ class Table:
             (_measure.RESULTS / f"{self.name}.md").write_text(text, encoding="utf8")
 
     def measured(self, step: Prepared, ms: float, found: list[Share]) -> None:
-        """Adds a step that was timed."""
+        """Adds a step that was timed. One GPU's is added once, and then is what others are compared with."""
         case, tokens = step.case, 1e3 * step.case.batch * step.case.seq / ms
         if case.count == 1:
+            is_known = case in self.alone
             self.alone[case] = tokens
+            if is_known:
+                return
         most = lambda name: f"{max(getattr(share, name) for share in found):.1%}" if found else "–"
         row = [case.name, str(case.count), f"{tokens:,.0f}", self.ratio(case, tokens), f"{ms:.1f}"]
         row += [f"{step.seconds:.0f}", "–" if step.plan is None else f"{step.plan / GIB:.2f}"]
@@ -226,21 +233,35 @@ def main() -> int:
     count = min(arguments.devices or len(devices), len(devices))
     device = found.name if found is not None and found.name in GPUS else "h100"
     cases = chosen(arguments.cases or default_cases(count), count, device)
+    runs, compiled = dict(cases), {}
+    waiting = [case for case in runs if case.count > 1] or list(runs)
     with concurrent.futures.ThreadPoolExecutor(arguments.workers) as pool:
-        for some in (cases[i : i + arguments.workers] for i in range(0, len(cases), arguments.workers)):
-            if left() <= 0:
-                print(*(f"left out: {case.name}" for case, _ in some), sep="\n", flush=True)
-                continue
-            steps = [(case, pool.submit(prepared, case, run, devices)) for case, run in some]
-            concurrent.futures.wait([step for _, step in steps])  # while a step is timed, nothing is compiled
-            for case, step in steps:
+        while waiting and left() > 0:
+            some, before = [], len(compiled)
+            while waiting and len(compiled) - before < arguments.workers:
+                some.append(case := waiting.pop(0))
+                new = [each for each in dict.fromkeys((case.alone, case)) if each not in compiled]
+                compiled |= {each: pool.submit(prepared, each, runs[each], devices) for each in new}
+            concurrent.futures.wait(compiled.values())  # while a step is timed, nothing is compiled
+            for case in some:
                 try:
-                    compiled = step.result()
-                    table.measured(compiled, *timed(compiled, arguments.profile and case.count > 1))
+                    in_turn(table, compiled[case.alone].result(), compiled[case].result(), arguments.profile)
                 except Exception as error:  # such as no memory: the other cases go on
                     print(f"failed: {case.name}: {' '.join(str(error).split())[:300]}", flush=True)
-            del steps
+    for case in waiting:
+        print(f"left out: {case.name}", flush=True)
     return 0
+
+
+def in_turn(table: Table, alone: Prepared, step: Prepared, profile: bool) -> None:
+    """Times a step, and before and behind it the same on one GPU."""
+    before, _ = timed(alone, False)
+    if step.case.count == 1:
+        return table.measured(alone, before, [])
+    ms, found = timed(step, profile)
+    behind = timed(alone, False)[0] if before < 1e3 * ENOUGH else before
+    table.measured(alone, (before + behind) / 2, [])
+    return table.measured(step, ms, found)
 
 
 def peers(table: Table, texts: list[str], left: Callable[[], float]) -> None:

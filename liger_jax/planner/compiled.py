@@ -10,6 +10,7 @@ import jax
 from liger_jax.planner import compilers
 from liger_jax.planner.mesh import make_mesh
 from liger_jax.planner.step import Run, training_step
+from liger_jax.training.compiling import compiler_options
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -50,7 +51,7 @@ def compile_run(run: Run, devices: list[Any] | None = None) -> Compiled:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = step.trace(*arguments).lower(lowering_platforms=platforms)
     try:
-        program = lowered.compile()
+        program = lowered.compile(compiler_options(mesh))
     except jax.errors.JaxRuntimeError as error:
         held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arguments))
         if (total := _refused(str(error), held)) is None:

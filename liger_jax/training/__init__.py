@@ -4,6 +4,7 @@
 """
 
 from liger_jax.training.checkpoints import Checkpoints as Checkpoints
+from liger_jax.training.compiling import compiler_options as compiler_options
 from liger_jax.training.eight_bit import ScaleByAdam8bitState as ScaleByAdam8bitState
 from liger_jax.training.eight_bit import adamw_8bit as adamw_8bit
 from liger_jax.training.eight_bit import scale_by_adam_8bit as scale_by_adam_8bit

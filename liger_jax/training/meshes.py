@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models import KernelOptions, Layout
 from liger_jax.models.core.tensor_parts import nearest_divisor
+from liger_jax.training.compiling import compiler_options
 
 BATCH_AXES = ("data", "fsdp")  # those along which each device has its own sequences
 # Devices that are neighbours are so along the last axis: tensor's, which send most and must be in one host.
@@ -140,7 +141,7 @@ class Devices:
             The jitted step.
         """
         out = {} if self.mesh is None else dict(out_shardings=(self.shardings(state, optimizer), self.whole))
-        return jax.jit(step, donate_argnums=0, **out)
+        return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(self.mesh), **out)
 
     def own_rows(self, batch: int) -> np.ndarray | None:
         """The rows of a batch that this process's devices compute.

@@ -1,0 +1,33 @@
+"""What XLA is told when it compiles a step for several GPUs: when collectives begin."""
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+# A product fills a GPU, so that a collective that becomes ready while one runs has to wait for its end. As XLA has it
+# by default, a matrix is gathered during the one product before it is used, one matrix at a time: the gather then runs
+# behind that product, and the next one waits for it. Gathers that begin as early as they can run beside the products
+# that follow. Llama-3.2-1B over two H200s, 4 × 2,048 tokens each: 137.5 to 138.3 ms a step in place of 140.2.
+GPU_OPTIONS: dict[str, Any] = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+}
+
+
+def compiler_options(mesh: Mesh | None) -> dict[str, Any] | None:
+    """Options of XLA for a step on a mesh, for `jax.jit(step, compiler_options=…)`.
+
+    Args:
+        mesh: the devices, real ones or a topology's; `None` for one device.
+
+    Returns:
+        The options for several GPUs; `None` for one, and for other devices.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> compiler_options(mesh) is None
+        True
+    """
+    if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return None
+    return dict(GPU_OPTIONS)
