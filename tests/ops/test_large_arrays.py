@@ -70,7 +70,7 @@ def check(op, expected, large, small=()):
     @jax.jit
     def run(large, small):
         y, pull = jax.vjp(lambda large, small: op(*large, *small), large, small)
-        dy = of_ends(numbers(y.shape, 99))
+        dy = of_ends(numbers(y.shape, 99)).astype(y.dtype)
         of_large, of_small = pull(dy)
         return ends(y), [ends(x) for x in of_large], of_small, ends(dy)
 
@@ -148,13 +148,22 @@ def test_fused_losses(implementation, mode):
     v = 128_256
     hidden, weight = numbers((rows(v), 256), 1), numbers((v, 256), 2)
     labels = jnp.arange(len(hidden), dtype=jnp.int32) * 7919 % v
-    options = dict(reduction="none", mode=mode, implementation=implementation)
-    check(
-        lambda x, w: ops.fused_linear_cross_entropy(x, w, labels, **options),
-        lambda x, w: -jnp.take_along_axis(jax.nn.log_softmax(x @ w.T), ends(labels)[:, None], axis=1)[:, 0],
-        [hidden],
-        [weight],
-    )
+    weights = of_ends(numbers(hidden.shape[:1], 3)).astype(jnp.float32)  # the others do not count
+    options = dict(reduction="sum", mode=mode, implementation=implementation)
+
+    def fused(x, w):
+        return ops.fused_linear_cross_entropy(x, w, labels, token_weights=weights, **options)
+
+    def expected(x, w):
+        log_probs = jax.nn.log_softmax(x @ w.T)
+        return -jnp.sum(ends(weights) * jnp.take_along_axis(log_probs, ends(labels)[:, None], axis=1)[:, 0])
+
+    loss, (dx, dw) = jax.jit(jax.value_and_grad(fused, (0, 1)))(hidden, weight)
+    with jax.default_matmul_precision("highest"):
+        wide = ends(hidden).astype(jnp.float32), weight.astype(jnp.float32)
+        truth, gradients = jax.value_and_grad(expected, (0, 1))(*wide)
+    for found, exact in zip([loss, ends(dx), dw], [truth, *gradients], strict=True):
+        assert largest_error(found.astype(jnp.float32), np.asarray(exact)) < TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
