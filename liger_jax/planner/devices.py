@@ -12,10 +12,10 @@ from jax.sharding import AbstractDevice
 from liger_jax.pallas_kernels.devices import AMPERE, GIB, GPUS, TPUS
 from liger_jax.planner import device_names
 from liger_jax.planner.device_names import ANY_GPU
+from liger_jax.training.errors import PINNED_GIB as PINNED_GIB
+from liger_jax.training.errors import PINNED_LIMIT as PINNED_LIMIT
 
 GPUS_PER_HOST, CHIPS_PER_HOST = 8, 4
-# XLA's pool of pinned host memory for GPUs, and the environment variable that enlarges it, read when a backend starts.
-PINNED_GIB, PINNED_LIMIT = 64, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 # XLA_PYTHON_CLIENT_MEM_FRACTION: the share of a GPU's memory that JAX's allocator takes. The first is JAX's default.
 FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)

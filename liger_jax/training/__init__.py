@@ -15,6 +15,7 @@ from liger_jax.training.errors import FolderError as FolderError
 from liger_jax.training.errors import ForeignStepError as ForeignStepError
 from liger_jax.training.errors import LockedError as LockedError
 from liger_jax.training.errors import NotFiniteError as NotFiniteError
+from liger_jax.training.errors import OutOfHostMemoryError as OutOfHostMemoryError
 from liger_jax.training.errors import OutOfMemoryError as OutOfMemoryError
 from liger_jax.training.errors import TrainingError as TrainingError
 from liger_jax.training.evaluation import loss_and_accuracy as loss_and_accuracy

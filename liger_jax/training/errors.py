@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 import jax
 
+# XLA's pool of pinned host memory for GPUs, and the environment variable that enlarges it, read when a backend starts.
+PINNED_GIB, PINNED_LIMIT = 64, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
 
 class TrainingError(Exception):
     """A run cannot begin, go on or be saved.
@@ -85,8 +88,8 @@ class OutOfHostMemoryError(TrainingError):
     def __init__(self, problem: str):
         super().__init__(
             problem,
-            "XLA's pool there stops at 64 GiB: start Python with XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, such as 128, if "
-            "the host has more. Else take more micro-batches or shorter rows.",
+            f"XLA's pool there stops at {PINNED_GIB} GiB: start Python with {PINNED_LIMIT}, such as 128, if the host "
+            "has more. Else take more micro-batches or shorter rows.",
         )
 
 

@@ -107,6 +107,7 @@ class Loop:
         Raises:
             NotFiniteError: a loss is not finite.
             OutOfMemoryError: the device has too little memory for a step.
+            OutOfHostMemoryError: XLA's pool of pinned host memory has too little for a step.
             TrainingError: a checkpoint cannot be written.
         """
         log = {"steps": []} if log is None else log

@@ -105,8 +105,11 @@ class LayerMemory:
             return self._bytes(values, at_once if one is FEED_FORWARDS[DENSE] else tokens)
 
         feed_forward = max(bytes_of(one) for one in self._feed_forwards())
-        if at_once < tokens and not self.has_adapters:  # tiles sum the weights' gradients in float32
-            feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size
+        if at_once < tokens:  # a loop over tiles writes its results beside what it reads; and RoPE's tables are long
+            values += c.hidden_size
+            feed_forward += 2 * 4 * c.rotary_width * self.seq
+            if not self.has_adapters:  # tiles sum the weights' gradients in float32
+                feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size
         return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
 
     def _values_kept(self) -> dict[str, int]:

@@ -70,7 +70,7 @@ def check(op, expected, large, small=()):
     @jax.jit
     def run(large, small):
         y, pull = jax.vjp(lambda large, small: op(*large, *small), large, small)
-        dy = of_ends(numbers(y.shape, 99))
+        dy = of_ends(numbers(y.shape, 99)).astype(y.dtype)
         of_large, of_small = pull(dy)
         return ends(y), [ends(x) for x in of_large], of_small, ends(dy)
 
@@ -83,10 +83,10 @@ def check(op, expected, large, small=()):
         assert largest_error(found.astype(jnp.float32), np.asarray(truth)) < TOLERANCE
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
-def test_norms(implementation):
+@pytest.mark.parametrize("kernel", ["triton", "mosaic_gpu"])
+def test_norms(kernel):
     x, scale = numbers((rows(4096), 4096), 1), numbers((4096,), 2)
-    op = functools.partial(ops.rms_norm, eps=1e-6, implementation=implementation)
+    op = functools.partial(ops.rms_norm, eps=1e-6, implementation=kernel)
     check(op, lambda x, scale: plain.rms_norm(x, scale, eps=1e-6, offset=0.0, casting_mode="llama"), [x], [scale])
 
 
@@ -113,19 +113,19 @@ def test_rotations():
     )
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu", "cudnn"])
-def test_attention(implementation):
+@pytest.mark.parametrize("kernel", ["triton", "mosaic_gpu", "cudnn"])
+def test_attention(kernel):
     """Documents of 64 tokens, so that the ends see nothing else: packed, or rows for cuDNN, which has no segments."""
     t = -(-rows(4096) // KEPT) * KEPT
     q, k, v = numbers((t, 32, 128), 1), numbers((t, 8, 128), 2), numbers((t, 8, 128), 3)
 
     def attend(q, k, v, **options):
-        in_rows = lambda x: x.reshape(-1, KEPT, *x.shape[1:]) if implementation == "cudnn" else x[None]
-        ids = None if implementation == "cudnn" else jnp.arange(len(q), dtype=jnp.int32)[None] // KEPT
+        in_rows = lambda x: x.reshape(-1, KEPT, *x.shape[1:]) if kernel == "cudnn" else x[None]
+        ids = None if kernel == "cudnn" else jnp.arange(len(q), dtype=jnp.int32)[None] // KEPT
         return ops.causal_attention(in_rows(q), in_rows(k), in_rows(v), ids, **options).reshape(q.shape)
 
     check(
-        functools.partial(attend, implementation=implementation),
+        functools.partial(attend, implementation=kernel),
         functools.partial(attend, implementation="xla"),
         [q, k, v],
     )
@@ -141,29 +141,36 @@ def test_losses_of_logits():
     )
 
 
-@pytest.mark.parametrize(
-    ("implementation", "mode"), [("triton", "fast"), ("mosaic_gpu", "fast"), ("mosaic_gpu", "lean")]
-)
-def test_fused_losses(implementation, mode):
+@pytest.mark.parametrize(("kernel", "mode"), [("triton", "fast"), ("mosaic_gpu", "fast"), ("mosaic_gpu", "lean")])
+def test_fused_losses(kernel, mode):
     v = 128_256
     hidden, weight = numbers((rows(v), 256), 1), numbers((v, 256), 2)
     labels = jnp.arange(len(hidden), dtype=jnp.int32) * 7919 % v
-    options = dict(reduction="none", mode=mode, implementation=implementation)
-    check(
-        lambda x, w: ops.fused_linear_cross_entropy(x, w, labels, **options),
-        lambda x, w: -jnp.take_along_axis(jax.nn.log_softmax(x @ w.T), ends(labels)[:, None], axis=1)[:, 0],
-        [hidden],
-        [weight],
-    )
+    weights = of_ends(numbers(hidden.shape[:1], 3)).astype(jnp.float32)  # the others do not count
+    options = dict(reduction="sum", mode=mode, implementation=kernel)
+
+    def fused(x, w):
+        return ops.fused_linear_cross_entropy(x, w, labels, token_weights=weights, **options)
+
+    def expected(x, w):
+        log_probs = jax.nn.log_softmax(x @ w.T)
+        return -jnp.sum(ends(weights) * jnp.take_along_axis(log_probs, ends(labels)[:, None], axis=1)[:, 0])
+
+    loss, (dx, dw) = jax.jit(jax.value_and_grad(fused, (0, 1)))(hidden, weight)
+    with jax.default_matmul_precision("highest"):
+        wide = ends(hidden).astype(jnp.float32), weight.astype(jnp.float32)
+        truth, gradients = jax.value_and_grad(expected, (0, 1))(*wide)
+    for found, exact in zip([loss, ends(dx), dw], [truth, *gradients], strict=True):
+        assert largest_error(found.astype(jnp.float32), np.asarray(exact)) < TOLERANCE
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
-def test_feed_forwards(implementation):
+@pytest.mark.parametrize("kernel", ["triton", "mosaic_gpu"])
+def test_feed_forwards(kernel):
     f = 14_336
     x, *weights = numbers((rows(f), 256), 1), numbers((256, f), 2), numbers((256, f), 3), numbers((f, 256), 4)
     weights = [w * jnp.bfloat16(1 / 16) for w in weights]
     check(
-        functools.partial(ops.gated_mlp, recomputed=True, implementation=implementation),
+        functools.partial(ops.gated_mlp, recomputed=True, implementation=kernel),
         lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down,
         [x],
         weights,

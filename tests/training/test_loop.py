@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.training import Checkpoints, Loop, NotFiniteError, OutOfMemoryError
+from liger_jax.training import Checkpoints, Loop, NotFiniteError, OutOfHostMemoryError, OutOfMemoryError
 from liger_jax.training.loop import SIGNALS
 
 
@@ -165,6 +165,10 @@ def test_too_little_memory_is_a_sentence_and_other_errors_stay():
 
     with pytest.raises(OutOfMemoryError, match=r"^The device ran out of memory in step 1\. There is no checkpoint yet"):
         loop(step=failing("RESOURCE_EXHAUSTED: out of memory")).run(start())
+    # As XLA has it, which was tried with too small a pool.
+    of_host = "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 4.00GiB with allocator xla_gpu_host_bfc"
+    with pytest.raises(OutOfHostMemoryError, match=r"^The host's pinned memory ran out in step 1\..*LIMIT_GB"):
+        loop(step=failing(of_host)).run(start())
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         loop(step=failing("INTERNAL: a bug")).run(start())
 
