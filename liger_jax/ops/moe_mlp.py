@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from liger_jax.ops import _checks, _mesh
 from liger_jax.ops._checks import ArrayLike
-from liger_jax.ops._kernels import Implementation
+from liger_jax.ops._kernels import Implementation, Kernel
 from liger_jax.ops._place import place_of
 from liger_jax.ops.grouped_matmul import KERNELS, Products, guarded, refuse_explicit
 from liger_jax.pallas_kernels._tiles import promoted
@@ -27,8 +27,9 @@ EXPERT_GATE_UP = "expert_gate_up"
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What an op is compiled with: the products of both weights, and the activation."""
+    """What an op is compiled with: tokens' copies to the rows of experts, products of both weights, the activation."""
 
+    spread: Kernel
     gate_up: Products
     down: Products
     activation: str
@@ -56,8 +57,10 @@ def _sorted_by_expert(experts: jax.Array, num_experts: int) -> _Order:
     k = experts.shape[1]
     is_right = jnp.all((experts >= 0) & (experts < num_experts), axis=1, keepdims=True)
     of_choice = jnp.where(is_right, experts, num_experts).astype(jnp.int32).reshape(-1)
+    # A radix sort takes a pass for each byte of its keys.
+    key = of_choice.astype(jnp.uint8 if num_experts < 2**8 else jnp.uint16 if num_experts < 2**16 else jnp.uint32)
     numbers = jnp.arange(of_choice.size, dtype=jnp.int32)
-    _, choice = jax.lax.sort((of_choice, numbers), num_keys=1, is_stable=True)
+    _, choice = jax.lax.sort((key, numbers), num_keys=1, is_stable=True)
     # A permutation's inverse: no two rows are written to the same place.
     row = jnp.zeros_like(numbers).at[choice].set(numbers, unique_indices=True).reshape(experts.shape)
     is_of = of_choice[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None]  # XLA counts without making it
@@ -70,18 +73,13 @@ def _forward(arrays, options):
     order = _sorted_by_expert(experts, gate_up.shape[0])
     group = formulas.group_of_rows(order.sizes, order.token.shape[0])
     fill = jnp.zeros((), jnp.float32)
-    rows = _gathered(x, order)
+    rows = options.spread.run(x, order.token, order.row)
     both = _plus_bias(options.gate_up.forward.run(rows, gate_up, order.sizes, fill), gate_up_bias, group)
     gate, up = jnp.split(both, 2, axis=1)
     h = glu.product(gate, up, activation=options.activation)
     y = _plus_bias(options.down.forward.run(h, down, order.sizes, fill), down_bias, group)
     weights = jnp.where(order.is_right, weights, jnp.nan).astype(promoted(x.dtype, jnp.float32))
     return _summed(y, order, weights).astype(x.dtype), order, both
-
-
-def _gathered(x: jax.Array, order: _Order) -> jax.Array:
-    """x (N, D) → (N·k, D): each sorted row's token."""
-    return x.at[order.token].get(mode="promise_in_bounds")
 
 
 def _summed(rows: jax.Array, order: _Order, weights: jax.Array | None = None) -> jax.Array:
@@ -134,7 +132,7 @@ def _backward_rule(options, residuals, dy):
     dy, weights, gate_up, down, both = guarded(_OP, dy, weights, gate_up, down, both)
     fill, wide = jnp.zeros((), jnp.float32), promoted(x.dtype, jnp.float32)
     group = formulas.group_of_rows(order.sizes, order.token.shape[0])
-    rows = _gathered(dy, order)
+    rows = options.spread.run(dy, order.token, order.row)
     of_row = jnp.where(order.is_right, weights, 0).reshape(-1).at[order.choice].get(mode="promise_in_bounds")
     of_row = of_row.astype(wide)[:, None]
     gate, up = jnp.split(both, 2, axis=1)
@@ -158,7 +156,8 @@ def _backward_rule(options, residuals, dy):
         gradients = glu.gradients(of_row * dh, gate, up, activation=options.activation)
         dboth = jnp.concatenate(gradients, axis=1)
     if by_gate_up:
-        dgate_up = options.gate_up.weight_gradient.run(_gathered(x, order), dboth, order.sizes, fill)
+        x_rows = options.spread.run(x, order.token, order.row)
+        dgate_up = options.gate_up.weight_gradient.run(x_rows, dboth, order.sizes, fill)
     if gate_up_bias is not None and by_gate_up_bias:
         dgate_up_bias = _bias_gradient(dboth, group, gate_up_bias)
     if by_x:
@@ -230,17 +229,19 @@ def moe_mlp(
     return _moe_mlp(*_mesh.align_varying(*arrays), options)
 
 
-def _choose(x, weights, gate_up, down, *_, implementation) -> tuple[Products, Products]:
-    """The products of `gate_up`, and those of `down`."""
+def _choose(x, weights, gate_up, down, *_, implementation) -> tuple[Kernel, Products, Products]:
+    """The copies of tokens, the products of `gate_up`, and those of `down`."""
     place = place_of(x, gate_up, down)
     precision = _checks.current_precision(None)
 
-    def products(w):
+    def choice(w):
         rows = jax.ShapeDtypeStruct((weights.size, w.shape[1]), x.dtype)
-        choice = KERNELS.choose(implementation, rows, w, place=place)
-        return Products.of(choice, transpose_w=False, weight_dtype=w.dtype, precision=precision)
+        return KERNELS.choose(implementation, rows, w, place=place)
 
-    return products(gate_up), products(down)
+    def products(w):
+        return Products.of(choice(w), transpose_w=False, weight_dtype=w.dtype, precision=precision)
+
+    return choice(gate_up).kernel("spread"), products(gate_up), products(down)
 
 
 def _checked(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_gradient import weight_gradient as weight_gradient
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_product import product as product
+from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_spread import spread as spread
 
 
 def unsupported(x: Any, w: Any) -> str | None:

@@ -148,6 +148,12 @@ def weight_gradient(
     )(visits.tile, visits.group, visits.begin, visits.end, fill[None], a, b)
 
 
+def spread(x: jax.Array, token: jax.Array, row: jax.Array, *, interpret: bool) -> jax.Array:
+    """x (N, D), row (N, k), a permutation of N·k, with token (N·k,) its inverse → (N·k, D), x[n] in each row[n]."""
+    del row, interpret
+    return x.at[token].get(mode="promise_in_bounds")
+
+
 def _found(tiles: tuple[int, ...] | None) -> tuple[int, ...]:
     if tiles is None:
         raise ValueError("no tiles fit; `unsupported` says so before")

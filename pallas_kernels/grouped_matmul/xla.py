@@ -85,3 +85,9 @@ def weight_gradient(
     shape = a.shape[1], b.shape[1]
     gradient = full_like(a, (num_groups, *shape), 0, dtype) + fill.astype(dtype)
     return jax.lax.fori_loop(0, visits.total, visit, (full_like(a, shape, 0, accumulator), gradient))[1]
+
+
+def spread(x: jax.Array, token: jax.Array, row: jax.Array) -> jax.Array:
+    """x (N, D), row (N, k), a permutation of N·k, with token (N·k,) its inverse → (N·k, D), x[n] in each row[n]."""
+    del row
+    return x.at[token].get(mode="promise_in_bounds")

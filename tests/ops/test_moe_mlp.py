@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from liger_jax import moe_mlp
+from liger_jax.ops.grouped_matmul import KERNELS as GROUPED
 from liger_jax.ops.moe_mlp import ACTIVATIONS, EXPERT_GATE_UP
-from liger_jax.pallas_kernels.grouped_matmul import reference
+from liger_jax.pallas_kernels.grouped_matmul import mosaic_gpu_block, reference
 from tests.ops import _oracle
 from tests.ops._oracle import normal
 
@@ -217,3 +218,15 @@ def test_no_tokens_give_none():
         x=jnp.ones((0, 2)), weights=jnp.ones((0, 2))
     )
     assert moe_mlp(**arrays, experts=jnp.zeros((0, 2), int), activation="silu").shape == (0, 2)
+
+
+def test_hopper_copies_tokens_to_the_rows_of_their_experts(hopper, rng, monkeypatch):
+    """Simulated, two cores of four warpgroups copy several tokens each."""
+    if hopper != "mosaic_gpu":
+        monkeypatch.setattr(mosaic_gpu_block, "NUM_CORES", 2)
+    n, d, k = 23, 128, 2
+    (x,) = normal(rng, (n, d), dtype="bfloat16")
+    row = rng.permutation(n * k).astype(np.int32)
+    token = (np.argsort(row) // k).astype(np.int32)
+    spread = GROUPED.named(hopper).kernel("spread").run
+    assert (spread(x, jnp.asarray(token), jnp.asarray(row.reshape(n, k))) == x[token]).all()
