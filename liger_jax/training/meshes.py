@@ -6,6 +6,7 @@ A text is `axis=N` with commas, such as "fsdp=2,tensor=2". The axes are those of
     fsdp       the same, with the model's parameters and the optimizer's state split over them
     tensor     heads, feed-forwards and the vocabulary are split; its devices share sequences
     sequence   a sequence is split
+    expert     as fsdp, but of a mixture each device has some of the experts, to which tokens are sent
 """
 
 import contextlib
@@ -22,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models import KernelOptions, Layout
 from liger_jax.models.core.tensor_parts import nearest_divisor
 
-AXES = ("data", "fsdp", "tensor", "sequence")
-_BATCH = ("data", "fsdp")  # those along which each device has its own sequences
+AXES = ("data", "fsdp", "tensor", "sequence", "expert")
+_BATCH = ("data", "fsdp", "expert")  # those along which each device has its own sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
     Example:
         >>> parse_mesh("fsdp=2,tensor=4")
-        {'data': 1, 'fsdp': 2, 'tensor': 4, 'sequence': 1}
+        {'data': 1, 'fsdp': 2, 'tensor': 4, 'sequence': 1, 'expert': 1}
     """
     found: dict[str, int] = {}
     for part in text.split(","):
@@ -201,14 +202,14 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
         sizes: the devices along each axis of `AXES`.
 
     Returns:
-        The layout. It names tensor and sequence where several devices are along them.
+        The layout. It names tensor, sequence and expert where several devices are along them.
 
     Example:
         >>> layout_of(parse_mesh("fsdp=2,tensor=4")).tensor
         'tensor'
     """
-    others = {name: name for name in ("tensor", "sequence") if sizes[name] > 1}
-    return Layout(batch=_BATCH, fsdp="fsdp", **others)
+    others = {name: name for name in ("tensor", "sequence", "expert") if sizes[name] > 1}
+    return Layout(batch=("data", "fsdp"), fsdp="fsdp", **others)
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
