@@ -90,8 +90,8 @@ def adapted_moe_mlp(
         order = _sorted_by_expert(experts, own)
         return _rows_of_tokens(of_experts(_rows_of_experts(x, order), order.sizes), weights, order)
     order = _sorted_by_expert(experts, own * jax.lax.axis_size(axis))
-    room = expert_exchange.room_for(*experts.shape, own)
-    exchange = expert_exchange.plan(order.sizes, room, axis)
+    tokens, per_token = experts.shape
+    exchange = expert_exchange.plan(order.sizes, expert_exchange.room_for(tokens, per_token, own), axis)
     received = expert_exchange.sent(_rows_of_experts(x, order), exchange, axis)
     there = _sorted_by_expert(exchange.experts.reshape(-1, 1), own)
     there = there._replace(is_right=jnp.ones_like(there.is_right))  # places without a row are behind all groups

@@ -155,7 +155,7 @@ class Layout:
         """
         if (tensor := self.tensor_parts(sizes)) is not None:
             return tensor.spec(info, shape)
-        if sizes.get(self.expert, 1) > 1 and info.expert_axis is not None:
+        if self._experts_devices(sizes) > 1 and info.expert_axis is not None:
             return self._spec_of_experts(info, shape, sizes)
         parts = math.prod(sizes[name] for name in self.fsdp_axes)
         if parts == 1 or info.kind in _WHOLE:
@@ -227,7 +227,7 @@ class Layout:
 
         params, state = tree if optimizer is not None else (tree, None)
         tensor, config = self.tensor_parts(sizes), getattr(params, "config", None)
-        if sizes.get(self.expert, 1) > 1 and config is not None and config.experts is None:
+        if self._experts_devices(sizes) > 1 and config is not None and config.experts is None:
             raise ValueError(
                 f"expert={self.expert!r} has {sizes[self.expert]} devices, and {type(config).__name__} has no experts. "
                 "Give the devices to fsdp."
@@ -383,7 +383,10 @@ class Layout:
 
     def expert_axis(self) -> str | None:
         """The axis that splits experts, if the mesh in context has several devices along it."""
-        return self.expert if self.expert is not None and self._open_axes().get(self.expert, 1) > 1 else None
+        return self.expert if self._experts_devices(self._open_axes()) > 1 else None
+
+    def _experts_devices(self, sizes: Mapping[str, int]) -> int:
+        return 1 if self.expert is None else sizes.get(self.expert, 1)
 
     def tokens_of_device(self, rows: int, length: int) -> int:
         """How many tokens between blocks each device has.

@@ -1,6 +1,7 @@
 """Experts on the devices of a mesh axis, beside all experts on one device."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +76,10 @@ def test_rows_come_to_their_experts_and_back(rng, devices):
         rows[source, :, 0], rows[source, :, 1] = source, np.arange(m)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    def run(rows, sizes):
+    def run(rows, sizes) -> Any:
         exchange = expert_exchange.plan(sizes[0], room, "x")
-        buffer = expert_exchange.sent(rows[0], exchange, "x")
-        back = expert_exchange.returned(buffer, exchange, "x", m)
+        buffer: Any = expert_exchange.sent(rows[0], exchange, "x")
+        back: Any = expert_exchange.returned(buffer, exchange, "x", m)
         return buffer[None], exchange.experts[None], back[None]
 
     sizes = jnp.asarray(counts.reshape(number, -1), jnp.int32)
