@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks import _measure
 from benchmarks.planner import gpu_there
 from liger_jax.models.core.parameters import parameter, path_of
-from liger_jax.pallas_kernels.devices import GIB
+from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import make_mesh
 from liger_jax.planner.planning import make_run
@@ -61,8 +61,9 @@ def filled(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
 
-def measured(run: Run, steps: int) -> dict[str, Any]:
-    """Bytes by the compiler and at the allocator's peak, milliseconds of a step, and losses."""
+def measured(arguments: tuple[Any, ...], steps: int) -> dict[str, Any]:
+    """Bytes by the compiler and at the peak, milliseconds of a step, and losses. The arguments are `run_of`'s."""
+    run = run_of(*arguments)
     mesh = make_mesh(jax.devices()[:1], run.mesh)
     step, ((adapters, moments), tokens, base) = training_step(run, mesh)
     with jax.set_mesh(mesh):
@@ -87,12 +88,12 @@ def measured(run: Run, steps: int) -> dict[str, Any]:
     return dict(needed=needed, peak=peak, ms=ms, losses=(float(losses[0]), float(losses[-1])))
 
 
-def line(run: Run, adapted: str, steps: int, on_gpu: bool) -> list[str]:
-    gib = lambda size: f"{size / GIB:.2f}"
-    cell = [adapted, f"{run.batch} × {run.seq}", gib(estimate(run).total)]
+def line(arguments: tuple[Any, ...], steps: int, on_gpu: bool) -> list[str]:
+    gib, run = lambda size: f"{size / GIB:.2f}", run_of(*arguments)
+    cell = [arguments[3], f"{run.batch} × {run.seq}", gib(estimate(run).total)]
     if not on_gpu:
         return [*cell, *["–"] * (len(HEADER) - len(cell))]
-    found = _measure.in_own_process(measured, run, steps)
+    found = _measure.in_own_process(measured, arguments, steps)
     first, last = found["losses"]
     speed = f"{run.batch * run.seq / found['ms'] * 1e3:,.0f}"
     return [*cell, gib(found["needed"]), gib(found["peak"]), f"{found['ms']:.0f}", speed, f"{first:.3f} → {last:.3f}"]
@@ -110,15 +111,13 @@ def main() -> None:
     device = "h200" if there is None else there[0]
     jax.config.update("jax_platforms", "cpu")  # of this process alone: the GPU is for those that it starts
     lines = []
-    runs = {name: run_of(options.model, options.batch, options.seq, name, device) for name in options.adapted}
-    for adapted, run in runs.items():
-        lines.append(line(run, adapted, options.steps, there is not None))
+    for adapted in options.adapted:
+        arguments = options.model, options.batch, options.seq, adapted, device
+        lines.append(line(arguments, options.steps, there is not None))
         print(lines[-1], flush=True)
     command = f"python -m benchmarks.{NAME} --model {options.model} --batch {options.batch} --seq {options.seq}"
-    text = (
-        _measure.heading(command, next(iter(runs.values())).target.kind)
-        + "\nnf4 weights, adapters of rank 16, AdamW in float32, remat full.\n\n"
-    )
+    text = _measure.heading(command, GPUS[device].kind)
+    text += "\nnf4 weights, adapters of rank 16, AdamW in float32, remat full.\n\n"
     _measure.save(NAME, text + _measure.table(HEADER, lines))
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward of a mixture of experts that have low-rank adapters, or are quantised, or both."""
+"""The feed-forward of a mixture of experts that have low-rank adapters, are quantised, or lie on several devices."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
+from liger_jax.ops import expert_exchange
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.grouped_matmul import grouped_matmul
@@ -45,18 +46,23 @@ def adapted_moe_mlp(
     down_adapter: ExpertAdapter | None = None,
     activation: str,
     implementation: Implementation = None,
+    axis: str | None = None,
 ) -> Float[Array, "N D"]:
-    """`moe_mlp` with experts that have adapters, or are quantised, or both.
+    """`moe_mlp` with experts that have adapters, are quantised, or lie on the devices of a mesh axis.
 
     A weight's product and its adapter's are apart: rows · w + (rows · a) · b, where the grouped product makes all
     three. No sum w + a · b is made, and no gradient of a w that is not trained. Quantised experts, which never are, are
     made dense a few at a time, forward and backward: `DENSE_BYTES` of them. Beside what `moe_mlp` keeps for the
     backward, rows of D for each choice are kept, twice, and rows of F.
 
+    With an `axis` each device has its own tokens and its own E of the experts, in the axis' order. Rows go to their
+    experts' devices and back as `expert_exchange` describes.
+
     Args:
         x: (N, D), any float dtype.
         weights: (N, k), as `moe_mlp` takes them.
-        experts: (N, k), as `moe_mlp` takes them.
+        experts: (N, k), as `moe_mlp` takes them; with an axis, numbers among the experts of all devices, and each of a
+            token's another one.
         gate_up: (E, D, 2F) in x.dtype, or a `BlockQuantized` of that shape.
         down: (E, F, D) in x.dtype, or a `BlockQuantized` of that shape.
         gate_up_bias: (E, 2F) in x.dtype, or None.
@@ -65,17 +71,33 @@ def adapted_moe_mlp(
         down_adapter: in x.dtype, or None.
         activation: as `moe_mlp` takes it.
         implementation: of the grouped products.
+        axis: a mesh axis, inside `jax.shard_map`; None where all experts are here.
 
     Returns:
         (N, D) in x.dtype.
     """
-    order = _sorted_by_expert(experts, gate_up.shape[0])
-    group = formulas.group_of_rows(order.sizes, order.token.shape[0])
-    product = functools.partial(_product, sizes=order.sizes, implementation=implementation)
-    both = _plus_bias(product(_rows_of_experts(x, order), gate_up, gate_up_adapter), gate_up_bias, group)
-    h = _gated(checkpoint_name(both, EXPERT_GATE_UP), activation)
-    y = _plus_bias(product(h, down, down_adapter), down_bias, group)
-    return _rows_of_tokens(y, weights, order)
+
+    def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """The results of rows that are sorted by expert, in groups of these sizes."""
+        group = formulas.group_of_rows(sizes, rows.shape[0])
+        product = functools.partial(_product, sizes=sizes, implementation=implementation)
+        both = _plus_bias(product(rows, gate_up, gate_up_adapter), gate_up_bias, group)
+        h = _gated(checkpoint_name(both, EXPERT_GATE_UP), activation)
+        return _plus_bias(product(h, down, down_adapter), down_bias, group)
+
+    own = gate_up.shape[0]
+    if axis is None:
+        order = _sorted_by_expert(experts, own)
+        return _rows_of_tokens(of_experts(_rows_of_experts(x, order), order.sizes), weights, order)
+    order = _sorted_by_expert(experts, own * jax.lax.axis_size(axis))
+    tokens, per_token = experts.shape
+    exchange = expert_exchange.plan(order.sizes, expert_exchange.room_for(tokens, per_token, own), axis)
+    received = expert_exchange.sent(_rows_of_experts(x, order), exchange, axis)
+    there = _sorted_by_expert(exchange.experts.reshape(-1, 1), own)
+    there = there._replace(is_right=jnp.ones_like(there.is_right))  # places without a row are behind all groups
+    y = of_experts(_rows_of_experts(received, there), there.sizes)
+    y = _rows_of_tokens(y, jnp.ones((y.shape[0], 1), weights.dtype), there)
+    return _rows_of_tokens(expert_exchange.returned(y, exchange, axis, experts.size), weights, order)
 
 
 def _product(rows, weight, adapter, *, sizes, implementation):

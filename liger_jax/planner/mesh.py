@@ -8,7 +8,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from liger_jax.models import Layout
-from liger_jax.training.meshes import AXES, BATCH_AXES
+from liger_jax.training import meshes as _meshes
+from liger_jax.training.meshes import BATCH_AXES
+
+AXES = tuple(name for name in _meshes.AXES if name != "expert")  # those whose memory is known
 
 LAYOUT = Layout(batch=BATCH_AXES, fsdp="fsdp")  # without axes of tensor or sequence
 # The least positions of a row for each device along "sequence" that are worth a try. With fewer, a tensor axis of as

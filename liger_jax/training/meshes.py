@@ -5,6 +5,7 @@ A text is `axis=N` with commas, such as "fsdp=2,tensor=2". The axes are those of
     data       copies of the model, each with its own sequences
     fsdp       the same, with the model's parameters and the optimizer's state split over them
     sequence   a sequence is split
+    expert     as fsdp, but of a mixture each device has some of the experts, to which tokens are sent
     tensor     heads, feed-forwards and the vocabulary are split; its devices share sequences
 """
 
@@ -23,9 +24,9 @@ from liger_jax.models import KernelOptions, Layout
 from liger_jax.models.core.tensor_parts import nearest_divisor
 from liger_jax.training.compiling import compiler_options
 
-BATCH_AXES = ("data", "fsdp")  # those along which each device has its own sequences
+BATCH_AXES = ("data", "fsdp")  # those along which each device has its own sequences, and expert's
 # Devices that are neighbours are so along the last axis: tensor's, which send most and must be in one host.
-AXES = (*BATCH_AXES, "sequence", "tensor")
+AXES = (*BATCH_AXES, "expert", "sequence", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
     Example:
         >>> parse_mesh("fsdp=2,tensor=4")
-        {'data': 1, 'fsdp': 2, 'sequence': 1, 'tensor': 4}
+        {'data': 1, 'fsdp': 2, 'expert': 1, 'sequence': 1, 'tensor': 4}
     """
     found: dict[str, int] = {}
     for part in text.split(","):
@@ -210,13 +211,13 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
         sizes: the devices along axes of `AXES`; 1 along those that are not there.
 
     Returns:
-        The layout. It names tensor and sequence where several devices are along them.
+        The layout. It names tensor, sequence and expert where several devices are along them.
 
     Example:
         >>> layout_of(parse_mesh("fsdp=2,tensor=4")).tensor
         'tensor'
     """
-    others = {name: name for name in ("tensor", "sequence") if sizes.get(name, 1) > 1}
+    others = {name: name for name in ("tensor", "sequence", "expert") if sizes.get(name, 1) > 1}
     return Layout(batch=BATCH_AXES, fsdp="fsdp", **others)
 
 
@@ -289,7 +290,7 @@ def _checked(
     text: str, sizes: Mapping[str, int], devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]
 ) -> Devices:
     """The mesh, which divides the rows and the model; one of a single device is none."""
-    parts = math.prod(sizes[name] for name in BATCH_AXES)
+    parts = math.prod(sizes[name] for name in (*BATCH_AXES, "expert"))
     if rows % parts:
         raise ValueError(
             f"mesh={text!r} splits the batch into {parts} parts, which do not divide the {rows} rows that are computed "

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from liger_jax import ops
@@ -157,15 +158,11 @@ class ExpertsFeedForward(nnx.Module):
         Padding is what has the id −1 in `segments`, as `attention_segments` makes them.
         """
         layout = self.kernels.mesh_layout
+        axis = layout.expert_axis()
         if layout.tensor_parts() is not None:
             raise ValueError(
                 f"tensor={layout.tensor!r} has several devices, which do not split experts yet. Give the devices to an "
                 "axis of the batch."
-            )
-        if layout.sequence_parts() is not None:
-            raise ValueError(
-                f"sequence={layout.sequence!r} has several devices, among which experts' rows are not shared yet. Give "
-                "the devices to an axis of the batch."
             )
         logits = getattr(self, self.options.router)(x)
         k = self.options.per_token
@@ -176,17 +173,23 @@ class ExpertsFeedForward(nnx.Module):
         sums = ops.router_sums(logits, routing.experts, None if segments is None else segments.ids >= 0)
         of_tokens = x, routing.weights, routing.experts
         of_experts = *self.experts.arrays(x.dtype), *self.experts.adapters(x.dtype)
-        return layout.run(self._mixed, of_tokens, of_experts), sums
+        mixed = functools.partial(self._mixed, axis=axis)
+        if axis is None:
+            return layout.run(mixed, of_tokens, of_experts), sums
+        between = layout.between_blocks
+        specs = *(between for _ in of_tokens), *(P(axis) for _ in of_experts)
+        return layout.run(mixed, (*of_tokens, *of_experts), spec=specs, out=between), sums
 
-    def _mixed(self, x, weights, experts, gate_up, down, gate_up_bias, down_bias, *adapters):
-        """The experts' results (B, T, D), of one device's tokens."""
+    def _mixed(self, x, weights, experts, gate_up, down, gate_up_bias, down_bias, *adapters, axis):
+        """The experts' results (B, T, D), of one device's tokens; with an axis, whose devices have own experts."""
         in_rows = lambda array: array.reshape(-1, array.shape[-1])
         options: dict[str, Any] = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
         options |= dict(activation=self.options.activation, implementation=self.kernels.implementation)
         mixed = ops.moe_mlp
-        if isinstance(gate_up, BlockQuantized) or any(array is not None for array in adapters):
+        if axis is not None or isinstance(gate_up, BlockQuantized) or any(array is not None for array in adapters):
             of_gate_up, of_down = (None if a is None else ExpertAdapter(a, b) for a, b in (adapters[:2], adapters[2:]))
-            mixed = functools.partial(adapted_moe_mlp, gate_up_adapter=of_gate_up, down_adapter=of_down)
+            options |= dict(gate_up_adapter=of_gate_up, down_adapter=of_down, axis=axis)
+            mixed = adapted_moe_mlp
         y = mixed(in_rows(x), in_rows(weights), in_rows(experts), gate_up, down, **options)
         return y.reshape(x.shape)
 

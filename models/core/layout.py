@@ -47,7 +47,10 @@ class Layout:
         sequence: the axis that splits rows, so that they may be longer than one device holds. Its devices compute the
             same sequences together, each chunks of them, and attend to the keys and values of all. Batches for it
             come from `place`, which shifts labels, pads rows and puts chunks in order. Any length will do.
-        expert: not built yet: a mesh may have one device along it.
+        expert: the axis that splits the experts of a mixture, and the batch: it is one of `batch`, and is added there
+            if it is not named. Each device has its share of every layer's experts, to which the other devices send
+            their tokens. Other parameters it splits as fsdp does, if `fsdp` is a single name. It must divide the number
+            of experts.
 
     Raises:
         TypeError: an argument is no name, or no tuple of names.
@@ -78,6 +81,8 @@ class Layout:
         for role in ("tensor", "sequence", "expert"):
             if not isinstance(getattr(self, role), str | None):
                 raise TypeError(f"Layout: {role}={getattr(self, role)!r} must be a mesh axis name, or None.")
+        if self.expert is not None and self.expert not in self.batch:
+            object.__setattr__(self, "batch", (*self.batch, self.expert))
         for names in (self.axes, self.fsdp_axes):
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"{self}: {twice} is named twice. An axis splits one thing.")
@@ -92,12 +97,13 @@ class Layout:
         """The axes that split parameters. Without the sequence axis, a row's devices would each hold all of them."""
         if isinstance(self.fsdp, tuple):
             return self.fsdp
-        return (self.fsdp,) if self.sequence in (None, self.fsdp) else (self.fsdp, self.sequence)
+        others = (axis for axis in (self.sequence, self.expert) if axis not in (None, self.fsdp))
+        return (self.fsdp, *others)
 
     @property
     def axes(self) -> Names:
         """All axes that the layout names, except that `fsdp` names some of them again."""
-        others = (self.tensor, self.sequence, self.expert)
+        others = (self.tensor, self.sequence)
         return (*self.batch, *(axis for axis in others if axis is not None))
 
     @property
@@ -151,6 +157,8 @@ class Layout:
         """
         if (tensor := self.tensor_parts(sizes)) is not None:
             return tensor.spec(info, shape)
+        if self._experts_devices(sizes) > 1 and info.expert_axis is not None:
+            return self._spec_of_experts(info, shape, sizes)
         if (found := self._fsdp_spec(info, shape, sizes)) is not None:
             return found
         axis, parts = _split_axis(info), math.prod(sizes[name] for name in self.fsdp_axes)
@@ -162,6 +170,23 @@ class Layout:
             f"{split}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
             f"that divides {shape[axis]}, and give the other devices to {others}."
         )
+
+    def _spec_of_experts(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
+        """How a parameter of experts lies: they are split over their axis, and each one's input over fsdp's others."""
+        axis: Any = info.expert_axis
+        entries: list[Any] = [None] * len(shape)
+        entries[axis] = self.expert
+        if shape[axis] % sizes[self.expert]:
+            raise ValueError(
+                f"expert={self.expert!r} has {sizes[self.expert]} devices, which do not divide the {shape[axis]} "
+                f"experts of {info.name}. Choose a number that does, and give the other devices to fsdp."
+            )
+        others = tuple(name for name in self.fsdp_axes if name != self.expert)
+        split = info.in_axis if info.kind == "experts" else info.out_axis
+        parts = math.prod(sizes[name] for name in others)
+        if parts > 1 and split is not None and info.kind.startswith("experts") and shape[split] % parts == 0:
+            entries[split] = others
+        return _spec(*entries)
 
     def shardings(
         self, tree: Any, mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation | None = None
@@ -195,6 +220,11 @@ class Layout:
 
         params, state = tree if optimizer is not None else (tree, None)
         tensor, config = self.tensor_parts(sizes), getattr(params, "config", None)
+        if self._experts_devices(sizes) > 1 and config is not None and config.experts is None:
+            raise ValueError(
+                f"expert={self.expert!r} has {sizes[self.expert]} devices, and {type(config).__name__} has no experts. "
+                "Give the devices to fsdp."
+            )
         if tensor is not None and config is not None:
             tensor.check(config)
         params = nnx.state(params) if isinstance(params, nnx.Module) else params
@@ -337,13 +367,27 @@ class Layout:
         if not sizes:
             return parameters
 
+        expert = self.expert_axis()
+
         def gather(keys, x):
             if not jnp.issubdtype(x.dtype, jnp.floating):  # codes, which are gathered in 4 or 8 bits
-                return jax.lax.with_sharding_constraint(x, P())
-            spec = self._fsdp_spec(parameter(("layers", 0, *path_of(keys)), x.shape), x.shape, sizes)
-            return _whole(x.astype(dtype) if x.ndim > 1 else x, P() if spec is None else spec)
+                is_of_experts = expert is not None and "experts" in path_of(keys)
+                return jax.lax.with_sharding_constraint(x, P(expert) if is_of_experts else P())
+            info = parameter(("layers", 0, *path_of(keys)), x.shape)
+            x = x.astype(dtype) if x.ndim > 1 else x
+            if expert is not None and "experts" in path_of(keys):  # the module of a layer's experts
+                return _gathered(x, P(expert), self._spec_of_experts(info, x.shape, sizes))
+            spec = self._fsdp_spec(info, x.shape, sizes)
+            return _gathered(x, P(), P() if spec is None else spec)
 
         return jax.tree_util.tree_map_with_path(gather, parameters)
+
+    def expert_axis(self) -> str | None:
+        """The axis that splits experts, if the mesh in context has several devices along it."""
+        return self.expert if self._experts_devices(self._open_axes()) > 1 else None
+
+    def _experts_devices(self, sizes: Mapping[str, int]) -> int:
+        return 1 if self.expert is None else sizes.get(self.expert, 1)
 
     def tokens_of_device(self, rows: int, length: int) -> int:
         """How many tokens between blocks each device has.
@@ -447,11 +491,6 @@ class Layout:
                     f"of them would compute the same. Let it split the batch, Layout(batch={(*self.batch, name)}, …), "
                     "or make a mesh without it."
                 )
-        if sizes.get(self.expert, 1) > 1:
-            raise ValueError(
-                f"{self}: the mesh has {sizes[self.expert]} devices along expert={self.expert!r}, which is not built "
-                "yet. Give the devices to an axis of the batch."
-            )
         return sizes
 
     def _on_parts(self, function, split, whole, head, spec, out):
@@ -471,15 +510,15 @@ class Layout:
 ONE_DEVICE = Layout(batch=(), fsdp=())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _whole(x: jax.Array, spec: P) -> jax.Array:
-    """An array that lies as `spec` says, whole on every device. Its gradient lies as `spec` says again."""
-    return jax.lax.with_sharding_constraint(x, P())
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x: jax.Array, used: P, stored: P) -> jax.Array:
+    """An array that lies as `stored` says, as `used` says. Its gradient lies as `stored` says again."""
+    return jax.lax.with_sharding_constraint(x, used)
 
 
-_whole.defvjp(
-    lambda x, spec: (_whole(x, spec), None),
-    lambda spec, _, gradient: (jax.lax.with_sharding_constraint(gradient, spec),),
+_gathered.defvjp(
+    lambda x, used, stored: (_gathered(x, used, stored), None),
+    lambda used, stored, _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),),
 )
 
 

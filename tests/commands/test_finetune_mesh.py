@@ -1,14 +1,17 @@
 """`liger-jax finetune` on several devices leaves what it leaves on one, and goes on from one mesh to another."""
 
+import json
 import shutil
 import signal
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax.commands import _cache, main
+from liger_jax.models import OlmoeConfig, OlmoeForCausalLM
 from liger_jax.training import meshes
 from tests.commands import _tiny
 from tests.commands.test_finetune import ctrl_c_in_the_third_step, figures_of
@@ -122,7 +125,8 @@ def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
         ("fsdp=8", "mesh='fsdp=8' has 8 devices, and there are 4. Let the sizes multiply to at most 4, as fsdp=4"),
         ("tensor=4", "tensor='tensor' has 4 devices, which do not divide num_attention_heads=2. The nearest number"),
         ("fsdp=3", "mesh='fsdp=3' splits the batch into 3 parts, which do not divide the 4 rows that are computed at"),
-        ("expert=2", "mesh='expert=2': 'expert' is no axis. The axes are data, fsdp, sequence and tensor, as in"),
+        ("expert=2", "expert='expert' has 2 devices, and LlamaConfig has no experts. Give the devices to fsdp."),
+        ("model=2", "mesh='model=2': 'model' is no axis. The axes are data, fsdp, expert, sequence and tensor, as in"),
         ("fsdp=0", "mesh='fsdp=0': fsdp needs a number of devices from 1, as in 'fsdp=2'."),
         ("fsdp=2,fsdp=2", "mesh='fsdp=2,fsdp=2' names fsdp twice. Name it once."),
     ],
@@ -142,3 +146,27 @@ def test_devices_that_share_rows_train_as_one_does(mesh, source, tmp_path):
     one, shared = (figures_of(tmp_path / name) for name in ("one", "shared"))
     losses = lambda rows: [float(row["loss"]) for row in rows]
     np.testing.assert_allclose(losses(shared), losses(one), rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def experts(source, tmp_path_factory):
+    """A checkpoint of a mixture of experts with the other's tokenizer and data."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    shutil.copytree(source, folder)
+    shutil.copy(source.parent / "chats.jsonl", folder.parent)
+    vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
+    sizes = dict(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    config = OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64)
+    OlmoeForCausalLM(config, rngs=nnx.Rngs(0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", ["", "--lora=4 --lora-experts --quantize=nf4"])
+def test_devices_that_share_experts_train_as_one_does(options, experts, tmp_path):
+    one, mesh = tmp_path / "one", tmp_path / "mesh"
+    assert train(experts, one, *options.split()) == 0
+    assert train(experts, mesh, *options.split(), "--mesh=fsdp=2,expert=2") == 0
+    assert_alike(mesh, one, "adapters/adapter_model.safetensors" if options else "model/model.safetensors", 2e-3)

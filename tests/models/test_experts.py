@@ -17,7 +17,8 @@ from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward, router_lo
 from liger_jax.models.core.layout import Layout
 from liger_jax.models.core.parameters import describe
 from liger_jax.models.hugging_face import mxfp4
-from liger_jax.models.lora import add_lora
+from liger_jax.models.lora import EXPERT_PARAMETERS, add_lora, trainable
+from liger_jax.models.quantized import quantize
 from tests.ops._oracle import TOLERANCE, largest_error
 
 SIZES = dict(
@@ -264,24 +265,63 @@ def test_micro_batches_average_their_balancing_losses_by_their_tokens(rng):
     np.testing.assert_allclose(sum(part.loss for part in parts), expected, rtol=1e-5)
 
 
+MESHES = {
+    "fsdp": ((2, 2), ("data", "fsdp"), Layout()),
+    "expert": ((2,), ("expert",), Layout(batch=("expert",), fsdp="expert", expert="expert")),
+    "fsdp and expert": ((1, 2, 2), ("data", "fsdp", "expert"), Layout(expert="expert")),
+    "sequence": ((2, 2), ("fsdp", "sequence"), Layout(batch=("fsdp",), sequence="sequence")),
+}
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("mesh_name", MESHES)
 @each_family
-def test_devices_with_parts_of_the_parameters_have_the_loss_and_gradients_of_one(family, devices, rng):
-    tokens = jnp.asarray(rng.integers(0, 28, (4, 12)), jnp.int32)
+def test_devices_with_parts_of_the_parameters_have_the_loss_and_gradients_of_one(family, mesh_name, devices, rng):
+    shape, names, layout = MESHES[mesh_name]
+    if family == "qwen3_moe" and "expert" in mesh_name:
+        pytest.skip("no number of devices divides five experts")
+    tokens = jnp.asarray(rng.integers(0, 28, (8, 12)), jnp.int32)
     config = dataclasses.replace(CONFIGS[family], output_router_logits=True, router_aux_loss_coef=0.5)
 
     def value_and_gradients(**options):
         graph, state = nnx.split(make(family, config, **options))
-        loss = lambda state, tokens: nnx.merge(graph, state)(tokens, labels=tokens).loss
+        loss = lambda state, batch: nnx.merge(graph, state)(**batch).loss
         return jax.jit(jax.value_and_grad(loss)), state
 
+    batch = dict(input_ids=tokens, labels=tokens)
     single, state = value_and_gradients()
-    expected, of_one = single(state, tokens)
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), devices=devices[:4], axis_types=(AxisType.Auto,) * 2)
-    layout = Layout()
+    expected, of_one = single(state, batch)
+    number = int(np.prod(shape))
+    mesh = jax.make_mesh(shape, names, devices=devices[:number], axis_types=(AxisType.Auto,) * len(shape))
     shared, _ = value_and_gradients(kernels=models.KernelOptions(layout=layout))
     with jax.set_mesh(mesh):
-        found, of_many = shared(jax.device_put(state, layout.shardings(state, mesh)), layout.place(tokens, mesh))
+        found, of_many = shared(jax.device_put(state, layout.shardings(state, mesh)), layout.place(batch, mesh))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for (path, x), y in zip(jax.tree.leaves_with_path(of_many), jax.tree.leaves(of_one), strict=True):
+        assert np.abs(np.asarray(x) - y).max() <= 3e-5 * max(np.abs(y).max(), 1e-3), jax.tree_util.keystr(path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_quantised_experts_with_adapters_on_several_devices_are_those_of_one(family, devices, rng):
+    tokens = jnp.asarray(rng.integers(0, 28, (4, 12)), jnp.int32)
+    layout = Layout(expert="expert")
+    mesh = jax.make_mesh((1, 2, 2), ("data", "fsdp", "expert"), devices=devices[:4], axis_types=(AxisType.Auto,) * 3)
+
+    def value_and_gradients(**options):
+        model = quantize(make(family, **options), "nf4", block_size=4)
+        model = add_lora(model, 2, alpha=3, parameters=EXPERT_PARAMETERS, rngs=nnx.Rngs(1))
+        graph, adapters, base = trainable(model)
+        adapters = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), adapters)
+        loss = lambda adapters, base, ids: nnx.merge(graph, adapters, base)(ids, labels=ids).loss
+        return jax.jit(jax.value_and_grad(loss)), adapters, base
+
+    single, adapters, base = value_and_gradients()
+    expected, of_one = single(adapters, base, tokens)
+    shared, adapters, base = value_and_gradients(kernels=models.KernelOptions(layout=layout))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(part, layout.shardings(part, mesh)) for part in (adapters, base)]
+        found, of_many = shared(*placed, layout.place(tokens, mesh))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     for (path, x), y in zip(jax.tree.leaves_with_path(of_many), jax.tree.leaves(of_one), strict=True):
         assert np.abs(np.asarray(x) - y).max() <= 3e-5 * max(np.abs(y).max(), 1e-3), jax.tree_util.keystr(path)

@@ -57,11 +57,19 @@ def test_an_unnamed_axis_of_one_device_is_no_harm(devices):
         np.testing.assert_array_equal(layout.run(lambda x: x + 1, (jnp.arange(8.0),)), jnp.arange(8.0) + 1)
 
 
-def test_what_is_not_built_yet_says_so():
+def test_an_expert_axis_splits_the_batch_and_the_experts_and_what_fsdp_splits():
     layout = Layout(batch=("fsdp",), expert="x")
-    with pytest.raises(ValueError, match="2 devices along expert='x', which is not built yet"):
-        layout.shardings({"kernel": jnp.zeros((4, 4))}, AbstractMesh((2, 2), ("fsdp", "x")))
-    layout.shardings({"kernel": jnp.zeros((4, 4))}, AbstractMesh((2, 1), ("fsdp", "x")))
+    assert layout.batch == layout.axes == layout.fsdp_axes == ("fsdp", "x")
+    assert Layout(batch=("x",), fsdp="x", expert="x").fsdp_axes == ("x",)
+    tree = {"kernel": jnp.zeros((4, 4)), "experts": {"gate_up": jnp.zeros((6, 4, 8)), "down": jnp.zeros((6, 3, 4))}}
+    found = layout.shardings(tree, AbstractMesh((2, 2), ("fsdp", "x")))
+    assert found["kernel"].spec == P(("fsdp", "x"))
+    assert found["experts"]["gate_up"].spec == P("x", "fsdp") and found["experts"]["down"].spec == P("x")
+    with pytest.raises(ValueError, match="expert='x' has 4 devices, which do not divide the 6 experts of down"):
+        layout.shardings(tree["experts"], AbstractMesh((1, 4), ("fsdp", "x")))
+    model = nnx.eval_shape(lambda: make_model(scan_layers=True))
+    with pytest.raises(ValueError, match="expert='x' has 2 devices, and LlamaConfig has no experts. Give the devices"):
+        layout.shardings(model, AbstractMesh((1, 2), ("fsdp", "x")))
     with pytest.raises(ValueError, match=r"has the axes \('fsdp',\), and lacks \['x'\]"):
         layout.shardings({"kernel": jnp.zeros((4, 4))}, AbstractMesh((2,), ("fsdp",)))
 

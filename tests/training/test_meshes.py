@@ -27,7 +27,7 @@ OF = lambda size: lambda layout: {"q_proj": {"kernel": jax.ShapeDtypeStruct((siz
 def test_the_most_devices_along_fsdp_that_divide_batch_and_weights(rows, width, number, why):
     devices = jax.devices("cpu")[:4]
     found = meshes.chosen(None, devices, rows, OF(width))
-    assert found.sizes == {"data": 1, "fsdp": number, "tensor": 1, "sequence": 1}
+    assert found.sizes == {"data": 1, "fsdp": number, "tensor": 1, "sequence": 1, "expert": 1}
     assert (found.mesh is None) == (number == 1 and jax.default_backend() == "cpu")
     told = f"devices: {f'fsdp={number}' if number > 1 else 'one'} of 4 × cpu"
     assert found.line.startswith(told) and (found.line == told) == (not why)
@@ -45,11 +45,12 @@ def test_one_device_is_no_mesh_and_says_nothing():
 
 def test_a_mesh_has_all_axes_and_its_layout_names_those_with_devices():
     found = meshes.chosen("data=2, fsdp=2", jax.devices("cpu")[:4], 4, OF(4))
-    assert dict(found.mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1, "sequence": 1}
+    assert dict(found.mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1, "sequence": 1, "expert": 1}
     assert found.layout == Layout(batch=("data", "fsdp"), fsdp="fsdp")
     placed = found.place({"labels": jnp.zeros((4, 3)), "scale": 2.0})
     assert placed["labels"].sharding.spec == P(("data", "fsdp")) and placed["scale"].sharding.is_fully_replicated
     assert meshes.layout_of(meshes.parse_mesh("tensor=2,sequence=2")).axes == ("data", "fsdp", "tensor", "sequence")
+    assert meshes.layout_of(meshes.parse_mesh("expert=2")).expert == "expert"
 
 
 def test_processes_must_all_be_in_the_mesh(monkeypatch):

@@ -1,0 +1,150 @@
+"""Rows of tokens on the way to their experts' devices along a mesh axis, and back. Inside `jax.shard_map`.
+
+Every device sorts its rows by expert, so that those for one device lie side by side. The devices first tell each other
+how many rows they have for each expert; then each sends its rows. A device has a buffer with room for all rows that
+each other one may have for it: no row is dropped, whatever the routers choose. The gradients of rows go the same ways
+in the other direction.
+
+On GPUs `jax.lax.ragged_all_to_all` sends no more than the rows that there are. XLA has it on no other platform; there
+the buffers are sent whole.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from liger_jax.ops._place import device_of
+
+
+class Exchange(NamedTuple):
+    """Who sends how many rows to whom. Devices are those of the axis, and int32 their numbers.
+
+    Attributes:
+        starts: (devices,), the first of this device's rows for each.
+        sent: (devices,), its rows for each.
+        received: (devices,), the rows that it gets from each.
+        places: (devices,), the first of its rows among those of each other device: where results go back to.
+        experts: (devices, room), the expert, among this device's, of each row of the buffer; their number where it has
+            no row.
+    """
+
+    starts: jax.Array
+    sent: jax.Array
+    received: jax.Array
+    places: jax.Array
+    experts: jax.Array
+
+    @property
+    def room(self) -> int:
+        """The most rows that a device sends to another."""
+        return self.experts.shape[1]
+
+
+def room_for(tokens: int, per_token: int, own_experts: int) -> int:
+    """The most rows that a device has for the experts of another, each of a token's experts being another one.
+
+    Args:
+        tokens: of the device.
+        per_token: k.
+        own_experts: the experts of each device.
+
+    Returns:
+        Rows.
+
+    Example:
+        >>> room_for(1024, 8, 4), room_for(1024, 8, 64)
+        (4096, 8192)
+    """
+    return tokens * min(per_token, own_experts)
+
+
+def plan(sizes: jax.Array, room: int, axis: str) -> Exchange:
+    """Tells the devices how many rows each has for each expert.
+
+    Args:
+        sizes: (E,) int32, this device's rows for each expert, of all devices'.
+        room: of `room_for`.
+        axis: the mesh axis.
+
+    Returns:
+        The exchange.
+    """
+    number = jax.lax.axis_index(axis)
+    counts = jax.lax.all_gather(sizes.reshape(jax.lax.axis_size(axis), -1), axis)  # (from, to, expert)
+    rows = counts.sum(2, dtype=jnp.int32)
+    starts = jnp.cumsum(rows, axis=1, dtype=jnp.int32) - rows
+    ends = jnp.cumsum(counts[:, number], axis=1, dtype=jnp.int32)  # (from, expert)
+    within = jnp.arange(room, dtype=jnp.int32)
+    experts = jax.vmap(functools.partial(jnp.searchsorted, side="right", method="compare_all"), (0, None))(ends, within)
+    return Exchange(starts[number], rows[number], rows[:, number], starts[:, number], experts.astype(jnp.int32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def sent(rows: jax.Array, exchange: Exchange, axis: str) -> jax.Array:
+    """rows (M, D), sorted by expert → (devices · room, D): the rows of all devices for this one's experts.
+
+    Places of the buffer without a row are zero.
+    """
+    return _sent(rows, exchange, axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def returned(buffer: jax.Array, exchange: Exchange, axis: str, m: int) -> jax.Array:
+    """buffer (devices · room, D) → (M, D): the results of this device's rows, where the rows were; zero behind them."""
+    return _returned(buffer, exchange, axis, m)
+
+
+def _sent(rows, exchange, axis):
+    devices, room, width = exchange.sent.shape[0], exchange.room, rows.shape[1]
+    if _is_ragged(rows):
+        number = jax.lax.axis_index(axis)
+        buffer = jnp.zeros((devices * room, width), rows.dtype)
+        offsets = jnp.full(devices, number * room, jnp.int32)
+        ways = exchange.starts, exchange.sent, offsets, exchange.received
+        return jax.lax.ragged_all_to_all(rows, buffer, *ways, axis_name=axis)
+    within = jnp.arange(room, dtype=jnp.int32)[None]
+    places = jnp.minimum(exchange.starts[:, None] + within, rows.shape[0] - 1)
+    own = jnp.where((within < exchange.sent[:, None])[..., None], rows[places], jnp.zeros((), rows.dtype))
+    return jax.lax.all_to_all(own, axis, 0, 0).reshape(-1, width)
+
+
+def _returned(buffer, exchange, axis, m):
+    devices, room, width = exchange.sent.shape[0], exchange.room, buffer.shape[1]
+    if _is_ragged(buffer):
+        rows = jnp.zeros((m, width), buffer.dtype)
+        ways = jnp.arange(devices, dtype=jnp.int32) * room, exchange.received, exchange.places, exchange.sent
+        return jax.lax.ragged_all_to_all(buffer, rows, *ways, axis_name=axis)
+    back = jax.lax.all_to_all(buffer.reshape(devices, room, width), axis, 0, 0).reshape(-1, width)
+    row = jnp.arange(m, dtype=jnp.int32)
+    ends = exchange.starts + exchange.sent
+    device = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
+    is_sent, device = device < devices, jnp.minimum(device, devices - 1)
+    found = back[device * room + jnp.clip(row - exchange.starts[device], 0, room - 1)]
+    return jnp.where(is_sent[:, None], found, jnp.zeros((), buffer.dtype))
+
+
+def _is_ragged(x: Any) -> bool:
+    return device_of(x).platform == "gpu"
+
+
+def _sent_forward(rows, exchange, axis):
+    return _sent(rows, exchange, axis), (exchange, jnp.zeros((rows.shape[0], 0), jnp.bool_))
+
+
+def _sent_backward(axis, residuals, dbuffer):
+    exchange, like = residuals
+    return _returned(dbuffer, exchange, axis, like.shape[0]), None
+
+
+def _returned_forward(buffer, exchange, axis, m):
+    return _returned(buffer, exchange, axis, m), exchange
+
+
+def _returned_backward(axis, m, exchange, drows):
+    return _sent(drows, exchange, axis), None
+
+
+sent.defvjp(_sent_forward, _sent_backward)
+returned.defvjp(_returned_forward, _returned_backward)
