@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_jax.commands import _file_rows, _formats, _pair_rows, _row_formats, _sources
+from liger_jax.commands import _file_rows, _formats, _pair_rows, _row_formats, _sources, _unpaired_rows
 from liger_jax.commands._document import Document as Document
 from liger_jax.commands._document import fingerprint as fingerprint
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages, refusals_kept
@@ -129,8 +129,8 @@ def unread(fields: frozenset[str]) -> str:
 def _of_file(path: Path, column: str | None, form: str | None, refused: Refused) -> Iterator[Document]:
     for found in _file_rows.of_file(path):
         if isinstance(found, Document):
-            if form == _pair_rows.FORM:
-                raise UserError(f"{path} is a text, and pairs are rows with chosen and rejected, as in JSON lines.")
+            if form in _READERS:
+                raise UserError(f"{path} is a text, and {_READERS[form][1]}, as in JSON lines.")
             yield found
             continue
         where, values = found
@@ -144,5 +144,12 @@ def _of_file(path: Path, column: str | None, form: str | None, refused: Refused)
             yield _reader(form)(where, values, column, form)
 
 
+_READERS = {  # of rows that are no texts; each form has what such rows are
+    _pair_rows.FORM: (_pair_rows.document, "pairs are rows with chosen and rejected"),
+    _unpaired_rows.FORM: (_unpaired_rows.document, "answers are rows with completion and label"),
+    _unpaired_rows.FORM_WITH_OTHERS: (_unpaired_rows.document, "answers are rows with completion and label"),
+}
+
+
 def _reader(form: str | None) -> Callable[..., Document]:
-    return _pair_rows.document if form == _pair_rows.FORM else _row_formats.document
+    return _READERS[form][0] if form in _READERS else _row_formats.document

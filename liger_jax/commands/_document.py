@@ -22,6 +22,7 @@ class Document:
         prompt: what stands before the text and is not trained on; `None` where there is no prompt.
         path: the file of a text that is too long to be held in memory, which then is not in `text`.
         rejected: the other answer, behind the same prompt, where this is the chosen one of a pair.
+        desirable: whether it is a good answer, where it has a label that says so.
     """
 
     where: str
@@ -33,6 +34,7 @@ class Document:
     prompt: str | None = None
     path: Path | None = None
     rejected: "Document | None" = None
+    desirable: bool | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -44,6 +46,7 @@ class Document:
         """All that is trained on or read beside it, but for a text in a file."""
         found: list[Any] = [self.text, self.messages, self.tools, self.values]
         found += [] if self.prompt is None else [self.prompt]
+        found += [] if self.desirable is None else [self.desirable]
         return found + ([] if self.rejected is None else [self.rejected.content])
 
 

@@ -33,6 +33,7 @@ class GrpoSettings(Settings):
         epsilon_high: as in `losses.policy_loss`.
         delta: as in `losses.policy_loss`.
         beta: weight of the penalty for the distance from the reference, the model with its adapters off.
+        updates: how often the policy is updated on a step's completions.
         mask_truncated: leave completions out of the loss that were cut off at their longest length.
         length: tokens in a packed row; 0 for a prompt and a completion of the longest lengths.
 
@@ -54,6 +55,7 @@ class GrpoSettings(Settings):
     epsilon_high: float | None = None
     delta: float | None = None
     beta: float = 0.0
+    updates: int = 1
     mask_truncated: bool = False
     length: int = 0
     batch: int = 64
@@ -65,7 +67,7 @@ class GrpoSettings(Settings):
 
     def __post_init__(self):
         object.__setattr__(self, "reward", (self.reward,) if isinstance(self.reward, str) else tuple(self.reward))
-        for name, least in (("group", 2), ("prompt_length", 1), ("completion_length", 1), ("top_k", 1)):
+        for name, least in (("group", 2), ("prompt_length", 1), ("completion_length", 1), ("top_k", 1), ("updates", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')}={value} must be at least {least}.")
         longest = self.prompt_length + self.completion_length

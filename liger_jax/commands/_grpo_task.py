@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from liger_jax import losses
 from liger_jax.commands import _prompt_rows
 from liger_jax.commands._grpo_settings import GrpoSettings
-from liger_jax.commands._rollouts import Rollouts, num_segments
+from liger_jax.commands._rollouts import OLD, Rollouts, num_segments
 from liger_jax.commands._task import Task
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
@@ -19,7 +19,7 @@ from liger_jax.training import score_sums
 def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
     """The loss function of a run.
 
-    There is one update for each rollout, so that the policy which sampled is the one that is trained, without gradient.
+    Where a rollout has one update, the policy which sampled is the one that is trained, without gradient.
 
     Args:
         settings: the run.
@@ -43,7 +43,7 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
                 reference = jax.lax.stop_gradient(with_adapters(model, False).log_probs(**arguments).log_probs)
             found = losses.policy_loss(
                 model.log_probs(**arguments).log_probs,
-                None,
+                batch.get(OLD),
                 batch["advantages"],
                 mask=mask,
                 segment_ids=ids,
@@ -89,6 +89,7 @@ TASK = Task(
     ),
     scored=(),
     shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
+    updates=lambda settings: settings.updates,
     played=Rollouts,
     alone=True,
     scan_layers=False,  # a step of sampling reads each weight once, and none is copied out of a stack

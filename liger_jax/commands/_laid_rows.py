@@ -36,8 +36,8 @@ class Column:
 class LaidRows(Mapping[str, Any]):
     """The rows of some pieces, as `pack`, `pad` or `pack_pairs` lays them.
 
-    The columns `input_ids`, `labels`, and, where pieces share rows, `segment_ids` and `positions` are a model's
-    arguments.
+    The columns `input_ids`, `labels`, and, where pieces share rows or are read by segments, `segment_ids` and
+    `positions` are a model's arguments.
 
     Args:
         tokens: all pieces, of which so many stand side by side in a row as belong together.
@@ -51,7 +51,7 @@ class LaidRows(Mapping[str, Any]):
 
     def __init__(self, tokens: Tokens, pieces: list[np.ndarray], length: int, packed: bool):
         self.tokens, self.length, self._together = tokens, length, tokens.together
-        self._shared = packed or self._together > 1
+        self._shared = packed or self._together > 1 or tokens.meta["in_segments"]
         self.beside: dict[str, Any] = {}
         sizes, laid, row, begins, self.counts = tokens.sizes(), [], [], [], []
         for some in pieces:

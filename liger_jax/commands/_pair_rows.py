@@ -39,11 +39,37 @@ def document(where: str, values: Row, column: str | None = None, form: str | Non
     return _row_formats.checked(where, values, lambda values: _pair(where, values))
 
 
+def answered(where: str, values: Row, prompt: Any, answer: Any) -> Document:
+    """A single answer as a conversation.
+
+    Args:
+        where: where it was found, in words.
+        values: the row's fields.
+        prompt: a text, messages, or `None`.
+        answer: a text, a message or messages.
+
+    Returns:
+        The conversation, of which the assistant's messages behind the prompt are trained on.
+
+    Raises:
+        UserError: a value is none of these, or there is no message of the assistant's.
+    """
+    answers = _messages("completion", answer)
+    if not any(each["role"] == "assistant" for each in answers):
+        raise UserError("completion holds no message of the assistant's, and only those are scored.")
+    beside = {name: values[name] for name in _BESIDE if name in values}
+    return conversation(where, beside, _unscored([] if prompt is None else _prompt(prompt)) + answers)
+
+
+def _unscored(messages: list[Row]) -> list[Row]:
+    return [each | {"weight": 0} if each["role"] == "assistant" else each for each in messages]
+
+
 def _pair(where: str, values: Row) -> Document:
     if "label" in values and "completion" in values:
         raise UserError(
-            "the row is one completion with a label, as for KTO, and pairs are trained on. A row must have chosen and "
-            "rejected."
+            "the row is one completion with a label, and pairs are trained on. Pass --loss kto, or rows that have "
+            "chosen and rejected."
         )
     if missing := [name for name in SIDES if name not in values]:
         raise UserError(
@@ -92,7 +118,7 @@ def _conversations(where: str, values: Row, prompt: Any, chosen: Any, rejected: 
         before, sides = system + sides[0][:size], [side[size:] for side in sides]
     elif any(side[0]["role"] != "assistant" for side in sides):
         raise UserError("chosen and rejected begin with other messages than the prompt. Leave out what is not meant.")
-    before = [each | {"weight": 0} if each["role"] == "assistant" else each for each in before]
+    before = _unscored(before)
     beside = {name: values[name] for name in _BESIDE if name in values}
     found = []
     for name, answers in zip(SIDES, sides, strict=True):

@@ -4,18 +4,20 @@ import argparse
 import dataclasses
 from typing import Any
 
-from liger_jax.commands import _pair_rows
+from liger_jax.commands import _pair_rows, _unpaired_rows
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._preference import FREE, Preference
 from liger_jax.commands._settings import Settings
+from liger_jax.commands._unpaired import Unpaired
 from liger_jax.losses.preference import DPO_TYPES
+from liger_jax.losses.unpaired import KTO_TYPES
 
 _NO_OPTIONS = ("format", "column", "stream")  # the fields of pairs have one name each
 
 
 @dataclasses.dataclass(frozen=True)
 class PairSettings(Settings):
-    """A run on pairs of answers. The attributes that `Settings` has not are those of `Preference`.
+    """A run on pairs of answers, or on single ones with labels. More attributes are those of `Preference`, `Unpaired`.
 
     Attributes:
         format: the name of such rows.
@@ -37,24 +39,61 @@ class PairSettings(Settings):
     cpo_alpha: float | None = None
     gamma: float | None = None
     ld_alpha: float | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        if self.preference.sorts and self.num_parts > 1:
+        unpaired = self.unpaired
+        if unpaired is not None:
+            form = _unpaired_rows.FORM_WITH_OTHERS if unpaired.needs_others else _unpaired_rows.FORM
+            object.__setattr__(self, "format", form)
+        self._check_readers()
+        if self._takes_whole_batches and self.num_parts > 1:
+            why = "whose pairs --loss {} sorts together" if unpaired is None else "of which --loss {} has one baseline"
             raise UserError(
-                f"--micro-batches={self.micro_batches} parts a batch, whose pairs --loss {self.loss_type} sorts "
-                "together. Leave it out."
+                f"--micro-batches={self.micro_batches} parts a batch, {why.format(self.loss_type)}. Leave it out."
             )
+
+    def _check_readers(self) -> None:
+        """Refuses options that the loss does not read, where they are not those of `Preference` itself."""
+        names = {field.name for field in dataclasses.fields(Unpaired)}
+        if self.unpaired is None:
+            given = [name for name in ("desirable_weight", "undesirable_weight") if getattr(self, name) is not None]
+            rule = f"goes with --loss {' and '.join(KTO_TYPES)}"
+        else:
+            others = {field.name for field in dataclasses.fields(Preference)} - names
+            given = [name for name in sorted(others) if getattr(self, name) is not None]
+            rule = f"does not go with --loss {self.loss_type}"
+        if given:
+            raise UserError(f"--{given[0].replace('_', '-')} {rule}. Leave it out.")
 
     @property
     def preference(self) -> Preference:
-        """The loss with its options."""
+        """The loss of pairs with its options."""
         return Preference(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Preference)})
 
     @property
+    def _takes_whole_batches(self) -> bool:
+        """Whether the loss sorts the pairs of a batch, or has one baseline of it."""
+        return (self.preference if self.unpaired is None else self.unpaired).sorts
+
+    @property
     def may_be_parted(self) -> bool:
-        """Whether the run may choose the number of micro-batches: not where a loss sorts the pairs of a batch."""
-        return super().may_be_parted and not self.preference.sorts
+        """Whether the run may choose the number of micro-batches: not where a loss takes the batch in one part."""
+        return super().may_be_parted and not self._takes_whole_batches
+
+    @property
+    def unpaired(self) -> Unpaired | None:
+        """The loss of single answers with its options; `None` for one of pairs."""
+        if self.loss_type not in KTO_TYPES:
+            return None
+        return Unpaired(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Unpaired)})
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the reference's log-probabilities."""
+        return self.unpaired is not None or self.preference.needs_reference
 
     @property
     def peak_rate(self) -> float:
@@ -82,7 +121,7 @@ def add_loss_arguments(command: argparse.ArgumentParser) -> None:
         command: a parser.
     """
     add = command.add_argument
-    names = ", ".join((*DPO_TYPES, *FREE))
+    names = ", ".join((*DPO_TYPES, *FREE, *KTO_TYPES))
     # In a file of options the name is another one than that of plan's --loss.
     add("--loss", dest="loss_type", help=f"{names}; or several of DPO's with commas (default: sigmoid)")
     add("--loss-weights", type=_numbers, metavar="NUMBERS", help="a factor for each of several losses, with commas")
@@ -93,6 +132,8 @@ def add_loss_arguments(command: argparse.ArgumentParser) -> None:
     add("--discopop-tau", type=float, help="of discopop (default: 0.05)")
     add("--cpo-alpha", type=float, help="weight of the likelihood of chosen, for cpo (default: 1)")
     add("--gamma", type=float, help="the margin of simpo (default: 0.5)")
+    add("--desirable-weight", type=float, help="weight of good answers, for kto (default: 1)")
+    add("--undesirable-weight", type=float, help="weight of bad answers, for kto (default: 1)")
     add("--ld-alpha", type=float, help="weight of the tokens by which a response is longer than the other (default: 1)")
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from liger_jax import losses
-from liger_jax.commands import _references
+from liger_jax.commands import _references, _unpaired_task
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._pair_tokenizer import PairTokenizer
 from liger_jax.commands._preference import Pairs, Preference
@@ -117,3 +117,16 @@ TASK = Task(
     add_columns=_references.add_columns,
     before=_references.fill,
 )
+
+
+def of_run(settings: PairSettings, *model: Any) -> Task:
+    """The task of a run: of pairs, or by its loss of single answers.
+
+    Args:
+        settings: the run.
+        *model: the model's folder and architecture, which say nothing more.
+
+    Returns:
+        The task.
+    """
+    return TASK if settings.unpaired is None else _unpaired_task.task_of(settings)

@@ -42,11 +42,9 @@ class PairTokenizer(Tokenizer):
             pair = [found[id(side)] for side in (document, document.rejected) if id(side) in found]
             if len(pair) < 2 or all(map(np.array_equal, _arrays(pair[0]), _arrays(pair[1]))):
                 continue
-            sizes = [len(piece.tokens) for piece in pair]
-            most = [max(length // 2, length - other) for other in sizes[::-1]]
-            pair = [_first(piece, end, document) for piece, end in zip(pair, most, strict=True)]
             self._num_pairs += 1
-            self._cut_pairs += sum(sizes) > length
+            self._cut_pairs += sum(len(piece.tokens) for piece in pair) > length
+            pair = [dataclasses.replace(piece, document=document) for piece in fitted(pair, length)]
             if all(piece.is_scored for piece in pair):
                 yield from pair
 
@@ -59,10 +57,21 @@ class PairTokenizer(Tokenizer):
         return found
 
 
+def fitted(pair: Sequence[Piece], length: int) -> list[Piece]:
+    """Two pieces that share a row, cut at their ends: first the longer one, and then both to half a row.
+
+    Args:
+        pair: the pieces.
+        length: the most tokens of both.
+
+    Returns:
+        Both.
+    """
+    sizes = [len(piece.tokens) for piece in pair]
+    ends = [max(length // 2, length - other) for other in sizes[::-1]]
+    cut = lambda piece, end: dataclasses.replace(piece, tokens=piece.tokens[:end], labels=piece.labels[:end])
+    return [cut(piece, end) for piece, end in zip(pair, ends, strict=True)]
+
+
 def _arrays(piece: Piece) -> tuple[np.ndarray, np.ndarray]:
     return piece.tokens, piece.labels
-
-
-def _first(piece: Piece, end: int, document: Document) -> Piece:
-    """The first tokens of a piece, as one of the pair's."""
-    return dataclasses.replace(piece, tokens=piece.tokens[:end], labels=piece.labels[:end], document=document)

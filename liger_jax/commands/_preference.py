@@ -10,10 +10,10 @@ from liger_jax import losses
 from liger_jax.commands._errors import UserError
 from liger_jax.losses import DPOOutput
 from liger_jax.losses.preference import DPO_TYPES, READERS, SORTING_TYPES
+from liger_jax.losses.unpaired import KTO_TYPES
 
 _CPO = {"cpo": "sigmoid", "cpo_hinge": "hinge", "cpo_ipo": "ipo"}  # as `cpo_loss` calls them
 FREE = ("orpo", *_CPO, "simpo")  # they need no reference
-_UNPAIRED = ("kto", "apo_zero_unpaired")
 _FAR = 1e9  # beyond every log-probability, so that what is no pair is sorted behind all pairs
 # Which losses read an option, where their functions do not say it themselves.
 _READ_BY = {"cpo_alpha": tuple(_CPO), "gamma": ("simpo",), "loss_weights": DPO_TYPES, "ld_alpha": DPO_TYPES}
@@ -75,13 +75,10 @@ class Preference:
 
     def __post_init__(self):
         for name in self._types:
-            if name in _UNPAIRED:
-                raise UserError(
-                    f"--loss={name} is of single responses with labels, and the data of this command are pairs: "
-                    "--loss apo_zero and --loss bco_pair score each answer of a pair by itself."
-                )
+            if name in KTO_TYPES:
+                raise UserError(f"--loss={self.loss_type}: {name} is of single answers, and goes with no other.")
             if name not in (*DPO_TYPES, *FREE) or name in FREE and len(self._types) > 1:
-                known = ", ".join((*DPO_TYPES, *FREE))
+                known = ", ".join((*DPO_TYPES, *FREE, *KTO_TYPES))
                 raise UserError(f"--loss={self.loss_type}: {name!r} must be one of {known}; DPO's also go together.")
         for option, readers in _READ_BY.items():
             if getattr(self, option) is not None and not set(self._types) <= set(readers):

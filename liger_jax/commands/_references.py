@@ -33,7 +33,7 @@ def add_columns(settings: PairSettings, data: TrainingRows) -> None:
         settings: the run.
         data: its rows.
     """
-    if settings.preference.needs_reference and not settings.switches_adapters_off:
+    if settings.needs_reference and not settings.switches_adapters_off:
         for laid in data.laid:
             laid.beside[NAME] = np.full((laid.num_rows, data.num_segments), np.nan, np.float32)
 

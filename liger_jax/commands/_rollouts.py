@@ -18,6 +18,8 @@ from liger_jax.training import pack_completions
 from liger_jax.training.errors import NotFiniteError
 from liger_jax.training.rows import Rows
 
+OLD = "old_log_probs"  # in a batch of several updates, (batch, length)
+
 
 class Completion(NamedTuple):
     """What the model has added to a prompt.
@@ -48,6 +50,7 @@ class Rollouts:
     def __init__(self, settings: GrpoSettings, data: PromptRows, tokenizer: Tokenizer):
         self._settings, self._data, self._tokenizer = settings, data, tokenizer
         self._rewards = _rewards.found(settings.reward)
+        self._score: Any = None  # compiled with the first step
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -58,11 +61,13 @@ class Rollouts:
     def example(self) -> dict[str, Any]:
         """A batch without tokens: it has a row for each completion, though packing leaves some empty.
 
-        `denominator` is the loss's, and `num_tokens` the number of tokens that count.
+        `denominator` is the loss's, and `num_tokens` the number of tokens that count. A batch of several updates has
+        the log-probabilities by the policy that has sampled.
         """
         shape, names = (self._settings.batch, self._settings.length), ("input_ids", "segment_ids", "positions")
         batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
         batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
+        batch |= {OLD: np.zeros(shape, np.float32)} if self._settings.updates > 1 else {}
         return batch | {"denominator": np.float32(1), "num_tokens": np.float32(1)}
 
     def step(self, graph: Any, update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
@@ -76,7 +81,7 @@ class Rollouts:
             frozen: the variables that are not trained.
 
         Returns:
-            The state, and the loss with figures by TRL's names.
+            The state, and the loss with figures by TRL's names, which are means over the updates.
 
         Raises:
             NotFiniteError: the model's logits are NaN.
@@ -86,9 +91,29 @@ class Rollouts:
         completions = self._sampled(nnx.merge(graph, state[0], frozen), rows)
         rewards, figures = self._rewarded(lines, completions)
         batch = self._packed(lines, completions, self._advantages(rewards))
-        state, (loss, others) = update(state, batch, frozen)
+        if self._settings.updates > 1:
+            batch[OLD] = self._old_log_probs(graph, state[0], frozen, batch)
+        told = []
+        for _ in range(self._settings.updates):
+            state, found = update(state, batch, frozen)
+            told.append(found)
+        loss, others = jax.tree.map(lambda *x: sum(map(float, x)) / len(x), *told)
         seen = np.count_nonzero(batch["segment_ids"])
         return state, (loss, {**others, **figures, **_lengths(completions), "num_tokens": seen})
+
+    def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
+        """Log-probabilities (batch, length) by the policy that has sampled, in as many parts as the update has."""
+        parts, temperature = self._settings.micro_batches, self._settings.temperature
+        if self._score is None:
+
+            def score(params, frozen, rows):
+                of_part = lambda part: nnx.merge(graph, params, frozen).log_probs(**part, temperature=temperature)
+                return jax.lax.map(lambda part: of_part(part).log_probs, rows)
+
+            self._score = jax.jit(score)
+        names = ("input_ids", "labels", "segment_ids", "positions")
+        rows = {name: batch[name].reshape(parts, -1, self._settings.length) for name in names}
+        return self._score(params, frozen, rows).reshape(-1, self._settings.length)
 
     def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
         """A group of completions for each prompt, one prompt after the other."""

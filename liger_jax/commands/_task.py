@@ -32,6 +32,7 @@ class Task:
             with an `example` of such a batch, and `columns` for its own figures. Its
             `step(graph, compiled, state, rows, frozen)` makes one from rows and their step's `number`, and takes the
             step. `None` where the rows are the batch.
+        updates: how many updates a step of the run has, which share its learning rate.
         teacher: a frozen model that the loss reads as the model's attribute `teacher`, where it stays; `None` for none.
         scan_layers: whether the model's layers are stacked.
         alone: whether it is a run of one process, whose rows no devices share.
@@ -49,6 +50,7 @@ class Task:
     add_columns: Callable[[Any, TrainingRows], None] = lambda settings, data: None
     before: Callable[[Any, TrainingRows, Any, Mapping[str, str]], None] = lambda settings, data, model, made_of: None
     played: Callable[..., Any] | None = None
+    updates: Callable[[Any], int] = lambda settings: 1
     teacher: Teacher | None = None
     scan_layers: bool = True
     alone: bool = False

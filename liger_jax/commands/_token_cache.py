@@ -199,7 +199,7 @@ def write(
                     writer.add(batch, tokenizer.encoded(batch, length, refused), refused)
                 writer.end_part()
         meta = writer.meta() | {"format": _FORMAT, "key": key, "stops": tokenizer.stops}
-        meta |= {"together": tokenizer.together}
+        meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments}
         write_json(folder / META, meta | {"notes": tokenizer.notes(length)})
     except OSError as error:
         if disk.is_full(error):

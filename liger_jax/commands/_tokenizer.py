@@ -38,6 +38,7 @@ class Tokenizer:
     """
 
     together = 1  # how many pieces, one after the other, share a row and are held out together
+    in_segments = False  # whether rows say where their pieces lie, even where each has a row of its own
 
     def __init__(self, source: Source | str | Path, vocab_size: int, stops: Sequence[int]):
         source = find(source, weights=False)

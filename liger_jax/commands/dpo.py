@@ -3,8 +3,9 @@
 liger-jax dpo --model ./tuned/model --data pairs.jsonl --lora 16
 liger-jax dpo --model ./llama --data org/pairs --lora 16 --pack --loss ipo --beta 0.2
 liger-jax dpo --model ./llama --data pairs.parquet --loss orpo --learning-rate 5e-6
+liger-jax dpo --model ./llama --data answers.jsonl --loss kto --lora 16
 
-A row has chosen and rejected, and perhaps prompt: texts or lists of messages.
+A row has chosen and rejected, and perhaps prompt: texts or lists of messages. For kto it has completion and label.
 
 All else is as in `liger-jax finetune`: the same command goes on with a run that was stopped, OUT/settings.toml has the
 options, and transformers loads OUT/model or OUT/adapters.
@@ -49,4 +50,4 @@ def run(args: argparse.Namespace) -> int:
 def _task() -> Any:
     from liger_jax.commands import _pair_task
 
-    return _pair_task.TASK
+    return _pair_task.of_run

@@ -44,6 +44,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--epsilon-high", type=float, help="how far it may rise (default: as far as it may fall)")
     add("--delta", type=float, help="the largest ratio of a worse completion (default: none)")
     add("--beta", type=float, help="weight of the distance from the model without its adapters (default: 0)")
+    add("--updates", type=int, help="of the policy on a step's completions (default: 1)")
     add("--mask-truncated", action="store_true", help="leave completions out of the loss that were cut off")
     add("--length", type=int, help="tokens in a packed row (default: a longest prompt's and completion's)")
     add("--seed", type=int, help="of all that is random (default: 0)")

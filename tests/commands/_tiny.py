@@ -63,3 +63,14 @@ def pairs(count: int) -> str:
         asked = [{"role": "user", "content": text(2, i)}]
         lines.append(json.dumps({"prompt": asked, "chosen": chosen, "rejected": rejected}))
     return "\n".join(lines)
+
+
+def answers(count: int) -> str:
+    """JSON lines of single answers with labels, of which those that begin with "one" are good."""
+    lines = []
+    for i in range(count):
+        good = i % 3 != 0
+        asked, answer = text(2, i), text(3 + i % 2, 0 if good else 5)
+        row = {"prompt": [{"role": "user", "content": asked}], "label": good}
+        lines.append(json.dumps(row | {"completion": [{"role": "assistant", "content": answer}]}))
+    return "\n".join(lines)

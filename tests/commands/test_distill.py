@@ -169,6 +169,7 @@ def test_columns_have_at_each_scored_place_what_was_written_for_it(packed, sourc
 
     monkeypatch.setattr(_stored_top_k, "_contents", contents)
     _stored_top_k.fill(some, teacher, settings, None, {"rows": "these"})
+    order, rows = np.zeros(0, int), {}
     for laid in data.laid:
         order = np.random.default_rng(0).permutation(laid.num_rows)
         rows = {name: laid[name][order] for name in laid}
@@ -245,23 +246,25 @@ def test_all_tokens_stored_are_a_teacher_in_each_step(source, tmp_path):
     "options", ["--divergence=jsd --micro-batches=2", "--lora-dropout=0.1 --samples=1", "--top-k=9"]
 )
 def test_adapters_learn_from_a_teacher(source, tmp_path, options):
-    options = [*options.split(), "--lora=4", "--pack", "--learning-rate=0.2", "--steps=12"]
+    options = [*options.split(), "--lora=4", "--pack", "--learning-rate=0.02", "--steps=12"]
     assert run(source, tmp_path, *options) == 0
     figures = figures_of(tmp_path)
-    assert figures[-1]["loss"] < 0.9 * figures[0]["loss"]
+    scores = [row["eval_divergence"] for row in figures if "eval_divergence" in row]
+    assert scores == sorted(scores, reverse=True) and len(set(scores)) == 4
     assert (tmp_path / "adapters").is_dir() and not (tmp_path / "model").exists()
 
 
 @pytest.mark.full
 def test_a_teacher_in_four_bits_has_almost_the_same_probabilities(source, tmp_path):
     teacher = sharp(_tiny.checkpoint(tmp_path / "teacher", width=64))
-    student = ["--quantize=nf4", "--lora=2", "--learning-rate=0.1"]
+    student = ["--quantize=nf4", "--lora=2"]
     wide = _tiny.checkpoint(tmp_path / "student", width=64)
     shutil.copy(source.parent / "chats.jsonl", tmp_path)
     for name, options in (("dense", []), ("nf4", ["--teacher-quantize=nf4", *student])):
         assert run(wide, tmp_path / name, *options, teacher=teacher) == 0
     dense, nf4 = (figures_of(tmp_path / name) for name in ("dense", "nf4"))
-    assert nf4[0]["loss"] == pytest.approx(dense[0]["loss"], rel=0.1) and nf4[-1]["loss"] < nf4[0]["loss"]
+    assert nf4[0]["loss"] == pytest.approx(dense[0]["loss"], rel=0.2) and nf4[0]["loss"] != dense[0]["loss"]
+    assert nf4[-1]["eval_divergence"] < nf4[2]["eval_divergence"]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -370,7 +373,7 @@ def test_transformers_gives_the_same_divergence_from_what_a_run_leaves(source, t
         expected = torch.nn.functional.kl_div(*log_probs, log_target=True, reduction="none").sum(-1).mean()
     ids = jnp.asarray(tokens["input_ids"].numpy())
     student, teacher = map(AutoModelForCausalLM.from_pretrained, (tmp_path / "model", source.parent / "teacher"))
-    student.teacher = teacher
+    setattr(student, _teacher.NAME, teacher)
     batch = {"input_ids": ids, "labels": jnp.pad(ids, ((0, 0), (1, 0)))[:, :-1]}
     settings = DistillSettings(model="m", data="d", teacher="t")
     whole = {name: jnp.pad(x, ((0, 0), (0, 1))) for name, x in batch.items()}  # so that each token has a next one

@@ -197,7 +197,7 @@ def test_texts_without_a_prompt_have_what_both_begin_with():
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "a", "completion": "b", "label": True}, "one completion with a label, as for KTO"),
+        ({"prompt": "a", "completion": "b", "label": True}, "one completion with a label, and pairs are trained on"),
         ({"chosen": "a"}, "there is no 'rejected' among ['chosen']"),
         ({"question": "a", "chosen": "b", "rejected": "c"}, "no prompt. Rename it to prompt"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt holds a int"),
@@ -274,7 +274,6 @@ def test_pairs_are_learnt_by_adapters(source, tmp_path, loss):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--loss=kto"], "--loss=kto is of single responses with labels, and the data of this command are pairs"),
         (["--loss=dpo"], "'dpo' must be one of sigmoid, "),
         (["--loss=sigmoid,orpo"], "'orpo' must be one of sigmoid, "),
         (["--loss=aot,sft"], "a loss that sorts a batch's pairs goes with no other"),

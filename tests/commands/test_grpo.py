@@ -192,6 +192,55 @@ def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_pat
     assert set(figures) == {"clip_ratio/low_mean", "clip_ratio/high_mean"}
 
 
+def test_each_update_of_a_step_has_the_log_probabilities_of_the_policy_that_sampled(rng, monkeypatch):
+    settings = GrpoSettings(
+        model="m", data="d", reward=f"{__name__}:ones", group=2, batch=4, micro_batches=2, prompt_length=4,
+        completion_length=5, updates=3, temperature=0.7,
+    )  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    graph, params = nnx.split(LlamaForCausalLM(config, scan_layers=False, rngs=nnx.Rngs(0)))
+    lines = [_prompt_rows.Line("", np.array([3, 4], np.int32), {}) for _ in range(2)]
+    data = _prompt_rows.PromptRows(lines, 4, 2, 0, [("d", 1.0, 2)])
+    rollouts, seen = _rollouts.Rollouts(settings, data, NoTokenizer()), []
+    draw = lambda: rng.integers(2, 31, rng.integers(1, 6)).astype(np.int32)
+    sampled = [_rollouts.Completion(draw(), "", False) for _ in range(4)]
+    monkeypatch.setattr(rollouts, "_sampled", lambda model, rows: sampled)
+
+    def update(state, batch, frozen):
+        seen.append(batch)
+        halved = jax.tree.map(lambda x: x / 2, state[0])
+        return (halved, state[1]), (jnp.float32(len(seen)), {"clip_ratio/low_mean": jnp.float32(2 * len(seen))})
+
+    rows = {"number": np.int32(0)}
+    state, (loss, figures) = rollouts.step(graph, update, (params, None), rows, nnx.State({}))
+    assert len(seen) == 3 and loss == 2.0 and figures["clip_ratio/low_mean"] == 4.0
+    np.testing.assert_allclose(jax.tree.leaves(state[0])[0] * 8, jax.tree.leaves(params)[0], rtol=1e-6)
+    assert set(seen[0]) == set(rollouts.example)
+    named = {name: jnp.asarray(seen[0][name]) for name in ("input_ids", "labels", "segment_ids", "positions")}
+    expected = nnx.merge(graph, params).log_probs(**named, temperature=0.7).log_probs
+    for batch in seen:
+        np.testing.assert_allclose(batch[_rollouts.OLD], expected, rtol=1e-5, atol=1e-6)
+    far = {name: jnp.asarray(x) for name, x in seen[0].items()}
+    far[_rollouts.OLD] = expected + 0.3  # every ratio is e^-0.3, below 1 - 0.2
+    loss = TASK.loss(settings, None)
+    advantages = jnp.asarray(rng.choice([-1.0, 1.0], (4, 1)), jnp.float32)
+    policy = nnx.merge(graph, params)
+    told = loss(policy, {**far, "advantages": jnp.where(far["segment_ids"] > 0, advantages, 0)}, (1.0, 1.0))[1]
+    worse = (losses.shifted_labels(named["labels"], named["segment_ids"]) != -100) & (advantages < 0)
+    np.testing.assert_allclose(told["clip_ratio/low_mean"], jnp.sum(worse), rtol=1e-5)
+
+
+@pytest.mark.full
+def test_several_updates_learn_and_are_clipped(source, tmp_path):
+    options = "--steps 12 --learning-rate 0.03 --schedule constant --updates 3".split()
+    assert grpo(source, tmp_path, *options) == 0
+    figures = figures_of(tmp_path)
+    assert max(each["clip_ratio/low_mean"] + each["clip_ratio/high_mean"] for each in figures) > 0
+    assert np.mean([each["reward"] for each in figures[-3:]]) > np.mean([each["reward"] for each in figures[:3]])
+
+
 def ones(completions):
     return [1.0 for _ in completions]
 
@@ -255,6 +304,7 @@ def test_a_reward_that_fails_names_its_line():
     ["options", "message"],
     [
         (["--group", "1"], "--group=1 must be at least 2"),
+        (["--updates", "0"], "--updates=0 must be at least 1"),
         (["--group", "5"], "--batch=16 completions must be a multiple of --group=5"),
         (["--temperature", "0"], "--temperature=0.0 must be a finite number above 0"),
         (["--beta", "0.1"], "--beta=0.1 needs a reference, .*--lora 16"),

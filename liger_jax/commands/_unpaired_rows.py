@@ -1,0 +1,54 @@
+"""A row that is one answer with a label, good or bad, as datasets for KTO write it: `prompt`, `completion`, `label`."""
+
+import dataclasses
+
+from liger_jax.commands import _pair_rows, _row_formats
+from liger_jax.commands._document import Document
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._row_formats import Row, parsed
+from liger_jax.models.core.config_fields import short
+
+FORM, FORM_WITH_OTHERS = "unpaired", "unpaired with others"  # what the settings call such rows
+
+
+def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
+    """What a row holds.
+
+    Args:
+        where: where it was found, in words.
+        values: its fields. A null counts as absent.
+        column: of no use, as the fields have one name each.
+        form: of no use.
+
+    Returns:
+        The completion behind its prompt, and in `desirable` its label. Only what follows the prompt is trained on.
+
+    Raises:
+        UserError: the row is no answer with a label, or its fields have other values.
+    """
+    return _row_formats.checked(where, values, lambda values: _labelled(where, values))
+
+
+def _labelled(where: str, values: Row) -> Document:
+    if "chosen" in values and "rejected" in values:
+        raise UserError(
+            "the row is a pair of chosen and rejected, and single answers with labels are trained on. --loss apo_zero "
+            "and --loss bco_pair score each answer of a pair by itself."
+        )
+    if missing := [name for name in ("completion", "label") if name not in values]:
+        raise UserError(
+            f"there is no {missing[0]!r} among {sorted(map(str, values))}. A row must have completion, a text or a "
+            "list of messages, and label, true or false, and may have a prompt."
+        )
+    label = parsed(values["label"])
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        raise UserError(f"label holds {short(label)}, and must be true for a good answer, or false.")
+    prompt, completion = (parsed(values[name]) if name in values else None for name in ("prompt", "completion"))
+    if isinstance(completion, str) and not isinstance(prompt, list):
+        if str(values.get("system") or "").strip():
+            raise UserError("the row has a system message beside a completion that is text. Write it into the prompt.")
+        if not isinstance(prompt, str | None):
+            raise UserError(f"prompt holds a {type(prompt).__name__}, and must hold a text or a list of messages.")
+        return Document(where, completion, prompt=prompt or "", desirable=bool(label))
+    found = _pair_rows.answered(where, values, prompt, completion)
+    return dataclasses.replace(found, desirable=bool(label))

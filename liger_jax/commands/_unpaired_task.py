@@ -1,0 +1,184 @@
+"""What `liger-jax dpo --loss kto` trains for: that good answers become likelier, and bad ones less likely."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from liger_jax import losses
+from liger_jax.commands import _references
+from liger_jax.commands._pair_settings import PairSettings
+from liger_jax.commands._responses import responses, sides
+from liger_jax.commands._task import Task
+from liger_jax.commands._training_rows import TrainingRows
+from liger_jax.commands._unpaired import Unpaired
+from liger_jax.commands._unpaired_tokenizer import UnpairedTokenizer, UnpairedWithOthers
+from liger_jax.models.lora import with_adapters
+from liger_jax.ops.labels import IGNORE_INDEX
+
+# TRL's names. Each is a mean over the answers that are counted under the second name.
+_FIGURES = {
+    "rewards/chosen": "desirable", "rewards/rejected": "undesirable",
+    "logps/chosen": "desirable", "logps/rejected": "undesirable", "kl": "answers",
+}  # fmt: skip
+_COUNTS = ("answers", "desirable", "undesirable")
+
+
+def sums_of(
+    unpaired: Unpaired, num_segments: int, model: Any, batch: Mapping[str, Any]
+) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
+    """What some rows add to the loss and its figures.
+
+    Args:
+        unpaired: the loss by its name, with its options.
+        num_segments: the most segments of a row. With a baseline, each odd one is an answer, and the next one the same
+            prompt with an answer to another.
+        model: the model that is trained.
+        batch: the columns of rows.
+
+    Returns:
+        The sum of the losses, of each figure, and the numbers of answers.
+    """
+    found = responses(model, batch, num_segments)
+    if _references.NAME in batch:
+        reference = batch[_references.NAME]
+    else:
+        reference = responses(with_adapters(model, False), batch, num_segments).log_probs
+    reference = jax.lax.stop_gradient(jnp.where(found.tokens > 0, reference, 0.0))
+    numbers = found.log_probs, reference, found.tokens, _first_labels(batch, num_segments)
+    kl = jnp.zeros(())
+    if unpaired.needs_others:
+        answers, others = zip(*map(sides, numbers), strict=True)
+        is_there = others[2] > 0
+        kl = jnp.sum(jnp.where(is_there, others[0] - others[1], 0.0)) / jnp.maximum(jnp.sum(is_there), 1)
+    else:
+        answers = tuple(x.ravel() for x in numbers)
+    log_probs, references, tokens, is_good = answers
+    out = unpaired.losses(log_probs, references, is_good > 0, kl)
+    exist = tokens > 0
+    good, bad = exist & (is_good > 0), exist & (is_good == 0)
+    total = lambda x, where: jax.lax.stop_gradient(jnp.sum(jnp.where(where, x, 0.0)))
+    told = (out.rewards, good), (out.rewards, bad), (log_probs, good), (log_probs, bad), (out.kl, exist)
+    figures = {name: total(*each) for name, each in zip(_FIGURES, told, strict=True)}
+    counts = {name: total(1.0, where) for name, where in zip(_COUNTS, (exist, good, bad), strict=True)}
+    return jnp.sum(jnp.where(exist, out.losses, 0.0)), figures, counts
+
+
+def loss_of(unpaired: Unpaired, num_segments: int) -> Callable[..., Any]:
+    """The loss of a run, a mean over answers, for `make_step` with `has_aux=True`.
+
+    Args:
+        unpaired: the loss by its name, with its options.
+        num_segments: as in `sums_of`.
+
+    Returns:
+        A function of the model, the batch and `normalizer_of`'s denominators, `None` for the batch's own. It returns
+        the loss and the figures by name, which add up over micro-batches where the loss does.
+    """
+
+    def loss(model: Any, batch: Mapping[str, Any], denominators: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        value, figures, counts = sums_of(unpaired, num_segments, model, batch)
+        counts = counts if denominators is None else denominators
+        counts = {name: jnp.maximum(count, 1.0) for name, count in counts.items()}
+        means = {name: figures[name] / counts[of] for name, of in _FIGURES.items()}
+        return value / counts["answers"], _with_margins(unpaired, means)
+
+    return loss
+
+
+def normalizer_of(unpaired: Unpaired, num_segments: int) -> Callable[[Mapping[str, Any]], dict[str, jax.Array]]:
+    """The denominators of the loss and its figures.
+
+    Args:
+        unpaired: the loss by its name, with its options.
+        num_segments: as in `sums_of`.
+
+    Returns:
+        A function of a whole batch: how many answers it has, and how many good and bad ones; () float32 each.
+    """
+
+    def normalizer(batch):
+        segments, positions, labels = (batch[name] for name in ("segment_ids", "positions", "labels"))
+        begins = (segments > 0) & (positions == 0)
+        begins &= segments % 2 == 1 if unpaired.needs_others else True
+        good = begins & (labels != IGNORE_INDEX)
+        numbers = jnp.sum(begins), jnp.sum(good), jnp.sum(begins & ~good)
+        return {name: number.astype(jnp.float32) for name, number in zip(_COUNTS, numbers, strict=True)}
+
+    return normalizer
+
+
+def _first_labels(batch: Mapping[str, Any], num_segments: int) -> jax.Array:
+    """(B, S), 1 where a segment's first label says that the answer is good: no loss reads that label."""
+    first = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
+    marked = jnp.where(first & (batch["labels"] != IGNORE_INDEX), 1.0, 0.0)
+    return losses.sequence_log_probs(marked, segment_ids=batch["segment_ids"], num_segments=num_segments)
+
+
+def _with_margins(unpaired: Unpaired, means: dict[str, Any]) -> dict[str, Any]:
+    margins = {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
+    kept = {name: mean for name, mean in means.items() if name != "kl" or unpaired.needs_others}
+    return {name: (kept | margins)[name] for name in figures_of(unpaired)}
+
+
+def figures_of(unpaired: Unpaired) -> tuple[str, ...]:
+    """The names of the figures.
+
+    Args:
+        unpaired: the loss.
+
+    Returns:
+        TRL's names; "kl" for a loss with a baseline alone.
+    """
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+    return (*names, "kl") if unpaired.needs_others else names
+
+
+def _sums(graph: Any, settings: PairSettings, data: TrainingRows) -> Any:
+    """A part's loss, figures and numbers of answers, all of them sums."""
+
+    @jax.jit
+    def sums(params, frozen, batch):
+        model = nnx.merge(graph, params, frozen)
+        value, figures, counts = sums_of(settings.unpaired, data.num_segments, model, batch)
+        return jnp.stack([value, *figures.values(), *counts.values()])
+
+    return sums
+
+
+def _scores(unpaired: Unpaired, totals: Sequence[float]) -> dict[str, float]:
+    value, *others = totals
+    counts = {name: max(count, 1.0) for name, count in zip(_COUNTS, others[-len(_COUNTS) :], strict=True)}
+    sums = dict(zip(_FIGURES, others[: len(_FIGURES)], strict=True))
+    means = _with_margins(unpaired, {name: sums[name] / counts[of] for name, of in _FIGURES.items()})
+    return {"eval_loss": value / counts["answers"]} | {f"eval_{name}": mean for name, mean in means.items()}
+
+
+def task_of(settings: PairSettings) -> Task:
+    """The task of a run.
+
+    Args:
+        settings: the run; its loss is one of single answers.
+
+    Returns:
+        The task.
+    """
+    unpaired = settings.unpaired
+    assert unpaired is not None
+    figures = figures_of(unpaired)
+    return Task(
+        tokenizer=UnpairedWithOthers if unpaired.needs_others else UnpairedTokenizer,
+        loss=lambda settings, data: loss_of(unpaired, data.num_segments),
+        alone=True,
+        normalizer=lambda settings, data: normalizer_of(unpaired, data.num_segments),
+        sums=_sums,
+        scores=functools.partial(_scores, unpaired),
+        figures=figures,
+        scored=("eval_loss", *(f"eval_{name}" for name in figures)),
+        shown=("loss", "rewards/margins", "tokens_per_second", "memory_gib"),
+        add_columns=_references.add_columns,
+        before=_references.fill,
+    )
