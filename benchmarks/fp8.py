@@ -6,7 +6,8 @@
 A product is x·W, dY·Wᵀ or xᵀ·dY of a layer's seven projections. Operands are scaled by the largest number of their
 array (current scaling), forward ones to e4m3 and gradients to e5m2; products accumulate in float32. The step is one
 layer's loss and all its gradients: norms, rotation, attention and gated unit are this package's, and the projections
-are bfloat16 or FP8. The first row's feed-forward is `gated_mlp`, as in a model's unrolled layers. Figures are medians over rounds in which every program has its turn, on random normal data.
+are bfloat16 or FP8. The first row's feed-forward is `gated_mlp`, as in a model's unrolled layers. Figures are medians
+over rounds in which every program has its turn, on random normal data.
 
 The head's table: hidden states and head of random normal numbers, scaled so that the logits have the spread of its
 first column. The noise is the root mean square of (FP8 logit − float32 logit); the bias is the mean difference of the
