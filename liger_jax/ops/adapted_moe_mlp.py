@@ -12,7 +12,7 @@ from liger_jax.ops import expert_exchange
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.grouped_matmul import grouped_matmul
-from liger_jax.ops.moe_mlp import EXPERT_GATE_UP, _gathered, _Order, _plus_bias, _sorted_by_expert, _summed
+from liger_jax.ops.moe_mlp import EXPERT_GATE_UP, _Order, _plus_bias, _sorted_by_expert, _summed
 from liger_jax.pallas_kernels._tiles import cdiv, promoted
 from liger_jax.pallas_kernels.glu import formulas as glu
 from liger_jax.pallas_kernels.grouped_matmul import formulas
@@ -116,6 +116,11 @@ def _product(rows, weight, adapter, *, sizes, implementation):
 
 
 # --- rows, whose ways there and back are gathers in both directions ---------------------------------------------------
+
+
+def _gathered(x: jax.Array, order: _Order) -> jax.Array:
+    """x (N, D) → (N·k, D): each sorted row's token."""
+    return x.at[order.token].get(mode="promise_in_bounds")
 
 
 @jax.custom_vjp
