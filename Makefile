@@ -151,8 +151,9 @@ train: $(TRAIN_ENV)/.installed
 # ALLOW_MULTIPLE_LIBTPU_LOAD: libtpu compiles in several workers at once, and no TPU is there to fight for.
 CPU_ONLY := JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1
 # Other people's plugins stay out: a warning of theirs would be an error here. Each worker begins with a stretch of its
-# own, in which tests share what a module prepares, and who is done takes cases from the others.
-PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(filter cpu,$(PLATFORM)),$(CPU_ONLY)) $(TEST_PYTHON) -m pytest \
+# own, in which tests share what a module prepares, and who is done takes cases from the others. Bytecode is kept, even
+# where the environment says otherwise: dozens of tests start processes, and each would compile 400 modules.
+PYTEST = PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(filter cpu,$(PLATFORM)),$(CPU_ONLY)) $(TEST_PYTHON) -m pytest \
   -p xdist -n $(JOBS) --dist=worksteal --platform=$(PLATFORM) --part=$(PART)
 installed = $(if $(filter venv,$(ENV)),$(TEST_ENV)/.installed$(1))
 
