@@ -131,11 +131,16 @@ def _trips(loop: Instruction, computations: dict[str, list[Instruction]]) -> int
 
 
 def _devices(instruction: Instruction) -> int:
-    """The devices of a collective's groups."""
+    """The devices of a collective's groups, which are listed, counted, or named by a mesh's axes."""
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", instruction.attributes):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", instruction.attributes):
         return int(found[1])
+    if found := re.search(r"replica_groups=@?mesh(.*?) \{([^}]*)\}", instruction.attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"([\w.]+)\W?=(\d+)", found[1])}
+        # A part of an axis is "name:(devices outside of the part)devices in it".
+        parts = [axis.split(")")[-1] if ":" in axis else sizes.get(axis, 1) for axis in found[2].split(",")]
+        return math.prod(map(int, parts))
     return 2 if "source_target_pairs" in instruction.attributes else 1
 
 

@@ -40,15 +40,17 @@ def program(run: Run, path: pathlib.Path | None) -> str:
 
 
 def section(run: Run, text: str) -> tuple[str, bool]:
-    """A run's table, and whether the largest array that it sends is smaller than a device's logits."""
-    found = collectives(text)
-    most, logits = max(each.largest for each in found), run.tokens * run.model.config.vocab_size // run.tensor
+    """A run's table, and whether it sends no array as large as a device's logits, but for the embedding."""
+    found, config = collectives(text), run.model.config
+    most, logits = max(each.largest for each in found), run.tokens * config.vocab_size // run.tensor
+    table = config.vocab_size * config.hidden_size // run.tensor
     told = (
         f"\n{run.model.name}, {run.batch} × {run.seq}, {in_words(run.mesh)} of {run.target.name}, remat {run.remat}\n\n"
     )
     told += _measure.table(HEADER, by_kind(found, run.model.config.num_hidden_layers))
-    told += f"\nThe largest array that is sent has {most:,} elements; a device's logits have {logits:,}.\n"
-    return told, most < logits
+    told += f"\nThe largest array that is sent has {most:,} elements; a device's logits have {logits:,}"
+    told += ", and its embedding as many as the largest.\n" if most == table else ".\n"
+    return told, all(each.largest < logits or each.largest == table for each in found)
 
 
 def main() -> int:

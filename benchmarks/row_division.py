@@ -6,7 +6,7 @@ A row's positions see the earlier ones of their own document, and attention's wo
 other, counted in whole tiles of 64 queries and 64 keys, as kernels compute them. A row is divided
 
     as one pair    2c chunks, of which device i of c has the chunks i and 2c − 1 − i
-    as it is       the same again and again in a long row, as `ops.layout.in_chunks` does it
+    as it is       a long row as two pairs, as `ops.layout.in_chunks` does it
     in stripes     of 512 positions, which devices take in turn
 
 The first three figures are the busiest device's work over the mean, less 1: rows follow one another, and devices wait

@@ -197,13 +197,14 @@ def sent_dtype(param_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -
 # --- rows that are split ----------------------------------------------------------------------------------------------
 
 
-# Of a row that is long enough every device gets several pairs of chunks, as long as a chunk is not shorter than this.
-# A kernel gets a chunk at a time: 2,048 queries of 8 heads are 128 tiles, about one for each multiprocessor of a GPU.
-LEAST_CHUNK, MOST_ROUNDS = 2048, 4
+# Of a long row every device gets two pairs of chunks, unless a chunk would be shorter than this. A kernel gets a chunk
+# at a time: 2,048 queries of 8 heads are 128 tiles, about one for each multiprocessor of a GPU. More chunks are more
+# even still, but each call sums gradients of all keys (benchmarks.row_division_times).
+LEAST_CHUNK = 2048
 
 
-def rounds(length: int, parts: int) -> int:
-    """How many pairs of chunks each device gets of a row, so that packed rows are even work, too.
+def pairs_of_chunks(length: int, parts: int) -> int:
+    """How many pairs of chunks each device gets of a row.
 
     A whole document is even work with one pair. Of packed documents a long one lies in some chunks only, and the
     shorter the chunks, the more devices share it (`benchmarks.row_division`).
@@ -213,23 +214,20 @@ def rounds(length: int, parts: int) -> int:
         parts: the devices that share it.
 
     Returns:
-        1, 2 or 4: the most that divides the row into chunks of 2,048 positions or more.
+        2 if that divides the row into chunks of 2,048 positions or more, else 1.
 
     Example:
-        >>> rounds(131072, 8), rounds(65536, 8), rounds(32768, 8)
-        (4, 2, 1)
+        >>> pairs_of_chunks(131072, 8), pairs_of_chunks(32768, 8)
+        (2, 1)
     """
-    found = 1
-    while found < MOST_ROUNDS and length % (4 * parts * found) == 0 and length >= 4 * parts * found * LEAST_CHUNK:
-        found *= 2
-    return found
+    return 2 if length % (4 * parts) == 0 and length >= 4 * parts * LEAST_CHUNK else 1
 
 
 def in_chunks(whole: jax.Array, axis: int, parts: int) -> jax.Array:
     """Rows in the order in which devices get them: device i of c has the chunks i and 2c − 1 − i of 2c.
 
     Early positions see few keys and late ones many, so that all devices do the same work in causal attention. A row
-    that is long has several times 2c chunks (`rounds`), and devices get them to and fro: 0, 1, …, 1, 0, 0, 1, ….
+    that is long has 4c chunks, and devices get them to and fro, 0, 1, …, 1, 0, 0, 1, …, 1, 0 (`pairs_of_chunks`).
 
     Args:
         whole: an array with whole rows.
@@ -282,7 +280,7 @@ def chunk_starts(axis: str, positions: int) -> list[jax.Array]:
         The positions of the chunks' first entries, int32.
     """
     device, parts = jax.lax.axis_index(axis).astype(jnp.int32), jax.lax.axis_size(axis)
-    number = rounds(positions * parts, parts)
+    number = pairs_of_chunks(positions * parts, parts)
     size = positions // (2 * number)
     pairs = [(2 * parts * i + device, 2 * parts * (i + 1) - 1 - device) for i in range(number)]
     return [chunk * size for pair in pairs for chunk in pair]
@@ -290,7 +288,7 @@ def chunk_starts(axis: str, positions: int) -> list[jax.Array]:
 
 def _order(length: int, parts: int) -> list[int]:
     """The chunks of a row in the order of the devices that have them."""
-    starts = [2 * parts * i for i in range(rounds(length, parts))]
+    starts = [2 * parts * i for i in range(pairs_of_chunks(length, parts))]
     return [start + chunk for device in range(parts) for start in starts for chunk in (device, 2 * parts - 1 - device)]
 
 

@@ -205,6 +205,8 @@ class Checkpoints:
                 steps.remove_unfinished(self._folder, quiet_seconds=1.0)
             if disk.is_full(error):
                 raise disk.full(f"The checkpoint of step {step}", self._folder, disk.num_bytes(state)) from error
+            if isinstance(error, jax.errors.JaxRuntimeError) and (why := processes.lost()):
+                raise TrainingError(why) from error
             reason = _reason(error)
             raise TrainingError(
                 f"The checkpoint of step {step} cannot be written to {self._folder} ({reason})."

@@ -20,7 +20,7 @@ from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops._place import Place
-from liger_jax.ops.layout import rounds, sent_dtype
+from liger_jax.ops.layout import pairs_of_chunks, sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.pallas_kernels.attention import xla
 
@@ -146,7 +146,7 @@ class LayerMemory:
         """The queries of a row that attention takes in one call: where devices share it, those of a chunk."""
         if self.sequence == 1:
             return self.seq
-        return self.seq // (2 * rounds(self.seq * self.sequence, self.sequence))
+        return self.seq // (2 * pairs_of_chunks(self.seq * self.sequence, self.sequence))
 
     @property
     def _key_heads(self) -> int:

@@ -2,7 +2,7 @@
 
 A batch is prepared once, by `Layout.place`. Labels are shifted while the next token is at hand, positions are attached,
 rows are padded, and their chunks are put in the order of the devices (`ops.layout.in_chunks`): device i of c has the
-chunks i and 2c − 1 − i of 2c, which make even work of causal attention; of a long row several such pairs. Behind that a
+chunks i and 2c − 1 − i of 2c, which make even work of causal attention; of a long row two such pairs. Behind that a
 position needs no other one but in attention, where keys and values are gathered.
 """
 

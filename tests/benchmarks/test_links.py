@@ -1,8 +1,31 @@
-"""Times that the links' datasheets predict."""
+"""Times that the links' datasheets predict, and the groups of devices that programs name."""
 
 import pytest
 
 from benchmarks import links
+from benchmarks._collectives import collectives
+
+NAMED = """
+ENTRY %main.1 (x.1: bf16[8,4]) -> f32[] {
+  %x.1 = bf16[8,4]{1,0} parameter(0)
+  %all-gather.1 = bf16[32,4]{1,0} all-gather(%x.1), replica_groups=GROUPS, dimensions={0}, use_global_device_ids=true
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "groups, devices",
+    [
+        ("mesh['data'=1,'fsdp'=4,'tensor'=2] {fsdp}", 4),
+        ("@mesh<fsdp=4,tensor=2> {fsdp,tensor}", 8),
+        ("mesh[fsdp=8] {fsdp:(2)4}", 4),
+        ("{{0,1},{2,3}}", 2),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+    ],
+)
+def test_the_devices_of_a_collective_are_told_in_several_ways(groups, devices):
+    (found,) = collectives(NAMED.replace("GROUPS", groups))
+    assert (found.kind, found.devices, found.bytes) == ("all-gather", devices, 2 * 32 * 4)
 
 
 def test_keys_of_a_row_over_several_devices_are_sent_and_its_attention_grows_with_it():

@@ -126,7 +126,7 @@ def test_loss_metrics_and_gradients_are_those_of_one_device(case, devices, rng):
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_rows_in_many_chunks_have_the_loss_and_gradients_of_one_device(tensor, devices, rng, monkeypatch):
     monkeypatch.setattr(layout, "LEAST_CHUNK", 1)
-    assert layout.rounds(16, 2) == 4
+    assert layout.pairs_of_chunks(16, 2) == 2
     assert_like_one_device(case("llama", (1, tensor, 2)), devices, rng)
 
 

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax.training import CheckpointError, Checkpoints, DamagedError, DiskError, FolderError, TrainingError, disk
+from liger_jax.training import (
+    CheckpointError,
+    Checkpoints,
+    DamagedError,
+    DiskError,
+    FolderError,
+    TrainingError,
+    disk,
+    processes,
+)
 
 STATE, LOG = [jnp.arange(6.0), jnp.ones((), jnp.int32)], {"losses": [3.0]}
 
@@ -272,3 +281,17 @@ def test_an_error_has_its_problem_and_its_cure_apart(folder):
         Checkpoints(folder, {"steps": 4}, fresh=False).restore(STATE)
     assert error.value.problem.endswith("holds another run: steps=3 became 4.")
     assert str(error.value) == f"{error.value.problem} {error.value.cure}"
+
+
+def test_a_save_that_another_process_has_torn_says_who_is_lost(folder, monkeypatch):
+    checkpoints = Checkpoints(folder, {"steps": 3}, fresh=False)
+
+    def torn(*_, **__):
+        raise jax.errors.JaxRuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(Checkpoints, "_checkpointer", types.SimpleNamespace(save=torn))
+    with pytest.raises(TrainingError, match=r"step 2 cannot be written to .* \(.*Connection closed by peer"):
+        checkpoints.save(2, STATE, LOG)
+    monkeypatch.setattr(processes, "lost", lambda: "Process 1 of 2 has ended.")
+    with pytest.raises(TrainingError, match=r"^Process 1 of 2 has ended\.$"):
+        checkpoints.save(2, STATE, LOG)
