@@ -143,7 +143,7 @@ def picture(figures: Figures) -> Any:
     for memory, name in ((24, "24 GB card"), (48, "48 GB card"), (80, "80 GB card")):
         axes.axhline(figures[f"8b:qlora:{memory}"]["capacity"] / GIB, color="#c0c0c0", linewidth=1)
         axes.text(lengths[0], figures[f"8b:qlora:{memory}"]["capacity"] / GIB + 1, name, fontsize=8)
-    axes.set(xlabel="tokens of the row, thousands of 1,024", ylabel="GiB")
+    axes.set(xlabel="tokens of the row, in units of 1,024", ylabel="GiB")
     axes.set_title("One step of Llama 3.1 8B, QLoRA of rank 32, compiled for an H100", fontsize=10)
     axes.legend()
     return figure
