@@ -6,7 +6,8 @@ A cell is a model, what is trained, and a card's memory in GB. A step has one ro
 (`remat="offload"`), and AdamW. Adapters have rank 32 on all seven projections; full weights are bfloat16, and their
 moments lie in the host's memory, too. The capacity is what a process gets of the card by the planner. The planner's
 estimate says where to begin, and the compiler's figures where to go on, until what is left is less than a hundredth of
-what the row takes, or the next length does not fit. Figures are kept in `results/longest_row.json`; what is there is not made again.
+what the row takes, or the next length does not fit. Figures are kept in `results/longest_row.json`; what is there is
+not made again.
 """
 
 import argparse
