@@ -5,8 +5,9 @@
 A cell is a model, what is trained, and a card's memory in GB. A step has one row, layers' inputs in the host's memory
 (`remat="offload"`), and AdamW. Adapters have rank 32 on all seven projections; full weights are bfloat16, and their
 moments lie in the host's memory, too. The capacity is what a process gets of the card by the planner. The planner's
-estimate says where to begin, and the compiler's figures where to go on, until a length fits and one that is a
-hundredth longer does not. Figures are kept in `results/longest_row.json`; what is there is not made again.
+estimate says where to begin, and the compiler's figures where to go on, until what is left is less than a hundredth of
+what the row takes, or the next length does not fit. Figures are kept in `results/longest_row.json`; what is there is
+not made again.
 """
 
 import argparse
@@ -110,7 +111,17 @@ def report(figures: Figures) -> str:
         held = [gib(figure["total"], 1), gib(figure["host"], 1)] if ours else ["–", "–"]
         beside = ", state on the host" if cell in STATE_ON_HOST else ""
         what = [f"Llama {model.upper()}, {NAMES[kind]}{beside}", f"{memory} GB ({CARDS[int(memory)]})"]
-        rows.append([*what, gib(figure["capacity"], 1), f"**{ours:,}**", *held, number(unsloth), times, number(other)])
+        rows.append(
+            [
+                *what,
+                gib(figure["capacity"], 1),
+                f"**{ours:,}**" if ours else "not 1,024",
+                *held,
+                number(unsloth),
+                times,
+                number(other),
+            ]
+        )
     header = ["what is trained", "card", "a process gets, GiB", "longest row", "compiled, GiB", "host, GiB"]
     header += ["Unsloth", "×", "Hugging Face + FA2"]
     text = f"`python -m benchmarks.longest_row`; figures of: {figures.stamps()}\n\n{ABOUT}\n"
@@ -121,9 +132,9 @@ NAMES = {"qlora": "QLoRA", "lora": "LoRA", "full": "all weights in bfloat16"}
 ABOUT = """All of ours is compiled for these cards, and nothing of it was run here. A step has one row, AdamW, and
 layers' inputs in the host's pinned memory; adapters have rank 32 on all seven projections, beside nf4 or bfloat16
 weights. What a process gets is a card's memory less CUDA's context and the allocator's reserve, as `liger-jax plan`
-takes it. "host" is what the host must hold. A length is a multiple of 1,024 tokens; one that is a hundredth longer does
-not fit. Attention is compiled as the kernels of this project; where cuDNN runs in their place, it takes a workspace of
-its own.
+takes it. "host" is what the host must hold. A length is a multiple of 1,024 tokens: the next one does not fit,
+or the room that is left is less than a hundredth of what the row takes. Attention is compiled as the kernels of this
+project; where cuDNN runs in their place, it takes a workspace of its own.
 
 Unsloth's and Hugging Face's lengths are as Unsloth publishes them: Llama 3.1 8B and Llama 3.3 70B, 4-bit QLoRA of rank
 32 on all seven projections, batch 1.
@@ -143,7 +154,7 @@ def picture(figures: Figures) -> Any:
     for memory, name in ((24, "24 GB card"), (48, "48 GB card"), (80, "80 GB card")):
         axes.axhline(figures[f"8b:qlora:{memory}"]["capacity"] / GIB, color="#c0c0c0", linewidth=1)
         axes.text(lengths[0], figures[f"8b:qlora:{memory}"]["capacity"] / GIB + 1, name, fontsize=8)
-    axes.set(xlabel="tokens of the row, thousands of 1,024", ylabel="GiB")
+    axes.set(xlabel="tokens of the row, in units of 1,024", ylabel="GiB")
     axes.set_title("One step of Llama 3.1 8B, QLoRA of rank 32, compiled for an H100", fontsize=10)
     axes.legend()
     return figure

@@ -233,21 +233,6 @@ class Settings:
         """How often each row is trained on, or `None` where the number of steps is given."""
         return None if self.steps is not None else self.epochs or 1.0
 
-    def check_length(self, model: str, longest: int) -> None:
-        """Checks that the model takes rows of this length.
-
-        Args:
-            model: its name.
-            longest: the most tokens of a row that it takes.
-
-        Raises:
-            UserError: it does not.
-        """
-        if self.length > longest:
-            raise UserError(
-                f"--length={self.length} is more than the {longest} positions of {model}. Pass --length {longest}."
-            )
-
     def to_write(self) -> dict[str, Any]:
         """The settings as a file of options has them.
 
@@ -297,8 +282,19 @@ def add_row_arguments(command: argparse.ArgumentParser) -> None:
     add("--subset", help="the dataset's configuration")
     add("--pack", action="store_true", help="documents share rows, and none sees another")
     add("--length", type=int, help="tokens in a row (default: 2048)")
+    add_rope_argument(command)
     add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
     add("--seed", type=int, help="of all that is random (default: 0)")
+
+
+def add_rope_argument(command: argparse.ArgumentParser) -> None:
+    """Adds the argument for rows beyond a model's positions.
+
+    Args:
+        command: a parser.
+    """
+    longer = "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)"
+    command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
 
 
 def add_training_arguments(command: argparse.ArgumentParser, rate: str, out: str) -> None:
@@ -338,8 +334,6 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     add("--rslora", action="store_true", help="scale the adapters by alpha/√rank")
     add("--dora", action="store_true", help="train the lengths of the weights' columns, too")
     add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
-    longer = "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)"
-    add("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
     add("--remat", choices=REMATS, help="what layers keep for the backward (default: full; offload if it must)")
     add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
     add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from liger_jax.commands import _training_rows
+from liger_jax.commands import _long_rows, _training_rows
 from liger_jax.commands._errors import UserError, in_one_line, training_errors, user_errors
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Piece, Tokenizer
@@ -179,11 +179,10 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
         found = source.find(settings.model, weights=False)
         model = architecture_of(found)
     longest = model.config.longest_sequence
-    if shorten and settings.length > longest:
+    if shorten and settings.rope_scaling is None and settings.length > longest:
         settings = dataclasses.replace(settings, length=longest)
         print(f"Rows have {longest:,} tokens, the most that the model takes. finetune needs --length {longest}.")
-    settings.check_length(model.name, longest)
-    return settings, _training_rows.tokenizer(found, model)
+    return settings, _training_rows.tokenizer(found, _long_rows.stretched_for(settings, model))
 
 
 def _laid(

@@ -14,7 +14,7 @@ from typing import Any
 
 from liger_jax.commands._grpo_settings import ADVANTAGES, LEVELS, LOSS_TYPES, GrpoSettings
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._settings import add_training_arguments
+from liger_jax.commands._settings import add_rope_argument, add_training_arguments
 from liger_jax.commands._training_command import trained
 
 SUMMARY = "train a model by rewards of what it writes"
@@ -48,6 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--mask-truncated", action="store_true", help="leave completions out of the loss that were cut off")
     add("--length", type=int, help="tokens in a packed row (default: a longest prompt's and completion's)")
     add("--seed", type=int, help="of all that is random (default: 0)")
+    add_rope_argument(command)
     add_training_arguments(command, "1e-6, with --lora 1e-5", GrpoSettings.out)
 
 
