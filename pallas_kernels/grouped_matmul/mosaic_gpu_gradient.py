@@ -38,7 +38,7 @@ def weight_gradient(
     tiles = config.HOPPER_GRADIENT
     row_tiles, column_tiles = cdiv(height, ROWS), cdiv(width, tiles.columns)
     blocks = num_blocks(num_groups * row_tiles * column_tiles)
-    groups, begins, ends = formulas.largest_first(group_sizes)
+    groups, begins, ends, busy = formulas.largest_first(group_sizes)
     edges = [_edges(x, begins, ends) for x in (a, b)]
     ring_scratch = Ring.scratch(tiles, Factors(a, b, (0, 0)))
     num_barriers = tiles.stages * (NUM_CONSUMERS if tiles.in_turn else 1)
@@ -46,10 +46,10 @@ def weight_gradient(
     scratch = [*ring_scratch, edge_filled, staging(dtype, config.STAGED_PIECES)]
 
     def body(*refs):
-        sources, edge_refs, (fill_ref, group_ref, begin_ref, end_ref), (out_ref,), ring, (edge_filled, stage) = split(
-            refs, (2, 2, 4, 1, 4)
-        )
-        block = Block(num_groups * row_tiles * column_tiles, blocks, Ring(*ring), tiles)
+        sources, edge_refs, (fill_ref, *numbers), (out_ref,), ring, (edge_filled, stage) = split(refs, (2, 2, 5, 1, 4))
+        group_ref, begin_ref, end_ref, busy_ref = numbers
+        total = num_groups * row_tiles * column_tiles
+        block = Block(total, busy_ref[0] * row_tiles * column_tiles, blocks, Ring(*ring), tiles)
 
         def rows(number):
             """An item's group's place and rows, and where its first step begins."""
@@ -122,7 +122,7 @@ def weight_gradient(
         block.run(steps, copy, finish)
 
     (gradient,) = _hopper.launch(
-        body, a, b, *edges, fill[None], groups, begins, ends,
+        body, a, b, *edges, fill[None], groups, begins, ends, busy[None],
         num_blocks=blocks,
         out_types=[out_like(a, (num_groups, height, width), dtype)],
         scratch=scratch,

@@ -148,8 +148,8 @@ def test_tpus_visit_tiles_of_several_groups(platform, rng):
 
 def test_large_groups_come_first():
     sizes = np.array([3, 7, 0, 7, 5])
-    group, begin, end = formulas.largest_first(jnp.asarray(sizes, jnp.int32))
-    assert group.tolist() == [1, 3, 4, 0, 2]
+    group, begin, end, with_rows = formulas.largest_first(jnp.asarray(sizes, jnp.int32))
+    assert group.tolist() == [1, 3, 4, 0, 2] and int(with_rows) == 4
     assert (end - begin).tolist() == sizes[np.asarray(group)].tolist()
     assert end.tolist() == np.cumsum(sizes)[np.asarray(group)].tolist()
 
