@@ -107,18 +107,18 @@ def tiles(group_sizes: jax.Array, m: int, rows: int, multiple: int) -> GroupTile
     return GroupTiles(found(starts - firsts * rows), found(begins), found(ends), found(groups), so_far, ends)
 
 
-def largest_first(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Groups in the order of falling sizes, int32: their numbers, first rows, and the rows behind their last (E,)."""
+def largest_first(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Groups by falling size, int32: their numbers, first rows, rows behind their last (E,), and how many have rows ()."""
     ends, numbers = prefix_sums(group_sizes), jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
     is_before = (group_sizes[None] > group_sizes[:, None]) | (
         (group_sizes[None] == group_sizes[:, None]) & (numbers[None] < numbers[:, None])
     )
     rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
     is_of = rank[None] == numbers[:, None]  # (place, group)
-    found = [
+    group, begin, end = (
         jnp.sum(jnp.where(is_of, x[None], 0), axis=1, dtype=jnp.int32) for x in (numbers, ends - group_sizes, ends)
-    ]
-    return found[0], found[1], found[2]
+    )
+    return group, begin, end, jnp.sum(group_sizes > 0, dtype=jnp.int32)
 
 
 def group_of_rows(group_sizes: jax.Array, m: int) -> jax.Array:

@@ -41,12 +41,14 @@ class Block(NamedTuple):
 
     Attributes:
         total: items of all blocks.
+        busy: those of them that have steps, which come first.
         num_blocks: blocks of the kernel.
         ring: tiles of both operands.
         tiles: their sizes.
     """
 
     total: Any
+    busy: Any
     num_blocks: int
     ring: Ring
     tiles: Tiles
@@ -71,19 +73,27 @@ class Block(NamedTuple):
             plgpu.wait_smem_to_gmem(0)
 
     def _over_items(self, steps: Callable[[Any], Any], function: Callable[..., None]) -> None:
-        """Rounds of items go over the blocks forth and back, so that items that become shorter are dealt evenly."""
+        """Rounds of items go over the blocks forth and back, so that items that become shorter are dealt evenly.
+
+        Where fewer items than blocks have steps, the blocks without take all items without.
+        """
         block, rounds = jax.lax.axis_index("block"), jax.lax.div(self.total, self.num_blocks)
+        idle = self.num_blocks - self.busy
 
         def number(i):
             place = jnp.where(jax.lax.rem(i, 2) == 0, block, self.num_blocks - 1 - block)
-            return i * self.num_blocks + place
+            of_idle = jnp.where(i == 0, block, self.num_blocks - idle + block - self.busy + i * idle)
+            return jnp.where(idle > 0, of_idle, i * self.num_blocks + place)
 
         def one(i, done):
             item = Item(number(i), done, jax.lax.rem(i, NUM_CONSUMERS) if self.tiles.in_turn else 0)
             function(i, item)
             return done + steps(item.number)
 
-        own = rounds + jnp.where(number(rounds) < self.total, 1, 0)
+        rest = jnp.maximum(self.total - self.num_blocks - (block - self.busy), 0)  # from an idle block's second on
+        further = jnp.where(block < self.busy, 0, jax.lax.div(rest + idle - 1, jnp.maximum(idle, 1)))
+        of_idle = jnp.where(block < self.total, 1, 0) + further
+        own = jnp.where(idle > 0, of_idle, rounds + jnp.where(number(rounds) < self.total, 1, 0))
         jax.lax.fori_loop(0, own, one, jnp.int32(0))
 
     def _slot(self, item: Item, step: Any) -> Any:

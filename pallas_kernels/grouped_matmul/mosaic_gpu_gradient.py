@@ -1,12 +1,13 @@
 """Hopper's gradient of the weights: for each group, a product whose contracted axis are the group's rows.
 
 A step is 64 rows. In a group's first and last one, those of other groups must be zero in both factors, so that NaN does
-not pass. The copy engine moves 8 rows at least: XLA makes the 8 rows in which each group begins and the 8 in which it
-ends, with zeros for other groups' rows, and such steps are put together from pieces of 8 rows. (To set rows to zero in
-shared memory took a sixth of the kernel's time.) A group's sum is made in registers, and written once. Large groups
-come first, so that blocks end together.
+not pass. Such a step is put together from blocks of 8, 8, 16 and 32 rows, of which each is wholly the group's, wholly
+others', or one that XLA has made with zeros for others' rows: the block in which the group begins, and that in which it
+ends. (To set rows to zero in shared memory took a sixth of the kernel's time.) A group's sum is made in registers, and
+written once. Large groups come first, so that blocks end together.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_block import Block, num_
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_product import whole_rows
 
 _PIECE = 8  # rows that the copy engine moves at least
+_BLOCKS = ((0, 8), (8, 8), (16, 16), (32, 32))  # of a step that is not wholly the group's: first row and rows
+_LONGEST, _STEP = 32, 64
 
 
 def weight_gradient(
@@ -35,18 +38,18 @@ def weight_gradient(
     tiles = config.HOPPER_GRADIENT
     row_tiles, column_tiles = cdiv(height, ROWS), cdiv(width, tiles.columns)
     blocks = num_blocks(num_groups * row_tiles * column_tiles)
-    groups, begins, ends = formulas.largest_first(group_sizes)
+    groups, begins, ends, busy = formulas.largest_first(group_sizes)
     edges = [_edges(x, begins, ends) for x in (a, b)]
     ring_scratch = Ring.scratch(tiles, Factors(a, b, (0, 0)))
     num_barriers = tiles.stages * (NUM_CONSUMERS if tiles.in_turn else 1)
-    edge_filled = plgpu.Barrier(num_arrivals=2 * tiles.depth // _PIECE, num_barriers=num_barriers)
+    edge_filled = plgpu.Barrier(num_arrivals=2 * len(_BLOCKS), num_barriers=num_barriers)
     scratch = [*ring_scratch, edge_filled, staging(dtype, config.STAGED_PIECES)]
 
     def body(*refs):
-        sources, edge_refs, (fill_ref, group_ref, begin_ref, end_ref), (out_ref,), ring, (edge_filled, stage) = split(
-            refs, (2, 2, 4, 1, 4)
-        )
-        block = Block(num_groups * row_tiles * column_tiles, blocks, Ring(*ring), tiles)
+        sources, edge_refs, (fill_ref, *numbers), (out_ref,), ring, (edge_filled, stage) = split(refs, (2, 2, 5, 1, 4))
+        group_ref, begin_ref, end_ref, busy_ref = numbers
+        total = num_groups * row_tiles * column_tiles
+        block = Block(total, busy_ref[0] * row_tiles * column_tiles, blocks, Ring(*ring), tiles)
 
         def rows(number):
             """An item's group's place and rows, and where its first step begins."""
@@ -81,13 +84,20 @@ def weight_gradient(
                 @pl.when(is_edge)
                 def _():
                     filled = block.barrier(edge_filled, item, step)
-                    for piece in range(0, tiles.depth, _PIECE):
-                        row = pl.multiple_of(first + piece, _PIECE)
-                        is_whole = (row >= begin) & (row + _PIECE <= end)
-                        edge = jnp.where(row < begin, 2 * place, jnp.where(row < end, 2 * place + 1, 2 * num_groups))
-                        for x, edges, stage, own in zip(sources, edge_refs, ring[:2], columns, strict=True):
-                            there = stage.at[slot, pl.ds(piece, _PIECE)]
-                            _copy_either(is_whole, x.at[pl.ds(row, _PIECE), own], edges.at[edge, :, own], there, filled)
+                    for offset, count in _BLOCKS:
+                        row = pl.multiple_of(first + offset, _PIECE)
+                        is_whole = (row >= begin) & (row + count <= end)
+                        edge = jnp.where(row < end, place, num_groups)
+                        edge_row = pl.multiple_of(jnp.where(row < begin, 0, _PIECE), _PIECE)
+
+                        def copy_block(x, x_row, offset=offset, count=count):
+                            for ref, stage, own in zip(x, ring[:2], columns, strict=True):
+                                there = stage.at[slot, pl.ds(offset, count)]
+                                plgpu.copy_gmem_to_smem(ref.at[pl.ds(x_row, count), own], there, filled)
+
+                        pl.when(is_whole)(functools.partial(copy_block, sources, row))
+                        edges = [ref.at[edge] for ref in edge_refs]
+                        pl.when(jnp.logical_not(is_whole))(functools.partial(copy_block, edges, edge_row))
 
             block.copy_steps(item, steps(item.number), copy_step)
 
@@ -112,7 +122,7 @@ def weight_gradient(
         block.run(steps, copy, finish)
 
     (gradient,) = _hopper.launch(
-        body, a, b, *edges, fill[None], groups, begins, ends,
+        body, a, b, *edges, fill[None], groups, begins, ends, busy[None],
         num_blocks=blocks,
         out_types=[out_like(a, (num_groups, height, width), dtype)],
         scratch=scratch,
@@ -121,19 +131,19 @@ def weight_gradient(
     return gradient
 
 
-def _copy_either(condition: Any, source: Any, other: Any, there: Any, barrier: Any) -> None:
-    """Copies one of two sources."""
-    pl.when(condition)(lambda: plgpu.copy_gmem_to_smem(source, there, barrier))
-    pl.when(jnp.logical_not(condition))(lambda: plgpu.copy_gmem_to_smem(other, there, barrier))
-
-
 def _edges(x: jax.Array, begins: jax.Array, ends: jax.Array) -> jax.Array:
-    """x (M, C) → (2·E + 2, 8, C): the 8 rows in which each group begins and those in which it ends, others' zero.
+    """x (M, C) → (E + 1, 8 + 32, C): the 8 rows in which each group begins, and the block in which it ends.
 
-    The last two pieces, of a group without rows, are zero.
+    Others' rows in them are zero, and so is all of the last entry.
     """
-    begins, ends = (jnp.concatenate([rows, jnp.zeros_like(rows[:1])])[:, None, None] for rows in (begins, ends))
-    rows = jnp.concatenate([begins, ends], axis=1) // _PIECE * _PIECE + jnp.arange(_PIECE, dtype=jnp.int32)[None, None]
-    inside = ((rows >= begins) & (rows < ends))[..., None]
-    own = jnp.where(inside, x.at[rows].get(mode="clip"), jnp.zeros((), x.dtype))
-    return own.reshape(-1, _PIECE, x.shape[1])
+    begins, ends = (jnp.concatenate([rows, jnp.zeros_like(rows[:1])]) for rows in (begins, ends))
+    starts = begins // _PIECE * _PIECE
+    last_steps = starts + jnp.maximum(ends - starts - 1, 0) // _STEP * _STEP
+    last_blocks = last_steps
+    for offset, _ in _BLOCKS:
+        last_blocks = jnp.where(ends > last_steps + offset, last_steps + offset, last_blocks)
+    heads = starts[:, None] + jnp.arange(_PIECE, dtype=jnp.int32)[None]
+    tails = last_blocks[:, None] + jnp.arange(_LONGEST, dtype=jnp.int32)[None]
+    rows = jnp.concatenate([heads, tails], axis=1)
+    inside = (rows >= begins[:, None]) & (rows < ends[:, None])
+    return jnp.where(inside[..., None], x.at[rows].get(mode="clip"), jnp.zeros((), x.dtype))

@@ -46,7 +46,8 @@ def product(
     def body(*refs):
         (x_ref, w_ref), (fill_ref, *listed_refs), (out_ref,), ring, stages = split(refs, (2, 7, 1, 4))
         listed = formulas.GroupTiles(*listed_refs)
-        block = Block(listed.so_far[num_groups - 1] * column_tiles, blocks, Ring(*ring), tiles)
+        total = listed.so_far[num_groups - 1] * column_tiles
+        block = Block(total, total, blocks, Ring(*ring), tiles)
         store = functools.partial(_store, out_ref=out_ref, stage=stages[0], rows_stage=stages[1])
 
         def place(number):

@@ -246,6 +246,11 @@ def experts(x, weights, gate_up, down, chosen, implementation):
     return moe_mlp(x, weights, chosen, gate_up, down, activation="silu", implementation=implementation)
 
 
+TPU_ONLY += [
+    Case("grouped_matmul", with_gradient(grouped_matmul, (0, 1)), EXPERTS, GROUPED),
+    Case("moe_mlp", with_gradient(experts, (0, 1, 2, 3)), MIXTURE, GROUPED, full=True),
+]
+
 HOPPER_KERNELS = (*FLCE, "fused_linear_cross_entropy_hidden_gradient", "fused_linear_cross_entropy_weight_gradient")
 LLAMA_8B_MIXED_HEAD = (((8192, 4096), BF16), ((128256, 4096), F32), ((8192,), INT))
 # The bytes that 16-bit halves of dW and the logits of 2,048 tokens take.
