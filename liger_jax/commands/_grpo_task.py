@@ -1,5 +1,6 @@
 """What `liger-jax grpo` trains for: that completions which are better than their group become likelier."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ TASK = Task(
     ),
     scored=(),
     shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
+    rows=lambda settings: math.gcd(settings.batch // settings.micro_batches, settings.batch // settings.group),
     updates=lambda settings: settings.updates,
     played=Rollouts,
     alone=True,

@@ -1,6 +1,6 @@
 """A step of GRPO on the host: completions are sampled and rewarded, and packed into rows for the update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,13 +42,20 @@ class Rollouts:
         settings: the run.
         data: its prompts.
         tokenizer: their tokenizer.
+        place: puts a batch on the run's devices.
 
     Raises:
         UserError: a reward function is not there.
     """
 
-    def __init__(self, settings: GrpoSettings, data: PromptRows, tokenizer: Tokenizer):
-        self._settings, self._data, self._tokenizer = settings, data, tokenizer
+    def __init__(
+        self,
+        settings: GrpoSettings,
+        data: PromptRows,
+        tokenizer: Tokenizer,
+        place: Callable[[Any], Any] = lambda batch: batch,
+    ):
+        self._settings, self._data, self._tokenizer, self._place = settings, data, tokenizer, place
         self._rewards = _rewards.found(settings.reward)
         self._score: Any = None  # compiled with the first step
 
@@ -59,11 +66,14 @@ class Rollouts:
 
     @property
     def example(self) -> dict[str, Any]:
-        """A batch without tokens: it has a row for each completion, though packing leaves some empty.
+        """A batch without tokens, on the run's devices. It has a row for each completion, of which packing leaves some.
 
         `denominator` is the loss's, and `num_tokens` the number of tokens that count. A batch of several updates has
         the log-probabilities by the policy that has sampled.
         """
+        return self._place(self._empty())
+
+    def _empty(self) -> dict[str, Any]:
         shape, names = (self._settings.batch, self._settings.length), ("input_ids", "segment_ids", "positions")
         batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
         batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
@@ -93,12 +103,11 @@ class Rollouts:
         batch = self._packed(lines, completions, self._advantages(rewards))
         if self._settings.updates > 1:
             batch[OLD] = self._old_log_probs(graph, state[0], frozen, batch)
-        told = []
+        told, seen, batch = [], np.count_nonzero(batch["segment_ids"]), self._place(batch)
         for _ in range(self._settings.updates):
             state, found = update(state, batch, frozen)
             told.append(found)
         loss, others = jax.tree.map(lambda *x: sum(map(float, x)) / len(x), *told)
-        seen = np.count_nonzero(batch["segment_ids"])
         return state, (loss, {**others, **figures, **_lengths(completions), "num_tokens": seen})
 
     def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
@@ -180,7 +189,7 @@ class Rollouts:
         packed, places = pack_completions(
             [[each] for each in sequences], settings.length, labels=[[each] for each in labels]
         )
-        batch, own = self.example, dict(packed)
+        batch, own = self._empty(), dict(packed)
         own["advantages"] = np.zeros(packed["input_ids"].shape, np.float32)
         for (row, segment), advantage in zip(places, advantages, strict=True):
             own["advantages"][row][packed["segment_ids"][row] == segment + 1] = advantage

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -103,11 +102,14 @@ def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
         if task.alone and jax.process_count() > 1:
             raise UserError("--distributed: this command trains in one process. Leave it out.")
         shape = lambda layout: nnx.eval_shape(lambda: _new_model(settings, task, source, found, precision, layout))
-        # A model that writes its own batches does so on one device.
-        if task.played is not None and settings.mesh and math.prod(meshes.parse_mesh(settings.mesh).values()) > 1:
-            raise UserError(f"--mesh={settings.mesh}: this command trains on one device. Leave it out.")
-        there = jax.devices() if task.played is None else jax.devices()[:1]
-        devices = meshes.chosen(settings.mesh, there, settings.batch // settings.num_parts, shape)
+        # A model that writes its own batches gathers split weights for each token: several devices are asked for.
+        there = jax.devices() if task.played is None or settings.mesh else jax.devices()[:1]
+        devices = meshes.chosen(settings.mesh, there, task.rows(settings), shape)
+        if task.played is not None and devices.layout_of_rows != devices.layout:
+            raise UserError(
+                f"--mesh={settings.mesh}: devices that share completions cannot sample them. Give the devices to data "
+                "or fsdp."
+            )
         if task.alone and devices.sizes["sequence"] > 1:
             raise UserError(
                 f"--mesh={settings.mesh}: this command's rows stay whole. Give the devices to fsdp or tensor."
@@ -160,7 +162,7 @@ def _train_on(
         return 0
     with user_errors():
         processes.by_first(lambda: _output.write_settings(asked))
-    played = None if task.played is None else task.played(settings, data, tokenizer)
+    played = None if task.played is None else task.played(settings, data, tokenizer, devices.place)
     reading = beside(_read, settings, task, source, precision, devices)
     with user_errors(), telling("tracing"):
         batches = batch_of(0) if played is None else played.example, batch_of(0)

@@ -28,10 +28,11 @@ class Task:
         add_columns: adds columns to a run's rows, which `before` may fill.
         before: is called before the first step with the run, its rows, the model as it was read, and texts by which
             model and data can be told from others.
-        played: where the model that is trained makes a step's batch: of a run, its rows and their tokenizer, an object
-            with an `example` of such a batch, and `columns` for its own figures. Its
-            `step(graph, compiled, state, rows, frozen)` makes one from rows and their step's `number`, and takes the
-            step. `None` where the rows are the batch.
+        played: where the model that is trained makes a step's batch: of a run, its rows, their tokenizer, and a
+            function that puts a batch on the run's devices, an object with an `example` of such a batch, and `columns`
+            for its own figures. Its `step(graph, compiled, state, rows, frozen)` makes a batch from rows and their
+            step's `number`, and takes the step. `None` where the rows are the batch.
+        rows: of a run, the number that must be divided by as many devices as split its batch.
         updates: how many updates a step of the run has, which share its learning rate.
         teacher: a frozen model that the loss reads as the model's attribute `teacher`, where it stays; `None` for none.
         scan_layers: whether the model's layers are stacked.
@@ -50,6 +51,7 @@ class Task:
     add_columns: Callable[[Any, TrainingRows], None] = lambda settings, data: None
     before: Callable[[Any, TrainingRows, Any, Mapping[str, str]], None] = lambda settings, data, model, made_of: None
     played: Callable[..., Any] | None = None
+    rows: Callable[[Any], int] = lambda settings: settings.batch // settings.num_parts
     updates: Callable[[Any], int] = lambda settings: 1
     teacher: Teacher | None = None
     scan_layers: bool = True

@@ -329,6 +329,26 @@ def test_lines_without_a_prompt_are_refused(source, tmp_path, capsys):
     assert "wrong.jsonl, line 2, must hold an object with a prompt" in capsys.readouterr().err
 
 
-def test_several_devices_are_refused(source, tmp_path, capsys):
-    assert grpo(source, tmp_path, "--mesh=fsdp=2") == 2
-    assert "--mesh=fsdp=2: this command trains on one device. Leave it out." in capsys.readouterr().err
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
+@pytest.mark.parametrize(
+    ["mesh", "message"],
+    [
+        ("tensor=2", "--mesh=tensor=2: devices that share completions cannot sample them. Give the devices to data"),
+        ("sequence=2", "Give the devices to "),
+        ("data=3", "splits the batch into 3 parts, which do not divide the 4 rows"),
+    ],
+)
+def test_devices_that_share_completions_are_refused(mesh, message, source, tmp_path, capsys):
+    assert grpo(source, tmp_path, f"--mesh={mesh}") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices, which a CPU simulates")
+@pytest.mark.parametrize("mesh", ["fsdp=2", "data=2"])
+def test_a_mesh_trains_as_one_device_does(mesh, source, tmp_path):
+    for name, devices in (("one", "fsdp=1"), ("several", mesh)):
+        assert grpo(source, tmp_path / name, "--steps=3", "--updates=2", f"--mesh={devices}") == 0
+    one, several = (figures_of(tmp_path / name) for name in ("one", "several"))
+    for name in ("reward", "loss", "completions/mean_length"):
+        np.testing.assert_allclose([row[name] for row in several], [row[name] for row in one], rtol=1e-3, atol=1e-5)
