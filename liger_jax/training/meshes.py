@@ -56,7 +56,7 @@ class Devices:
     @property
     def layout_of_rows(self) -> Layout | None:
         """How a model lies that generates here: each device has rows of its own, and with them their caches."""
-        if self.sizes["tensor"] * self.sizes["sequence"] == 1:
+        if self.sizes["tensor"] * self.sizes["sequence"] * self.sizes["expert"] == 1:
             return self.layout
         return Layout(batch=AXES, fsdp=AXES[1:])
 
