@@ -121,7 +121,7 @@ def layer_step(dot, tokens):
         return jnp.sum((layer(dot, weights, x, cos, sin) * target).astype(jnp.float32))
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(weights, x).compile()
-    return functools.partial(compiled, weights, x), "f8" in compiled.as_text()
+    return functools.partial(compiled, weights, x), "f8e5m2" in compiled.as_text()
 
 
 def product_ms(tokens, shape, rounds):
