@@ -75,7 +75,7 @@ def program_of(case: LossCase, devices: list[Any]) -> tuple[Any, tuple[Any, ...]
         hidden = jax.lax.all_gather(hidden, _AXIS, axis=0, tiled=True)
         return fused_linear_cross_entropy(hidden, weight, labels, vocab_axis=_AXIS)
 
-    specs = dict(in_specs=(P(_AXIS), P(_AXIS), P()), out_specs=P(), check_vma=False)
+    specs: Any = dict(in_specs=(P(_AXIS), P(_AXIS), P()), out_specs=P(), check_vma=False)
     loss = fused_linear_cross_entropy if case.count == 1 else jax.shard_map(local, mesh=mesh, **specs)
     typed = lambda shape, dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     types = (
