@@ -137,10 +137,10 @@ def _devices(instruction: Instruction) -> int:
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", instruction.attributes):
         return int(found[1])
     if found := re.search(r"replica_groups=@?mesh(.*?) \{([^}]*)\}", instruction.attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"([\w.]+)\W?=(\d+)", found[1])}
+        sizes = {name: int(size) for name, size in re.findall(r"(\w+)'?=(\d+)", found[1])}
         # A part of an axis is "name:(devices outside of the part)devices in it".
-        parts = [axis.split(")")[-1] if ":" in axis else sizes.get(axis, 1) for axis in found[2].split(",")]
-        return math.prod(map(int, parts))
+        axes = [axis.replace("'", "") for axis in found[2].split(",")]
+        return math.prod(int(axis.split(")")[-1]) if ":" in axis else sizes[axis] for axis in axes)
     return 2 if "source_target_pairs" in instruction.attributes else 1
 
 

@@ -189,12 +189,12 @@ def _over_sequence_axis(q, k, v, segments, axis: str, q_offset, *, window, **opt
 
 def in_chunks(q: Any, k: Any, v: Any, segments: Any, starts: Any, **options: Any) -> Any:
     """Attention of equal chunks of queries, each of which stands at its own place of the row of keys."""
-    keys, out = (k, v), []
+    out = []
     for chunk, start in zip(jnp.split(q, len(starts), axis=1), starts, strict=True):
-        out.append(causal_attention(chunk, keys[0], keys[1], segments, q_offset=start, **options))
+        out.append(causal_attention(chunk, k, v, segments, q_offset=start, **options))
         # In the backward the gradients of whole rows' keys are summed as they come: the sum of all at once would hold
         # all of them.
-        keys = jax.lax.optimization_barrier(keys)
+        k, v = jax.lax.optimization_barrier((k, v))
     return jnp.concatenate(out, axis=1)
 
 

@@ -16,9 +16,9 @@ ENTRY %main.1 (x.1: bf16[8,4]) -> f32[] {
 @pytest.mark.parametrize(
     "groups, devices",
     [
-        ("mesh['data'=1,'fsdp'=4,'tensor'=2] {fsdp}", 4),
-        ("@mesh<fsdp=4,tensor=2> {fsdp,tensor}", 8),
-        ("mesh[fsdp=8] {fsdp:(2)4}", 4),
+        ("mesh['axis_0'=1,'axis_1'=4,'axis_2'=2] {'axis_1'}", 4),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}", 8),
+        ("mesh['axis_0'=8] {'axis_0':(2)4}", 4),
         ("{{0,1},{2,3}}", 2),
         ("[2,4]<=[4,2]T(1,0)", 4),
     ],
