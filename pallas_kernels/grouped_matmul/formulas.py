@@ -108,7 +108,7 @@ def tiles(group_sizes: jax.Array, m: int, rows: int, multiple: int) -> GroupTile
 
 
 def largest_first(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Groups by falling size, int32: their numbers, first rows, rows behind their last (E,), how many have rows ()."""
+    """Groups by falling size, int32: their numbers, first rows, rows behind the last (E,); how many have rows ()."""
     ends, numbers = prefix_sums(group_sizes), jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
     is_before = (group_sizes[None] > group_sizes[:, None]) | (
         (group_sizes[None] == group_sizes[:, None]) & (numbers[None] < numbers[:, None])
