@@ -71,7 +71,8 @@ class Pretrained(nnx.Module):
                 `PartitionSpec` has the structure of `nnx.state(model)`. `None` splits them as the layout of `kernels`
                 says, and puts whole parameters on every device if it names no axes.
             quantize: "nf4" or "int8" for projections and experts in 4 or 8 bits, as `quantized.quantize` makes them.
-                Each is quantised before the next is read, so that a device holds one dense parameter at a time.
+                A layer's is quantised before the next is read, so that a device holds one dense matrix, or one layer's
+                experts, at a time.
                 Projections that bitsandbytes has quantised to nf4 stay so with `None`, too, bit for bit.
             kernels: which ops run as kernels.
             remat: what each layer keeps for the backward, as in the constructor.
@@ -128,12 +129,13 @@ class Pretrained(nnx.Module):
             partition_specs = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state, mesh))
         shardings = weights.shardings_of(mesh, partition_specs, state)
 
-        def kept_as(info, array):
-            if quantize is None or info.kind not in ("kernel", "experts"):
-                return array
-            return quantized.quantized(array, quantize)
+        is_quantized = lambda info: quantize is not None and info.kind in ("kernel", "experts")
 
-        model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, kept_as=kept_as)
+        def kept_as(info, array):
+            return quantized.quantized(array, quantize) if is_quantized(info) else array
+
+        how: dict[str, Any] = dict(kept_as=kept_as, by_layers=is_quantized)
+        model = weights.read(folder, graph, state, shardings=shardings, ignored=ignored, **how)
         model.kept = kept
         model = quantized.frozen(model)
         if by_layout and quantize is not None:  # codes lie otherwise than dense kernels

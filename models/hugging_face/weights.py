@@ -72,6 +72,7 @@ def read(
     shardings: Any = None,
     ignored: tuple[str, ...] = (),
     kept_as: Callable[[ParameterInfo, jax.Array], Any] = lambda info, array: array,
+    by_layers: Callable[[ParameterInfo], bool] = lambda info: False,
 ) -> Any:
     """Reads a model's parameters, one after another.
 
@@ -83,6 +84,7 @@ def read(
         ignored: endings of names that a checkpoint may hold beside the model's.
         kept_as: a function that gets what a parameter is, and the parameter that was read. What it returns takes the
             parameter's place before the next one is read. Parameters whose codes are kept do not come to it.
+        by_layers: whether a stacked parameter comes to `kept_as` layer after layer, each with an axis of one layer.
 
     Raises:
         ValueError: tensors are missing or left over, or shapes or dtypes do not fit, and the message lists them all; or
@@ -101,7 +103,9 @@ def read(
         for (info, leaf), sharding in zip(wanted, shardings or [None] * len(wanted), strict=True):
             like = nf4.quantized_shapes(info, tensors)
             if like is None:
-                parameters.append(kept_as(info, _read(info, leaf, sharding, tensors)))
+                layers = range(leaf.shape[0]) if info.stacked and by_layers(info) else (None,)
+                parts = [kept_as(info, _read(info, leaf, sharding, tensors, layer)) for layer in layers]
+                parameters.append(parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
             else:
                 parameters.append(nf4.read(info, like, tensors, sharding))
     return nnx.merge(graphdef, jax.tree.unflatten(tree, parameters))
@@ -219,10 +223,17 @@ def _say_what_becomes_dense(folder, tensors, wanted) -> None:
         )
 
 
-def _read(info: ParameterInfo, leaf: Any, sharding: Any, tensors: Mapping[str, Any]) -> jax.Array:
-    """Reads one parameter to its devices. The host holds the parts for its own devices, and one tensor at a time."""
+def _read(
+    info: ParameterInfo, leaf: Any, sharding: Any, tensors: Mapping[str, Any], layer: int | None = None
+) -> jax.Array:
+    """Reads one parameter, or one layer of it, to its devices.
+
+    The host holds the parts for its own devices, and one tensor at a time.
+    """
+    shape = leaf.shape if layer is None else (1, *leaf.shape[1:])
 
     def part(index):
+        index = index if layer is None else (slice(layer, layer + 1), *index[1:])
         ranges = [range(*axis.indices(size)) for axis, size in zip(index, leaf.shape, strict=True)]
         whole = np.empty([len(axis) for axis in ranges], leaf.dtype)
         for piece in info.pieces(leaf.shape):
@@ -241,7 +252,7 @@ def _read(info: ParameterInfo, leaf: Any, sharding: Any, tensors: Mapping[str, A
             parts[str(index)] = part(index)
         return parts[str(index)]
 
-    return jax.make_array_from_callback(leaf.shape, sharding, part_once)
+    return jax.make_array_from_callback(shape, sharding, part_once)
 
 
 def _places(piece: Piece, shape: tuple[int, ...], ranges: list[range]) -> tuple[tuple[Any, ...], list[slice]] | None:

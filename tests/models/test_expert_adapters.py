@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from liger_jax import models
+from liger_jax.models.hugging_face import pretrained
 from liger_jax.models.lora import add_lora, load_adapters, merge_lora, save_adapters, trainable, with_adapters
 from liger_jax.models.quantized import QuantizedParam, dequantize, quantize
 from tests.models.test_experts import CLASSES, CONFIGS, make, numbered
@@ -48,7 +49,7 @@ def adapted(family, *, rank=2, parameters=BOTH, **options):
 # --- PEFT's files -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", families("gpt_oss"))
+@pytest.mark.parametrize("family", families("olmoe"))
 def test_files_mean_what_peft_s_formula_says_and_are_read_again(family, tmp_path):
     model = adapted(family, rslora=family == "olmoe")
     save_adapters(model, tmp_path)
@@ -174,6 +175,20 @@ def test_quantised_experts_become_the_numbers_of_their_codes(family, tmp_path):
     again = models.AutoModelForCausalLM.from_pretrained(tmp_path, scan_layers=family != "qwen3_moe")
     for found, expected in zip(weights(again, family), dense, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_checkpoint_of_dense_experts_is_quantised_layer_by_layer_as_it_is_read(tmp_path, monkeypatch):
+    sizes = dict(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1)
+    config = models.OlmoeConfig(**sizes, num_experts=2, num_experts_per_tok=1)
+    model = models.OlmoeForCausalLM(config, rngs=nnx.Rngs(0))
+    model.save_pretrained(tmp_path)
+    seen, quantized = [], pretrained.quantized.quantized
+    monkeypatch.setattr(
+        pretrained.quantized, "quantized", lambda x, *how, **own: seen.append(x.shape) or quantized(x, *how, **own)
+    )
+    read = models.OlmoeForCausalLM.from_pretrained(tmp_path, quantize="nf4")
+    assert max(map(np.prod, seen)) == 2 * 64 * 128 and (1, 2, 64, 128) in seen
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(quantize(model, "nf4")))
 
 
 @pytest.mark.full
