@@ -113,10 +113,10 @@ $(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_PARITY))
 
 # Other people's trainers and libraries, each with what it needs itself, and the packages of each.
-PEERS := tunix maxtext small
+PEERS := tunix maxtext libraries
 PEER_PACKAGES_tunix := google-tunix
 PEER_PACKAGES_maxtext := maxtext[tpu]
-PEER_PACKAGES_small := equinox grain qwix
+PEER_PACKAGES_libraries := equinox grain qwix
 PEER_ENV = .venv/integrations-$(VERSIONS)-$(1)
 
 # A peer that does not install leaves the reason in a file, and its tests are not run.
@@ -170,7 +170,7 @@ integrations: $(foreach peer,$(PEERS),$(call PEER_ENV,$(peer))/.installed)
 	  env=.venv/integrations-$(VERSIONS)-$$peer; \
 	  if test -e $$env/.installed; then \
 	    $(CPU_ONLY) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $$env/bin/python -m pytest -m integrations $(PYTEST_ARGS) \
-	      tests/integrations/test_$$peer*.py || failed="$$failed $$peer"; \
+	      tests/integrations/test_$$peer.py || failed="$$failed $$peer"; \
 	  else \
 	    echo "make: $$peer does not install here, so its tests are not run: $$(grep -m1 ERROR $$env/why)"; \
 	  fi; \
