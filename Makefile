@@ -113,10 +113,9 @@ $(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_PARITY))
 
 # Other people's trainers and libraries, each with what it needs itself, and the packages of each.
-PEERS := tunix maxtext small
+PEERS := tunix libraries
 PEER_PACKAGES_tunix := google-tunix
-PEER_PACKAGES_maxtext := maxtext[tpu]
-PEER_PACKAGES_small := equinox grain qwix
+PEER_PACKAGES_libraries := equinox grain qwix
 PEER_ENV = .venv/integrations-$(VERSIONS)-$(1)
 
 # A peer that does not install leaves the reason in a file, and its tests are not run.
@@ -134,7 +133,7 @@ help:
 	@echo '                JOBS=8 workers, PART=1/2 of the cases, ENV=system: in the Python that is there'
 	@echo 'make test-full  all shapes, targets and model families   the same'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
-	@echo 'make integrations  our losses in tunix and MaxText, and with grain, Equinox and qwix, which it installs'
+	@echo 'make integrations  our losses in tunix and with Equinox, grain and qwix, which it installs'
 	@echo 'make lint       ruff: mistakes and format'
 	@echo 'make format     ruff puts the format right'
 	@echo 'make types      basedpyright'
@@ -171,7 +170,7 @@ integrations: $(foreach peer,$(PEERS),$(call PEER_ENV,$(peer))/.installed)
 	  env=.venv/integrations-$(VERSIONS)-$$peer; \
 	  if test -e $$env/.installed; then \
 	    $(CPU_ONLY) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $$env/bin/python -m pytest -m integrations $(PYTEST_ARGS) \
-	      tests/integrations/test_$$peer*.py || failed="$$failed $$peer"; \
+	      tests/integrations/test_$$peer.py || failed="$$failed $$peer"; \
 	  else \
 	    echo "make: $$peer does not install here, so its tests are not run: $$(grep -m1 ERROR $$env/why)"; \
 	  fi; \

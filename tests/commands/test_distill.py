@@ -328,7 +328,7 @@ def test_a_teacher_that_is_none_is_one_sentence(change, message, source, tmp_pat
 def test_the_planner_counts_the_teacher(source, monkeypatch, capsys):
     settings = DistillSettings(model="m", data="d", teacher="t", length=64, batch=4)
     found, sizes = architecture_of(find(source)), dict(data=1, fsdp=1, tensor=1, sequence=1)
-    check = lambda **of_teacher: _memory.check(settings, found, "float32", "float32", "float32", sizes, **of_teacher)
+    check = lambda **of_teacher: _memory.fitted(settings, found, "float32", "float32", "float32", sizes, **of_teacher)
     capacity = _memory.devices.here().capacity_bytes
     check(teacher=GIB)
     assert re.search(r"the run needs 1\.\d GiB, 1\.0 GiB of them for the teacher, by the", capsys.readouterr().out)
