@@ -134,9 +134,6 @@ BOTH = [
         full=True,
     ),
     Case(
-        "fused_linear_log_probs", with_gradient(log_probs_and_entropies, (0, 1)), linear_types(2048, 896, 32000), FLCE
-    ),
-    Case(
         "fused_linear_log_probs_llama_8b",
         with_gradient(log_probs_and_entropies, (0, 1)),
         LLAMA_8B_HEAD,
@@ -152,7 +149,13 @@ BOTH = [
     ),
 ]
 
-LEAN = Case("fused_linear_cross_entropy", with_gradient(head(mode="lean"), (0, 1)), LLAMA_8B_HEAD, FLCE)
+lean = with_gradient(head(mode="lean"), (0, 1))
+LINEAR = [
+    Case("fused_linear_cross_entropy", lean, LLAMA_8B_HEAD, FLCE),
+    Case(
+        "fused_linear_log_probs", with_gradient(log_probs_and_entropies, (0, 1)), linear_types(2048, 896, 32000), FLCE
+    ),
+]
 
 HEADS = (((8, 2048, 32, 64), BF16), ((8, 2048, 8, 64), BF16), ((1, 2048, 64), F32), ((1, 2048, 64), F32))
 THREE_TABLES = (((8, 2048, 28, 128), BF16), ((8, 2048, 4, 128), BF16), *[((3, 8, 2048, 128), F32)] * 2)
@@ -166,7 +169,7 @@ ROPE = ("rope_forward", "rope_backward")
 mrope = functools.partial(apply_mrope, sections=(16, 24, 24))
 
 GPU_ONLY = [
-    LEAN,
+    *LINEAR,
     Case("swiglu", with_gradient(swiglu, (0, 1)), GATES, GLU),
     Case("geglu", with_gradient(geglu, (0, 1)), GATES, GLU),
     Case("swiglu_side_by_side", with_gradient(swiglu, (0,)), (((16384, 2 * 14336), BF16),), GLU),
@@ -196,7 +199,8 @@ def forward(op):
 
 
 TPU_ONLY = [
-    dataclasses.replace(LEAN, full=True),  # 45 s; by default its kernels are compiled for log-probabilities
+    Case("fused_linear_cross_entropy_small", lean, linear_types(1024, 512, 16000), FLCE),
+    *[dataclasses.replace(case, full=True) for case in LINEAR],  # some 40 s each
     Case("forward", forward(head()), LLAMA_8B_HEAD, FLCE[:1], full=True),
     Case("fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE[:1], full=True),
     Case(
