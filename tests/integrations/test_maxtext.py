@@ -44,14 +44,14 @@ def test_what_it_does_not_do_is_refused(name, value):
 
 
 def test_loss_and_gradients_are_those_of_the_tiling(rng):
-    from flax.linen import partitioning
+    import flax.linen as nn
 
     config = config_of()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape([1] * len(config.mesh_axes)), config.mesh_axes)
     data = dict(targets=jnp.asarray(rng.integers(0, 512, (4, 16))))
     data["targets_segmentation"] = jnp.asarray(rng.integers(0, 2, (4, 16)))
     hidden = jnp.asarray(rng.normal(size=(4, 16, 32)), jnp.float32)
-    with mesh, partitioning.axis_rules(config.logical_axis_rules):
+    with mesh, nn.logical_axis_rules(config.logical_axis_rules):
         graph, params, rest = nnx.split(
             of("models.models").Transformer(config, mesh, None, rngs=nnx.Rngs(0)), nnx.Param, ...
         )
