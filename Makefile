@@ -113,8 +113,9 @@ $(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_PARITY))
 
 # Other people's trainers and libraries, each with what it needs itself, and the packages of each.
-PEERS := tunix libraries
+PEERS := tunix maxtext libraries
 PEER_PACKAGES_tunix := google-tunix
+PEER_PACKAGES_maxtext := maxtext[tpu]
 PEER_PACKAGES_libraries := equinox grain qwix
 PEER_ENV = .venv/integrations-$(VERSIONS)-$(1)
 
@@ -133,7 +134,7 @@ help:
 	@echo '                JOBS=8 workers, PART=1/2 of the cases, ENV=system: in the Python that is there'
 	@echo 'make test-full  all shapes, targets and model families   the same'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
-	@echo 'make integrations  our losses in tunix and with Equinox, grain and qwix, which it installs'
+	@echo 'make integrations  our losses in tunix, MaxText, with Equinox, grain, qwix, which it installs'
 	@echo 'make lint       ruff: mistakes and format'
 	@echo 'make format     ruff puts the format right'
 	@echo 'make types      basedpyright'
