@@ -121,7 +121,7 @@ def layer_step(dot, tokens):
         return jnp.sum((layer(dot, weights, x, cos, sin) * target).astype(jnp.float32))
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(weights, x).compile()
-    return functools.partial(compiled, weights, x), "f8e5m2" in compiled.as_text()
+    return functools.partial(compiled, weights, x), "f8e5m2" in (compiled.as_text() or "")
 
 
 def product_ms(tokens, shape, rounds):
@@ -144,7 +144,11 @@ def head_noise(spread, tokens=256, width=4096, vocab=32768):
     """The noise of FP8 logits, and the bias of their log-sum-exp, for logits of a standard deviation."""
     x = jax.random.normal(jax.random.key(2), (tokens, width))
     w = spread * width**-0.5 * jax.random.normal(jax.random.key(3), (vocab, width))
-    wide = lambda x: (lambda q, scale: q.astype(jnp.float32) * scale)(*scaled(x, FORWARD))
+
+    def wide(x):
+        numbers, scale = scaled(x, FORWARD)
+        return numbers.astype(jnp.float32) * scale
+
     logits = jnp.matmul(x, w.T, precision="highest")
     rounded = jnp.matmul(wide(x), wide(w).T, precision="highest")
     lse = jax.nn.logsumexp

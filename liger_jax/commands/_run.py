@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,7 +27,7 @@ from liger_jax.commands import (
 )
 from liger_jax.commands._errors import UserError, need, training_errors, user_errors, writable_folder
 from liger_jax.commands._laid_rows import RowParts
-from liger_jax.commands._log import Log, check_wandb
+from liger_jax.commands._log import Log
 from liger_jax.commands._prompt_rows import PromptRows
 from liger_jax.commands._settings import MOST, Settings
 from liger_jax.commands._task import Task
@@ -71,8 +72,6 @@ def train(settings: Settings, task: Task | TaskOf) -> int:
         UserError: whatever the user can mend.
     """
     need("orbax.checkpoint", "tqdm")
-    if "wandb" in settings.log:
-        check_wandb()
     out = Path(settings.out)
     writable_folder(out)
     with processes.only_first_speaks(), contextlib.ExitStack() as stack:

@@ -40,7 +40,9 @@ def _trained(name, args, task, settings_type) -> int:
     try:
         settings = settings_of(args, settings_type)
         with needed_packages():
-            from liger_jax.commands import _long_rows, _run
+            from liger_jax.commands import _log, _long_rows, _run
+        if "wandb" in settings.log:
+            _log.check_wandb()
         with user_errors():
             _long_rows.let_pool_grow(settings)
         if settings.distributed is not None:

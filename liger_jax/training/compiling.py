@@ -24,6 +24,7 @@ def compiler_options(mesh: Mesh | None) -> dict[str, Any] | None:
         The options for several GPUs; `None` for one, and for other devices.
 
     Example:
+        >>> import jax
         >>> mesh = jax.make_mesh((1,), ("fsdp",))
         >>> compiler_options(mesh) is None
         True

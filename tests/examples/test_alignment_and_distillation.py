@@ -23,7 +23,7 @@ def test_the_reward_margin_starts_at_zero_and_rises_on_pairs_held_out(tmp_path, 
     before, halfway, after = log["pairs held out"]
     np.testing.assert_allclose([before, log["trained pairs"][0]], 0, atol=1e-5)  # the policy is the reference
     assert 0 < halfway < after < np.inf
-    assert (tmp_path / "dpo.png").stat().st_size and "6/6" in capsys.readouterr().err
+    assert (tmp_path / "dpo.png").stat().st_size and "12/12" in capsys.readouterr().err
 
 
 @pytest.mark.full
