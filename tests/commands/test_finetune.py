@@ -353,7 +353,7 @@ def test_a_run_stops_early_with_the_best_weights_and_shows_samples(source, tmp_p
     told, losses = Wandb(), iter([5.0, 4.0, 9.0, 3.0, 9.0, 8.0, 9.0, 7.0, 9.0])
     monkeypatch.setitem(sys.modules, "wandb", told)
     monkeypatch.setattr(_log, "check_wandb", lambda: None)
-    monkeypatch.setattr(_run, "check_wandb", lambda: None)
+    monkeypatch.setattr(_log, "check_wandb", lambda: None)
     with monkeypatch.context() as patch:
         scores = lambda: {"eval_loss": next(losses), "eval_perplexity": 1.0, "eval_token_accuracy": 0.0}
         patch.setattr(_run, "scoring", lambda *args: lambda params, parts: scores())
