@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from liger_jax.commands import _adapters
@@ -17,6 +17,7 @@ from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.planning import has_host_memory
 from liger_jax.planner.step import Run
+from liger_jax.training import processes
 
 _OPTION = {"seq": "length"}
 _SHORTEST = 128  # rows shorter than this are not proposed
@@ -29,7 +30,7 @@ def fitted(
     param_dtype: str,
     stored: str,
     mesh: Mapping[str, int],
-    teacher: int = 0,
+    teacher: Callable[[int], int] = lambda parts: 0,
     teacher_stays: bool = True,
 ) -> Settings:
     """Prints what the run needs, and decides what was left to it: its micro-batches, and where layers' inputs lie.
@@ -41,7 +42,7 @@ def fitted(
         param_dtype: dtype of the weights.
         stored: dtype of the checkpoint, which frozen weights would have.
         mesh: the devices along each axis of `meshes.AXES`.
-        teacher: bytes of a model beside this one, on each device; 0 for none.
+        teacher: bytes of a model beside this one, on each device, by the number of micro-batches; 0 for none.
         teacher_stays: whether it is there in each step, or before the first one alone.
 
     Returns:
@@ -67,22 +68,30 @@ def fitted(
     options |= dict(optimizer=settings.optimizer, packed=settings.pack, quantize=settings.quantize)
     options |= dict(lora=settings.lora, dora=settings.dora, lora_experts=settings.lora_experts)
     options |= dict(lora_targets=_adapters.targets(settings.lora_targets))
-    capacity, beside = device.capacity_bytes, teacher if teacher_stays else 0
-    device = dataclasses.replace(device, capacity_bytes=capacity - beside)
-    run = _decided(settings, Run(model, settings.batch, settings.length, device, sizes, **options))
-    found = estimate(run)
-    needed, before = found.total + beside, teacher + found.parts["parameters"]
+    run, capacity = Run(model, settings.batch, settings.length, device, sizes, **options), device.capacity_bytes
+
+    def needs(run: Run) -> tuple[int, int, int]:
+        """Bytes of a step with a teacher that stays, of the teacher, and of what is there before the first step."""
+        found, of_teacher = estimate(run), teacher(run.micro_batches)
+        before = of_teacher and not teacher_stays and of_teacher + found.parts["parameters"]
+        return found.total + (of_teacher if teacher_stays else 0), of_teacher, before
+
+    run = _decided(settings, run, lambda run: max(needs(run)) <= capacity)
+    needed, of_teacher, before = needs(run)
+    beside = of_teacher if teacher_stays else 0
     each = "" if device.count == 1 else " on each device"
-    of_teacher = f", {gib(beside)} of them for the teacher," if beside else ""
-    text = f"{gib(needed)}{each}{of_teacher} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
-    if teacher and max(teacher, 0 if teacher_stays else before) > capacity:
+    its = f", {gib(beside)} of them for the teacher," if beside else ""
+    text = f"{gib(needed)}{each}{its} by the planner's estimate, and {device.kind} has {gib(capacity)} for it"
+    if max(of_teacher, before) > capacity:
         raise UserError(
-            f"The teacher needs {gib(teacher)}{each} beside the model, and {device.kind} has {gib(capacity)}. Pass "
+            f"The teacher needs {gib(of_teacher)}{each} beside the model, and {device.kind} has {gib(capacity)}. Pass "
             "--teacher-quantize nf4, or a smaller teacher."
         )
     if needed > capacity:
-        raise UserError(f"The run needs {text}. {_cure(run, needed, settings.param_dtype or stored, beside)}")
-    host = found.host * device.count_on_host
+        run = dataclasses.replace(run, target=dataclasses.replace(device, capacity_bytes=capacity - beside))
+        cure = _cure(run, needed, settings.param_dtype or stored, beside, settings.takes_whole_batches)
+        raise UserError(f"The run needs {text}. {cure}")
+    host = estimate(run).host * device.count_on_host
     if not has_host_memory(run, host):
         assert run.host_memory is not None
         raise UserError(
@@ -95,19 +104,23 @@ def fitted(
     return dataclasses.replace(settings, remat=run.remat, micro_batches=run.micro_batches)
 
 
-def _decided(settings: Settings, run: Run) -> Run:
-    """The run with what was left to it: the first choice that fits; as it is if none does."""
+def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
+    """The run with what was left to it: the first choice that fits every process's devices and host, else as it is."""
     counts, remats = [run.micro_batches], [run.remat]
     if settings.may_be_parted:
         counts = [n for n in range(1, run.batch + 1) if run.batch % (n * run.batch_devices) == 0]
     if settings.remat is None and run.target.platform != "cpu":
         remats.append("offload")
-    for remat, count in itertools.product(remats, counts):
-        choice = dataclasses.replace(run, remat=remat, micro_batches=count)
-        found = estimate(choice)
-        if found.total <= run.target.capacity_bytes and has_host_memory(run, found.host * run.target.count_on_host):
-            return choice
-    return run
+    choices = [
+        dataclasses.replace(run, remat=remat, micro_batches=count) for remat, count in itertools.product(remats, counts)
+    ]
+
+    def fits_all(choice: Run) -> bool:
+        return fits(choice) and has_host_memory(choice, estimate(choice).host * choice.target.count_on_host)
+
+    # Hosts differ in memory, and all processes have to compile one program.
+    first = processes.most(next((i for i, choice in enumerate(choices) if fits_all(choice)), len(choices)))
+    return choices[first] if first < len(choices) else run
 
 
 def gib(size: int) -> str:
@@ -122,31 +135,32 @@ def gib(size: int) -> str:
     return f"{math.ceil(10 * size / GIB) / 10:.1f} GiB"
 
 
-def _cure(run: Run, needed: int, frozen: str, beside: int) -> str:
-    """A sentence that says what makes the run fit."""
+def _cure(run: Run, needed: int, frozen: str, beside: int, whole: bool) -> str:
+    """A sentence that says what makes the run fit; with `whole`, other than more micro-batches."""
     larger = _with_more_of_the_device(run, needed)
     if larger is not None:
         return f"Let JAX take more of the device: XLA_PYTHON_CLIENT_MEM_FRACTION={larger}."
-    found = changes(run, frozen)
+    found = changes(run, frozen, whole)
     if found is None:
-        least = _changed(run, list(_changes(run, frozen)))
+        least = _changed(run, list(_changes(run, frozen, whole)))
         return f"No change makes it fit: even {_options(run, least)} needs {gib(estimate(least).total + beside)}."
     return f"It fits with {_options(run, found)}: {gib(estimate(found).total + beside)}."
 
 
-def changes(run: Run, frozen: str) -> Run | None:
+def changes(run: Run, frozen: str, whole: bool = False) -> Run | None:
     """Makes a run fit by as few changes as possible, the cheapest in time and quality first.
 
     Args:
         run: a run that does not fit.
         frozen: dtype of weights that are not trained.
+        whole: whether the loss takes a batch in one part.
 
     Returns:
         The changed run; `None` if no changes make it fit.
     """
     fits = lambda some: estimate(_changed(run, some)).total <= run.target.capacity_bytes
     taken: list[dict[str, Any]] = []
-    for change in _changes(run, frozen):
+    for change in _changes(run, frozen, whole):
         taken.append(change)
         if fits(taken):
             for costly in taken[::-1]:
@@ -156,10 +170,10 @@ def changes(run: Run, frozen: str) -> Run | None:
     return None
 
 
-def _changes(run: Run, frozen: str) -> Iterator[dict[str, Any]]:
+def _changes(run: Run, frozen: str, whole: bool) -> Iterator[dict[str, Any]]:
     if run.remat in ("none", "dots"):
         yield dict(remat="full")
-    for parts in range(run.micro_batches + 1, run.batch + 1):
+    for parts in () if whole else range(run.micro_batches + 1, run.batch + 1):
         if run.batch % (parts * run.batch_devices) == 0:
             yield dict(micro_batches=parts)
     if run.remat != "offload" and run.target.platform != "cpu":

@@ -49,7 +49,7 @@ class PairSettings(Settings):
             form = _unpaired_rows.FORM_WITH_OTHERS if unpaired.needs_others else _unpaired_rows.FORM
             object.__setattr__(self, "format", form)
         self._check_readers()
-        if self._takes_whole_batches and self.num_parts > 1:
+        if self.takes_whole_batches and self.num_parts > 1:
             why = "whose pairs --loss {} sorts together" if unpaired is None else "of which --loss {} has one baseline"
             raise UserError(
                 f"--micro-batches={self.micro_batches} parts a batch, {why.format(self.loss_type)}. Leave it out."
@@ -74,14 +74,9 @@ class PairSettings(Settings):
         return Preference(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Preference)})
 
     @property
-    def _takes_whole_batches(self) -> bool:
+    def takes_whole_batches(self) -> bool:
         """Whether the loss sorts the pairs of a batch, or has one baseline of it."""
         return (self.preference if self.unpaired is None else self.unpaired).sorts
-
-    @property
-    def may_be_parted(self) -> bool:
-        """Whether the run may choose the number of micro-batches: not where a loss takes the batch in one part."""
-        return super().may_be_parted and not self._takes_whole_batches
 
     @property
     def unpaired(self) -> Unpaired | None:

@@ -23,7 +23,8 @@ from liger_jax.training.files import read_json, write_json
 from liger_jax.training.waiting import telling
 
 NAME = "references"  # the column (rows, S), and the files
-_READ = ("model", "adapters", "length", "pack", "dtype", "param_dtype", "quantize", "ld_alpha")  # by the numbers
+# Options by which the numbers differ.
+_READ = ("model", "adapters", "length", "rope_scaling", "pack", "dtype", "param_dtype", "quantize", "ld_alpha")
 
 
 def add_columns(settings: PairSettings, data: TrainingRows) -> None:

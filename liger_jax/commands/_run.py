@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -241,9 +242,9 @@ def _fitted(
     """The run with what was left to it decided by what fits; what it needs is printed."""
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
     if (teacher := task.teacher) is not None:
-        parts = settings.num_parts * devices.sizes["data"] * devices.sizes["fsdp"]
-        tokens = settings.batch * settings.length // parts
-        options |= dict(teacher=teacher.num_bytes(precision["dtype"], devices, tokens), teacher_stays=teacher.stays)
+        tokens = settings.batch * settings.length // (devices.sizes["data"] * devices.sizes["fsdp"])
+        of_parts = functools.cache(lambda parts: teacher.num_bytes(precision["dtype"], devices, tokens // parts))
+        options |= dict(teacher=of_parts, teacher_stays=teacher.stays)
     return _memory.fitted(settings, found, **precision, **options)
 
 

@@ -214,9 +214,14 @@ class Settings:
         return self.micro_batches or defaults.MICRO_BATCHES
 
     @property
+    def takes_whole_batches(self) -> bool:
+        """Whether the loss takes a batch in one part."""
+        return False
+
+    @property
     def may_be_parted(self) -> bool:
         """Whether the run may choose the number of micro-batches."""
-        return self.micro_batches is None
+        return self.micro_batches is None and not self.takes_whole_batches
 
     @property
     def peak_rate(self) -> float:

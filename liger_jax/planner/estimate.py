@@ -219,6 +219,8 @@ def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:
     """Numbers of the adapters of a parameter; in a stack every layer has room for them if one has an adapter."""
     if info.kind == "experts":
         layers, (count, in_width, out_width) = (shape[0] if info.stacked else 1), shape[-3:]
+        # FSDP splits them by experts, where it divides those.
+        count //= run.parameter_devices if count % run.parameter_devices == 0 else 1
         return layers * count * (run.lora or 0) * (in_width + out_width) if run.lora_experts else 0
     if run.lora_targets is TARGETS:  # all projections of a layer, whatever their names are
         is_adapted = info.kind == "kernel"

@@ -330,15 +330,19 @@ def test_the_planner_counts_the_teacher(source, monkeypatch, capsys):
     found, sizes = architecture_of(find(source)), dict(data=1, fsdp=1, tensor=1, sequence=1)
     check = lambda **of_teacher: _memory.fitted(settings, found, "float32", "float32", "float32", sizes, **of_teacher)
     capacity = _memory.devices.here().capacity_bytes
-    check(teacher=GIB)
+    of = lambda size: dict(teacher=lambda parts: size)
+    check(**of(GIB))
     assert re.search(r"the run needs 1\.\d GiB, 1\.0 GiB of them for the teacher, by the", capsys.readouterr().out)
     with pytest.raises(ValueError, match="The run needs .* for the teacher, by the planner's estimate, and "):
-        check(teacher=capacity - 2**18)
+        check(**of(capacity - 2**18))
     for stays in (True, False):
         with pytest.raises(ValueError, match="The teacher needs .* Pass --teacher-quantize nf4, or a smaller teacher."):
-            check(teacher=capacity + 1, teacher_stays=stays)
-    check(teacher=capacity // 2, teacher_stays=False)
+            check(**of(capacity + 1), teacher_stays=stays)
+    check(**of(capacity // 2), teacher_stays=False)
     assert "teacher" not in capsys.readouterr().out
+    for stays in (True, False):  # a teacher needs less beside a part of the batch
+        parted = check(teacher=lambda parts: capacity // parts + GIB, teacher_stays=stays)
+        assert parted.micro_batches == 2
 
 
 # --- several devices, and transformers --------------------------------------------------------------------------------

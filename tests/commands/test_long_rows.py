@@ -60,8 +60,18 @@ def test_options_that_are_given_stay(monkeypatch):
         fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="full", micro_batches=1), 75)
     found = fitted(monkeypatch, Settings(**QLORA, length=262_144, remat="full", batch=1), 100)
     assert (found.remat, found.micro_batches) == ("full", 1)
-    sorts = PairSettings(**QLORA, length=8192, loss_type="aot")
-    assert not sorts.may_be_parted
+
+
+@pytest.mark.parametrize("loss", ["aot", "kto"])
+def test_a_loss_of_whole_batches_is_never_parted(loss, monkeypatch):
+    with pytest.raises(UserError, match="It fits with --remat offload: "):
+        fitted(monkeypatch, PairSettings(**QLORA, length=8192, remat="full", loss_type=loss), 16)
+
+
+def test_processes_whose_hosts_differ_take_the_same_choice(monkeypatch):
+    """Another process has less memory, and takes the fourth choice: 8 parts of one row."""
+    monkeypatch.setattr(_memory.processes, "most", lambda number: max(number, 3))
+    assert fitted(monkeypatch, Settings(**QLORA, length=2048), 75).micro_batches == 8
 
 
 def test_a_host_that_is_too_small_is_named(monkeypatch):

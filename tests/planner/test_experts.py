@@ -12,11 +12,14 @@ from liger_jax.planner.planning import make_run
 QLORA = dict(batch=2, seq=2048, device="h200", remat="full", lora=16, quantize="nf4")
 
 
-def test_qlora_of_all_experts_of_qwen3_30b_fits_in_40_gb():
-    run = make_run("qwen3-30b-a3b", lora_experts=True, **QLORA)
-    found, without = estimate(run), estimate(make_run("qwen3-30b-a3b", **QLORA))
+@pytest.mark.parametrize("devices", [1, 8])
+def test_qlora_of_all_experts_of_qwen3_30b_fits_in_40_gb(devices):
+    """FSDP splits the adapters by experts."""
+    options = QLORA | dict(batch=2 * devices, device="h200" if devices == 1 else f"h200:{devices}")
+    run = make_run("qwen3-30b-a3b", lora_experts=True, **options)
+    found, without = estimate(run), estimate(make_run("qwen3-30b-a3b", **options))
     assert found.total < 40e9
-    numbers = 48 * 128 * 16 * (2048 + 2 * 768 + 768 + 2048)  # both matrices of both weights
+    numbers = 48 * 128 * 16 * (2048 + 2 * 768 + 768 + 2048) // devices  # both matrices of both weights
     more = {name: found.parts[name] - without.parts[name] for name in found.parts}
     own = {name: size for name, size in more.items() if size}
     assert own == {"parameters": 4 * numbers, "gradients": 4 * numbers, "optimizer state": 8 * numbers}
