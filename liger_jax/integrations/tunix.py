@@ -238,7 +238,7 @@ def _given(**arguments: Any) -> dict[str, Any]:
 
 
 def _last_log_probs(model, tokens, num_kept: int, temperature: float, entropy: bool, **inputs) -> TokenLogProbs:
-    """Of the last tokens, each predicted by the position before it."""
+    """Log-probabilities of the last tokens, each predicted by the position before it."""
     if isinstance(model, TunixModel):
         options, is_causal = model.inputs(inputs.pop("attention_mask"))
         kept = tokens.shape[1] - 1 - num_kept + jnp.arange(num_kept)

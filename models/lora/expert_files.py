@@ -110,7 +110,7 @@ class _Stored:
         return 1 if self.of_all is not None else len(self.weight.of_each[0]) // self.weight.shape[0]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors."""
+        """The shapes of the tensors, by their names."""
         count, in_width, out_width = self.weight.shape
         rank, parts = self.own()[0], self._parts
         a, b = (rank * count, in_width), (out_width, rank * count)
