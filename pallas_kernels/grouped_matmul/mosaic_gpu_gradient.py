@@ -1,10 +1,11 @@
 """Hopper's gradient of the weights: for each group, a product whose contracted axis are the group's rows.
 
-A step is 64 rows. In a group's first and last one, those of other groups must be zero in both factors, so that NaN does
-not pass. Such a step is put together from blocks of 8, 8, 16 and 32 rows, of which each is wholly the group's, wholly
-others', or one that XLA has made with zeros for others' rows: the block in which the group begins, and that in which it
-ends. (To set rows to zero in shared memory took a sixth of the kernel's time.) A group's sum is made in registers, and
-written once. Large groups come first, so that blocks end together.
+A step is 64 rows. A group's first and last step also hold rows of other groups. These must be zero in both factors, so
+that NaN does not pass. Such a step is put together from blocks of 8, 8, 16 and 32 rows. A block may be all the group's,
+or all others'. The two blocks in which the group begins and ends hold both; XLA has made copies of these with zeros for
+others' rows. (To set rows to zero in shared memory took a sixth of the kernel's time.)
+
+A group's sum is made in registers, and written once. Large groups come first, so that blocks end together.
 """
 
 import functools
