@@ -148,8 +148,9 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The number of each token, those that were added among them."""
-        return self._tokenizer.get_vocab(with_added_tokens=True)
+        """The number of each token, those that were added among them, in order of the numbers."""
+        found = self._tokenizer.get_vocab(with_added_tokens=True)  # in another order in each process
+        return dict(sorted(found.items(), key=lambda token: token[1]))
 
     @property
     def tells_the_time(self) -> bool:
