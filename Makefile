@@ -17,7 +17,7 @@ CORES = $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(if $(filter cpu,$(PLATFORM)),2,$(if $(filter gpu,$(PLATFORM)),$(shell expr \( $(CORES) + 1 \) / 2),0))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full parity integrations lint format types docs wheel clean
+.PHONY: help train test test-full examples parity integrations lint format types docs wheel clean
 .SUFFIXES:
 
 GOALS := $(or $(MAKECMDGOALS),help)
@@ -39,8 +39,8 @@ ifneq ($(filter-out help clean,$(GOALS)),)
     $(error ENV=$(ENV) must be venv, or system for the packages that $(PYTHON) has)
   endif
   ifeq ($(ENV),system)
-    ifneq ($(filter-out test test-full parity,$(GOALS)),)
-      $(error ENV=system is for make test, test-full and parity)
+    ifneq ($(filter-out test test-full examples parity,$(GOALS)),)
+      $(error ENV=system is for make test, test-full, examples and parity)
     endif
     ifneq ($(JAX),)
       $(error ENV=system installs nothing, so JAX=$(JAX) cannot be chosen: leave it out, or ENV=system)
@@ -133,6 +133,7 @@ help:
 	@echo 'make test       the test suite, minutes                  TESTS=tests/ops  PYTEST_ARGS="-x"  PLATFORM=gpu|tpu'
 	@echo '                JOBS=8 workers, PART=1/2 of the cases, ENV=system: in the Python that is there'
 	@echo 'make test-full  all shapes, targets and model families   the same'
+	@echo 'make examples   every example of the pages, of docstrings and in examples/'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
 	@echo 'make integrations  our losses in tunix, MaxText, with Equinox, grain, qwix, which it installs'
 	@echo 'make lint       ruff: mistakes and format'
@@ -158,10 +159,13 @@ PYTEST = PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(filter
 installed = $(if $(filter venv,$(ENV)),$(TEST_ENV)/.installed$(1))
 
 test: $(call installed)
-	@$(PYTEST) -m 'not full and not parity and not integrations' $(PYTEST_ARGS) $(TESTS)
+	@$(PYTEST) -m 'not full and not example and not parity and not integrations' $(PYTEST_ARGS) $(TESTS)
 
 test-full: $(call installed)
 	@$(PYTEST) $(PYTEST_ARGS) $(TESTS)
+
+examples: $(call installed)
+	@$(PYTEST) -m 'example and not full' $(PYTEST_ARGS) $(TESTS)
 
 parity: $(call installed,-parity)
 	@$(PYTEST) -m parity $(PYTEST_ARGS) $(TESTS)

@@ -17,7 +17,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from tests import _annotations, _devices, _full_run
+from tests import _annotations, _default_run, _devices
 
 # Here and not in a hook of pytest's: tests/ops/conftest.py imports liger_jax before those run wherever it is named on
 # the command line.
@@ -100,21 +100,29 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("implementation", cases)
 
 
-def pytest_itemcollected(item):
-    folder = Path(__file__).parent
-    if item.path.is_relative_to(folder) and _full_run.is_for_the_full_run(
-        item.path.relative_to(folder).as_posix(), item.name
-    ):
-        item.add_marker(pytest.mark.full)
-
-
-@pytest.hookimpl(trylast=True)  # behind -m and -k, so that parts are equal
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        mark(item)
+    yield  # -m and -k: parts of what they leave are equal
     if config.getoption("--platform") != "cpu":
         keep(config, items, [item for item in items if not is_for_the_cpu(item)])
     # Cases of one test take about as long as each other and stand side by side: each part gets every n-th of them.
     i, n = config.getoption("--part")
     keep(config, items, items[i - 1 :: n])
+
+
+def mark(item):
+    """Marks what the default run leaves out."""
+    folder = Path(__file__).parent
+    if isinstance(item, pytest.DoctestItem):
+        item.add_marker(pytest.mark.example)
+    elif item.path.is_relative_to(folder):
+        file = item.path.relative_to(folder).as_posix()
+        if _default_run.is_an_example(file, item.name):
+            item.add_marker(pytest.mark.example)
+        if _default_run.is_for_the_full_run(file, item.name):
+            item.add_marker(pytest.mark.full)
 
 
 def keep(config, items, kept):
