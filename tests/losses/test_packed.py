@@ -115,6 +115,7 @@ def test_what_is_logged_counts_the_same_tokens(tokens, rng):
     advantages = jnp.asarray(rng.standard_normal(B), jnp.float32)
     options = dict(loss_type="grpo", importance_level="sequence", epsilon_low=0.05)
 
+    @functools.partial(jax.jit, static_argnames="num_segments")
     def output(advantages, mask, x, old, reference, **more):
         return losses.policy_loss(x, old, advantages, mask=mask, reference_log_probs=reference, **options, **more)
 
