@@ -115,7 +115,7 @@ $(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
 # Other people's trainers and libraries, each with what it needs itself, and the packages of each.
 PEERS := tunix maxtext libraries
 PEER_PACKAGES_tunix := google-tunix
-PEER_PACKAGES_maxtext := maxtext[tpu]
+PEER_PACKAGES_maxtext := maxtext[tpu] google-tunix
 PEER_PACKAGES_libraries := equinox grain qwix
 PEER_ENV = .venv/integrations-$(VERSIONS)-$(1)
 

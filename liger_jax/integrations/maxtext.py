@@ -1,7 +1,9 @@
-"""MaxText's loss without logits: a function for the place of its vocabulary tiling.
+"""MaxText's losses without logits: a function for the place of its vocabulary tiling, and what its DPO needs.
 
-from maxtext.trainers.pre_train import train
-train.vocab_tiling_nnx_loss = vocabulary_loss    # and num_vocab_tiling=2 in the config, so that it is called
+    from maxtext.trainers.pre_train import train
+    train.vocab_tiling_nnx_loss = vocabulary_loss    # and num_vocab_tiling=2 in the config, so that it is called
+
+MaxText's DPO and GRPO are tunix's trainers on a `TunixMaxTextAdapter`, which `liger_jax.integrations.tunix` takes.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ def vocabulary_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of cross entropies that MaxText's `vocab_tiling_nnx_loss` returns, with the same arguments.
 
-    It applies the decoder's last norm, and reads the head, `logits_dense`.
+    It applies the decoder's last norm, and reads the head.
 
     Args:
         model: MaxText's NNX `Transformer`.
@@ -30,20 +32,82 @@ def vocabulary_loss(
         The float32 sum of losses with their z-loss, and the sum of z-losses.
 
     Raises:
-        ValueError: the config has dropout, or its head is the embedding.
+        ValueError: the config has dropout.
     """
     if is_train and config.enable_dropout and config.dropout_rate > 0:
         raise ValueError("vocabulary_loss: config.dropout_rate must be 0. It has no dropout before the head.")
-    if config.logits_via_embedding:
-        raise ValueError("vocabulary_loss: config.logits_via_embedding must be false. It takes a separate head.")
     loss, metrics = fused_linear_cross_entropy(
         model.decoder.decoder_norm(hidden_states),
-        model.decoder.logits_dense.kernel[...],
-        data["targets"],
+        labels=data["targets"],
         where=data["targets_segmentation"] != 0,
         z_loss=config.z_loss_multiplier,
         reduction="sum",
         return_metrics=True,
-        weight_layout="dv",
+        **_head(model),
     )
     return loss, jnp.asarray(metrics.z_loss)
+
+
+def hidden_and_head(
+    adapter: Any,
+    input_tokens: jax.Array,
+    positions: jax.Array,
+    attention_mask: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """What goes into the head of MaxText's model, and the head: `hidden_and_head` of the tunix integration calls it.
+
+    The adapter's own call drops the hidden states, so the decoder is called here. Under `jit` the logits that it makes
+    are never read, and the compiler leaves them out.
+
+    Args:
+        adapter: MaxText's `TunixMaxTextAdapter`.
+        input_tokens: (B, T) token ids.
+        positions: (B, T) rotary positions.
+        attention_mask: (B, T, T), of which the last row tells padding, as the adapter reads it.
+        segment_ids: (B, T); they go before the mask.
+
+    Returns:
+        The hidden states (B, T, D) after the last norm, and the head as the linear losses take it.
+
+    Raises:
+        ValueError: the model has dropout, several streams of hidden states or multi-token prediction.
+    """
+    model, config = adapter.base, adapter.base.config
+    _check(config)
+    if segment_ids is None and attention_mask is not None:
+        segment_ids = attention_mask[:, -1, :].astype(jnp.int32)
+    _, hidden, *_ = model.decoder(
+        shared_embedding=model.token_embedder,
+        decoder_input_tokens=input_tokens,
+        decoder_positions=positions,
+        decoder_segment_ids=segment_ids,
+        deterministic=True,
+        model_mode="train",
+    )
+    return model.decoder.decoder_norm(hidden), _head(model)
+
+
+def _head(model: Any) -> dict[str, Any]:
+    """The head of MaxText's `Transformer`, as the linear losses take it."""
+    config = model.config
+    if not config.logits_via_embedding:
+        return dict(weight=model.decoder.logits_dense.kernel[...], weight_layout="dv")
+    # MaxText rounds the table, whatever its dtype. cap(h·e/√D) = cap′(h·e)/√D, where cap′ is √D times as large.
+    weight = model.token_embedder.embedding[...].astype(jnp.bfloat16)
+    root = weight.shape[-1] ** 0.5 if config.normalize_embedding_logits else 1.0
+    softcap = root * config.final_logits_soft_cap if config.final_logits_soft_cap else None
+    return dict(weight=weight, weight_layout="vd", logit_softcap=softcap, logit_scale=1 / root)
+
+
+def _check(config: Any) -> None:
+    """Refuses models whose logits are more than a product with the normed hidden states."""
+    rules = {
+        "dropout_rate": (config.enable_dropout and config.dropout_rate > 0, "0"),
+        "mtp_num_layers": (config.mtp_num_layers > 0, "0"),
+        "mhc_expansion_rate": (config.mhc_expansion_rate > 1, "1"),
+    }
+    for name, (is_refused, rule) in rules.items():
+        if is_refused:
+            found = getattr(config, name)
+            raise ValueError(f"config.{name}={found} must be {rule}, for log-probabilities without logits.")

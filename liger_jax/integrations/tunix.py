@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from liger_jax.integrations import maxtext
 from liger_jax.losses import causal_lm_loss
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.ops import TokenLogProbs, fused_linear_log_probs
@@ -103,22 +104,25 @@ def hidden_and_head(
     Call it under `jit`, as tunix does: outside of it the logits are made, and dropped.
 
     Args:
-        model: tunix's `Qwen2`, `Qwen3`, `Gemma` (1 and 2) or `Gemma3`, perhaps with LoRA by qwix, but not on its head.
+        model: tunix's `Qwen2`, `Qwen3`, `Gemma` (1 and 2) or `Gemma3`, perhaps with LoRA by qwix, but not on its head;
+            or MaxText's `TunixMaxTextAdapter`.
         input_tokens: token ids.
         **inputs: the call's other arguments, by name.
 
     Returns:
-        The hidden states after the last norm, and the head as the linear losses take it: `weight`, `weight_layout` and
-        `logit_softcap`.
+        The hidden states after the last norm, and the head as the linear losses take it: `weight`, `weight_layout`,
+        and the scale and softcap of its logits.
 
     Raises:
         TypeError: the model does not return hidden states.
         ValueError: the head has LoRA, or is quantised.
     """
+    if type(model).__name__ == "TunixMaxTextAdapter":  # it takes output_hidden_states, and returns none
+        return maxtext.hidden_and_head(model, input_tokens, **inputs)
     if not _takes(model, "output_hidden_states"):
         raise TypeError(
             f"model is a {type(model).__name__}, whose call has no output_hidden_states; it must be one of tunix's "
-            "Qwen2, Qwen3, Gemma and Gemma3, or a model of this library as TunixModel(model)."
+            "Qwen2, Qwen3, Gemma and Gemma3, MaxText's adapter, or a model of this library as TunixModel(model)."
         )
     model(input_tokens, cache=None, output_hidden_states=True, **inputs)
     hidden = model.all_hidden_states.get_value()[-1]
