@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def started():
             place = "" if by_environment else f"127.0.0.1:{port},{i}/{number}"
             command = [sys.executable, "-c", PROGRAM, place, *does]
             environment = own | (of_slurm if by_environment else {})
-            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             running.append(subprocess.Popen(command, env=environment, **pipes))
         for process in running:
             assert process.stdout.readline() == "joined\n", process.communicate()[1]
