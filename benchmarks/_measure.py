@@ -130,6 +130,14 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def show_or_save(name: str | None, text: str) -> None:
+    """Prints a result, and writes it to `RESULTS` if it has a name."""
+    if name:
+        save(name, text)
+    else:
+        print(text)
+
+
 def save(name: str, text: str, folder: pathlib.Path = RESULTS) -> None:
     """Prints a result and writes it to a folder."""
     print(text)

@@ -77,10 +77,7 @@ def main() -> int:
         told, is_smaller = section(run, program(run, arguments.program))
         text += told
         are_smaller.append(is_smaller)
-    if arguments.name:
-        _measure.save(arguments.name, text)
-    else:
-        print(text)
+    _measure.show_or_save(arguments.name, text)
     return 0 if all(are_smaller) else 1
 
 

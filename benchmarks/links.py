@@ -151,10 +151,7 @@ def main() -> None:
     arguments = parser.parse_args()
     text = f"{arguments.model}, a row of {arguments.tokens} tokens for each device, by the datasheets\n\n"
     text += table(arguments.model, arguments.tokens)
-    if arguments.name:
-        _measure.save(arguments.name, text)
-    else:
-        print(text)
+    _measure.show_or_save(arguments.name, text)
 
 
 if __name__ == "__main__":

@@ -100,19 +100,10 @@ def main() -> None:
     arguments = parser.parse_args()
     text = f"`python -m benchmarks.row_division --rows {arguments.rows}`, counted: nothing is run.\n\n"
     text += "The busiest device's attention beyond the mean, and what a layer of LLaMA-3-8B loses by it.\n\n"
-    header = [
-        "tokens in a row",
-        "documents' mean",
-        "devices",
-        *DIVISIONS,
-        "attention's share",
-        "a layer loses as one pair",
-    ]
-    text += _measure.table([*header, *DIVISIONS[1:]], lines(arguments.rows))
-    if arguments.name:
-        _measure.save(arguments.name, text)
-    else:
-        print(text)
+    header = ["tokens in a row", "documents' mean", "devices", *DIVISIONS, "attention's share"]
+    header += ["a layer loses as one pair", *DIVISIONS[1:]]
+    text += _measure.table(header, lines(arguments.rows))
+    _measure.show_or_save(arguments.name, text)
 
 
 if __name__ == "__main__":

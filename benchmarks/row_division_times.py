@@ -76,10 +76,7 @@ def main() -> None:
                 print(rows[-1], flush=True)
     header = ["heads", "documents' mean", "pairs", "tokens in a chunk", "slowest device, ms", "mean device, ms"]
     text += f"\nRows of {length:,} tokens over {arguments.devices} devices.\n\n{_measure.table(header, sorted(rows))}"
-    if arguments.name:
-        _measure.save(arguments.name, text)
-    else:
-        print(text)
+    _measure.show_or_save(arguments.name, text)
 
 
 if __name__ == "__main__":

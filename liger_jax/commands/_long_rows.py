@@ -60,13 +60,16 @@ def stretched_for(settings: Settings, model: Architecture) -> Architecture:
     return dataclasses.replace(model, config=config)
 
 
-def let_pool_grow(settings: Settings) -> None:
-    """Lets XLA's pool of pinned memory hold the layers' inputs of the run, before JAX has devices. It says so.
+def let_pool_grow(settings: Settings) -> str:
+    """Lets XLA's pool of pinned memory hold the layers' inputs of the run, before JAX has devices.
 
     The limit is no reservation: the pool grows as far as it is needed.
 
     Args:
         settings: the run.
+
+    Returns:
+        A line that says so; empty if the pool stays as it is.
 
     Raises:
         UserError: an option does not go with the model.
@@ -76,18 +79,18 @@ def let_pool_grow(settings: Settings) -> None:
     rows = settings.batch // settings.num_parts
     small = rows * settings.length < _FEWEST
     if small or PINNED_LIMIT in os.environ or settings.remat not in (None, "offload"):
-        return
+        return ""
     config = architecture_of(_adapters.found(settings)[1]).config
     described = devices.target(memory="2GiB").description
     layer = LayerMemory(
         config, KernelOptions(), "offload", settings.dtype or "bfloat16", rows, settings.length, described
     )
     if (limit := devices.pinned_limit(layer.offloaded * config.num_hidden_layers)) is None:
-        return
+        return ""
     if (there := devices.machine_memory()) is not None:
         limit = min(limit, max(PINNED_GIB, there // GIB))
     os.environ[PINNED_LIMIT] = str(limit)
-    print(f"XLA may pin {limit} GiB of the host's memory ({PINNED_LIMIT}; by itself it stops at {PINNED_GIB})")
+    return f"XLA may pin {limit} GiB of the host's memory ({PINNED_LIMIT}; by itself it stops at {PINNED_GIB})"
 
 
 def places(run: Run) -> Iterator[str]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -121,97 +121,90 @@ def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
     for line in filter(None, (devices.line, dropout(source.config))):
         print(line)
     with devices.context():
-        return _train_on(devices, model, shown, asked, settings, source, found, precision, task, out)
+        return _train_on(_Run(asked, settings, task, source, found, precision, devices, out), model, shown)
 
 
-def _train_on(
-    devices: meshes.Devices,
-    like: Any,
-    shown: Any,
-    asked: Settings,
-    settings: Settings,
-    source: Source,
-    found: Architecture,
-    precision: dict[str, str],
-    task: Task,
-    out: Path,
-) -> int:
-    parts = _training_rows.parts_of(settings)
-    tokenizer = _training_rows.tokenizer(source, found, task.tokenizer)
-    with processes.first_before_others():
-        data = task.prepared(settings, tokenizer, out / _token_cache.FOLDER, parts)
-        if jax.process_count() > 1 and processes.is_first():
-            data.keep()  # the others find them
-    print(data.summary)
-    task.add_columns(settings, data)
-    steps = _steps(settings, data)
-    rate = _recipe.schedule(settings, steps)
-    updates = task.updates(settings)
-    optimizer = _recipe.optimizer(settings, rate if updates == 1 else lambda count: rate(count // updates))
-    rows_of = data.batches(settings, devices.own_rows(settings.batch))
-    filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
-    batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A run that is decided, before its rows are made and its weights are read.
+
+    Attributes:
+        asked: the settings as they were given.
+        settings: the same with all that was left to the run.
+        task: what the run trains for.
+        source: the model's folder.
+        found: the model's architecture.
+        precision: names of the dtypes of the computation and of the weights.
+        devices: where it runs.
+        out: its folder.
+    """
+
+    asked: Settings
+    settings: Settings
+    task: Task
+    source: Source
+    found: Architecture
+    precision: dict[str, str]
+    devices: meshes.Devices
+    out: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class _Course:
+    """What a run's steps train on.
+
+    Attributes:
+        tokenizer: what its rows were encoded by.
+        data: the rows.
+        steps: how many there are.
+        rate: the learning rate of a step.
+        optimizer: any optax transformation.
+        rows_of: the rows of a step that this process reads.
+        batch_of: the same on the devices, in whole parts.
+    """
+
+    tokenizer: Any
+    data: RunRows
+    steps: int
+    rate: Callable[[Any], Any]
+    optimizer: Any
+    rows_of: Callable[[int], rows.Rows]
+    batch_of: Callable[[int], Any]
+
+
+def _train_on(run: _Run, like: Any, shown: Any) -> int:
+    """Trains. `like` has the types of the model that is trained, and `shown` those of the one that writes samples."""
+    settings, task, devices = run.settings, run.task, run.devices
+    course = _course(run)
+    data, steps = course.data, course.steps
     with user_errors():
-        made_of = data.made_of() | _model_files(settings, source)
+        made_of = data.made_of() | _model_files(settings, run.source)
         made_of |= {} if task.teacher is None else task.teacher.made_of()
-        checkpoints = _checkpoints(settings, source, {"steps": steps} | made_of)
+        checkpoints = _checkpoints(settings, run.source, {"steps": steps} | made_of)
     checkpoints.check()
     if processes.is_first():
         data.keep()
     if _is_finished(settings, checkpoints, steps):
         return 0
     with user_errors():
-        processes.by_first(lambda: _output.write_settings(asked))
-    played = None if task.played is None else task.played(settings, data, tokenizer, devices.place)
-    reading = beside(_read, settings, task, source, precision, devices)
+        processes.by_first(lambda: _output.write_settings(run.asked))
+    played = None if task.played is None else task.played(settings, data, course.tokenizer, devices.place)
+    reading = beside(_read, run)
     with user_errors(), telling("tracing"):
-        batches = batch_of(0) if played is None else played.example, batch_of(0)
-        programs, shapes = _programs(settings, task, data, like, optimizer, batches, devices)
-    checkpoints.check_space(shapes, _output.most_bytes(settings, source, shapes[0]))
-    with user_errors():
-        model = _with_adapters(settings, source, reading)
-        if task.teacher is not None and task.teacher.stays:
-            with telling("reading the teacher's weights"):
-                model.teacher = beside(task.teacher.read, precision["dtype"], devices.mesh, devices.kernels).result()
-    with memory_errors("before the first step."):
-        task.before(settings, data, model, made_of)
-    graph, params, frozen = nnx.split(model, _trained(settings), ...)
-    state, frozen, keeps = devices.started(params, optimizer), devices.placed(frozen), model.kept
-    del model, params  # a step overwrites the state in place: nothing else may hold it
+        batches = course.batch_of(0) if played is None else played.example, course.batch_of(0)
+        programs, shapes = _programs(run, data, like, course.optimizer, batches)
+    checkpoints.check_space(shapes, _output.most_bytes(settings, run.source, shapes[0]))
+    graph, state, frozen, keeps = _begun(run, course, reading, made_of)
+    del reading  # it holds the weights as they were read
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = _shapes(state)
-    before = checkpoints.latest_settings
-    state, log = _restored(checkpoints, state)
-    done, last = len(log["steps"]), log["steps"][-1].get("learning_rate") if log["steps"] else None
-    for line in _longer.lines(before, done, last, steps, rate, data.num_in_epoch):
-        print(line)
-
+    state, log = _restored(checkpoints, state, course)
     with telling("compiling"), memory_errors("while the step was compiled."):
-        step, sums = (program.result() for program in programs)
-    size = settings.batch // settings.num_parts
-    score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
-    held_out = RowParts(data.held_out_rows, size)
-    # After a step its own rows are scored; before the first one, those that it will have.
-    its_rows = lambda step: [next(rows.parts(rows_of(max(0, step - 1)), size))]
-    unit, shown = math.prod(devices.sizes.values()), nnx.graphdef(shown)
-    samples = _samples.Samples(data.held_out(settings.samples), tokenizer, found.config.longest_sequence, unit)
+        compiled = [program.result() for program in programs]
     columns = task.columns if played is None else (*task.columns, *played.columns)
-    with Log(settings.log if processes.is_first() else (), out, columns, log["steps"], asked.to_write()) as files:
-        loop = Loop(
-            step=_loop_step(played, graph, step, frozen),
-            batch_of=batch_of if played is None else lambda step: {**batch_of(step), "number": np.int32(step)},
-            steps=steps,
-            checkpoints=checkpoints,
-            every=settings.every,
-            evaluate=lambda params: score(params, held_out) if held_out else {},
-            patience=settings.patience,
-            show=lambda params, write: settings.samples and samples.show(nnx.merge(shown, params, frozen), write),
-            check=lambda params, step: score(params, its_rows(step))["eval_loss"],
-            rate=rate,
-            write=files.write,
-            shown=task.shown,
-            progress=processes.is_first(),
-        )
+    told = settings.log if processes.is_first() else ()
+    with Log(told, run.out, columns, log["steps"], run.asked.to_write()) as files:
+        loop = _loop(run, course, checkpoints, played, compiled, (graph, frozen, nnx.graphdef(shown)), files.write)
         state, stopped_by = loop.run(state, log)
     if stopped_by:
         print(f"stopped after step {len(log['steps'])} of {steps}, which is saved; the same command goes on from there")
@@ -223,10 +216,92 @@ def _train_on(
     tuned = _without_teacher(nnx.merge(graph, state[0], frozen))
     tuned.kept = keeps
     del state  # the moments' memory, in which the weights may be cast
-    target = _output.write(tuned, settings, source, tokenizer.stops)
+    target = _output.write(tuned, settings, run.source, course.tokenizer.stops)
     processes.by_first(lambda: _leave(settings, checkpoints, target, early))
-    _tell(log["steps"], done, target, checkpoints, out)
+    _tell(log["steps"], done, target, checkpoints, run.out)
     return 0
+
+
+def _course(run: _Run) -> _Course:
+    """Makes the run's rows, and says what they are; and what its steps do with them."""
+    settings, task, devices = run.settings, run.task, run.devices
+    parts = _training_rows.parts_of(settings)
+    tokenizer = _training_rows.tokenizer(run.source, run.found, task.tokenizer)
+    with processes.first_before_others():
+        data = task.prepared(settings, tokenizer, run.out / _token_cache.FOLDER, parts)
+        if jax.process_count() > 1 and processes.is_first():
+            data.keep()  # the others find them
+    print(data.summary)
+    task.add_columns(settings, data)
+    steps = _steps(settings, data)
+    rate = _recipe.schedule(settings, steps)
+    updates = task.updates(settings)
+    optimizer = _recipe.optimizer(settings, rate if updates == 1 else lambda count: rate(count // updates))
+    rows_of = data.batches(settings, devices.own_rows(settings.batch))
+    filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
+    batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
+    return _Course(tokenizer, data, steps, rate, optimizer, rows_of, batch_of)
+
+
+def _begun(
+    run: _Run, course: _Course, reading: Future[Any], made_of: dict[str, str]
+) -> tuple[Any, tuple[Any, Any], Any, Any]:
+    """The run's graph, state and frozen variables, from the model that is read, and what that one keeps for its files.
+
+    A step overwrites the state in place: when this has returned, nothing else may hold it.
+    """
+    settings, task, devices = run.settings, run.task, run.devices
+    with user_errors():
+        model = _with_adapters(settings, run.source, reading)
+        if task.teacher is not None and task.teacher.stays:
+            with telling("reading the teacher's weights"):
+                read = beside(task.teacher.read, run.precision["dtype"], devices.mesh, devices.kernels)
+                model.teacher = read.result()
+    with memory_errors("before the first step."):
+        task.before(settings, course.data, model, made_of)
+    graph, params, frozen = nnx.split(model, _trained(settings), ...)
+    return graph, devices.started(params, course.optimizer), devices.placed(frozen), model.kept
+
+
+def _loop(
+    run: _Run,
+    course: _Course,
+    checkpoints: Checkpoints,
+    played: Any,
+    compiled: Sequence[Any],
+    models: tuple[Any, Any, Any],
+    write: Callable[..., None],
+) -> Loop:
+    """The loop over the run's steps, with all that it does between them.
+
+    `compiled` are the step and the scoring; `models` are the graph of the model that is trained, its frozen variables,
+    and the graph of the one that writes samples.
+    """
+    settings, task, devices, data = run.settings, run.task, run.devices, course.data
+    (step, sums), (graph, frozen, shown) = compiled, models
+    size = settings.batch // settings.num_parts
+    score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
+    held_out = RowParts(data.held_out_rows, size)
+    # After a step its own rows are scored; before the first one, those that it will have.
+    its_rows = lambda step: [next(rows.parts(course.rows_of(max(0, step - 1)), size))]
+    unit, longest = math.prod(devices.sizes.values()), run.found.config.longest_sequence
+    samples = _samples.Samples(data.held_out(settings.samples), course.tokenizer, longest, unit)
+    batch_of = course.batch_of
+    return Loop(
+        step=_loop_step(played, graph, step, frozen),
+        batch_of=batch_of if played is None else lambda step: {**batch_of(step), "number": np.int32(step)},
+        steps=course.steps,
+        checkpoints=checkpoints,
+        every=settings.every,
+        evaluate=lambda params: score(params, held_out) if held_out else {},
+        patience=settings.patience,
+        show=lambda params, write: settings.samples and samples.show(nnx.merge(shown, params, frozen), write),
+        check=lambda params, step: score(params, its_rows(step))["eval_loss"],
+        rate=course.rate,
+        write=write,
+        shown=task.shown,
+        progress=processes.is_first(),
+    )
 
 
 def _leave(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
@@ -331,11 +406,17 @@ def _model_files(settings: Settings, source: Source) -> dict[str, str]:
     return found
 
 
-def _restored(checkpoints: Checkpoints, state: Any) -> tuple[Any, dict[str, Any]]:
+def _restored(checkpoints: Checkpoints, state: Any, course: _Course) -> tuple[Any, dict[str, Any]]:
     """The state and the log to go on with: the newest checkpoint's, or those of a run that begins."""
+    before = checkpoints.latest_settings
     if (found := checkpoints.restore(state)) is None:
-        return state, {"steps": []}
-    print(f"resumed at step {checkpoints.latest_step}")
+        found = state, {"steps": []}
+    else:
+        print(f"resumed at step {checkpoints.latest_step}")
+    of_steps = found[1]["steps"]
+    last = of_steps[-1].get("learning_rate") if of_steps else None
+    for line in _longer.lines(before, len(of_steps), last, course.steps, course.rate, course.data.num_in_epoch):
+        print(line)
     return found
 
 
@@ -352,11 +433,12 @@ def _precision(settings: Settings, stored: str) -> dict[str, str]:
     )
 
 
-def _read(settings: Settings, task: Task, source: Source, precision: dict[str, str], devices: meshes.Devices) -> Any:
-    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
-    options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=task.scan_layers)
+def _read(run: _Run) -> Any:
+    settings, devices = run.settings, run.devices
+    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
+    options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=run.task.scan_layers)
     options |= dict(length=settings.length, rope_scaling=settings.rope_scaling)
-    return AutoModelForCausalLM.from_pretrained(source, mesh=devices.mesh, kernels=devices.kernels, **options)
+    return AutoModelForCausalLM.from_pretrained(run.source, mesh=devices.mesh, kernels=devices.kernels, **options)
 
 
 def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:
@@ -414,19 +496,14 @@ def _new_model(
 
 
 def _programs(
-    settings: Settings,
-    task: Task,
-    data: RunRows,
-    like: Any,
-    optimizer: Any,
-    batches: tuple[Any, rows.Rows],
-    devices: meshes.Devices,
+    run: _Run, data: RunRows, like: Any, optimizer: Any, batches: tuple[Any, rows.Rows]
 ) -> tuple[tuple[Future[Any], Future[Any]], Any]:
     """The step and the scoring, which are compiled while the weights are read: they depend on the shapes alone.
 
     `like` is the model's types; `batches` are an example of what is trained on, and one of rows. The state's shapes
     come beside the programs.
     """
+    settings, task, devices = run.settings, run.task, run.devices
     graph, params, frozen = nnx.split(like, _trained(settings), ...)
     loss = _adapters.loss_of(settings, task.loss(settings, data))
     options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.num_parts)

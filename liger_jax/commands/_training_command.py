@@ -44,10 +44,12 @@ def _trained(name, args, task, settings_type) -> int:
         if "wandb" in settings.log:
             _log.check_wandb()
         with user_errors():
-            _long_rows.let_pool_grow(settings)
+            grown = _long_rows.let_pool_grow(settings)
         if settings.distributed is not None:
             with user_errors():
                 processes.begin(settings.distributed)
+        if grown and processes.is_first():
+            print(grown)
         with listened_or_not():
             return _run.train(settings, task())
     except UserError as error:

@@ -5,6 +5,7 @@ where processes would write the same file, `by_first` lets it write alone. In a 
 
 A process that dies would leave the others in a collective that never ends. So each tells JAX's coordination service
 every two seconds that it lives, and a thread ends this process once another one has not told it for `SILENT_SECONDS`.
+The service lives in process 0. The others reach it through a `Relay`, which says when that process dies.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from liger_jax.training.relay import Relay
 
 BEAT_SECONDS, SILENT_SECONDS = 2.0, 30.0
 _PLACE = re.compile(r"(.+:\d+),(\d+)/(\d+)")  # HOST:PORT,INDEX/NUMBER
@@ -36,7 +39,6 @@ def begin(place: str) -> None:
     Raises:
         ValueError: the place cannot be read, or the environment says nothing, or the others do not come.
     """
-    jax.config.update("jax_enable_recoverability", True)  # ours is the sentence when a process dies, not XLA's abort
     options: dict[str, Any] = dict(heartbeat_timeout_seconds=100, shutdown_timeout_seconds=20)
     if place:
         if (found := _PLACE.fullmatch(place)) is None or int(found[2]) >= int(found[3]):
@@ -46,11 +48,22 @@ def begin(place: str) -> None:
             )
         options |= dict(coordinator_address=found[1], process_id=int(found[2]), num_processes=int(found[3]))
         options |= dict(cluster_detection_method="deactivate")
+    jax.config.update("jax_enable_recoverability", True)  # the service ends no process because another one has died
+    relay = None
     try:
-        jax.distributed.initialize(**options)
+        address, index = (options["coordinator_address"], options["process_id"]) if place else _found()
+        if address is not None and index and not getattr(jax.config, "jax_mtls_cert_file", None):
+            relay = Relay(address)
+            address = relay.address
+        jax.distributed.initialize(**options | dict(coordinator_address=address))
     except (RuntimeError, ValueError) as error:
         cure = "" if place else " Where JAX knows no cluster, pass HOST:PORT,INDEX/NUMBER, as in 'host0:1234,0/2'."
         raise ValueError(f"The processes do not find each other: {' '.join(str(error).split())}.{cure}") from error
+    finally:
+        if relay is not None:
+            relay.close()
+    if relay is not None:
+        relay.watch(lambda how: None if _over.is_set() else _lose(0, how), SILENT_SECONDS)
     if jax.process_count() > 1:
         _watching.append(threading.Thread(target=_watch, args=(_client(),), name="watching processes", daemon=True))
         _watching[0].start()
@@ -187,19 +200,21 @@ def end(code: int) -> int:
         >>> end(0)
         0
     """
-    if are_several():
-        _over.set()
+    if not are_several():
+        return code
+    is_in_order = code in (0, *range(129, 160))  # the same in all processes
+    if is_in_order:
+        wait()
+    _over.set()
+    if not _why:  # else the service may not answer
         _watching[0].join(SILENT_SECONDS)
-        if code in (0, *range(129, 160)):  # the same in all processes
-            wait()
-            _tell(_ENDED)
-            _leave_in_order()
-        else:
-            _tell(f"{_ENDED} {code}")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)  # JAX would wait for the others
-    return code
+        _tell(_ENDED if is_in_order else f"{_ENDED} {code}")
+    if is_in_order:
+        _leave_in_order()
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # JAX would wait for the others
 
 
 def lost() -> str:
@@ -254,15 +269,25 @@ def _watch(client: Any) -> None:
 
 
 def _lose(i: int, how: str) -> None:
-    """Says which process is lost, leaves the main thread a moment to end, and ends the process."""
+    """Ends the process, and says which other one is lost, unless the main thread does so in the next moment."""
     _why.append(
         f"Process {i} of {jax.process_count()} {how}, so this one ends, too. Start all of them again, on as many "
         "devices or fewer: the run goes on from its newest checkpoint."
     )
     if _over.wait(3):
-        return
-    print(_why[0], file=sys.stderr, flush=True)
+        time.sleep(3)  # for the main thread, which is in `end`
+    else:
+        print(_why[0], file=sys.stderr, flush=True)
     os._exit(2)
+
+
+def _found() -> tuple[str | None, int | None]:
+    """The service's address and this process's index, as `jax.distributed.initialize` finds them."""
+    from jax._src import clusters  # JAX has no public way to them before it has joined the processes
+
+    address, seconds = os.environ.get("JAX_COORDINATOR_ADDRESS"), 300
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(address, None, None, [], None, seconds)
+    return found[0], found[2]
 
 
 def _leave_in_order() -> None:

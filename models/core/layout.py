@@ -1,31 +1,25 @@
 """Which axis of a mesh splits what: parameters, optimizer state, activations, and what a kernel gets of them."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.on_parts import on_parts
+from liger_jax.models.core.parameter_parts import ParameterParts
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
+from liger_jax.models.core.partitions import is_placed, partition, placed
 from liger_jax.models.core.sequence_parts import SequenceParts
 from liger_jax.models.core.state_shardings import state_shardings
 from liger_jax.models.core.tensor_parts import TensorParts
 from liger_jax.models.core.vocabulary_parts import loss_on_parts
-
-Names = tuple[str, ...]
-
-# Adapters are small: every device has them whole.
-_WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows")
-_ADAPTERS_OF_EXPERTS = ("experts_lora_a", "experts_lora_b")
+from liger_jax.ops.layout import Names, along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,32 +103,32 @@ class Layout:
     @property
     def between_blocks(self) -> P:
         """How activations (B, T, …) lie between blocks: a norm is computed on one device of a tensor axis alone."""
-        return _spec(self.batch, tuple(axis for axis in (self.sequence, self.tensor) if axis is not None))
+        return partition(self.batch, tuple(axis for axis in (self.sequence, self.tensor) if axis is not None))
 
     @property
     def in_attention(self) -> P:
         """How queries, keys, values and results (B, T, heads, H) lie around attention."""
-        return _spec(self.batch, self.sequence, self.tensor)
+        return partition(self.batch, self.sequence, self.tensor)
 
     @property
     def of_rows(self) -> P:
         """How arrays (B, …) lie whose rows are whole on every device that computes a part of them."""
-        return _spec(self.batch)
+        return partition(self.batch)
 
     @property
     def of_all_rows(self) -> P:
         """How arrays (1, T, …) lie that are the same for all rows."""
-        return _spec(None, self.sequence)
+        return partition(None, self.sequence)
 
     @property
     def in_loss(self) -> P:
         """How hidden states, labels and results (B, T, …) lie in the loss."""
-        return _spec(self.batch, self.sequence)
+        return partition(self.batch, self.sequence)
 
     @property
     def of_logits(self) -> P:
         """How logits (B, T, V) lie."""
-        return _spec(self.batch, self.sequence, self.tensor)
+        return partition(self.batch, self.sequence, self.tensor)
 
     def spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
         """How a parameter lies on a mesh, and what an optimizer holds of its shape.
@@ -157,36 +151,7 @@ class Layout:
         """
         if (tensor := self.tensor_parts(sizes)) is not None:
             return tensor.spec(info, shape)
-        if self._experts_devices(sizes) > 1 and info.expert_axis is not None:
-            return self._spec_of_experts(info, shape, sizes)
-        if (found := self._fsdp_spec(info, shape, sizes)) is not None:
-            return found
-        axis, parts = _split_axis(info), math.prod(sizes[name] for name in self.fsdp_axes)
-        split = "·".join(self.fsdp_axes)
-        others = next(
-            (name for name in self.batch if name not in self.fsdp_axes), "an axis that splits the batch alone"
-        )
-        raise ValueError(
-            f"{split}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
-            f"that divides {shape[axis]}, and give the other devices to {others}."
-        )
-
-    def _spec_of_experts(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
-        """How a parameter of experts lies: they are split over their axis, and each one's input over fsdp's others."""
-        axis: Any = info.expert_axis
-        entries: list[Any] = [None] * len(shape)
-        entries[axis] = self.expert
-        if shape[axis] % sizes[self.expert]:
-            raise ValueError(
-                f"expert={self.expert!r} has {sizes[self.expert]} devices, which do not divide the {shape[axis]} "
-                f"experts of {info.name}. Choose a number that does, and give the other devices to fsdp."
-            )
-        others = tuple(name for name in self.fsdp_axes if name != self.expert)
-        split = info.in_axis if info.kind == "experts" else info.out_axis
-        parts = math.prod(sizes[name] for name in others)
-        if parts > 1 and split is not None and info.kind.startswith("experts") and shape[split] % parts == 0:
-            entries[split] = others
-        return _spec(*entries)
+        return self._parameter_parts(sizes).spec(info, shape)
 
     def shardings(
         self, tree: Any, mesh: Mesh | AbstractMesh, optimizer: optax.GradientTransformation | None = None
@@ -207,6 +172,7 @@ class Layout:
             ValueError: the mesh and the layout do not fit, or do not divide a matrix; or a leaf has no rule.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> params = dict(kernel=jnp.ones((8, 4)))
             >>> mesh, optimizer = AbstractMesh((1, 4), ("data", "fsdp")), optax.sgd(0.1, momentum=0.9)
             >>> of_params, of_state = Layout().shardings((params, optimizer.init(params)), mesh, optimizer)
@@ -220,7 +186,7 @@ class Layout:
 
         params, state = tree if optimizer is not None else (tree, None)
         tensor, config = self.tensor_parts(sizes), getattr(params, "config", None)
-        if self._experts_devices(sizes) > 1 and config is not None and config.experts is None:
+        if self._parameter_parts(sizes).splits_experts and config is not None and config.experts is None:
             raise ValueError(
                 f"expert={self.expert!r} has {sizes[self.expert]} devices, and {type(config).__name__} has no experts. "
                 "Give the devices to fsdp."
@@ -255,6 +221,7 @@ class Layout:
                 to be split, and the batch has no `input_ids`.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> mesh = jax.make_mesh((1,), ("fsdp",))
             >>> placed = Layout(batch=("fsdp",)).place(dict(input_ids=jnp.ones((2, 5))), mesh)
             >>> placed["input_ids"].sharding.spec == P("fsdp")
@@ -264,25 +231,11 @@ class Layout:
         if mesh.empty:
             raise ValueError("place: no mesh is in context. Call it under jax.set_mesh(mesh), or pass mesh=….")
         sizes = self._sizes(mesh)
-        parts, sequence = math.prod(sizes[name] for name in self.batch), self.sequence_parts(sizes)
         length = None
-        if sequence is not None:
-            batch = batch if self._is_placed(batch) else sequence.prepared(batch)
+        if (sequence := self.sequence_parts(sizes)) is not None:
+            batch = batch if is_placed(batch, sequence.axis) else sequence.prepared(batch)
             length = batch["input_ids"].shape[1]
-
-        rows_of = lambda x: jnp.shape(x)[0] if jnp.ndim(x) else 0
-        rows = max(map(rows_of, jax.tree.leaves(batch)), default=0)
-        if rows % parts:
-            raise ValueError(
-                f"place: the batch has {rows} rows, which {'·'.join(self.batch)}={parts} does not divide. Pass a "
-                f"multiple of {parts} rows."
-            )
-
-        def spec_for(x):
-            is_split = length is not None and jnp.shape(x)[1:2] == (length,)
-            return _spec(self.batch if rows_of(x) == rows else None, self.sequence if is_split else None)
-
-        return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, spec_for(x))), batch)
+        return placed(batch, mesh, self.batch, self.sequence, length)
 
     def run(
         self,
@@ -364,30 +317,11 @@ class Layout:
             The tree of whole arrays; on one device, the tree as it is.
         """
         sizes = self._open_axes()
-        if not sizes:
-            return parameters
-
-        expert = self.expert_axis()
-
-        def gather(keys, x):
-            if not jnp.issubdtype(x.dtype, jnp.floating):  # codes, which are gathered in 4 or 8 bits
-                is_of_experts = expert is not None and "experts" in path_of(keys)
-                return jax.lax.with_sharding_constraint(x, P(expert) if is_of_experts else P())
-            info = parameter(("layers", 0, *path_of(keys)), x.shape)
-            x = x.astype(dtype) if x.ndim > 1 else x
-            if expert is not None and "experts" in path_of(keys):  # the module of a layer's experts
-                return _gathered(x, P(expert), self._spec_of_experts(info, x.shape, sizes))
-            spec = self._fsdp_spec(info, x.shape, sizes)
-            return _gathered(x, P(), P() if spec is None else spec)
-
-        return jax.tree_util.tree_map_with_path(gather, parameters)
+        return self._parameter_parts(sizes).gathered(parameters, dtype) if sizes else parameters
 
     def expert_axis(self) -> str | None:
         """The axis that splits experts, if the mesh in context has several devices along it."""
-        return self.expert if self._experts_devices(self._open_axes()) > 1 else None
-
-    def _experts_devices(self, sizes: Mapping[str, int]) -> int:
-        return 1 if self.expert is None else sizes.get(self.expert, 1)
+        return self.expert if self._parameter_parts(self._open_axes()).splits_experts else None
 
     def tokens_of_device(self, rows: int, length: int) -> int:
         """How many tokens between blocks each device has.
@@ -430,7 +364,7 @@ class Layout:
             batch=has(self.batch),
             sequence=self.sequence if self.sequence in sizes else None,
             axes=tuple(sizes),
-            between=_along(self.between_blocks, sizes),
+            between=partition(*along(self.between_blocks, sizes)),
         )
 
     def sequence_parts(self, sizes: Mapping[str, int] | None = None) -> SequenceParts | None:
@@ -448,21 +382,8 @@ class Layout:
             return None
         return SequenceParts.of(self.sequence, sizes, self.tensor, self.of_rows)
 
-    def _fsdp_spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P | None:
-        """How fsdp splits a parameter; `None` for a matrix that it does not divide."""
-        parts = math.prod(sizes.get(name, 1) for name in self.fsdp_axes)
-        if parts == 1 or info.kind in _WHOLE:
-            return P()
-        axis = _split_axis(info)
-        if shape[axis] % parts == 0:
-            return _spec(*[None] * axis, tuple(name for name in self.fsdp_axes if name in sizes))
-        return P() if info.in_axis is None or info.kind in _ADAPTERS_OF_EXPERTS else None
-
-    def _is_placed(self, batch: Any) -> bool:
-        """Whether a batch's rows are split already, by an earlier `place`."""
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        spec = getattr(getattr(ids, "sharding", None), "spec", ())
-        return len(spec) > 1 and spec[1] == self.sequence
+    def _parameter_parts(self, sizes: Mapping[str, int]) -> ParameterParts:
+        return ParameterParts(self.fsdp_axes, self.expert, self.batch, sizes)
 
     def _open_axes(self) -> dict[str, int]:
         """The axes of the mesh in context that are not Manual, and the devices along them; none on one device."""
@@ -498,8 +419,9 @@ class Layout:
         sizes = self._open_axes()
         if not sizes:
             return function(*split, *whole, *(() if head is None else (head,)))
-        out = jax.tree.map(lambda spec: _along(spec, sizes), out, is_leaf=lambda x: isinstance(x, P))
-        spec = tuple(_along(one, sizes) for one in spec) if isinstance(spec, tuple) else _along(spec, sizes)
+        here = lambda spec: partition(*along(spec, sizes))
+        out = jax.tree.map(here, out, is_leaf=lambda x: isinstance(x, P))
+        spec = tuple(map(here, spec)) if isinstance(spec, tuple) else here(spec)
         tensor = self.tensor_parts(sizes)
         if tensor is not None and head is not None:
             return loss_on_parts(tensor, function, split, whole, head, spec, out)
@@ -508,42 +430,3 @@ class Layout:
 
 
 ONE_DEVICE = Layout(batch=(), fsdp=())
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(x: jax.Array, used: P, stored: P) -> jax.Array:
-    """An array that lies as `stored` says, as `used` says. Its gradient lies as `stored` says again."""
-    return jax.lax.with_sharding_constraint(x, used)
-
-
-_gathered.defvjp(
-    lambda x, used, stored: (_gathered(x, used, stored), None),
-    lambda used, stored, _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),),
-)
-
-
-def _put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """The array on its devices; of several processes each puts its own part there."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    whole = np.asarray(x)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
-
-
-def _split_axis(info: ParameterInfo) -> Any:
-    """The axis of a parameter that fsdp splits."""
-    if info.kind in _ADAPTERS_OF_EXPERTS:  # not small, and each expert's lies by itself
-        return info.expert_axis
-    return info.in_axis if info.kind in ("embedding", "kernel", "router", "experts") else info.out_axis
-
-
-def _spec(*entries: str | Names | None) -> P:
-    """A partition without its last empty entries."""
-    filled = [i for i, entry in enumerate(entries) if entry]
-    return P(*(entry or None for entry in entries[: filled[-1] + 1])) if filled else P()
-
-
-def _along(spec: P, sizes: Mapping[str, int]) -> P:
-    """The partition, without the axes that are not in `sizes`."""
-    names = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
-    return _spec(*(tuple(name for name in names(entry) if name in sizes) for entry in spec))

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.on_parts import mapped
 from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
+from liger_jax.models.core.partitions import partition
 from liger_jax.ops.layout import Names, along
 
 _KEY_HEADS = ("k_proj", "v_proj")
@@ -175,7 +176,7 @@ class TensorParts:
     @property
     def tokens(self) -> P:
         """How arrays (B, T, …) lie of which all devices of the axis have the same positions."""
-        return _trimmed([self.batch, self._of_sequence])
+        return partition(self.batch, self._of_sequence)
 
     @property
     def _of_sequence(self) -> Names:
@@ -220,7 +221,7 @@ class TensorParts:
             elif not is_vector:
                 names = "·".join((*entries[other], *self.fsdp))
                 raise ValueError(self._does_not_divide(names, parts, other, info, shape))
-        return _trimmed(entries)
+        return partition(*entries)
 
     def check(self, config: Any) -> None:
         """Raises a ValueError unless the axis can split an architecture, and divides its heads and its feed-forward."""
@@ -300,7 +301,7 @@ class TensorParts:
     def _of_input(self, x: Any) -> P:
         """How a layer's input lies: segments (B, T), whose rows are whole, or a table (1, T, R) or (B, T, R)."""
         batch = self.batch if x.shape[0] > 1 else ()
-        return _trimmed([batch, self._of_sequence] if x.ndim == 3 else [batch])
+        return partition(batch, self._of_sequence) if x.ndim == 3 else partition(batch)
 
     def _entry(self, keys: Any, x: Any) -> P:
         """How a layer's parameter enters the shard_map: fsdp's parts of vectors are gathered before."""
@@ -428,10 +429,3 @@ def _is_of_key_heads(info: ParameterInfo) -> bool:
 
 def _is_in(info: ParameterInfo, modules: tuple[str, ...]) -> bool:
     return not {*modules}.isdisjoint(info.name.split("."))
-
-
-def _trimmed(entries: Sequence[Names]) -> P:
-    """A partition without its last empty entries; an axis that is alone stands by its name."""
-    filled = [i for i, entry in enumerate(entries) if entry]
-    one = lambda entry: entry[0] if len(entry) == 1 else entry or None
-    return P(*(one(tuple(entry)) for entry in entries[: filled[-1] + 1])) if filled else P()

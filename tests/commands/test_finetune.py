@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import gc
 import io
 import json
 import re
@@ -21,7 +22,7 @@ from liger_jax.commands import UserError, _cache, _log, _recipe, _run, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
-from liger_jax.training import identity, loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
+from liger_jax.training import Checkpoints, identity, loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
 from tests.commands import _tiny
 
 CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
@@ -138,6 +139,28 @@ def test_a_resumed_run_says_its_step_and_ends_as_one_that_was_never_stopped(sour
     assert ours == others and len(ours) == 6 and ours[-1]["loss"] < ours[0]["loss"]
     adapters = [load_file(folder / "adapters" / "adapter_model.safetensors") for folder in (out, tmp_path)]
     jax.tree.map(np.testing.assert_array_equal, *adapters)
+
+
+@pytest.mark.full
+def test_a_run_that_goes_on_holds_no_second_state_while_its_own_is_read(source, tmp_path, monkeypatch):
+    command = ["finetune", f"--model={source}", f"--data={source.parent / 'texts.jsonl'}", f"--out={tmp_path}"]
+    command += "--length=64 --batch=4 --every=1 --eval-share=0".split()
+    assert main([*command, "--steps=1"]) == 0
+    held, restore = [], Checkpoints.restore
+
+    def held_bytes():
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    def restored(self, like):
+        held.append(held_bytes() - before)
+        return restore(self, like)
+
+    monkeypatch.setattr(Checkpoints, "restore", restored)
+    before = held_bytes()
+    assert main([*command, "--steps=2"]) == 0
+    weights = sum(x.nbytes for x in load_file(source / "model.safetensors").values())
+    assert len(held) == 1 and held[0] < weights / 2
 
 
 def test_a_run_leaves_adapters_with_all_that_a_chat_needs(source, resumed):

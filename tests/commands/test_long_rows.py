@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from liger_jax.commands import _long_rows, _memory, main
+from liger_jax.commands import _long_rows, _memory, _run, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._settings import Settings
@@ -14,6 +14,7 @@ from liger_jax.ops import LinearRope, Llama3Rope
 from liger_jax.planner import devices
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.devices import PINNED_LIMIT
+from liger_jax.training import processes
 from tests.commands import _tiny
 
 GIB = 2**30
@@ -90,7 +91,7 @@ def test_longer_rows_are_refused_or_reached_by_the_option():
     assert _long_rows.stretched_for(Settings(model="m", data="d"), MODEL) is MODEL
 
 
-def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path, capsys):
+def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
     sizes = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, vocab_size=256)
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", intermediate_size=64) | sizes))
     monkeypatch.setattr(devices, "machine_memory", lambda: 2000 * GIB)
@@ -99,13 +100,12 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path, capsys):
     def limit(**options):
         monkeypatch.setenv(PINNED_LIMIT, "")  # so that it is gone after the test
         monkeypatch.delenv(PINNED_LIMIT)
-        _long_rows.let_pool_grow(Settings(**told | options))
-        return _long_rows.os.environ.get(PINNED_LIMIT)
+        line, limit = _long_rows.let_pool_grow(Settings(**told | options)), _long_rows.os.environ.get(PINNED_LIMIT)
+        assert f"may pin {limit} GiB" in line if limit else line == ""
+        return limit
 
     assert limit(length=131_072) is None  # 32 GiB
-    assert capsys.readouterr().out == ""
     assert limit(length=524_288) == "141"
-    assert "may pin 141 GiB" in capsys.readouterr().out
     assert limit(length=524_288, remat="full") is None
     assert limit(length=524_288, batch=4, micro_batches=4) == "141"
     monkeypatch.setattr(devices, "machine_memory", lambda: 100 * GIB)
@@ -113,6 +113,15 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv(PINNED_LIMIT, "7")
     _long_rows.let_pool_grow(Settings(**told, length=524_288))
     assert _long_rows.os.environ[PINNED_LIMIT] == "7"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_process_alone_says_what_the_pool_may_hold(is_first, monkeypatch, capsys):
+    monkeypatch.setattr(_long_rows, "let_pool_grow", lambda settings: "a line")
+    monkeypatch.setattr(_run, "train", lambda settings, task: 0)
+    monkeypatch.setattr(processes, "is_first", lambda: is_first)
+    assert main(["finetune", "--model=m", "--data=d", "--out=o"]) == 0
+    assert capsys.readouterr().out == ("a line\n" if is_first else "")
 
 
 @pytest.mark.full

@@ -1,0 +1,137 @@
+"""Fully sharded parameters and split experts: how each one lies on a mesh, and how a layer gathers what it uses."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
+from liger_jax.models.core.partitions import partition
+from liger_jax.ops.layout import Names
+
+# Adapters are small: every device has them whole.
+_WHOLE = ("lora_a", "lora_b", "magnitude", "lora_scale", "dropout_key", "token_rows")
+_ADAPTERS_OF_EXPERTS = ("experts_lora_a", "experts_lora_b")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterParts:
+    """Mesh axes that split parameters, and one that splits experts.
+
+    Attributes:
+        fsdp: the axes that split parameters.
+        expert: the axis that splits experts, or `None`.
+        batch: the axes that split the batch, of which an error names one.
+        sizes: the devices along each axis of the mesh that is not Manual.
+    """
+
+    fsdp: Names
+    expert: str | None
+    batch: Names
+    sizes: Mapping[str, int]
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether the mesh has several devices along the axis of experts."""
+        return self.expert is not None and self.sizes.get(self.expert, 1) > 1
+
+    def spec(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
+        """How a parameter lies on the mesh.
+
+        Args:
+            info: what the parameter is.
+            shape: its shape.
+
+        Returns:
+            The partition.
+
+        Raises:
+            ValueError: the mesh does not divide a matrix, or the number of experts.
+        """
+        if self.splits_experts and info.expert_axis is not None:
+            return self._of_experts(info, shape)
+        if (found := self._of_fsdp(info, shape)) is not None:
+            return found
+        axis, parts = _split_axis(info), math.prod(self.sizes[name] for name in self.fsdp)
+        split = "·".join(self.fsdp)
+        others = next((name for name in self.batch if name not in self.fsdp), "an axis that splits the batch alone")
+        raise ValueError(
+            f"{split}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
+            f"that divides {shape[axis]}, and give the other devices to {others}."
+        )
+
+    def gathered(self, parameters: Any, dtype: Any) -> Any:
+        """A layer's parameters, whole on every device but for experts, as `Layout.gathered` promises them.
+
+        Args:
+            parameters: one layer's, a tree of arrays by their names.
+            dtype: dtype of the computation.
+
+        Returns:
+            The tree of arrays.
+        """
+
+        def gather(keys, x):
+            is_of_split_experts = self.splits_experts and "experts" in path_of(keys)  # a layer's module of them
+            if not jnp.issubdtype(x.dtype, jnp.floating):  # codes, which are gathered in 4 or 8 bits
+                return jax.lax.with_sharding_constraint(x, P(self.expert) if is_of_split_experts else P())
+            info = parameter(("layers", 0, *path_of(keys)), x.shape)
+            x = x.astype(dtype) if x.ndim > 1 else x
+            if is_of_split_experts:
+                return _gathered(x, P(self.expert), self._of_experts(info, x.shape))
+            spec = self._of_fsdp(info, x.shape)
+            return _gathered(x, P(), P() if spec is None else spec)
+
+        return jax.tree_util.tree_map_with_path(gather, parameters)
+
+    def _of_experts(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
+        """How a parameter of experts lies: they are split over their axis, and each one's input over fsdp's others."""
+        axis, expert = info.expert_axis, self.expert
+        assert axis is not None and expert is not None
+        entries: list[Any] = [None] * len(shape)
+        entries[axis] = expert
+        if shape[axis] % self.sizes[expert]:
+            raise ValueError(
+                f"expert={expert!r} has {self.sizes[expert]} devices, which do not divide the {shape[axis]} "
+                f"experts of {info.name}. Choose a number that does, and give the other devices to fsdp."
+            )
+        others = tuple(name for name in self.fsdp if name != expert)
+        split = info.in_axis if info.kind == "experts" else info.out_axis
+        parts = math.prod(self.sizes[name] for name in others)
+        if parts > 1 and split is not None and info.kind.startswith("experts") and shape[split] % parts == 0:
+            entries[split] = others
+        return partition(*entries)
+
+    def _of_fsdp(self, info: ParameterInfo, shape: tuple[int, ...]) -> P | None:
+        """How fsdp splits a parameter; `None` for a matrix that it does not divide."""
+        parts = math.prod(self.sizes.get(name, 1) for name in self.fsdp)
+        if parts == 1 or info.kind in _WHOLE:
+            return P()
+        axis = _split_axis(info)
+        if shape[axis] % parts == 0:
+            return partition(*[None] * axis, tuple(name for name in self.fsdp if name in self.sizes))
+        return P() if info.in_axis is None or info.kind in _ADAPTERS_OF_EXPERTS else None
+
+
+def _split_axis(info: ParameterInfo) -> Any:
+    """The axis of a parameter that fsdp splits."""
+    if info.kind in _ADAPTERS_OF_EXPERTS:  # not small, and each expert's lies by itself
+        return info.expert_axis
+    return info.in_axis if info.kind in ("embedding", "kernel", "router", "experts") else info.out_axis
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x: jax.Array, used: P, stored: P) -> jax.Array:
+    """An array that lies as `stored` says, as `used` says. Its gradient lies as `stored` says again."""
+    return jax.lax.with_sharding_constraint(x, used)
+
+
+_gathered.defvjp(
+    lambda x, used, stored: (_gathered(x, used, stored), None),
+    lambda used, stored, _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),),
+)

@@ -1,0 +1,88 @@
+"""Processes of one run end together, whichever of them dies, and however they were joined."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from liger_jax.training import processes
+
+PROGRAM = """
+import sys, time
+from liger_jax.training import processes
+processes.begin(sys.argv[1])
+print("joined", flush=True)
+if sys.argv[2] == "ends":
+    sys.exit(processes.end(int(sys.argv[3])))
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def started():
+    """A function that starts the processes of a run, and returns them once they have joined."""
+    running = []
+
+    def start(number, does=("waits",), by_environment=False):
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        path = os.pathsep.join(path for path in (os.getcwd(), *sys.path) if path)
+        own = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=path)
+        for i in range(number):
+            of_slurm = dict(SLURM_JOB_ID="1", SLURM_STEP_NODELIST="127.0.0.1", SLURM_NTASKS=str(number))
+            of_slurm |= dict(SLURM_PROCID=str(i), SLURM_LOCALID=str(i), JAX_COORDINATOR_PORT=str(port))
+            place = "" if by_environment else f"127.0.0.1:{port},{i}/{number}"
+            command = [sys.executable, "-c", PROGRAM, place, *does]
+            environment = own | (of_slurm if by_environment else {})
+            pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            running.append(subprocess.Popen(command, env=environment, **pipes))
+        for process in running:
+            assert process.stdout.readline() == "joined\n", process.communicate()[1]
+        return running
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def lost(process, victim, number):
+    """How a process has lost another one, and after how many seconds it has ended."""
+    begun = time.monotonic()
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 2, error
+    assert "stack trace" not in error and "Start all of them again" in error, error
+    return error.split(f"Process {victim} of {number} ")[1].split(",")[0], time.monotonic() - begun
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_the_first_process_s_death_ends_the_others_at_once(by_environment, started):
+    first, *others = started(3, by_environment=by_environment)
+    first.send_signal(signal.SIGKILL)
+    for other in others:
+        how, seconds = lost(other, 0, 3)
+        assert how == "has ended" and seconds < 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_stands_still_is_lost_after_half_a_minute(victim, started):
+    both = started(2)
+    both[victim].send_signal(signal.SIGSTOP)
+    how, seconds = lost(both[1 - victim], victim, 2)
+    assert how == f"has not been heard of for {processes.SILENT_SECONDS:.0f} seconds" and 25 < seconds < 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("code", [0, 143])
+def test_processes_that_end_in_order_lose_nobody(code, started):
+    for process in started(3, ("ends", str(code))):
+        _, error = process.communicate(timeout=100)
+        assert process.returncode == code and "Start all" not in error and "stack trace" not in error, error
