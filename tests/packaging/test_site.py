@@ -92,7 +92,7 @@ def test_the_pictures_of_how_it_works_are_drawn_in_the_pages_own_colours(site):
 
 
 def test_the_search_works_from_the_folder(site):
-    """A browser loads neither JSON nor a worker from a file, so that the index is a script, and a frame is the worker."""
+    """A browser loads neither JSON nor a worker from a file: the index is a script, and a frame is the worker."""
     assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
     for page in ("index.html", "reference/losses.html"):
         (loaded,) = re.findall(r'<script src="([^"]*iframe-worker.js)">', (site / page).read_text(encoding="utf-8"))
