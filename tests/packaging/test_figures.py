@@ -94,3 +94,37 @@ def test_the_estimates_of_the_optimizer_s_state_are_the_planner_s():
 def test_all_tables_are_listed():
     listed = (CHECKOUT / "docs" / "results.md").read_text(encoding="utf-8")
     assert not (lost := [path.name for path in RESULTS.glob("*.md") if f"/{path.name})" not in listed]), lost
+
+
+# --- minutes ----------------------------------------------------------------------------------------------------------
+
+PROGRAM = re.compile(
+    r"\[examples/(?P<name>\w+)\.py\]\([^)]*\)[^:]*?on a CPU in (?P<time>[a-z ]*?[a-z] minutes?(?: or two)?)\b"
+)
+NUMBERS = {"a": 1, "two": 2, "three": 3}
+# A reader's own time, of steps that tests run; the network's; what is no promise.
+OTHERS = (
+    "| ten minutes, from install to", "small LLaMA on real text in minutes", "Two minutes from nothing",
+    "It takes about a minute for the CPU", "a loss: two minutes", "a model: ten minutes", "from nothing in minutes",
+    "fine-tune a model, in ten minutes", "model on the CPU in minutes", "## In two minutes", "nothing for a minute",
+    "a minute or more for unrolled layers", "on a CPU in minutes",
+)  # fmt: skip
+
+
+def test_what_takes_minutes_took_no_more_where_it_was_measured():
+    """A program that computes all the while takes no longer than its processor seconds."""
+    table = (RESULTS / "examples.md").read_text(encoding="utf-8")
+    seconds = {name: float(figure) for name, figure in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", table, re.MULTILINE)}
+    claims = 0
+    for page in PAGES:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        for claim in PROGRAM.finditer(text):
+            most = max(NUMBERS.get(word, 0) for word in claim["time"].split())
+            assert 0 < seconds[claim["name"]] <= 60 * most, claim[0]
+            claims += 1
+        rest = PROGRAM.sub("", text)
+        for other in OTHERS:
+            rest = rest.replace(other, "")
+        found = [rest[max(0, at.start() - 60) : at.end()] for at in re.finditer(r"\bminutes?\b", rest)]
+        assert not found, f"{page.name}: {found}"
+    assert claims >= 4

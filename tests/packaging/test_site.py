@@ -97,3 +97,9 @@ def test_the_search_works_from_the_folder(site):
     for page in ("index.html", "reference/losses.html"):
         (loaded,) = re.findall(r'<script src="([^"]*iframe-worker.js)">', (site / page).read_text(encoding="utf-8"))
         assert (site / page).parent.joinpath(loaded).resolve().is_file()
+
+
+def test_a_plot_opens_in_its_full_size(site):
+    html = (site / "performance.html").read_text(encoding="utf-8")
+    plots = re.findall(r'<img alt="[^"]*" src="(\w+\.png)"', html)
+    assert len(plots) >= 4 and all(f'<a href="{plot}"><img ' in html for plot in plots)
