@@ -194,7 +194,7 @@ types: $(TEST_ENV)/.installed-dev
 # NO_MKDOCS_2_WARNING: the theme advertises its successor. The hooks import the package, and no device is looked for.
 docs: $(DOCS_ENV)/.installed
 	@JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/python -m mkdocs build --strict --quiet
-	@echo 'make: the site is in site/. Open site/index.html; its search needs a server: python3 -m http.server -d site'
+	@echo 'make: the site is in site/. Open site/index.html; no server is needed'
 
 # build/ would bring files of an earlier build into the wheel.
 wheel: $(TEST_ENV)/.installed

@@ -18,6 +18,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?
 FENCED = re.compile(r"^(`{3,}).*?^\1$", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"^::: (?P<name>[\w.]+)$", re.MULTILINE)
 PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>[^"]+\.svg)" ?/?>')
+PLOT = re.compile(r'<img alt="[^"]*" src="(?P<path>[^"]+\.png)" ?/?>')
 
 
 def on_files(files, config):
@@ -49,14 +50,14 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Writes pictures drawn as SVG into the page, whose colours they then take, light or dark."""
+    """Writes pictures drawn as SVG into the page, whose colours they then take; a plot links to itself in full size."""
     folder = Path(page.file.abs_src_path or "").parent
 
     def drawn(picture):
         svg = (folder / Path(picture["path"])).read_text(encoding="utf-8")
         return svg.replace("<svg ", f'<svg role="img" aria-label="{picture["alt"]}" ', 1)
 
-    return PICTURE.sub(drawn, html)
+    return PLOT.sub(r'<a href="\g<path>">\g<0></a>', PICTURE.sub(drawn, html))
 
 
 def _on_site(name: str) -> str:

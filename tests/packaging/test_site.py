@@ -89,3 +89,17 @@ def test_pages_ask_for_nothing_from_the_network(site):
 
 def test_the_pictures_of_how_it_works_are_drawn_in_the_pages_own_colours(site):
     assert (site / "how-it-works.html").read_text(encoding="utf-8").count('<svg role="img"') == 2
+
+
+def test_the_search_works_from_the_folder(site):
+    """A browser loads neither JSON nor a worker from a file: the index is a script, and a frame is the worker."""
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
+    for page in ("index.html", "reference/losses.html"):
+        (loaded,) = re.findall(r'<script src="([^"]*iframe-worker.js)">', (site / page).read_text(encoding="utf-8"))
+        assert (site / page).parent.joinpath(loaded).resolve().is_file()
+
+
+def test_a_plot_opens_in_its_full_size(site):
+    html = (site / "performance.html").read_text(encoding="utf-8")
+    plots = re.findall(r'<img alt="[^"]*" src="(\w+\.png)"', html)
+    assert len(plots) >= 4 and all(f'<a href="{plot}"><img ' in html for plot in plots)
