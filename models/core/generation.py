@@ -71,12 +71,13 @@ def generate(
             takes the tokens that the model's checkpoint names in generation_config.json, else in config.json. With
             `()` no token ends a row.
         pad_token_id: the token in [0, V) that fills a row after its end; `None` for the first that ends a row.
-        key: of `jax.random.key` or `jax.random.PRNGKey`; needed for random tokens. A row's tokens come from the key and
-            its number among the rows that are returned, and do not depend on the other rows.
+        key: of `jax.random.key` or `jax.random.PRNGKey`; needed for random tokens. A row's random numbers come from
+            the key and from its number among the rows that are returned.
         num_return_sequences: how many sequences each prompt gets, at least 1. The model reads the prompt once for all.
         return_log_probs: whether to return the new tokens' log-probabilities, too.
         compact: whether rows that have ended leave the batch. It needs one device, a call outside of jit, and a model
-            whose rows do not depend on the longest one, as those with LongRoPE do beyond their length in training.
+            whose rows do not depend on the longest one, as with `DynamicRope` and `LongRope` beyond the length in
+            training.
 
     Returns:
         (B·num_return_sequences, T + max_new_tokens): the prompts unchanged, padding included, then the new tokens. The

@@ -7,6 +7,8 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from liger_jax.ops import DynamicRope, LongRope
+
 
 def check_choice(max_new_tokens: int, temperature: float, top_p: float, top_k: int | None, key: Any) -> None:
     """Raises a ValueError unless tokens can be chosen so."""
@@ -85,10 +87,10 @@ def why_rows_stay(model: Any, input_ids: Any, max_new_tokens: int) -> str | None
         return "generate is called inside a jitted function, in which no shape can depend on tokens."
     if any(isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 for x in leaves):
         return "the model or input_ids lie on several devices, each of which has rows of its own."
-    changes_at, total = model.config.rope_changes_at, input_ids.shape[1] + max_new_tokens
-    if changes_at is not None and total > changes_at:
+    scaling, total = model.config.rope_scaling, input_ids.shape[1] + max_new_tokens
+    if isinstance(scaling, DynamicRope | LongRope) and total > (most := scaling.original_max_position_embeddings):
         return (
-            f"with up to {total} positions, more than original_max_position_embeddings={changes_at}, rope_scaling "
-            "turns all rows by the longest one."
+            f"with up to {total} positions, more than original_max_position_embeddings={most}, rope_scaling turns all "
+            "rows by the longest one."
         )
     return None
