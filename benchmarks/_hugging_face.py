@@ -83,9 +83,8 @@ def training_step(
 class Generation(NamedTuple):
     """A generation of transformers."""
 
-    run: Callable[
-        [int, dict[str, float] | None], Any
-    ]  # of new tokens, and temperature and top_p; None for the likeliest
+    # of new tokens, temperature and top_p or None for the likeliest, and the tokens that end a row
+    run: Callable[[int, dict[str, float] | None, list[int]], Any]
     wait: Callable[[Any], Any]
     device: str
 
@@ -104,10 +103,11 @@ def generation(values: dict[str, Any], prompts: np.ndarray) -> Generation:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         ids = torch.tensor(prompts, dtype=torch.int64)
         mask = torch.ones_like(ids)
-    model.generation_config.eos_token_id = None  # no token ends a row
     model.generation_config.pad_token_id = 0
 
-    def run(new, sampled):
+    def run(new, sampled, stops):
+        model.generation_config.eos_token_id = stops or None
+        torch.manual_seed(0)  # the same tokens again, up to the ends
         choice = {"do_sample": False} if sampled is None else {"do_sample": True, "top_k": 0, **sampled}
         options = dict(max_new_tokens=new, cache_implementation="static", **choice)
         return model.generate(input_ids=ids, attention_mask=mask, **options)

@@ -13,9 +13,8 @@ others. "padded" fills each of the same sequences up to the longest of them. "pa
 reaches where nothing is left empty.
 
 Counted tokens are those with a place in the loss. Times are medians over rounds in which all steps of a case have their
-turn. "peers" is DPO's padded step in torch: transformers' model, layers recomputed, with TRL's chunked
-log-probabilities, or where TRL is not installed with chunks of logits that the backward makes again; it runs after
-JAX's.
+turn. "peers" is DPO's padded step in torch, of transformers' model with recomputed layers, after JAX's: once the whole
+of TRL's trainer's, and once on chunks of logits that the backward makes again. A peer that is not installed is told.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +32,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks import _measure, _peers
+from benchmarks import _measure, _peers, _trl
 from benchmarks.model_step import SIZES, make_model
 from liger_jax import losses
 from liger_jax.models import CausalLM, KernelOptions
@@ -298,26 +296,16 @@ def torch_log_probs() -> Callable[..., Any]:
     return log_probs
 
 
-def torch_dpo_row(model_name: str, sequences: Sequences) -> list[str]:
-    """DPO's padded step in torch, in micro-batches of pairs, on TRL's log-probabilities where it is installed."""
-    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    is_trl, config = importlib.util.find_spec("trl") is not None, SIZES[model_name]
-    log_probs = _peers.trl_log_probs() if is_trl else torch_log_probs()
-    device = "cuda" if _peers.on_gpu(torch) else "cpu"
-    values = dataclasses.asdict(config)
-    named = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    named = (*named, "num_key_value_heads", "tie_word_embeddings", "rope_theta")
-    with torch.device(device):
-        of_model = transformers.LlamaConfig(**{k: values[k] for k in named}, use_cache=False)
-        model = transformers.LlamaForCausalLM._from_config(of_model, dtype=torch.bfloat16).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def chunked_dpo_step(model: Any, batch: dict[str, np.ndarray], parts: int) -> Callable[[], Any]:
+    """DPO's step on padded pairs, in so many micro-batches, without a trainer."""
+    torch, log_probs = importlib.import_module("torch"), torch_log_probs()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    case = Case(padded("dpo", sequences), None)
-    batch = {k: torch.tensor(x, dtype=torch.int64, device=device) for k, x in case.batch.items()}
-    parts, pairs = case.micro_batches(), len(batch["input_ids"])
+    device, pairs = model.device, len(batch["input_ids"])
+    tensors = {k: torch.tensor(x, dtype=torch.int64, device=device) for k, x in batch.items()}
 
     def step():
-        for ids, labels in zip(*(batch[k].chunk(parts) for k in ("input_ids", "labels")), strict=True):
+        total = 0.0
+        for ids, labels in zip(*(tensors[k].chunk(parts) for k in ("input_ids", "labels")), strict=True):
             ids, targets = ids.flatten(0, 1), labels.flatten(0, 1)[:, 1:]
             hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
             mask = targets != -100
@@ -325,16 +313,43 @@ def torch_dpo_row(model_name: str, sequences: Sequences) -> list[str]:
             sums = torch.zeros(targets.shape, device=device).masked_scatter(mask, tokens).sum(1).reshape(-1, 2)
             loss = -torch.nn.functional.logsigmoid(BETA * (sums[:, 0] - sums[:, 1])).sum() / pairs
             loss.backward()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return total
 
+    return step
+
+
+def trl_dpo_step(model: Any, batch: dict[str, np.ndarray], parts: int) -> Callable[[], Any]:
+    """The same by TRL's trainer."""
+    return _trl.dpo_step(model, batch, parts=parts, beta=BETA, learning_rate=LEARNING_RATE)
+
+
+TORCH_STEPS = {"TRL's trainer": trl_dpo_step, "transformers": chunked_dpo_step}
+
+
+def torch_dpo_row(by: str, model_name: str, sequences: Sequences) -> list[str]:
+    """The table's line of DPO's padded step in torch."""
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    device, values = "cuda" if _peers.on_gpu(torch) else "cpu", dataclasses.asdict(SIZES[model_name])
+    named = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    named = (*named, "num_key_value_heads", "tie_word_embeddings", "rope_theta")
+    torch.manual_seed(0)
+    with torch.device(device):
+        of_model = transformers.LlamaConfig(**{k: values[k] for k in named}, use_cache=False)
+        model = transformers.LlamaForCausalLM._from_config(of_model, dtype=torch.bfloat16).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    case = Case(padded("dpo", sequences), None)
+    step = TORCH_STEPS[by](model, case.batch, case.micro_batches())
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    print(f"{by}: the first step's loss is {float(step()):.4f}", flush=True)
     wait = lambda _: torch.cuda.synchronize() if device == "cuda" else None
-    who = "dpo, padded, TRL's log-probabilities" if is_trl else "dpo, padded, transformers"
-    ms = _measure.in_rounds({who: step}, wait, rounds=2)[who]
+    ms = _measure.in_rounds({by: step}, wait, rounds=2)[by]
     gib = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if device == "cuda" else "–"
-    speed = f"{1e3 * case.counted() / ms:,.0f}"
-    empty = case.empty(sum(map(len, sequences.tokens)))
-    return [who, f"{case.batch['input_ids'].shape}", f"{empty:.1%}", f"{ms:.0f}", speed, "–", gib]
+    speed, empty = f"{1e3 * case.counted() / ms:,.0f}", case.empty(sum(map(len, sequences.tokens)))
+    return [f"dpo, padded, {by}", f"{case.batch['input_ids'].shape}", f"{empty:.1%}", f"{ms:.0f}", speed, "–", gib]
 
 
 def main() -> None:
@@ -356,12 +371,12 @@ def main() -> None:
         sequences = what_fits(name, many, length, options.rows)
         if "times" in options.parts:
             rows += rows_of(options.model, name, sequences, length, options.layouts, options.rounds)
-        if "peers" in options.parts and name == "dpo":
+        for by in TORCH_STEPS if "peers" in options.parts and name == "dpo" else ():
             try:
-                rows.append(torch_dpo_row(options.model, sequences))
+                rows.append(torch_dpo_row(by, options.model, sequences))
                 print(*rows[-1], sep=" | ", flush=True)
             except Exception as error:  # that a peer is not installed, or cannot run here, is a result, too
-                print(f"without torch: {type(error).__name__}: {error}", flush=True)
+                print(f"without {by}: {type(error).__name__}: {error}", flush=True)
     command = f"python -m benchmarks.packed_alignment --model {options.model} --cases {' '.join(options.cases)}"
     heading = _measure.heading(command).rstrip() + "; " + _measure.versions("torch", "transformers", "trl")
     _measure.save("packed_alignment", f"{heading}\n\n{_measure.table(HEADER, rows)}")

@@ -11,6 +11,7 @@ from liger_jax.commands._settings import ADAPTER_CONFIG, Settings
 
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "gmpo")
 LEVELS = ("token", "sequence")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline")
 
 
@@ -33,6 +34,9 @@ class GrpoSettings(Settings):
         epsilon_high: as in `losses.policy_loss`.
         delta: as in `losses.policy_loss`.
         beta: weight of the penalty for the distance from the reference, the model with its adapters off.
+        importance_sampling: how losses are corrected for a sampler that rounds otherwise than the policy, a `mode` of
+            `losses.importance_sampling_ratio`; `None` for not at all.
+        importance_max: the largest ratio of that correction.
         updates: how often the policy is updated on a step's completions.
         mask_truncated: leave completions out of the loss that were cut off at their longest length.
         length: tokens in a packed row; 0 for a prompt and a completion of the longest lengths.
@@ -55,6 +59,8 @@ class GrpoSettings(Settings):
     epsilon_high: float | None = None
     delta: float | None = None
     beta: float = 0.0
+    importance_sampling: str | None = None
+    importance_max: float = 3.0
     updates: int = 1
     mask_truncated: bool = False
     length: int = 0
@@ -88,6 +94,12 @@ class GrpoSettings(Settings):
             raise UserError(f"--top-p={self.top_p} must be above 0 and at most 1.")
         if not 0 <= self.beta < math.inf:
             raise UserError(f"--beta={self.beta} must be a finite number, at least 0.")
+        if not 0 < self.importance_max < math.inf:
+            raise UserError(f"--importance-max={self.importance_max} must be a finite number above 0.")
+        if self.importance_sampling is None and self.importance_max != GrpoSettings.importance_max:
+            raise UserError(
+                f"--importance-max={self.importance_max} is for --importance-sampling: pass that, or leave it out."
+            )
         if self.beta and self.lora is None and not (Path(self.model) / ADAPTER_CONFIG).is_file():
             raise UserError(
                 f"--beta={self.beta} needs a reference, which is the model with its adapters off: pass --lora, such as "

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from liger_jax import losses
 from liger_jax.commands import _prompt_rows
 from liger_jax.commands._grpo_settings import GrpoSettings
-from liger_jax.commands._rollouts import OLD, Rollouts, num_segments
+from liger_jax.commands._rollouts import OLD, SAMPLED, Rollouts, num_segments
 from liger_jax.commands._task import Task
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import score_sums
+
+DIFFERENCE = "sampling/sampling_logp_difference/mean"  # TRL's name
 
 
 def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
@@ -42,21 +44,28 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
             reference = None
             if settings.beta:
                 reference = jax.lax.stop_gradient(with_adapters(model, False).log_probs(**arguments).log_probs)
+            log_probs, old, importance, figures = model.log_probs(**arguments).log_probs, batch.get(OLD), None, {}
+            segments = dict(segment_ids=ids, num_segments=num_segments(settings))
+            if settings.importance_sampling:
+                ours, sampled = jax.lax.stop_gradient(log_probs) if old is None else old, batch[SAMPLED]
+                options = dict(mode=settings.importance_sampling, clip_max=settings.importance_max, **segments)
+                importance = losses.importance_sampling_ratio(ours, sampled, mask=mask, **options)
+                figures[DIFFERENCE] = jnp.sum(jnp.where(mask, jnp.abs(ours - sampled), 0.0)) / num_tokens
             found = losses.policy_loss(
-                model.log_probs(**arguments).log_probs,
-                batch.get(OLD),
+                log_probs,
+                old,
                 batch["advantages"],
                 mask=mask,
-                segment_ids=ids,
-                num_segments=num_segments(settings),
+                **segments,
+                importance_ratio=importance,
                 reference_log_probs=reference,
                 denominator=denominator,
                 **settings.loss_options(),
             )
+            means = {"kl": found.kl} if settings.beta else {}
+            means |= {"clip_ratio/low_mean": found.clipped_low, "clip_ratio/high_mean": found.clipped_high}
             share = jnp.sum(mask) / num_tokens
-            figures = {"kl": found.kl} if settings.beta else {}
-            figures |= {"clip_ratio/low_mean": found.clipped_low, "clip_ratio/high_mean": found.clipped_high}
-            return found.loss, {name: share * figure for name, figure in figures.items()}
+            return found.loss, figures | {name: share * mean for name, mean in means.items()}
 
         if settings.num_parts == 1:
             return of_tokens()
@@ -84,7 +93,7 @@ TASK = Task(
     sums=lambda graph, settings, data: score_sums(graph),
     scores=_prompt_loss,
     figures=(
-        "reward", "reward_std", "frac_reward_zero_std", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean",
+        "reward", "reward_std", "frac_reward_zero_std", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", DIFFERENCE,
         "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
         "completions/mean_terminated_length",
     ),

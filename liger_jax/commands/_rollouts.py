@@ -13,12 +13,14 @@ from liger_jax.commands import _rewards
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._prompt_rows import Line, PromptRows
 from liger_jax.commands._tokenizer import Tokenizer
+from liger_jax.models.core.generation_checks import why_rows_stay
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import pack_completions
 from liger_jax.training.errors import NotFiniteError
 from liger_jax.training.rows import Rows
 
 OLD = "old_log_probs"  # in a batch of several updates, (batch, length)
+SAMPLED = "sampling_log_probs"  # in a batch that is corrected for the sampler, (batch, length)
 
 
 class Completion(NamedTuple):
@@ -28,11 +30,13 @@ class Completion(NamedTuple):
         tokens: (tokens,) int32, with the one that ends it.
         text: the text, without special tokens.
         is_cut: no token has ended it.
+        log_probs: (tokens,) float32, the tokens' log-probabilities by the sampler; None if nobody asks for them.
     """
 
     tokens: np.ndarray
     text: str
     is_cut: bool
+    log_probs: np.ndarray | None = None
 
 
 class Rollouts:
@@ -69,7 +73,8 @@ class Rollouts:
         """A batch without tokens, on the run's devices. It has a row for each completion, of which packing leaves some.
 
         `denominator` is the loss's, and `num_tokens` the number of tokens that count. A batch of several updates has
-        the log-probabilities by the policy that has sampled.
+        the log-probabilities by the policy that has sampled, and one that is corrected for the sampler has the
+        sampler's own.
         """
         return self._place(self._empty())
 
@@ -78,6 +83,7 @@ class Rollouts:
         batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
         batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
         batch |= {OLD: np.zeros(shape, np.float32)} if self._settings.updates > 1 else {}
+        batch |= {SAMPLED: np.zeros(shape, np.float32)} if self._settings.importance_sampling else {}
         return batch | {"denominator": np.float32(1), "num_tokens": np.float32(1)}
 
     def step(self, graph: Any, update: Any, state: Any, rows: Rows, frozen: Any) -> tuple[Any, Any]:
@@ -128,8 +134,9 @@ class Rollouts:
         """A group of completions for each prompt, one prompt after the other."""
         settings, number = self._settings, int(rows["number"])
         stops = tuple(stop for stop in self._tokenizer.stops if stop < model.config.vocab_size)
-        tokens = model.generate(
-            jnp.asarray(rows["input_ids"][:: settings.group]),
+        prompts = jnp.asarray(rows["input_ids"][:: settings.group])
+        found = model.generate(
+            prompts,
             attention_mask=jnp.asarray(rows["attention_mask"][:: settings.group]),
             max_new_tokens=settings.completion_length,
             temperature=settings.temperature,
@@ -138,17 +145,22 @@ class Rollouts:
             eos_token_id=stops,
             key=jax.random.fold_in(jax.random.key(settings.seed), number),
             num_return_sequences=settings.group,
+            return_log_probs=settings.importance_sampling is not None,
+            compact=why_rows_stay(model, prompts, settings.completion_length) is None,
         )
-        new = np.asarray(tokens)[:, rows["input_ids"].shape[1] :]
+        tokens, log_probs = map(np.asarray, found) if settings.importance_sampling else (np.asarray(found), None)
+        new = tokens[:, prompts.shape[1] :]
         if (new < 0).any():
             raise NotFiniteError(f"The model's logits are NaN at step {number + 1}, so that nothing can be sampled.")
-        return [self._completion(row, stops) for row in new]
+        each_log_probs = [None] * len(new) if log_probs is None else log_probs
+        return [self._completion(row, own, stops) for row, own in zip(new, each_log_probs, strict=True)]
 
-    def _completion(self, row: np.ndarray, stops: Sequence[int]) -> Completion:
+    def _completion(self, row: np.ndarray, log_probs: np.ndarray | None, stops: Sequence[int]) -> Completion:
         ends = np.flatnonzero(np.isin(row, stops))
         last = int(ends[0]) if ends.size else len(row)
         text = self._tokenizer.text(row[:last].tolist(), special=False)
-        return Completion(row[: last + 1].astype(np.int32), text, not ends.size)
+        tokens = row[: last + 1].astype(np.int32)
+        return Completion(tokens, text, not ends.size, None if log_probs is None else log_probs[: len(tokens)])
 
     def _rewarded(self, lines: Sequence[Line], completions: Sequence[Completion]) -> tuple[np.ndarray, dict[str, Any]]:
         """Rewards (prompts, group), the weighted sums over the functions; and their figures."""
@@ -181,7 +193,7 @@ class Rollouts:
     ) -> dict[str, Any]:
         """The batch of the update."""
         settings, sequences, labels = self._settings, [], []
-        for number, (tokens, _, is_cut) in enumerate(completions):
+        for number, (tokens, _, is_cut, _) in enumerate(completions):
             prompt = lines[number // settings.group].tokens
             sequences.append(np.concatenate([prompt, tokens]))
             counted = np.full_like(tokens, IGNORE_INDEX) if is_cut and settings.mask_truncated else tokens
@@ -191,8 +203,13 @@ class Rollouts:
         )
         batch, own = self._empty(), dict(packed)
         own["advantages"] = np.zeros(packed["input_ids"].shape, np.float32)
-        for (row, segment), advantage in zip(places, advantages, strict=True):
-            own["advantages"][row][packed["segment_ids"][row] == segment + 1] = advantage
+        if settings.importance_sampling:
+            own[SAMPLED] = np.zeros(packed["input_ids"].shape, np.float32)
+        for (row, segment), advantage, (tokens, _, _, log_probs) in zip(places, advantages, completions, strict=True):
+            at = np.flatnonzero(packed["segment_ids"][row] == segment + 1)
+            own["advantages"][row][at] = advantage
+            if log_probs is not None:  # a token's stands where the one before it is, as the policy's does
+                own[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
         # The update takes row i for part i mod `micro_batches`, and passes over parts without tokens.
         rows = np.arange(len(packed["input_ids"]))
         parts = settings.num_parts

@@ -12,7 +12,7 @@ for each completion.
 import argparse
 from typing import Any
 
-from liger_jax.commands._grpo_settings import ADVANTAGES, LEVELS, LOSS_TYPES, GrpoSettings
+from liger_jax.commands._grpo_settings import ADVANTAGES, CORRECTIONS, LEVELS, LOSS_TYPES, GrpoSettings
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
 from liger_jax.commands._settings import add_rope_argument, add_training_arguments
 from liger_jax.commands._training_command import trained
@@ -44,6 +44,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--epsilon-high", type=float, help="how far it may rise (default: as far as it may fall)")
     add("--delta", type=float, help="the largest ratio of a worse completion (default: none)")
     add("--beta", type=float, help="weight of the distance from the model without its adapters (default: 0)")
+    add("--importance-sampling", choices=CORRECTIONS, help="correct for the sampler's own rounding (default: no)")
+    add("--importance-max", type=float, help=f"the correction's largest ratio (default: {GrpoSettings.importance_max})")
     add("--updates", type=int, help="of the policy on a step's completions (default: 1)")
     add("--mask-truncated", action="store_true", help="leave completions out of the loss that were cut off")
     add("--length", type=int, help="tokens in a packed row (default: a longest prompt's and completion's)")

@@ -5,6 +5,7 @@ not after its own in their row. Padding does not count in that order, so a row m
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -113,15 +114,30 @@ def lengthened(cache: KVCache, length: int) -> KVCache:
         >>> lengthened(empty_cache(config, 2, 3, jnp.float32), 5).positions.tolist()
         [[-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]]
     """
-    more = length - cache.positions.shape[1]
+    keys, values = _longer(cache.keys, 2, length), _longer(cache.values, 2, length)
+    return dataclasses.replace(cache, keys=keys, values=values, positions=_longer(cache.positions, 1, length, -1))
 
-    def longer(x: Array, axis: int, value: int = 0) -> Array:
-        widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
-        return jnp.pad(x, widths, constant_values=value)
 
-    return dataclasses.replace(
-        cache, keys=longer(cache.keys, 2), values=longer(cache.values, 2), positions=longer(cache.positions, 1, -1)
-    )
+def moved(cache: KVCache, length: int) -> KVCache:
+    """Makes a cache longer outside of jit, and frees its old keys before there are new values.
+
+    Args:
+        cache: a cache with S slots, which is not used again.
+        length: S or more.
+
+    Returns:
+        A cache with the same tokens, and `length` slots.
+    """
+    keys = _longer(cache.keys, 2, length)
+    cache.keys.delete()
+    values = _longer(cache.values, 2, length)
+    cache.values.delete()
+    return dataclasses.replace(cache, keys=keys, values=values, positions=_longer(cache.positions, 1, length, -1))
+
+
+def _longer(x, axis, length, value=0):
+    widths = [(0, length - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
 
 
 def repeated(cache: KVCache, times: int) -> KVCache:
@@ -142,6 +158,27 @@ def repeated(cache: KVCache, times: int) -> KVCache:
     """
     keys, values = (jnp.repeat(x, times, axis=1) for x in (cache.keys, cache.values))
     return dataclasses.replace(cache, keys=keys, values=values, positions=jnp.repeat(cache.positions, times, axis=0))
+
+
+def of_rows(cache: KVCache, rows: Int[Array, " b"]) -> KVCache:
+    """Takes some rows out of a cache.
+
+    Args:
+        cache: a cache of B rows.
+        rows: int32, their numbers, each once and in ascending order.
+
+    Returns:
+        A cache of b rows.
+
+    Example:
+        >>> from liger_jax.models import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+        >>> of_rows(empty_cache(config, 4, 3, jnp.float32), jnp.array([1, 3])).keys.shape
+        (1, 2, 3, 1, 8)
+    """
+    take = functools.partial(jnp.take, indices=rows, mode="clip", unique_indices=True, indices_are_sorted=True)
+    keys, values, positions = take(cache.keys, axis=1), take(cache.values, axis=1), take(cache.positions, axis=0)
+    return dataclasses.replace(cache, keys=keys, values=values, positions=positions)
 
 
 def mixes_ropes(changes_at: int | None, before: Int[Array, ""], after: Int[Array, ""]) -> Bool[Array, ""] | bool:

@@ -4,7 +4,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
+
+from liger_jax.ops import DynamicRope, LongRope
 
 
 def check_choice(max_new_tokens: int, temperature: float, top_p: float, top_k: int | None, key: Any) -> None:
@@ -69,3 +72,25 @@ def check_prompts(config: Any, input_ids: jax.Array, mask: jax.Array, max_new_to
             f"generate: input_ids holds {wrong[0]}, which is no token in [0, {config.vocab_size}). "
             "Mask padding with attention_mask."
         )
+
+
+def why_rows_stay(model: Any, input_ids: Any, max_new_tokens: int) -> str | None:
+    """The reason why rows that have ended cannot leave the batch, as the end of a sentence; None if they can.
+
+    Args:
+        model: a `CausalLM`.
+        input_ids: the prompts (B, T).
+        max_new_tokens: the most tokens that a row gets.
+    """
+    leaves = [input_ids, *jax.tree.leaves(nnx.state(model))]
+    if any(isinstance(x, Tracer) for x in leaves):
+        return "generate is called inside a jitted function, in which no shape can depend on tokens."
+    if any(isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 for x in leaves):
+        return "the model or input_ids lie on several devices, each of which has rows of its own."
+    scaling, total = model.config.rope_scaling, input_ids.shape[1] + max_new_tokens
+    if isinstance(scaling, DynamicRope | LongRope) and total > (most := scaling.original_max_position_embeddings):
+        return (
+            f"with up to {total} positions, more than original_max_position_embeddings={most}, rope_scaling turns all "
+            "rows by the longest one."
+        )
+    return None

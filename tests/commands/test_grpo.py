@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from liger_jax import losses
 from liger_jax.commands import UserError, _cache, _prompt_rows, _rewards, _rollouts, main
 from liger_jax.commands._grpo_settings import GrpoSettings
-from liger_jax.commands._grpo_task import TASK
+from liger_jax.commands._grpo_task import DIFFERENCE, TASK
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models import LlamaConfig, LlamaForCausalLM
 from liger_jax.training import make_step
@@ -147,8 +147,13 @@ class NoTokenizer(Tokenizer):
         pass
 
 
+CORRECTED = dict(importance_sampling="token_truncate", importance_max=1.2)
+
+
 @pytest.mark.parametrize(
-    "options", [{}, dict(loss_type="grpo", importance_level="sequence", mask_truncated=True)], ids=str
+    "options",
+    [{}, dict(loss_type="grpo", importance_level="sequence", mask_truncated=True, **CORRECTED)],
+    ids=["plain", "corrected"],
 )
 def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_path):
     settings = GrpoSettings(
@@ -162,7 +167,12 @@ def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_pat
     draw = lambda least, most: rng.integers(2, 31, rng.integers(least, most + 1)).astype(np.int32)
     lines = [_prompt_rows.Line("", draw(1, 4), {}) for _ in range(6)]
     rollouts = _rollouts.Rollouts(settings, _prompt_rows.PromptRows(lines, 12, 2, 0, [("d", 1.0, 6)]), NoTokenizer())
-    completions = [_rollouts.Completion(draw(1, 5), "", bool(i % 5 == 0)) for i in range(12)]
+    drawn = [draw(1, 5) for _ in range(12)]
+    by_sampler = [rng.normal(-3.5, 0.5, len(new)).astype(np.float32) for new in drawn]
+    completions = [
+        _rollouts.Completion(new, "", bool(i % 5 == 0), own if options else None)
+        for i, (new, own) in enumerate(zip(drawn, by_sampler, strict=True))
+    ]
     advantages = rng.normal(size=12).astype(np.float32)
     batch = rollouts._packed(lines, completions, advantages)
     assert not batch["segment_ids"][2::3].any()  # the last part is empty
@@ -172,15 +182,19 @@ def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_pat
     step = jax.jit(make_step(graph, optax.sgd(1.0), TASK.loss(settings, None), **options))
     (found, _), (loss, figures) = step((params, optax.sgd(1.0).init(params)), batch)
 
-    tokens, mask = np.zeros((12, 9), np.int32), np.zeros((12, 9), bool)
-    for i, (new, _, is_cut) in enumerate(completions):
+    tokens, mask, sampled = np.zeros((12, 9), np.int32), np.zeros((12, 9), bool), np.zeros((12, 9), np.float32)
+    for i, (new, _, is_cut, _) in enumerate(completions):
         prompt = lines[i // 2].tokens
         tokens[i, : len(prompt) + len(new)] = np.concatenate([prompt, new])
         mask[i, len(prompt) - 1 : len(prompt) + len(new) - 1] = not (is_cut and settings.mask_truncated)
+        sampled[i, len(prompt) - 1 : len(prompt) + len(new) - 1] = by_sampler[i]
 
     def plain(params):
         log_probs = nnx.merge(graph, params).log_probs(jnp.asarray(tokens), labels=jnp.asarray(tokens), temperature=0.7)
         options = dict(loss_type=settings.loss_type, importance_level=settings.importance_level)
+        if settings.importance_sampling:
+            ratio = jnp.exp(jax.lax.stop_gradient(log_probs.log_probs) - sampled)
+            options["importance_ratio"] = jnp.minimum(ratio, 1.2)
         return losses.policy_loss(
             log_probs.log_probs, None, jnp.asarray(advantages), mask=jnp.asarray(mask), **options
         ).loss
@@ -189,7 +203,19 @@ def test_the_update_of_packed_parts_is_that_of_padded_rows(options, rng, tmp_pat
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
     for own, before, grad in zip(*map(jax.tree.leaves, (found, params, grads)), strict=True):
         np.testing.assert_allclose(own, before - grad, rtol=1e-4, atol=1e-6)
-    assert set(figures) == {"clip_ratio/low_mean", "clip_ratio/high_mean"}
+    corrected = {DIFFERENCE} if settings.importance_sampling else set()
+    assert set(figures) == {"clip_ratio/low_mean", "clip_ratio/high_mean"} | corrected
+    if corrected:
+        policy = nnx.merge(graph, params).log_probs(jnp.asarray(tokens), labels=jnp.asarray(tokens), temperature=0.7)
+        np.testing.assert_allclose(figures[DIFFERENCE], np.abs(policy.log_probs - sampled)[mask].mean(), rtol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_sampler_s_log_probabilities_are_those_of_the_policy_that_it_is(updates, source, tmp_path):
+    options = f"--steps 2 --temperature 0.7 --top-p 0.8 --updates {updates} --importance-sampling sequence_mask".split()
+    assert grpo(source, tmp_path, *options) == 0
+    assert all(each[DIFFERENCE] < 1e-4 for each in figures_of(tmp_path)) and len(figures_of(tmp_path)) == 2
 
 
 def test_each_update_of_a_step_has_the_log_probabilities_of_the_policy_that_sampled(rng, monkeypatch):
@@ -307,6 +333,7 @@ def test_a_reward_that_fails_names_its_line():
         (["--updates", "0"], "--updates=0 must be at least 1"),
         (["--group", "5"], "--batch=16 completions must be a multiple of --group=5"),
         (["--temperature", "0"], "--temperature=0.0 must be a finite number above 0"),
+        (["--importance-max", "2"], "--importance-max=2.0 is for --importance-sampling: pass that, or leave it out"),
         (["--beta", "0.1"], "--beta=0.1 needs a reference, .*--lora 16"),
         (["--length", "20"], "--length=20 is less than --prompt-length=16 and --completion-length=8 together"),
         (

@@ -25,9 +25,9 @@ from liger_jax.models import (
     generate,
     stream,
 )
-from liger_jax.models.core import generation
+from liger_jax.models.core import decoding
 from liger_jax.models.core.cache import cached_attention
-from liger_jax.models.core.generation import draw
+from liger_jax.models.core.sampling import draw
 from liger_jax.models.llama.modeling import LlamaLayer
 from tests.models import _hugging_face as hugging_face
 from tests.models._llama import CONFIG, make_model, random_tokens
@@ -292,6 +292,10 @@ def test_a_cache_has_the_computation_s_dtype_or_another():
 DRAWS = 20_000
 
 
+def keys_of(rng):
+    return jax.random.split(jax.random.key(int(rng.integers(2**31))), DRAWS)
+
+
 def assert_drawn_from(tokens, probabilities):
     """Frequencies are within 5 standard deviations, and a token of probability 0 never comes."""
     found = np.bincount(tokens, minlength=len(probabilities)) / len(tokens)
@@ -321,17 +325,17 @@ def nucleus(logits, temperature, top_p):
     ],
 )
 def test_tokens_are_drawn_from_the_fewest_likeliest_that_reach_top_p(p, top_p, expected, rng):
-    key, temperature = jax.random.key(int(rng.integers(2**31))), 0.5
+    keys, temperature = keys_of(rng), 0.5
     logits = jnp.broadcast_to(temperature * jnp.log(jnp.asarray(p)), (DRAWS, 4))
     top_p = None if top_p is None else jnp.float32(top_p)
-    assert_drawn_from(draw(key, logits, jnp.float32(temperature), top_p), np.asarray(expected))
+    assert_drawn_from(draw(keys, logits, jnp.float32(temperature), top_p), np.asarray(expected))
 
 
 def test_tokens_are_drawn_from_the_nucleus_of_random_logits(rng):
     logits, top_p = rng.normal(0, 2, 61).astype(np.float32), float(rng.uniform(0.3, 0.95))
-    key, temperature = jax.random.key(int(rng.integers(2**31))), float(rng.uniform(0.5, 1.5))
+    keys, temperature = keys_of(rng), float(rng.uniform(0.5, 1.5))
     rows = jnp.broadcast_to(jnp.asarray(logits), (DRAWS, 61))
-    tokens = draw(key, rows, jnp.float32(temperature), jnp.float32(top_p))
+    tokens = draw(keys, rows, jnp.float32(temperature), jnp.float32(top_p))
     assert_drawn_from(tokens, nucleus(logits.astype(np.float64), temperature, top_p))
 
 
@@ -346,10 +350,9 @@ def test_tokens_are_drawn_from_the_nucleus_of_random_logits(rng):
     ],
 )
 def test_tokens_are_drawn_from_the_top_k_likeliest_and_top_p_counts_among_them(top_k, top_p, expected, rng):
-    key = jax.random.key(int(rng.integers(2**31)))
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.1, 0.4, 0.2, 0.3])), (DRAWS, 4))
     top_p = None if top_p is None else jnp.float32(top_p)
-    assert_drawn_from(draw(key, logits, jnp.float32(1), top_p, jnp.int32(top_k)), np.asarray(expected))
+    assert_drawn_from(draw(keys_of(rng), logits, jnp.float32(1), top_p, jnp.int32(top_k)), np.asarray(expected))
 
 
 @pytest.mark.parametrize(
@@ -477,16 +480,16 @@ def test_the_cache_grows_with_the_tokens_and_changes_none(monkeypatch, rng):
     model, prompts = make_model(), random_tokens(rng, length=5)
     options = dict(max_new_tokens=11, attention_mask=jnp.asarray([[1] * 5, [0, 0, 1, 1, 1]]), eos_token_id=())
     expected = generate(model, prompts, **options)
-    assert generation._numbers_of_slots(5, 11) == [15]
-    monkeypatch.setattr(generation, "_ROOM", 6)
-    assert generation._numbers_of_slots(5, 11) == [11, 15]
+    assert decoding.numbers_of_slots(5, 11) == [15]
+    monkeypatch.setattr(decoding, "_ROOM", 6)
+    assert decoding.numbers_of_slots(5, 11) == [11, 15]
     jax.clear_caches()
     np.testing.assert_array_equal(generate(model, prompts, **options), expected)
     jax.clear_caches()
 
 
 def test_a_long_generation_has_a_cache_of_eight_lengths_at_most():
-    assert generation._numbers_of_slots(512, 512) == [640, 768, 896, 1023]
-    lengths = generation._numbers_of_slots(7, 100_000)
+    assert decoding.numbers_of_slots(512, 512) == [640, 768, 896, 1023]
+    lengths = decoding.numbers_of_slots(7, 100_000)
     assert len(lengths) == 8 and lengths[-1] == 100_006
-    assert generation._numbers_of_slots(7, 1) == [7]
+    assert decoding.numbers_of_slots(7, 1) == [7]

@@ -1,0 +1,239 @@
+"""Decoding: token after token with a key-value cache that grows, and that rows leave when they have ended.
+
+`all_at_once` is one program, which may be a part of another one. `by_parts` is a program for the prompts and one for
+each length of the cache and each number of rows that comes up; between them the host sees how many rows have not ended.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int, Integer
+
+from liger_jax._tree import tree_dataclass
+from liger_jax.models.core.cache import KVCache, lengthened, moved, of_rows, repeated
+from liger_jax.models.core.sampling import chosen, log_probs_of
+
+_ROOM = 128  # slots of the cache that are free after it grew
+_MOST_LENGTHS = 8  # of the cache: each has a loop of its own in the program
+_FEWEST_ROWS = 8  # of which rows leave no more: a step then takes the time of its weights
+_FEWEST_TOKENS = 16  # for which rows leave: to move the others costs what a step or two read
+
+
+class Request(NamedTuple):
+    """What is continued, and how.
+
+    Attributes:
+        prompts: their ids, padded in front.
+        mask: 0 where a token is padding.
+        choice: None for the likeliest tokens, or (key, temperature, top_p or None, top_k or None).
+        ends: the tokens that end a row, and the one that fills it then.
+    """
+
+    prompts: Integer[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    choice: Any
+    ends: Any
+
+
+class Sizes(NamedTuple):
+    """What a program is compiled for.
+
+    Attributes:
+        new: the most tokens that a row gets.
+        times: the rows of a prompt.
+        return_log_probs: whether tokens have log-probabilities.
+    """
+
+    new: int
+    times: int
+    return_log_probs: bool
+
+
+@tree_dataclass
+class Decoding:
+    """Rows under way: N in all, of which n are decoded.
+
+    Attributes:
+        count: int32 scalar, how many tokens a row has that has not ended.
+        tokens: (N, new) int32.
+        log_probs: (N, new) float32, or None.
+        rows: (n,) int32, the numbers of the rows that are decoded, ascending; None for all.
+        ended: (n,) bool, which of them have ended.
+        cache: of n rows.
+    """
+
+    count: jax.Array
+    tokens: jax.Array
+    log_probs: jax.Array | None
+    rows: jax.Array | None
+    ended: jax.Array
+    cache: KVCache
+
+
+def all_at_once(model: Any, request: Request, sizes: Sizes) -> Decoding:
+    """Decodes until all rows have ended or have all their tokens; all rows stay in the batch."""
+    first, *more = numbers_of_slots(request.prompts.shape[1], sizes.new)
+    state = _decoded(model, _begun(model, request, sizes, first), request, sizes, 0)
+    for slots in more:
+        state = dataclasses.replace(state, cache=lengthened(state.cache, slots))
+        state = _decoded(model, state, request, sizes, 0)
+    return state
+
+
+def by_parts(graph: Any, params: Any, request: Request, sizes: Sizes) -> Decoding:
+    """Does the same, but the batch is halved, and halved again, where at most so many rows have not ended."""
+    slots, *more = numbers_of_slots(request.prompts.shape[1], sizes.new)
+    state = _begin(graph, params, request, sizes, slots)
+    while True:
+        count, living = map(int, jax.device_get((state.count, _number_of(~state.ended))))
+        left = sizes.new - count
+        if not left or not living:
+            return state
+        if living <= _half(len(state.ended), left):
+            state = _without_ended(state, _rows_for(living, len(state.ended)))
+        if request.prompts.shape[1] + count - 1 == slots:
+            slots = more.pop(0)
+            state = dataclasses.replace(state, cache=moved(state.cache, slots))
+        state = _decode(graph, params, state, request, sizes, jnp.int32(_half(len(state.ended), left)))
+
+
+def numbers_of_slots(length: int, new: int) -> list[int]:
+    """The lengths of the cache, one after the other: the last has room for all tokens but the last."""
+    whole = length + new - 1
+    room = max(_ROOM, -(-new // _MOST_LENGTHS))
+    return [*range(length + room, whole, room), whole]
+
+
+def _half(rows, left):
+    """Of so many rows the number at which the others leave, if so many tokens are left; 0 where that does not pay."""
+    return rows // 2 if rows // 2 >= _FEWEST_ROWS and left >= _FEWEST_TOKENS else 0
+
+
+def _rows_for(living, rows):
+    """The smallest batch for the living, by halving."""
+    while rows // 2 >= max(living, _FEWEST_ROWS):
+        rows //= 2
+    return rows
+
+
+# --- what the programs do ---------------------------------------------------------------------------------------------
+
+
+def of_prompts(
+    model: Any, prompts: Integer[Array, "B T"], mask: Bool[Array, "B T"], slots: int
+) -> tuple[jax.Array, KVCache]:
+    """Logits (B, V) after the prompts, and a cache of so many slots with them."""
+    cache = model.init_cache(prompts.shape[0], slots)
+    out = model(prompts, attention_mask=mask, cache=cache, logits_to_keep=1)
+    return out.logits[:, -1], out.cache
+
+
+def after(model: Any, last: Int[Array, " B"], cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """Logits (B, V) after the last tokens, and the cache with them."""
+    out = model(last[:, None], cache=cache)
+    return out.logits[:, -1], out.cache
+
+
+def _begun(model, request, sizes, slots):
+    """Rows with their first tokens; the model reads a prompt once for all of its rows."""
+    prompts, times = request.prompts, sizes.times
+    logits, cache = of_prompts(model, prompts, request.mask, prompts.shape[1] if times > 1 else slots)
+    if times > 1:
+        logits, cache = jnp.repeat(logits, times, axis=0), lengthened(repeated(cache, times), slots)
+    shape = len(logits), sizes.new
+    state = Decoding(
+        count=jnp.zeros((), jnp.int32),
+        tokens=jnp.broadcast_to(request.ends[1], shape),
+        log_probs=jnp.zeros(shape, jnp.float32) if sizes.return_log_probs else None,
+        rows=None,
+        ended=jnp.zeros(shape[0], bool),
+        cache=cache,
+    )
+    return _with_token(state, logits, cache, request)
+
+
+def _with_token(state, logits, cache, request):
+    """Writes token number `count` of each row, and its log-probability."""
+    rows = jnp.arange(len(logits), dtype=jnp.int32) if state.rows is None else state.rows
+    token, ended = chosen(state.count, rows, logits, state.ended, request.choice, request.ends)
+    place = (slice(None) if state.rows is None else state.rows), state.count
+    log_probs = state.log_probs
+    if log_probs is not None:
+        temperature = None if request.choice is None else request.choice[1]
+        found = jnp.where(state.ended, 0.0, log_probs_of(token, logits, temperature))
+        log_probs = log_probs.at[place].set(found)
+    return Decoding(
+        count=state.count + 1,
+        tokens=state.tokens.at[place].set(token),
+        log_probs=log_probs,
+        rows=state.rows,
+        ended=ended,
+        cache=cache,
+    )
+
+
+def _decoded(model, state, request, sizes, fewest):
+    """Goes on until the cache is full, all tokens are there, or at most `fewest` rows have not ended."""
+    slots, changes_at = state.cache.positions.shape[1], model.config.rope_changes_at
+
+    def unfinished(state):
+        return (state.count < sizes.new) & (_number_of(~state.ended) > fewest) & (state.cache.length < slots)
+
+    def of_last(state):
+        """Logits and cache after the last token."""
+        last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, axis=1, keepdims=False)
+        return after(model, last if state.rows is None else last[state.rows], state.cache)
+
+    def of_all(state):
+        """The same, with keys and values of all tokens made anew."""
+        prompts, mask = (jnp.repeat(x, sizes.times, axis=0) for x in (request.prompts, request.mask))
+        (batch, length), written = prompts.shape, request.prompts.shape[1] + state.count
+        new, places = slots - length, jnp.arange(slots - length, dtype=jnp.int32)
+        ids = jnp.concatenate([prompts.astype(jnp.int32), state.tokens[:, :new]], axis=1)
+        is_token = jnp.concatenate([mask, jnp.broadcast_to(places < state.count, (batch, new))], axis=1)
+        out = model(
+            ids, attention_mask=is_token, cache=model.init_cache(batch, slots), logits_to_keep=written[None] - 1
+        )
+        return out.logits[:, -1], dataclasses.replace(out.cache, length=written)
+
+    def step(state):
+        if changes_at is None or slots <= changes_at:
+            return _with_token(state, *of_last(state), request)
+        # The token after the last that fits turns all earlier ones otherwise. No row has left (`why_rows_stay`).
+        is_full = jnp.max(state.cache.positions) == changes_at - 1
+        return _with_token(state, *jax.lax.cond(is_full, of_all, of_last, state), request)
+
+    return jax.lax.while_loop(unfinished, step, state)
+
+
+def _number_of(is_true):
+    return jnp.sum(is_true, dtype=jnp.int32)
+
+
+# --- the programs of `by_parts` ---------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _begin(graph, params, request, sizes, slots):
+    return _begun(nnx.merge(graph, params), request, sizes, slots)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
+def _decode(graph, params, state, request, sizes, fewest):
+    return _decoded(nnx.merge(graph, params), state, request, sizes, fewest)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _without_ended(state, batch):
+    """The state with so many of its rows, among them all that have not ended."""
+    kept = jnp.sort(jnp.argsort(state.ended, stable=True)[:batch]).astype(jnp.int32)
+    return dataclasses.replace(
+        state,
+        rows=kept if state.rows is None else state.rows[kept],
+        ended=state.ended[kept],
+        cache=of_rows(state.cache, kept),
+    )
