@@ -21,10 +21,6 @@ NAMES = ("fsdp", "expert", "sequence", "tensor")
 LAYOUT = Layout(batch=("fsdp",), expert="expert", sequence="sequence", tensor="tensor")
 
 
-def full(*args):
-    return pytest.param(*args, marks=pytest.mark.full)
-
-
 def batch_of(rng, length, segments=True):
     tokens = jnp.asarray(rng.integers(0, 28, (4, length)), jnp.int32)
     batch = dict(input_ids=tokens, labels=jnp.where(jnp.asarray(rng.random(tokens.shape)) < 0.3, -100, tokens))
@@ -34,11 +30,15 @@ def batch_of(rng, length, segments=True):
 
 
 def assert_like_one_device(
-    family, sizes, devices, rng, batch, *, prepare=lambda m: m, split=None, kind="Auto", **options
+    family, sizes, devices, rng, batch, *, prepare=lambda m: m, split=None, kind="Auto", fields=(), **options
 ):
     """Loss, what routers did, and every gradient on a mesh of these sizes, which must be those of one device."""
     config = dataclasses.replace(
-        CONFIGS[family], output_router_logits=True, router_aux_loss_coef=0.5, router_z_loss_coef=0.01
+        CONFIGS[family],
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        router_z_loss_coef=0.01,
+        **dict(fields),
     )
     split = split or (lambda model: (*nnx.split(model), nnx.State({})))
 
@@ -66,18 +66,24 @@ def assert_like_one_device(
         assert error <= 1e-5, (jax.tree_util.keystr(path), error)
 
 
+def test_one_layer_with_biases_is_that_of_one_device(devices, rng):
+    """An odd length is padded, and padding does not count."""
+    one_layer = dict(num_hidden_layers=1, layer_types=None)
+    assert_like_one_device("gpt_oss", (1, 1, 1, 2), devices, rng, batch_of(rng, 11), fields=one_layer)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family, sizes, length",
     [
-        ("gpt_oss", (1, 1, 1, 2), 11),  # an odd length is padded, and padding does not count
-        *(full(family, (1, 1, 1, 2), 11) for family in CONFIGS if family != "gpt_oss"),
-        *(full(family, (1, 2, 1, 2), 11) for family in CONFIGS if family != "qwen3_moe"),  # which has five experts
-        *(full(family, (2, 1, 1, 2), 12) for family in CONFIGS),
-        full("olmoe", (1, 1, 1, 4), 12),
-        full("gpt_oss", (1, 1, 1, 4), 13),
-        full("mixtral", (2, 1, 1, 1), 12),
-        full("mixtral", (1, 1, 2, 2), 12),
-        full("gpt_oss", (1, 1, 2, 2), 12),
+        *((family, (1, 1, 1, 2), 11) for family in CONFIGS),
+        *((family, (1, 2, 1, 2), 11) for family in CONFIGS if family != "qwen3_moe"),  # which has five experts
+        *((family, (2, 1, 1, 2), 12) for family in CONFIGS),
+        ("olmoe", (1, 1, 1, 4), 12),
+        ("gpt_oss", (1, 1, 1, 4), 13),
+        ("mixtral", (2, 1, 1, 1), 12),
+        ("mixtral", (1, 1, 2, 2), 12),
+        ("gpt_oss", (1, 1, 2, 2), 12),
     ],
 )
 def test_loss_routing_and_every_gradient_are_those_of_one_device(family, sizes, length, devices, rng):
