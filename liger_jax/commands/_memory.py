@@ -59,9 +59,6 @@ def fitted(
     if device is None:
         print("memory: not estimated, since JAX does not say how much this device has")
         return decided
-    if mesh.get("expert", 1) > 1:
-        print("memory: not estimated, since the planner knows no expert axis")
-        return decided
     sizes = mesh_sizes(mesh, math.prod(mesh.values()))
     device = dataclasses.replace(device, count=math.prod(sizes.values()))
     options = chosen | dict(dtype=dtype, param_dtype=param_dtype, host_memory=devices.machine_memory())

@@ -90,7 +90,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help=f"{', '.join(GPUS)} (h200:8 for several); {', '.join(TPUS)} (v5e:8x8)")
     command.add_argument("--memory", help="of a GPU, such as 24GiB: in place of --device, or of what the card has")
     command.add_argument(
-        "--mesh", help="such as fsdp=4,tensor=2 (or data=…, sequence=…); default: all devices along fsdp"
+        "--mesh", help="such as fsdp=4,tensor=2 (or data=…, expert=…, sequence=…); default: all devices along fsdp"
     )
     command.add_argument("--optimizer", choices=OPTIMIZERS, help=f"(default: {defaults.OPTIMIZER})")
     command.add_argument("--state-dtype", choices=_DTYPES, help="of adamw's moments (default: float32)")

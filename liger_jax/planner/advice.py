@@ -187,14 +187,14 @@ def _divisors(n: int) -> list[int]:
 def _on(run: Run, devices: Target) -> Run | None:
     """The run on these devices, as many of them along "fsdp" as divide its matrices; None if no mesh does.
 
-    A tensor and a sequence axis keep their sizes.
+    An expert, a sequence and a tensor axis keep their sizes.
     """
     groups = devices.count // (run.tensor * run.sequence)
     batch = math.ceil(run.batch / groups) * groups
     parts = math.gcd(batch // groups, run.micro_batches)
-    data = 1
-    while groups % data == 0:
-        mesh = run.mesh | {"data": data, "fsdp": groups // data}
+    data, others = 1, groups // run.expert
+    while others % data == 0:
+        mesh = run.mesh | {"data": data, "fsdp": others // data}
         found = dataclasses.replace(run, target=devices, mesh=mesh, batch=batch, micro_batches=parts)
         try:
             estimate(found)

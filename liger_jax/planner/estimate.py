@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from liger_jax.models.core.parameters import parameter
 from liger_jax.models.hugging_face.adapter_targets import Targets
 from liger_jax.models.lora import TARGETS
 from liger_jax.ops.adapted_moe_mlp import experts_at_once
@@ -134,6 +135,8 @@ def estimate(run: Run) -> Estimate:
     # Quantised parameters are made dense, one layer at a time.
     copied_layers = 2 if gathered else 1 if is_cast or run.quantize is not None else 0
     of_layers = size * sizes.layer * copied_layers
+    if run.parameter_devices > run.expert:  # quantised experts are gathered in their codes
+        of_layers += sizes.codes
     loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
     if run.tensor > 1:  # whole rows, beside each device's positions
         loss += loss // run.tensor
@@ -181,13 +184,14 @@ class _Parameters:
     trained: int  # on one device
     gradient_bytes: int  # on one device
     layers_gradient_bytes: int  # the layers' share of gradient_bytes
-    layer: int  # in one layer, over the devices that gather it
+    layer: int  # in one layer, over the devices that gather it; of quantised experts those that are dense at once
+    codes: int  # bytes of one layer's quantised experts, over the devices that gather them
     head: int  # in the head, over the devices that gather it
     trained_head: int  # like `head`; 0 if only adapters are trained, and none on the head
 
     @classmethod
     def of(cls, run: Run) -> "_Parameters":
-        own = own_layers = layers = adapters = 0
+        own = own_layers = layers = adapters = codes = 0
         param, held_bytes = jnp.dtype(run.param_dtype).itemsize, 0
         quantized = QUANTIZED_BYTES[run.quantize] if run.quantize else 0.0
         quantized += _FLOAT32_SCALE if run.model.quantized else 0.0
@@ -201,27 +205,36 @@ class _Parameters:
                 adapters += _adapters_of(run, info, x.shape)
             if info.stacked:
                 own_layers += share
-                of_layers = math.prod(x.shape) // (run.tensor if "tensor" in axes else 1)
+                # Devices of a tensor axis, and of an expert axis, multiply with different parts, and gather none.
+                apart = ("tensor",) if info.expert_axis is None else ("tensor", "expert")
+                of_layers = math.prod(x.shape) // math.prod(run.mesh[axis] for axis in axes if axis in apart)
                 if info.kind == "experts" and run.quantize is not None:  # a few are dense at once
-                    of_layers = of_layers // x.shape[1] * experts_at_once(x.shape[1:], run.dtype)
+                    codes += int(of_layers * quantized)
+                    count = x.shape[1] // run.expert
+                    in_width, out_width = x.shape[2], x.shape[3] // run.tensor
+                    of_layers = of_layers // count * experts_at_once((count, in_width, out_width), run.dtype)
                 layers += of_layers
         config: Any = run.model.config
         layer, head = layers // config.num_hidden_layers, -(-config.vocab_size // run.tensor) * config.hidden_size
+        codes //= config.num_hidden_layers
         if run.lora is None:
-            return cls(held_bytes, own, param * own, param * own_layers, layer, head, head)
+            return cls(held_bytes, own, param * own, param * own_layers, layer, codes, head, head)
         if run.adapts_head and config.tie_word_embeddings:  # no parameter of the model is its head
             adapters += run.lora * (config.vocab_size + config.hidden_size) + run.dora * config.vocab_size
         trained_head = head if run.adapts_head else 0
-        return cls(held_bytes + 4 * adapters, adapters, 4 * adapters, 4 * adapters, layer, head, trained_head)
+        return cls(held_bytes + 4 * adapters, adapters, 4 * adapters, 4 * adapters, layer, codes, head, trained_head)
 
 
 def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:
     """Numbers of the adapters of a parameter; in a stack every layer has room for them if one has an adapter."""
     if info.kind == "experts":
-        layers, (count, in_width, out_width) = (shape[0] if info.stacked else 1), shape[-3:]
-        # FSDP splits them by experts, where it divides those.
-        count //= run.parameter_devices if count % run.parameter_devices == 0 else 1
-        return layers * count * (run.lora or 0) * (in_width + out_width) if run.lora_experts else 0
+        (*first, in_width, out_width), rank = shape, run.lora or 0
+        both = dict(lora_a=(*first, in_width, rank), lora_b=(*first, rank, out_width))
+        found = 0
+        for end, own in both.items() if run.lora_experts else ():
+            axes = names(run.layout.spec(parameter(tuple(f"{info.name}_{end}".split(".")), own), own, run.mesh))
+            found += math.prod(own) // math.prod(run.mesh[axis] for axis in axes)
+        return found
     if run.lora_targets is TARGETS:  # all projections of a layer, whatever their names are
         is_adapted = info.kind == "kernel"
     else:

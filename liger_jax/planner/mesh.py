@@ -8,10 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from liger_jax.models import Layout
-from liger_jax.training import meshes as _meshes
-from liger_jax.training.meshes import BATCH_AXES
-
-AXES = tuple(name for name in _meshes.AXES if name != "expert")  # those whose memory is known
+from liger_jax.training.meshes import AXES, BATCH_AXES
 
 LAYOUT = Layout(batch=BATCH_AXES, fsdp="fsdp")  # without axes of tensor or sequence
 # The least positions of a row for each device along "sequence" that are worth a try. With fewer, a tensor axis of as
@@ -30,8 +27,9 @@ def mesh_sizes(given: Mapping[str, int] | None, num_devices: int) -> dict[str, i
 
     Returns:
         Sizes of "data", along which the batch is split; of "fsdp", along which the parameters are split as well; and,
-        if they have several devices, of "sequence", along which rows and parameters are split, and of "tensor", along
-        which heads, feed-forwards and the vocabulary are split.
+        if they have several devices, of "expert", along which the batch and a mixture's experts are split, of
+        "sequence", along which rows and parameters are split, and of "tensor", along which heads, feed-forwards and
+        the vocabulary are split.
 
     Raises:
         ValueError: an axis is unknown or has no size, or there are not that many devices.

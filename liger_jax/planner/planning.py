@@ -21,8 +21,9 @@ from liger_jax.planner.compiled import Compiled, compile_run
 from liger_jax.planner.device_names import memory_in_bytes
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
-from liger_jax.planner.mesh import BATCH_AXES, mesh_sizes
+from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.step import LOSSES, Run
+from liger_jax.training.meshes import layout_of
 
 LEVELS = ("estimate", "compiled")
 
@@ -153,7 +154,7 @@ def make_run(
     options = {name: value for name, value in options.items() if value is not None}
     sizes = mesh_sizes(mesh, devices.count)
     if batch is None:
-        groups = math.prod(sizes[name] for name in BATCH_AXES)
+        groups = math.prod(sizes[name] for name in layout_of(sizes).batch)
         batch = defaults.batch(groups * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
     if rope_scaling is not None:
         config = stretched(found.config, MOST_POSITIONS if seq is None else seq, rope_scaling)
@@ -211,8 +212,9 @@ def plan(
             memory is known.
         memory: a GPU's memory, such as "24GiB"; `None` for that of the table.
         mesh: the devices along each axis, such as {"fsdp": 4, "tensor": 2}; `None` for all along fsdp, over which
-            parameters, gradients and optimizer state are sharded. The batch is sharded over data and fsdp, rows over
-            sequence, and heads, feed-forwards and the vocabulary over tensor.
+            parameters, gradients and optimizer state are sharded. The batch is sharded over data, fsdp and expert,
+            a mixture's experts over expert, rows over sequence, and heads, feed-forwards and the vocabulary over
+            tensor.
         host_memory: memory of the devices' host, such as "128GiB", in which `remat="offload"` and `state_memory="host"`
             put arrays; `None` if it is not known, and enough.
         rope_scaling: how the rotary embedding reaches rows beyond the model's positions, as `models.stretched` takes

@@ -24,7 +24,6 @@ from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
 from liger_jax.planner.architectures import Architecture
 from liger_jax.planner.devices import Target
-from liger_jax.planner.mesh import BATCH_AXES
 from liger_jax.training import make_step, optimizer_named
 from liger_jax.training.meshes import layout_of
 from liger_jax.training.optimizer import OPTIMIZERS
@@ -43,7 +42,7 @@ class Run:
         batch: sequences in a step, over all devices.
         seq: tokens in a sequence.
         target: the devices.
-        mesh: sizes of "data" and "fsdp", and of "sequence" and "tensor" if they have several devices.
+        mesh: sizes of "data" and "fsdp", and of "expert", "sequence" and "tensor" if they have several devices.
         optimizer: "adamw", "adamw8bit", whose moments have 8 bits, or "sgd", which has none.
         state_dtype: dtype of "adamw"'s moments.
         param_dtype: dtype of parameters and gradients.
@@ -124,6 +123,10 @@ class Run:
             raise ValueError(f"{named[0]}={value!r} is for adapters, and none are trained. Train some: lora=16.")
         if self.lora_experts and self.model.config.experts is None:
             raise ValueError(f"lora_experts=True: {self.model.name} has no experts. Leave it out.")
+        if self.expert > 1 and self.model.config.experts is None:
+            raise ValueError(
+                f"expert={self.expert} devices: {self.model.name} has no experts. Give the devices to fsdp."
+            )
         if (tensor := self.layout.tensor_parts(self.mesh)) is not None:
             tensor.check(self.model.config)
 
@@ -148,9 +151,17 @@ class Run:
         return self.mesh.get("sequence", 1)
 
     @property
+    def expert(self) -> int:
+        """The devices that have different experts of a mixture, and rows of their own."""
+        return self.mesh.get("expert", 1)
+
+    @property
     def parameter_devices(self) -> int:
-        """Over how many devices parameters are gathered: those of the axes that split them and no product."""
-        return self.mesh["fsdp"] * self.sequence
+        """Over how many devices parameters are gathered: those of the axes that split them and no product.
+
+        The devices of an expert axis keep their experts, and gather the other parameters.
+        """
+        return self.mesh["fsdp"] * self.sequence * self.expert
 
     @property
     def batch_devices(self) -> int:
@@ -196,6 +207,8 @@ class Run:
             adapts_experts=self.lora_experts or self.quantize is not None,
             tensor=self.tensor,
             sequence=self.sequence,
+            expert=self.expert,
+            trains_experts=self.lora is None,
         )
 
     @property
@@ -296,7 +309,7 @@ def _batch(run: Run, mesh: Mesh) -> Any:
         batch = jax.eval_shape(parts.prepared, batch)
 
     def typed(x):
-        spec = P(BATCH_AXES if x.shape[0] == run.batch else None, run.layout.sequence)
+        spec = P(run.layout.batch if x.shape[0] == run.batch else None, run.layout.sequence)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(typed, batch)

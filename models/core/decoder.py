@@ -132,7 +132,7 @@ class Decoder(nnx.Module):
         arguments = self.layers, self.last_layers, x, inputs
         if (tensor := self.layout.tensor_parts()) is None:
             return self.stack(*arguments, cache)
-        return Decoded(tensor.run_layers(self.stack, *arguments, self.config), {}, None)
+        return Decoded(*tensor.run_layers(self.stack, *arguments, self.config), None)
 
     def __call__(
         self,
@@ -172,7 +172,7 @@ class Decoder(nnx.Module):
                     f"cache is given on a mesh with {tensor.size} devices along tensor={tensor.axis!r}, on which it "
                     "cannot lie. Generate on a mesh whose devices split the batch."
                 )
-            positions, ids = tensor.padded(positions), None if ids is None else tensor.padded(ids)
+            positions, ids = tensor.padded(positions), tensor.padded_ids(ids, input_ids, config.experts is not None)
         segments = None if ids is None else Segments.of(ids)
         inputs = {}
         for kind in dict.fromkeys(kind.attention for kind in self.stack.kinds):

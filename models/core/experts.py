@@ -13,11 +13,13 @@ from jaxtyping import Array, Float
 
 from liger_jax import ops
 from liger_jax._tree import tree_dataclass
+from liger_jax.models.core.expert_parts import EXPERTS as EXPERTS
 from liger_jax.models.core.remat import Remat
+from liger_jax.models.core.tensor_parts import all_tokens, summed_tokens
 from liger_jax.ops.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp
 from liger_jax.ops.block_quantized import BlockQuantized
-
-EXPERTS = "experts"  # the kind of a layer whose feed-forward is `ExpertsFeedForward`
+from liger_jax.ops.expert_exchange import room_for
+from liger_jax.ops.layout import in_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,27 +168,34 @@ class ExpertsFeedForward(nnx.Module):
         Padding is what has the id −1 in `segments`, as `attention_segments` makes them.
         """
         layout = self.kernels.mesh_layout
-        axis = layout.expert_axis()
-        if layout.tensor_parts() is not None:
-            raise ValueError(
-                f"tensor={layout.tensor!r} has several devices, which do not split experts yet. Give the devices to an "
-                "axis of the batch."
-            )
         logits = getattr(self, self.options.router)(x)
         k = self.options.per_token
         if self.options.softmax_of_chosen:
             routing = ops.top_k_softmax(logits, k)
         else:
             routing = ops.softmax_top_k(logits, k, normalized=self.options.normalized)
-        sums = ops.router_sums(logits, routing.experts, None if segments is None else segments.ids >= 0)
-        of_tokens = x, routing.weights, routing.experts
-        of_experts = *self.experts.arrays(x.dtype), *self.experts.adapters(x.dtype)
-        mixed = functools.partial(self._mixed, axis=axis)
-        if axis is None:
-            return layout.run(mixed, of_tokens, of_experts), sums
-        between = layout.between_blocks
+        _, down, *_ = of_experts = *self.experts.arrays(x.dtype), *self.experts.adapters(x.dtype)
+        tensor = layout.tensor if down.shape[1] < self.options.width else None
+        sums = ops.router_sums(logits, routing.experts, self._counted(segments, x.shape[1], tensor))
+        of_tokens = tuple(all_tokens(array, tensor) for array in (x, routing.weights, routing.experts))
+        if (axis := layout.expert_axis()) is None:
+            own = layout.expert if down.shape[0] < self.options.count else None  # inside of a shard_map
+            mixed = functools.partial(self._mixed, axis=own)
+            return summed_tokens(layout.run(mixed, of_tokens, of_experts), tensor), sums
+        mixed, between = functools.partial(self._mixed, axis=axis), layout.between_blocks
         specs = *(between for _ in of_tokens), *(P(axis) for _ in of_experts)
         return layout.run(mixed, (*of_tokens, *of_experts), spec=specs, out=between), sums
+
+    def _counted(self, segments: ops.Segments | None, own: int, tensor: str | None) -> jax.Array | None:
+        """Which of the tokens are no padding, (B, own): the rows of segments are whole, and in their own order."""
+        if segments is None:
+            return None
+        counted, axes = segments.ids >= 0, () if tensor is None else (tensor,)
+        if (sequence := self.kernels.mesh_layout.sequence_parts()) is not None:
+            counted, axes = in_chunks(counted, 1, sequence.size), (sequence.axis, *axes)
+        if counted.shape[1] == own:
+            return counted
+        return jax.lax.dynamic_slice_in_dim(counted, jax.lax.axis_index(axes) * own, own, 1)
 
     def _mixed(self, x, weights, experts, gate_up, down, gate_up_bias, down_bias, *adapters, axis):
         """The experts' results (B, T, D), of one device's tokens; with an axis, whose devices have own experts."""
@@ -202,47 +211,62 @@ class ExpertsFeedForward(nnx.Module):
         return y.reshape(x.shape)
 
     @staticmethod
-    def values_kept(config: Any, remat: Remat) -> int:
+    def values_kept(config: Any, remat: Remat, devices: int = 1) -> int:
         """What is kept for the backward: gate and up of a token's experts, where a layer keeps its products.
 
         Args:
             config: the architecture.
             remat: what the layer keeps for the backward.
+            devices: of an expert axis, whose buffers are kept.
 
         Returns:
             Values of the computation's dtype for each token.
         """
-        experts = config.experts
-        return 0 if remat in ("full", "offload") else 2 * experts.per_token * experts.width
+        rows = rows_of_token(config.experts, devices)
+        return 0 if remat in ("full", "offload") else 2 * rows * config.experts.width
 
     @staticmethod
-    def values_in_backward(config: Any, in_place: bool) -> int:
+    def values_in_backward(
+        config: Any, in_place: bool, *, adapted: bool = False, devices: int = 1, tensor: int = 1
+    ) -> int:
         """What the backward holds at once: gate and up and their gradients, a float32 gradient of their product, and
         rows of two arrays of a token's experts.
+
+        Where experts have adapters, are quantised or lie on several devices, these are rows of two more arrays and the
+        gated product. With several devices the rows are those of the buffers, and own rows are there, twice.
 
         Args:
             config: the architecture.
             in_place: whether a dense feed-forward would compute in place, which this one does not.
+            adapted: whether experts have adapters or are quantised.
+            devices: of an expert axis.
+            tensor: the devices of a tensor axis, each of which has the whole width of the rows.
 
         Returns:
-            Values of the computation's dtype for each token.
+            Values of the computation's dtype for each token, over all devices of the tensor axis.
         """
-        experts = config.experts
-        return experts.per_token * (6 * experts.width + 2 * config.hidden_size)
+        experts, width = config.experts, tensor * config.hidden_size
+        rows = rows_of_token(experts, devices)
+        if devices > 1:
+            return rows * (7 * experts.width + 4 * width) + 2 * experts.per_token * width
+        return rows * (7 * experts.width + 4 * width if adapted else 6 * experts.width + 2 * width)
 
-    @staticmethod
-    def values_beside_adapters(config: Any) -> int:
-        """What the backward holds more where experts have adapters or are quantised: rows of two arrays of a token's
-        experts, and their gated product.
 
-        Args:
-            config: the architecture.
+def rows_of_token(experts: Experts, devices: int) -> int:
+    """The rows for which a device has room, for each of its tokens: one for each choice, or those of an exchange.
 
-        Returns:
-            Values of the computation's dtype for each token.
-        """
-        experts = config.experts
-        return experts.per_token * (2 * config.hidden_size + experts.width)
+    Args:
+        experts: the mixture.
+        devices: of an expert axis.
+
+    Returns:
+        Rows of D, of which a router fills k on average over the devices.
+
+    Example:
+        >>> rows_of_token(Experts(128, 8, 768), 1), rows_of_token(Experts(128, 8, 768), 4)
+        (8, 32)
+    """
+    return devices * room_for(1, experts.per_token, experts.count // devices)
 
 
 def misfits(**fields: int) -> Iterator[str]:

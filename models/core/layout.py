@@ -35,9 +35,9 @@ class Layout:
         fsdp: the axis that splits parameters and optimizer state, which the sequence axis then splits, too; or the
             axes that split them, as a tuple. They are among those of the batch and of sequences. `()` leaves every
             parameter whole.
-        tensor: the axis that splits heads, feed-forwards and the vocabulary of dense models. Its devices compute the
-            same sequences together; between sublayers each has its part of the positions. It must divide query heads
-            and the feed-forward's width. Key heads, the vocabulary and the length may be anything.
+        tensor: the axis that splits heads, feed-forwards, experts' among them, and the vocabulary. Its devices compute
+            the same sequences together; between sublayers each has its part of the positions. It must divide query
+            heads and the feed-forward's width. Key heads, the vocabulary and the length may be anything.
         sequence: the axis that splits rows, so that they may be longer than one device holds. Its devices compute the
             same sequences together, each chunks of them, and attend to the keys and values of all. Batches for it
             come from `place`, which shifts labels, pads rows and puts chunks in order. Any length will do.
@@ -365,6 +365,8 @@ class Layout:
             sequence=self.sequence if self.sequence in sizes else None,
             axes=tuple(sizes),
             between=partition(*along(self.between_blocks, sizes)),
+            expert=self.expert if self._experts_devices(sizes) > 1 else None,
+            expert_size=self._experts_devices(sizes),
         )
 
     def sequence_parts(self, sizes: Mapping[str, int] | None = None) -> SequenceParts | None:

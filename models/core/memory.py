@@ -20,9 +20,11 @@ from liger_jax.models.core.remat import Remat
 from liger_jax.models.core.tiles import tokens_at_once
 from liger_jax.ops import attention
 from liger_jax.ops._place import Place
+from liger_jax.ops.grouped_matmul import KERNELS as GROUPED_PRODUCTS
 from liger_jax.ops.layout import pairs_of_chunks, sent_dtype
 from liger_jax.ops.linear.plan import budget_beside_layers
 from liger_jax.pallas_kernels.attention import xla
+from liger_jax.pallas_kernels.grouped_matmul.config import hopper_edge_bytes
 
 LANES = 128  # of a row of a TPU's arrays
 # Arrays (B, T, D) of whole rows that a layer's backward holds at once on a tensor axis: a sublayer's gathered input and
@@ -51,6 +53,8 @@ class LayerMemory:
         tensor: the devices of a tensor axis. Between sublayers each has its part of the positions; in them each has all
             positions, and its part of the heads and of the feed-forward's width.
         sequence: the devices of a sequence axis. Each has chunks of every row, and in attention all keys and values.
+        expert: the devices of an expert axis. Each has its experts, and buffers for all rows that may be sent to them.
+        trains_experts: whether the weights of experts have gradients.
     """
 
     config: Any
@@ -65,6 +69,8 @@ class LayerMemory:
     adapts_experts: bool = False
     tensor: int = 1
     sequence: int = 1
+    expert: int = 1
+    trains_experts: bool = False
 
     @property
     def kept(self) -> dict[str, int]:
@@ -99,10 +105,10 @@ class LayerMemory:
         at_once = tokens if self.dora else tokens_at_once(tokens, c.hidden_size, self.remat)
 
         def bytes_of(one):
-            values = one.values_in_backward(c, in_place) - kept["feed-forward"]
-            if one is FEED_FORWARDS[EXPERTS] and self.adapts_experts:
-                values += one.values_beside_adapters(c)
-            return self._bytes(values, at_once if one is FEED_FORWARDS[DENSE] else tokens)
+            if one is FEED_FORWARDS[DENSE]:
+                return self._bytes(one.values_in_backward(c, in_place) - kept["feed-forward"], at_once)
+            where = dict(adapted=self.adapts_experts, devices=self.expert, tensor=self.tensor)
+            return self._bytes(one.values_in_backward(c, in_place, **where) - kept["feed-forward"]) + self._edge_rows()
 
         feed_forward = max(bytes_of(one) for one in self._feed_forwards())
         if at_once < tokens:  # a loop over tiles writes its results beside what it reads; and RoPE's tables are long
@@ -124,13 +130,27 @@ class LayerMemory:
             # with attention's queries and keys (rotated, or before their norms), values, result and sums
             "none": (d, d + 2 * q + 2 * kv + self._sums()),
         }[self.remat]
-        of_feed_forward = max(one.values_kept(c, self.remat) for one in self._feed_forwards())
+        where = lambda one: dict(devices=self.expert) if one is FEED_FORWARDS[EXPERTS] else {}
+        of_feed_forward = max(one.values_kept(c, self.remat, **where(one)) for one in self._feed_forwards())
         return {"layer inputs": inputs, "attention": of_attention, "feed-forward": of_feed_forward}
 
     def _feed_forwards(self) -> list[Any]:
         """The feed-forwards of the layers; where they differ, a layer is taken as one that needs most."""
         kinds = {self.config.feed_forward_of(i) for i in range(self.config.num_hidden_layers)}
         return [FEED_FORWARDS[kind] for kind in sorted(kinds)]
+
+    def _edge_rows(self) -> int:
+        """Bytes of the rows that the gradient of experts' weights takes copies of; 0 for one that takes none."""
+        c, experts = self.config, self.config.experts
+        if not self.trains_experts:
+            return 0
+        count, width = experts.count // self.expert, 2 * experts.width // self.tensor
+        x = jax.ShapeDtypeStruct((self.rows * self.seq * experts.per_token, c.hidden_size), self.dtype)
+        w = jax.ShapeDtypeStruct((count, c.hidden_size, width), self.dtype)
+        choice = GROUPED_PRODUCTS.choose(self.kernels.implementation, x, w, place=Place(self.device))
+        if choice.name != "mosaic_gpu":
+            return 0
+        return hopper_edge_bytes(count, c.hidden_size, width, jnp.dtype(self.dtype).itemsize)
 
     def _sums(self) -> int:
         """Attention keeps a float32 sum for each head and token: their size in values of the computation's dtype."""

@@ -32,6 +32,7 @@ _OF_EACH_EXPERT = {"gate_up": (("w1", "w3"), ("gate_proj", "up_proj")), "down": 
 _OF_ALL_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 _INTERLEAVED = ("gate_up_proj", "gate_up_proj_bias")
 EXPERT_WEIGHTS = ("gate_up", "down", "gate_up_proj", "down_proj")  # by their names here
+_DOWN_ADAPTERS = ("down_lora_a", "down_proj_lora_a")
 # By a parameter's last name: its kind, and what the axes of a single layer's array are.
 _KINDS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "embed_tokens": ("embedding", ("in", "out")),
@@ -233,6 +234,8 @@ def kernel_of(path: Path, projection: Any) -> ParameterInfo:
 def _split_by_tensor(modules: list[str], last: str) -> str | None:
     """Which of a parameter's axes tensor parallelism splits, if the parameter has it."""
     module = modules[-1] if modules else ""
+    if module == "experts":
+        return "in" if last in (*EXPERT_WEIGHTS, *_DOWN_ADAPTERS) else None
     if module in FUSED:
         return "in" if last == "kernel" else None
     if module in SPLIT_OUTPUTS:

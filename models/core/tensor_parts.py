@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.models.core.expert_parts import EXPERTS, entries_of_experts, own_experts, width_field
 from liger_jax.models.core.on_parts import mapped
 from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
 from liger_jax.models.core.partitions import partition
@@ -162,6 +163,8 @@ class TensorParts:
         sequence: the axis that splits rows, or `None`.
         axes: all axes of the mesh that are not Manual.
         between: how activations (B, T, D) lie between blocks.
+        expert: the axis that splits experts, or `None`.
+        expert_size: its devices.
     """
 
     axis: str
@@ -172,6 +175,18 @@ class TensorParts:
     sequence: str | None
     axes: Names
     between: P
+    expert: str | None = None
+    expert_size: int = 1
+
+    @property
+    def others(self) -> Names:
+        """The axes that split each expert's parameters once more: those of fsdp, but for the one of experts."""
+        return tuple(name for name in self.fsdp if name != self.expert) if self.others_size > 1 else ()
+
+    @property
+    def others_size(self) -> int:
+        """The devices along these."""
+        return self.fsdp_size // (self.expert_size if self.expert in self.fsdp else 1)
 
     @property
     def tokens(self) -> P:
@@ -201,6 +216,8 @@ class TensorParts:
         Raises:
             ValueError: the mesh does not divide a matrix, or nothing says how it is split.
         """
+        if info.expert_axis is not None:
+            return partition(*entries_of_experts(self, info, shape))
         entries: list[Names] = [() for _ in shape]
         at = info.tensor_axis
         if at is None and info.kind.startswith("kernel"):
@@ -211,7 +228,7 @@ class TensorParts:
         if at is not None and shape[at] % self.size == 0:
             entries[at] = (self.axis,)
         elif at is not None and info.kind not in ("embedding", "head") and not _is_of_key_heads(info):
-            raise ValueError(self._does_not_divide(self.axis, self.size, at, info, shape))
+            raise ValueError(self.does_not_divide(self.axis, self.size, at, info, shape))
         is_vector = info.kind in ("bias", "norm")
         other = info.out_axis if is_vector else self._fsdp_axis(info, shape[-2] if len(shape) > 1 else 0)
         if other is not None and self.fsdp_size > 1:
@@ -220,23 +237,22 @@ class TensorParts:
                 entries[other] = (*entries[other], *self.fsdp)
             elif not is_vector:
                 names = "·".join((*entries[other], *self.fsdp))
-                raise ValueError(self._does_not_divide(names, parts, other, info, shape))
+                raise ValueError(self.does_not_divide(names, parts, other, info, shape))
         return partition(*entries)
 
     def check(self, config: Any) -> None:
         """Raises a ValueError unless the axis can split an architecture, and divides its heads and its feed-forward."""
+        numbers = dict(num_attention_heads=config.num_attention_heads)
+        if any(config.feed_forward_of(i) != EXPERTS for i in range(config.num_hidden_layers)):
+            numbers["intermediate_size"] = config.intermediate_size
         if config.experts is not None:
-            raise ValueError(
-                f"tensor={self.axis!r} has {self.size} devices, and {type(config).__name__} has experts, which are not "
-                "split yet. Give the devices to an axis of the batch."
-            )
-        heads, width = config.num_attention_heads, config.intermediate_size
-        for name, number in (("num_attention_heads", heads), ("intermediate_size", width)):
+            numbers[width_field(config)] = config.experts.width
+        for name, number in numbers.items():
             if number % self.size:
+                named = " and ".join(f"{name}={number}" for name, number in numbers.items())
                 raise ValueError(
                     f"tensor={self.axis!r} has {self.size} devices, which do not divide {name}={number}. The nearest "
-                    f"number that divides num_attention_heads={heads} and intermediate_size={width} is "
-                    f"{nearest_divisor(math.gcd(heads, width), self.size)}."
+                    f"number that divides {named} is {nearest_divisor(math.gcd(*numbers.values()), self.size)}."
                 )
 
     def padded(self, x: jax.Array) -> jax.Array:
@@ -252,6 +268,23 @@ class TensorParts:
         """
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.size)), mode="edge")
 
+    def padded_ids(self, ids: jax.Array | None, input_ids: jax.Array, has_experts: bool) -> jax.Array | None:
+        """The segments of padded rows. Routers count tokens, so that experts are told what is none.
+
+        Args:
+            ids: (B, T), or `None` where all tokens belong to one segment.
+            input_ids: (B, T).
+            has_experts: whether the model has experts.
+
+        Returns:
+            Rows as `padded` makes them; with experts those that are added have the id −1, as other padding.
+        """
+        missing = -input_ids.shape[1] % self.size
+        if missing and has_experts:
+            ids = jnp.zeros(input_ids.shape, jnp.int32) if ids is None else ids
+            return jnp.pad(ids, ((0, 0), (0, missing)), constant_values=-1)
+        return None if ids is None else self.padded(ids)
+
     def run_layers(
         self,
         stack: Any,
@@ -260,7 +293,7 @@ class TensorParts:
         x: jax.Array,
         inputs: Mapping[str, Sequence[Any]],
         config: Any,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Any]:
         """Runs a `LayerStack` on every device's part of the layers.
 
         Args:
@@ -272,7 +305,7 @@ class TensorParts:
             config: the architecture.
 
         Returns:
-            Hidden states (B, T, D), which lie as `between` says.
+            Hidden states (B, T, D), which lie as `between` says, and the layers' sums over the tokens of all devices.
         """
         self.check(config)
         (graph, state), (last_graph, last_state) = nnx.split(layers), nnx.split(last_layers)
@@ -291,12 +324,12 @@ class TensorParts:
                 jax.tree.unflatten(tree, whole),
                 gathered=lambda state, dtype: self._of_layer(state, dtype, config),
             )
-            return decoded.hidden
+            return decoded.hidden, jax.tree.map(lambda sums: jax.lax.psum(sums, self.axes), decoded.aux)
 
         of_parameters = jax.tree_util.tree_map_with_path(self._entry, parameters)
         of_arrays = [self._of_input(leaf) for leaf in arrays]
         specs = self.between, of_parameters, of_arrays
-        return mapped(local, specs, self.between, self.axes)(x, parameters, arrays)
+        return mapped(local, specs, (self.between, P()), self.axes)(x, parameters, arrays)
 
     def _of_input(self, x: Any) -> P:
         """How a layer's input lies: segments (B, T), whose rows are whole, or a table (1, T, R) or (B, T, R)."""
@@ -307,12 +340,15 @@ class TensorParts:
         """How a layer's parameter enters the shard_map: fsdp's parts of vectors are gathered before."""
         info = parameter(path_of(keys), x.shape)
         spec = self.spec(info, x.shape)
-        return spec if self._fsdp_axis(info, 0) is not None else along(spec, (self.axis,))
+        is_gathered_inside = info.expert_axis is not None or self._fsdp_axis(info, 0) is not None
+        return spec if is_gathered_inside else along(spec, (self.axis,))
 
     def _fsdp_axis(self, info: ParameterInfo, first: int) -> int | None:
         """The axis of a matrix that fsdp splits, too, by the size of its first axis."""
         if info.kind in ("embedding", "head"):
             return 0 if self.splits_vocabulary(first) else 1
+        if info.kind == "router":
+            return info.in_axis
         if info.kind == "kernel":
             both = info.tensor_axis == info.in_axis and first % (self.size * self.fsdp_size)
             return info.out_axis if both else info.in_axis
@@ -345,6 +381,8 @@ class TensorParts:
                 axes = self._axes_of_inputs(info)
                 return jax.random.fold_in(x, jax.lax.axis_index(axes)) if axes else x
             x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+            if info.expert_axis is not None:
+                return own_experts(self, x, info, config)
             inputs = config.intermediate_size if _is_in(info, ("down_proj",)) else heads * config.head_dim
             inputs = config.hidden_size if _is_in(info, FUSED) else inputs
             axis = self._fsdp_axis(info, inputs)
@@ -370,6 +408,8 @@ class TensorParts:
             pieces = of_queries, of_keys, of_keys
         elif _is_in(info, ("gate_up_proj",)):
             pieces = ((config.intermediate_size, 1),) * 2
+        elif info.kind == "sinks":
+            pieces = ((config.num_attention_heads, 1),)
         elif config.qk_norm_is_wide and _is_in(info, _WIDE_NORMS):
             pieces = (of_queries if _is_in(info, ("q_norm",)) else of_keys,)
         elif _is_of_key_heads(info) and config.num_key_value_heads % self.size:
@@ -378,13 +418,13 @@ class TensorParts:
                 x = jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
         else:
             return x
-        x = self._by_devices(x, pieces)
+        x = self.by_devices(x, pieces)
         if info.kind.startswith("kernel") and _is_in(info, FUSED):  # this device's rows, and all columns
             x = jax.lax.all_to_all(x, self.axis, split_axis=x.ndim - 2, concat_axis=0, tiled=True)
             return x.squeeze(-2)
         return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(self.axis), x.ndim - 2, keepdims=False)
 
-    def _by_devices(self, x: jax.Array, pieces: Sequence[tuple[int, int]]) -> jax.Array:
+    def by_devices(self, x: jax.Array, pieces: Sequence[tuple[int, int]]) -> jax.Array:
         """(…, columns) → (…, devices, own): of each piece of (heads, width) a device has as many heads as any other."""
         by_devices, start = [], 0
         for heads, width in pieces:
@@ -399,7 +439,8 @@ class TensorParts:
         axes = (*self.batch, *self._of_sequence)
         return (*axes, self.axis) if _is_in(info, SPLIT_INPUTS) else axes
 
-    def _does_not_divide(self, names: str, parts: int, axis: int, info: ParameterInfo, shape: tuple[int, ...]) -> str:
+    def does_not_divide(self, names: str, parts: int, axis: int, info: ParameterInfo, shape: tuple[int, ...]) -> str:
+        """The sentence that says that so many devices do not divide an axis of a parameter of this shape."""
         return (
             f"{names}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
             f"that divides {shape[axis]}; the nearest to {parts} is {nearest_divisor(shape[axis], parts)}."

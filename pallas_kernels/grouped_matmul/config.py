@@ -21,7 +21,14 @@ def xla_rows(m: int, num_groups: int) -> int:
 HOPPER_PRODUCT = Tiles(columns=128, in_turn=True, stages=5)
 HOPPER_GRADIENT = Tiles(columns=256, stages=4)
 STAGED_PIECES = 4  # of 64 rows by 32 columns, for each warpgroup
+# Rows of the two blocks in which a group begins and ends, of which XLA makes copies for the gradient.
+HOPPER_EDGES = 8, 32
 STAGED_COLUMNS = 64  # of 64 rows that leave one by one, for each warpgroup. The copy engine wants 128 bytes a row.
+
+
+def hopper_edge_bytes(num_groups: int, a_width: int, b_width: int, itemsize: int) -> int:
+    """Bytes of these copies, of both factors (M, A) and (M, B), for all groups and one that is empty."""
+    return (num_groups + 1) * sum(HOPPER_EDGES) * (a_width + b_width) * itemsize
 
 
 def tpu_product(m: int, k: int, n: int, num_groups: int, itemsize: int, vmem_bytes: int) -> tuple[int, int] | None:

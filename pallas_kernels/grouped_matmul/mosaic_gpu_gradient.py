@@ -24,9 +24,9 @@ from liger_jax.pallas_kernels.grouped_matmul import config, formulas
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_block import Block, num_blocks
 from liger_jax.pallas_kernels.grouped_matmul.mosaic_gpu_product import whole_rows
 
-_PIECE = 8  # rows that the copy engine moves at least
+_PIECE, _LONGEST = config.HOPPER_EDGES  # the first is what the copy engine moves at least
 _BLOCKS = ((0, 8), (8, 8), (16, 16), (32, 32))  # of a step that is not wholly the group's: first row and rows
-_LONGEST, _STEP = 32, 64
+_STEP = 64
 
 
 def weight_gradient(

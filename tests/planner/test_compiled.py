@@ -214,3 +214,23 @@ def test_estimate_of_packed_rows_is_within_10_percent_of_what_is_compiled(model,
 def test_estimate_is_within_10_percent_of_what_is_compiled_for_tpus(model, batch, seq, device, options):
     found = compiled(PLAN, model, batch, seq, device, json.dumps(options), platform="tpu")
     assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
+
+
+MIXTURE = dict(
+    model_type="olmoe", vocab_size=8192, hidden_size=1024, intermediate_size=512, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=8, num_experts=32, num_experts_per_tok=4, max_position_embeddings=4096,
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "devices, options",
+    [
+        (2, dict(mesh=dict(expert=2))),
+    ],
+)
+def test_estimate_of_a_mixture_on_a_mesh_is_within_10_percent_of_what_is_compiled(devices, options, tiny):
+    """An exchange's buffers are two thirds of what a layer works on."""
+    tiny.write_text(json.dumps(MIXTURE))
+    found = compiled(PLAN, tiny, 8, 2048, f"h200:{devices}", json.dumps(options))
+    assert found["estimate"] == pytest.approx(found["total"], rel=0.1)

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from liger_jax.models.core.memory import LayerMemory
+from liger_jax.planner import plan
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.planning import make_run
 
@@ -58,3 +59,87 @@ def test_adapters_of_experts_that_are_not_there_are_refused():
         make_run("qwen2-0.5b", batch=2, device="h200", lora=16, lora_experts=True)
     with pytest.raises(ValueError, match="lora_experts=True is for adapters, and none are trained"):
         make_run("qwen3-30b-a3b", batch=2, device="h200", lora_experts=True)
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+OLMOE = dict(model="olmoe-1b-7b-0924", batch=16, seq=2048, device="h200:4")
+
+
+def parts(**changes):
+    return estimate(make_run(**OLMOE | changes)).parts
+
+
+def test_an_expert_axis_splits_parameters_and_state_as_fsdp_does():
+    """Every matrix is split over both axes; vectors are too small to be seen."""
+    whole = parts()
+    for mesh in (dict(expert=4), dict(fsdp=2, expert=2)):
+        found = parts(mesh=mesh)
+        for name in ("parameters", "optimizer state", "gradients", "layer inputs"):
+            assert found[name] == pytest.approx(whole[name], rel=1e-3), (mesh, name)
+    run = make_run(**OLMOE | dict(mesh=dict(fsdp=2, expert=2)))
+    assert (run.batch_devices, run.tokens) == (4, 4 * 2048)
+    assert make_run(**OLMOE | dict(batch=None, device="h200:16", mesh=dict(fsdp=2, expert=8))).batch == 16
+    with pytest.raises(ValueError, match="batch=6 is not divided by the 4 devices of 'h200:4'"):
+        make_run(**OLMOE | dict(batch=6, mesh=dict(expert=4)))
+
+
+def test_no_experts_are_gathered_over_their_axis():
+    layer = 2 * 3 * 64 * 2048 * 1024  # in bfloat16, of which two layers are there at a time
+    gathered = parts()["copies of parameters"] - parts(mesh=dict(expert=4))["copies of parameters"]
+    assert gathered == pytest.approx(2 * layer * 3 / 4, rel=1e-3)
+
+
+def test_buffers_have_room_for_all_rows_that_may_come():
+    """devices · min(k, E/devices) rows for each token, in the place of k."""
+    run = make_run(**OLMOE)
+    device = run.target.description
+
+    def worked_on(devices, **fields):
+        own = dataclasses.replace(run.model.config, **fields)
+        memory = LayerMemory(own, run.kernels(), "none", "bfloat16", 2, 2048, device, expert=devices)
+        return memory.worked_on + memory.kept["feed-forward"], memory.kept["feed-forward"]
+
+    of_row = 2 * 4096 * (7 * 1024 + 4 * 2048)
+    assert worked_on(8)[0] - worked_on(4)[0] == (8 - 4) * 8 * of_row
+    few = dict(num_experts=16)  # two on each of eight devices, and a token goes to no expert twice
+    assert worked_on(8, **few)[0] - worked_on(2, **few)[0] == (8 * 2 - 2 * 8) * of_row == 0
+    assert worked_on(4)[1] == 4 * worked_on(1)[1]
+
+
+def test_the_weights_gradient_on_hopper_copies_the_rows_at_the_ends_of_groups():
+    """35.3 MiB of 128 experts with D 2,048 and F 768; none on other devices, nor where no weight has a gradient."""
+    run = make_run("qwen3-30b-a3b", batch=4, seq=2048, device="h200")
+    edges = lambda run, **fields: dataclasses.replace(run.layer, **fields).worked_on
+    copied = edges(run) - edges(run, trains_experts=False)
+    assert copied == 129 * 40 * (2048 + 2 * 768) * 2
+    few = dataclasses.replace(run.model.config, num_experts=8)
+    assert edges(run, config=few) - edges(run, config=few, trains_experts=False) == copied * 9 // 129
+    for device in ("a100-80g", "v5e"):
+        other = make_run("qwen3-30b-a3b", batch=4, seq=2048, device=device)
+        assert edges(other) == edges(other, trains_experts=False)
+
+
+def test_quantised_experts_that_fsdp_splits_are_gathered_in_their_codes():
+    options = QLORA | dict(batch=8, device="h200:8")
+    found = [
+        estimate(make_run("qwen3-30b-a3b", **options | dict(mesh=mesh))).parts["copies of parameters"]
+        for mesh in (dict(fsdp=8), dict(data=8))
+    ]
+    dense = 2 * (2 * 2048 * (32 + 4) * 128 + 2048 * 128 + 32 * 2048 * 1536 + 64 * 768 * 2048)
+    codes = 3 * 128 * 2048 * 768 * 17 // 32
+    head = 2 * 151936 * 2048  # which is gathered early
+    assert found[0] == pytest.approx(2 * dense + codes + head, rel=1e-3) and found[1] == pytest.approx(dense, rel=1e-3)
+
+
+def test_devices_for_experts_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="expert=2 devices: qwen2-0.5b has no experts. Give the devices to fsdp."):
+        make_run("qwen2-0.5b", batch=2, device="h200:2", mesh=dict(expert=2))
+    with pytest.raises(ValueError, match="expert='expert' has 3 devices, which do not divide the 64 experts"):
+        estimate(make_run("olmoe-1b-7b-0924", batch=3, device="h200:3", mesh=dict(expert=3)))
+
+
+def test_advice_keeps_the_expert_axis():
+    too_much = dict(model="qwen3-30b-a3b", batch=8, seq=2048, device="a100-40g:4", mesh=dict(fsdp=2, expert=2))
+    found = plan(**too_much).changes_to_fit()
+    assert found and all(change.run.expert == 2 for change in found)

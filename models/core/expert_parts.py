@@ -1,0 +1,93 @@
+"""Experts on a tensor axis: each one's gate and up by columns, its down by rows, and its router whole.
+
+A device computes its F/devices columns of every expert, for all tokens of the devices that it shares them with, and its
+summand of their results. With an expert axis it does so for its own experts alone, whose rows come from other devices.
+
+Columns of gate stand before those of up, so that those of one device do not lie side by side: like other joined
+projections, gate and up lie split by their inputs, and devices exchange columns where a layer uses them. An axis of
+fsdp splits each expert's matrices once more, and adapters by experts.
+"""
+
+from typing import Any
+
+import jax
+
+from liger_jax.models.core.parameters import ParameterInfo
+from liger_jax.ops.layout import Names
+
+EXPERTS = "experts"  # the kind of a layer whose feed-forward is `ExpertsFeedForward`
+
+
+def entries_of_experts(parts: Any, info: ParameterInfo, shape: tuple[int, ...]) -> list[Names]:
+    """How a parameter of a layer's experts lies on the mesh.
+
+    Args:
+        parts: the `TensorParts`.
+        info: what the parameter is, one with an axis of experts.
+        shape: its shape.
+
+    Returns:
+        The mesh axes that split each of its axes.
+
+    Raises:
+        ValueError: an axis does not divide it.
+    """
+    entries: list[Names] = [() for _ in shape]
+    sizes = {}
+    experts: Any = info.expert_axis
+    if parts.expert is not None:
+        entries[experts], sizes[experts] = (parts.expert,), parts.expert_size
+    if info.tensor_axis is not None:
+        entries[info.tensor_axis], sizes[info.tensor_axis] = (parts.axis,), parts.size
+    other = _other_axis(parts, info, shape[experts], shape[-2])
+    if other is not None and parts.others:
+        entries[other], sizes[other] = (*entries[other], *parts.others), sizes.get(other, 1) * parts.others_size
+    for axis, size in sizes.items():
+        if shape[axis] % size:
+            raise ValueError(parts.does_not_divide("·".join(entries[axis]), size, axis, info, shape))
+    return entries
+
+
+def own_experts(parts: Any, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
+    """A parameter of one layer's experts as this device uses it, inside `jax.shard_map`.
+
+    Args:
+        parts: the `TensorParts`.
+        x: what the device holds of it.
+        info: what the parameter is, of a single layer.
+        config: the architecture.
+
+    Returns:
+        The parameter of this device's experts and columns. The bias of a sum over devices is this device's share.
+    """
+    experts, is_down = config.experts, _is_of_down(info)
+    other = _other_axis(parts, info, experts.count, experts.width if is_down else config.hidden_size)
+    if other is not None and parts.others:
+        x = jax.lax.all_gather(x, parts.others, axis=other, tiled=True)
+    if is_down:
+        return x / parts.size if info.kind == "experts_bias" else x
+    if info.kind == "experts_lora_a":
+        return x
+    x = parts.by_devices(x, ((experts.width, 1),) * 2)
+    if info.tensor_axis is None:
+        return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(parts.axis), x.ndim - 2, keepdims=False)
+    x = jax.lax.all_to_all(x, parts.axis, split_axis=x.ndim - 2, concat_axis=x.ndim - 3, tiled=True)
+    return x.squeeze(-2)
+
+
+def width_field(config: Any) -> str:
+    """The name of the config's field that is the width of an expert."""
+    return "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
+
+
+def _other_axis(parts: Any, info: ParameterInfo, count: int, in_width: int) -> int | None:
+    """The axis that fsdp splits, by the number of experts and the size of a weight's inputs; `None` for none."""
+    if info.kind == "experts":
+        return info.out_axis if in_width % (parts.size * parts.others_size) else info.in_axis
+    if info.kind in ("experts_lora_a", "experts_lora_b"):
+        return None if count % (parts.expert_size * parts.others_size) else info.expert_axis
+    return None if info.kind == "experts_bias" else info.out_axis  # blocks of codes stay whole
+
+
+def _is_of_down(info: ParameterInfo) -> bool:
+    return any(part.startswith("down") for part in info.name.split("."))
