@@ -14,6 +14,7 @@ from tests.fuzz.attention import segments
 from tests.fuzz.case import Case, Draw, options_text
 
 GEMMA = dict(query_pre_attn_scalar=(3, 9), sliding_window=(1, 3, 500))
+MIXTURE = dict(output_router_logits=(True,), router_aux_loss_coef=(0.5,), router_z_loss_coef=(0.01,))
 FAMILIES = {
     "llama": (models.LlamaForCausalLM, dict(tie_word_embeddings=(True,), logit_scale=(0.5,))),
     "mistral": (models.MistralForCausalLM, dict(sliding_window=(1, 4, None))),
@@ -25,12 +26,16 @@ FAMILIES = {
     "gemma": (models.GemmaForCausalLM, dict(tie_word_embeddings=(True, False))),
     "gemma2": (models.Gemma2ForCausalLM, GEMMA | dict(attn_logit_softcapping=(5.0, None))),
     "gemma3": (models.Gemma3ForCausalLM, GEMMA | dict(final_logit_softcapping=(3.0,))),
+    "mixtral": (models.MixtralForCausalLM, MIXTURE),
+    "qwen3moe": (models.Qwen3MoeForCausalLM, MIXTURE | dict(norm_topk_prob=(True,), mlp_only_layers=((0,),))),
+    "olmoe": (models.OlmoeForCausalLM, MIXTURE | dict(norm_topk_prob=(True,))),
+    "gptoss": (models.GptOssForCausalLM, MIXTURE | dict(sliding_window=(1, 3, 500))),
 }
 
 
 def _config(draw: Draw, family: str):
     model, choices = FAMILIES[family]
-    kv_heads, shared = draw.size(2), draw.size(3)
+    kv_heads, shared, experts = draw.size(2), draw.size(3), draw.size(5, 16)
     head_dim = 2 * draw.pick(*((4, 16, 20, 32, 64) if draw.large else (1, 3, 4, 7)))
     fields = dict(
         vocab_size=draw.size(70, 1500, least=2),
@@ -44,8 +49,15 @@ def _config(draw: Draw, family: str):
         initializer_range=draw.pick(0.05, 0.2),
         sliding_window=4,
         max_window_layers=1,
+        # A token goes to all experts: where it has a choice, a rounding sends it to others. `moe_mlp` draws choices.
+        num_experts=experts,
+        num_local_experts=experts,
+        num_experts_per_tok=experts,
+        moe_intermediate_size=draw.size(50, 300),
     )
     fields |= draw.optional(**choices)
+    if fields["num_hidden_layers"] == 1:  # which then has experts
+        fields.pop("mlp_only_layers", None)
     if "partial_rotary_factor" in fields:  # half of the columns are rotated, in halves
         fields["head_dim"] *= 2
     known = {field.name for field in dataclasses.fields(model.config_type)}
@@ -73,7 +85,8 @@ def _model(family: str, draw: Draw) -> Case:
     param_dtype = draw.pick(jnp.float32, dtype)
     shape, packed, weighted = (draw.size(3), draw.size(24, 300)), draw.chance(0.4), draw.chance(0.3)
     kernels = models.KernelOptions(**draw.optional(mode=("auto", "fast", "lean")))
-    options = dict(scan_layers=draw.chance(0.6), param_dtype=param_dtype)
+    is_mixed = len({config.feed_forward_of(i) for i in range(config.num_hidden_layers)}) > 1
+    options = dict(scan_layers=draw.chance(0.6) and not is_mixed, param_dtype=param_dtype)
     own = dict(dtype=dtype, remat=draw.pick("none", "none", "dots", "full"), kernels=kernels)
     plain = models.KernelOptions(
         rope=False, rms_norm=False, glu=False, fused_linear_cross_entropy=False, attention="xla", implementation="xla"

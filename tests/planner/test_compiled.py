@@ -227,6 +227,7 @@ MIXTURE = dict(
     "devices, options",
     [
         (2, dict(mesh=dict(expert=2))),
+        (4, dict(mesh=dict(fsdp=2, expert=2))),
     ],
 )
 def test_estimate_of_a_mixture_on_a_mesh_is_within_10_percent_of_what_is_compiled(devices, options, tiny):
