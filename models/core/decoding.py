@@ -202,10 +202,11 @@ def _decoded(model, state, request, sizes, fewest):
 
     def step(state):
         if changes_at is None or slots <= changes_at:
-            return _with_token(state, *of_last(state), request)
-        # The token after the last that fits turns all earlier ones otherwise. No row has left (`why_rows_stay`).
-        is_full = jnp.max(state.cache.positions) == changes_at - 1
-        return _with_token(state, *jax.lax.cond(is_full, of_all, of_last, state), request)
+            logits, cache = of_last(state)
+        else:  # the token after the last that fits turns all earlier ones otherwise; no row has left (`why_rows_stay`)
+            is_full = jnp.max(state.cache.positions) == changes_at - 1
+            logits, cache = jax.lax.cond(is_full, of_all, of_last, state)
+        return _with_token(state, logits, cache, request)
 
     return jax.lax.while_loop(unfinished, step, state)
 

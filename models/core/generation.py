@@ -109,7 +109,8 @@ def generate(
         raise ValueError(f"generate: num_return_sequences={num_return_sequences} must be at least 1.")
     if compact and (reason := why_rows_stay(model, input_ids, max_new_tokens)) is not None:
         raise ValueError(f"generate: compact=True, but {reason} Leave compact out.")
-    request = decoding.Request(*_padded_left(input_ids, mask), choice, ends)
+    prompts, mask = _padded_left(input_ids, mask)
+    request = decoding.Request(prompts, mask, choice, ends)
     sizes = decoding.Sizes(max_new_tokens, num_return_sequences, return_log_probs)
     decode = decoding.by_parts if compact else _all_at_once
     found = decode(*nnx.split(model), request, sizes)
@@ -232,7 +233,8 @@ def _joined(input_ids, tokens, times):
 
 @functools.partial(jax.jit, static_argnums=(0, 8))
 def _first(graph, params, count, input_ids, mask, ended, choice, ends, slots):
-    logits, cache = decoding.of_prompts(nnx.merge(graph, params), *_padded_left(input_ids, mask), slots)
+    prompts, mask = _padded_left(input_ids, mask)
+    logits, cache = decoding.of_prompts(nnx.merge(graph, params), prompts, mask, slots)
     return *_chosen(count, logits, ended, choice, ends), cache
 
 
