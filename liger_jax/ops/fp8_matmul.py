@@ -99,8 +99,8 @@ def fp8_matmul(x: Float[ArrayLike, "*batch D"], kernel: Float[ArrayLike, "D F"])
             measured; or an operand lies on a mesh with Explicit axes.
 
     Example:
-        >>> fp8_matmul(jnp.ones((2, 3)), jnp.full((3, 1), 0.3)).tolist()  # whose largest number FP8 keeps
-        [[0.9000000357627869], [0.9000000357627869]]
+        >>> fp8_matmul(jnp.array([[448.0, 17.0]]), jnp.array([[1.0], [1.0]])).tolist()  # e4m3 has 16 and 18
+        [[464.0]]
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433).
