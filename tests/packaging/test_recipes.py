@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,9 +52,9 @@ def test_the_rows_of_a_page_are_read(page, least):
 
 def test_pairs_of_the_recipe_are_asked_once():
     (row,) = rows(recipe("dpo.md"))
-    read = _pair_rows.document("the page's row", row)
-    assert [message["content"] for message in read.messages] == ["Name a warm colour.", "Red."]
-    assert [message["content"] for message in read.rejected.messages] == ["Name a warm colour.", "It is cold."]
+    chosen: Any = _pair_rows.document("the page's row", row)
+    for read, answer in ((chosen, "Red."), (chosen.rejected, "It is cold.")):
+        assert [message["content"] for message in read.messages] == ["Name a warm colour.", answer]
 
 
 def run(name: str, text: str, changes: dict[str, str]) -> int:
