@@ -25,6 +25,8 @@ from liger_jax.models.core import tiles
 from liger_jax.models.core.remat import POLICIES
 from liger_jax.models.lora import add_lora, merge_lora, trainable
 from liger_jax.models.quantized import quantize
+from liger_jax.ops._place import Place, described
+from liger_jax.ops.fp8_matmul import refusal
 from liger_jax.planner import mesh as meshes
 
 SIZES = dict(
@@ -36,6 +38,12 @@ FP8 = KernelOptions(products="fp8")
 FP8_DTYPES = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 # Operands are off by 2.5 % and a gradient's by 5 %, through two layers and back: of four seeds, at most 0.011 and 0.19.
 LOSS_OFF, GRADIENTS_OFF = 0.05, 0.3
+
+
+@pytest.fixture(autouse=True)
+def fp8_here():
+    if (reason := refusal(Place(described(jax.devices()[0])))) is not None:
+        pytest.skip(reason)
 
 
 def make_model(family=LlamaForCausalLM, config=LlamaConfig, seed=0, **options):

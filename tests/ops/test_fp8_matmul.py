@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AxisType
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops import fp8_matmul
-from liger_jax.ops._place import Place
+from liger_jax.ops._place import Place, described
 from liger_jax.ops.fp8_matmul import refusal
 from tests.ops import _oracle
 from tests.ops._oracle import normal
@@ -21,6 +21,12 @@ from tests.ops._oracle import normal
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 # A GPU's quotient may lie on the other side of a tie, and Hopper's sums of FP8 products hold about 14 bits.
 TOLERANCE = {"cpu": _oracle.TOLERANCE, "gpu": 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def fp8_here():
+    if (reason := refusal(Place(described(jax.devices()[0])))) is not None:
+        pytest.skip(reason)
 
 
 def rounded(x, dtype):
