@@ -355,7 +355,7 @@ class Layout:
         if sizes.get(self.tensor, 1) == 1:
             return None
         has = lambda names: tuple(name for name in names if name in sizes)
-        fsdp = has(self.fsdp_axes)
+        fsdp, experts = has(self.fsdp_axes), sizes.get(self.expert, 1) if self.expert else 1
         return TensorParts(
             axis=self.tensor,
             size=sizes[self.tensor],
@@ -365,8 +365,8 @@ class Layout:
             sequence=self.sequence if self.sequence in sizes else None,
             axes=tuple(sizes),
             between=partition(*along(self.between_blocks, sizes)),
-            expert=self.expert if self._experts_devices(sizes) > 1 else None,
-            expert_size=self._experts_devices(sizes),
+            expert=self.expert if experts > 1 else None,
+            expert_size=experts,
         )
 
     def sequence_parts(self, sizes: Mapping[str, int] | None = None) -> SequenceParts | None:
