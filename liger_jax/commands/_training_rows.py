@@ -25,8 +25,6 @@ from liger_jax.training import disk, rows
 from liger_jax.training.rows import Mixture, Rows, hold_out, num_mixed
 from liger_jax.training.waiting import telling
 
-_WHAT = {1: "piece", 2: "pair"}  # what belongs together, by how many pieces it has
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRows:
@@ -243,7 +241,7 @@ def lay(settings: Settings, train: Tokens, scored: Tokens | None = None) -> Trai
     number = len(train) // together
     if settings.share_held_out and number < 2:
         raise UserError(
-            f"The data is one {_WHAT[together]}, so that nothing can be held out. Pass more of it, or --eval-share 0."
+            f"The data is one {train.kind}, so that nothing can be held out. Pass more of it, or --eval-share 0."
         )
     drawn = hold_out(range(number), settings.share_held_out, settings.seed)
     pieces_of = lambda some: (np.array(some, np.int64)[:, None] * together + np.arange(together)).ravel()
@@ -267,7 +265,7 @@ def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixt
     padding = 1 - tokens / (laid.num_rows * settings.length)
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
     meta, count = laid.tokens.meta, lambda number, what: f"{number:,} {what}{'' if number == 1 else 's'}"
-    pieces = lambda some: count(len(some) // laid.tokens.together, _WHAT[laid.tokens.together])
+    pieces = lambda some: count(len(some) // laid.tokens.together, laid.tokens.kind)
     read = f"{count(meta['count'], 'document')} in {pieces(laid.tokens)}"
     trained = f"{pieces(laid.pieces)} with {tokens:,} tokens in {count(laid.num_rows, 'row')} to train on"
     scored = pieces([] if held_out is None else held_out.pieces)
@@ -277,10 +275,10 @@ def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixt
         told = zip(settings.data, mixture, strict=True)
         each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in told)
         found += f"\nan epoch has {num_mixed(mixture):,} rows: {each}"
-    if unused := meta["unused"]:
+    for what, unused in meta["unused"].items():
         have = "1 document has" if unused == 1 else f"{unused:,} documents have"
-        first = ", ".join(meta["first_unused"])
-        found += f"\n{have} no token to train on, and no row: {first}{', …' if unused > 3 else ''}"
+        first = ", ".join(meta["first_unused"][what])
+        found += f"\n{have} {what}, and no row: {first}{', …' if unused > 3 else ''}"
     return found
 
 

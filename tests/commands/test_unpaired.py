@@ -89,10 +89,27 @@ def test_the_loss_of_packed_rows_is_that_of_their_answers(batch, name, rng):
     sigmoid = lambda x: 1 / (1 + np.exp(-x))
     expected = np.where(good, 2.0 * (1 - sigmoid(0.3 * (x - y - z))), 1 - sigmoid(0.3 * (z - x + y)))
     np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
-    told = {"rewards/chosen": 0.3 * (x - y)[good].mean() if good.any() else 0.0, "logps/rejected": x[~good].mean()}
+    assert good.any() and not good.all()
+    told = {"rewards/chosen": 0.3 * (x - y)[good].mean(), "logps/rejected": x[~good].mean()}
     for figure, value in told.items():
-        np.testing.assert_allclose(figures[figure], value if np.isfinite(value) else 0.0, rtol=1e-4, err_msg=figure)
+        np.testing.assert_allclose(figures[figure], value, rtol=1e-4, err_msg=figure)
     assert figures["rewards/margins"] == figures["rewards/chosen"] - figures["rewards/rejected"]
+
+
+def test_there_is_no_figure_of_answers_that_there_are_not(batch, rng):
+    policy = -rng.exponential(1.0, batch["labels"].shape).astype(np.float32)
+    begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
+    batch = {**batch, "labels": np.where(begins, batch["input_ids"], batch["labels"])}  # all are good
+    batch[_references.NAME] = _unpaired_task.responses(Model(policy), batch, 6).log_probs
+    unpaired = Unpaired(loss_type="apo_zero_unpaired")
+    loss, figures = _unpaired_task.loss_of(unpaired, 6)(Model(policy), batch)
+    assert {name for name, value in figures.items() if np.isnan(value)} == {
+        "rewards/rejected", "rewards/margins", "logps/rejected"
+    }  # fmt: skip
+    value, sums, counts = _unpaired_task.sums_of(unpaired, 6, Model(policy), batch)
+    scores = _unpaired_task._scores(unpaired, [float(x) for x in (value, *sums.values(), *counts.values())])
+    assert set(scores) == {"eval_loss", "eval_rewards/chosen", "eval_logps/chosen"}
+    assert scores["eval_loss"] == pytest.approx(float(loss))
 
 
 def test_the_losses_of_micro_batches_add_up_without_a_baseline(batch, rng):
