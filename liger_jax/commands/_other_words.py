@@ -6,6 +6,7 @@ _DPO = "--cpo-alpha"  # an option that its command alone has
 _REFERENCE = "The reference is the model as the run finds it, and needs no option"
 # By the options' names: an option of the commands that are meant, and what is to be said.
 _TOLD = {
+    "--beta": ("--search", "plan reads none of the options of dpo's loss, nor that loss: leave them out"),
     "--max-length": (
         _DPO,
         "--length counts both answers of a pair, each behind its prompt: pass twice as much as for one",

@@ -11,7 +11,7 @@ import numpy as np
 
 from liger_jax.commands import _data, _files
 from liger_jax.commands._document import Document, Fingerprint
-from liger_jax.commands._pieces import Piece
+from liger_jax.commands._pieces import NO_TOKEN, Piece
 from liger_jax.ops.labels import IGNORE_INDEX
 
 ARRAYS = {  # by name
@@ -75,7 +75,7 @@ class Writer:
                     for text in iter(lambda: file.read(_BATCH_CHARACTERS), ""):
                         self._fingerprint.add_text(text)
             if id(document) not in used:
-                what = why.pop(document.where, "no token to train on")
+                what = why.pop(document.where, NO_TOKEN)
                 self._unused[what] = self._unused.get(what, 0) + 1
                 first = self._first_unused.setdefault(what, [])
                 first += [document.where][: 3 - len(first)]

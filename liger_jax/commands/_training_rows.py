@@ -14,7 +14,7 @@ import numpy as np
 from liger_jax.commands import _data, _formats, _sources, _token_cache
 from liger_jax.commands._errors import UserError, user_errors
 from liger_jax.commands._laid_rows import LaidRows
-from liger_jax.commands._pieces import Piece, nothing_to_train_on
+from liger_jax.commands._pieces import NO_TOKEN, Piece, nothing_to_train_on
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._stream import Stream
 from liger_jax.commands._token_cache import Tokens
@@ -216,7 +216,7 @@ def tokens_of(
     if not found.meta["count"] and not refused:
         raise _data.no_text([part.name for part in parts], flag)
     if not len(found) and not refused:
-        raise nothing_to_train_on()
+        raise _nothing_left(found.meta)
     encoder.stops += [stop for stop in found.stops if stop not in encoder.stops]
     for line in (*filter(None, [_data.unread(frozenset(found.meta["unread"]))]), *found.meta["notes"]):
         print(line)
@@ -275,11 +275,24 @@ def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixt
         told = zip(settings.data, mixture, strict=True)
         each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in told)
         found += f"\nan epoch has {num_mixed(mixture):,} rows: {each}"
+    return "\n".join([found, *_unused(meta)])
+
+
+def _unused(meta: Mapping[str, Any]) -> list[str]:
+    """What documents without a row have, and where they are, in words."""
+    found = []
     for what, unused in meta["unused"].items():
         have = "1 document has" if unused == 1 else f"{unused:,} documents have"
         first = ", ".join(meta["first_unused"][what])
-        found += f"\n{have} {what}, and no row: {first}{', …' if unused > 3 else ''}"
+        found.append(f"{have} {what}, and no row: {first}{', …' if unused > 3 else ''}")
     return found
+
+
+def _nothing_left(meta: Mapping[str, Any]) -> UserError:
+    """The error for data all of which is left out."""
+    if [*meta["unused"]] == [NO_TOKEN]:
+        return nothing_to_train_on()
+    return UserError(f"Nothing is left to train on: {'; '.join(_unused(meta))}.")
 
 
 def _key(settings: Settings, encoder: Tokenizer, parts: Sequence[_sources.Part], loaded: Mapping[str, Any]) -> str:

@@ -35,13 +35,13 @@ class UnpairedTokenizer(Tokenizer):
         Raises:
             UserError: as `Tokenizer.encoded` does.
         """
-        there = set()
-        for piece in super().encoded(documents, length, refused):
+        self.left_out |= {document.where: EMPTY for document in documents if document.is_blank}
+        full, there = [document for document in documents if not document.is_blank], set()
+        for piece in super().encoded(full, length, refused):
             there.add(id(piece.document))
             yield _marked(piece)
-        for document in documents:
-            if id(document) not in there:
-                self.left_out[document.where] = EMPTY if document.is_blank else no_place(length)
+        if length < MOST:
+            self.left_out |= {document.where: no_place(length) for document in full if id(document) not in there}
 
     def side(self, piece: Piece, number: int) -> str:
         """Whether a piece's answer is good."""

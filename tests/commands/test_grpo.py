@@ -15,12 +15,12 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax import losses
-from liger_jax.commands import UserError, _cache, _prompt_rows, _rewards, _rollouts, main
+from liger_jax.commands import UserError, _cache, _prompt_rows, _rewards, _rollouts, _run, main
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._grpo_task import TASK
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models import LlamaConfig, LlamaForCausalLM
-from liger_jax.training import make_step
+from liger_jax.training import Checkpoints, make_step
 from tests.commands import _tiny
 
 SHORT = "--group 4 --batch 16 --micro-batches 4 --prompt-length 16 --completion-length 8".split()
@@ -142,6 +142,12 @@ def test_adapters_stay_near_the_reference_that_they_are_off_for(source, tmp_path
     free, near = (figures_of(tmp_path / name) for name in ("free", "near"))
     assert "kl" not in free[0] and near[0]["kl"] == pytest.approx(0, abs=1e-6) and near[-1]["kl"] > 0
     assert (tmp_path / "near" / "adapters" / "adapter_config.json").is_file()
+
+
+def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys):
+    log = [{"loss": 0.0, "reward": reward} for reward in (0.125, 0.5, 0.75)]
+    _run._tell(TASK.told, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}), tmp_path)
+    assert capsys.readouterr().out.startswith("3 steps; reward 0.125 → 0.750; model in ")
 
 
 # --- the update -------------------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ def test_what_is_mistyped_is_told_with_the_command_s_usage(arguments, meant, cap
 )
 def test_what_is_another_thing_here_is_told_in_words(option, told, capsys):
     printed, code = said(capsys, "dpo", option, "x")
+    assert "leave them out.\n" in said(capsys, "plan", "--beta", "0.1")[0]
     assert code == 2 and told in printed and "Did you mean" not in printed
     assert "Did you mean" in said(capsys, "finetune", "--max-length", "1")[0]  # there it is --length, and no more
 

@@ -1,6 +1,7 @@
 """`liger-jax dpo --loss kto`: single answers with labels, their loss, and what is refused of them."""
 
 import csv
+import json
 import re
 import types
 
@@ -184,6 +185,28 @@ def test_answers_are_texts_or_messages():
     for completion in ("b", answer, [answer]):
         found = document("here", {"prompt": ASKED, "completion": completion, "label": True})
         assert found.messages == [*ASKED, answer] and found.desirable is True
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_answers_that_are_left_out_are_named_with_the_reason(source, tmp_path, name):
+    prompt = {"prompt": _tiny.text(2), "label": True}
+    lines = [*_tiny.answers(3).splitlines(), json.dumps({**prompt, "completion": " "})]
+    lines += [json.dumps({**prompt, "prompt": ASKED, "completion": ""})]
+    lines += [json.dumps({**prompt, "prompt": _tiny.text(150), "completion": "two"})]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    settings = PairSettings(model="m", data=str(tmp_path / "some.jsonl"), length=100, eval_share=0.0, loss_type=name)
+    tokenizer = _unpaired_task.task_of(settings).tokenizer(source, 320, [])
+    told = _training_rows.prepared(settings, tokenizer, tmp_path / "tokens").summary
+    assert "data: 6 documents in 3 answers" in told
+    assert told.replace(f"{tmp_path / 'some.jsonl'}, ", "").splitlines()[1:] == [
+        "2 documents have an empty answer, and no row: line 4, line 5",
+        "1 document has a prompt that leaves its answer no place in --length=100, and no row: line 6",
+    ]
+    (tmp_path / "some.jsonl").write_text(lines[3])
+    with pytest.raises(
+        UserError, match="Nothing is left to train on: 1 document has an empty answer, and no row: .*1."
+    ):
+        _training_rows.prepared(settings, tokenizer, tmp_path / "tokens")
 
 
 def test_one_answer_alone_has_no_baseline(source, tmp_path, capsys):
