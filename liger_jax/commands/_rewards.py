@@ -50,7 +50,7 @@ class Reward:
             found = list(found) if isinstance(found, Iterable) else found  # a generator fails while it is read
         except Exception as error:  # whatever the user's code may raise
             problem = f"{type(error).__name__}: {error}".rstrip(": ")
-            file = getattr(getattr(self.function, "__code__", None), "co_filename", None)
+            file = getattr(getattr(inspect.unwrap(self.function), "__code__", None), "co_filename", None)
             told = f"{where}: the reward {self.name} has failed with {problem}{_place(error, file)}. Mend it."
             raise UserError(told) from error
         try:
