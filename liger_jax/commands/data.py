@@ -27,10 +27,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         command: its parser.
     """
     what = "as finetune's --data: files, globs, folders, a dataset's id"
-    loss = "one of dpo's: show pairs, as with sigmoid, or single answers, as with kto (default: finetune's data)"
     command.add_argument("data", nargs="+", metavar="FILE", help=what)
     command.add_argument("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
     add_data_arguments(command)
+    loss = "one of dpo's: show pairs, as with sigmoid, or single answers, as with kto (default: finetune's data)"
     command.add_argument("--loss", dest="loss_type", metavar="LOSS", help=loss)
     command.add_argument("--rows", type=int, default=3, help="how many rows are shown (default: 3)")
     command.add_argument("--check", action="store_true", help="show no rows, but every line that would be refused")

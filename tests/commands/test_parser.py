@@ -51,13 +51,13 @@ def test_what_is_mistyped_is_told_with_the_command_s_usage(arguments, meant, cap
     ["option", "told"],
     [
         ("--max_length=512", "unrecognized option: --max_length. --length counts both answers of a pair, "),
-        ("--ref-model", " The reference is the model as the run finds it, and needs no option.\n"),
-        ("--rpo-alpha", "unrecognized option: --rpo-alpha. It is --loss sigmoid,sft --loss-weights 1,ALPHA.\n"),
+        ("--ref-model", " The reference is the model as the run finds it, and needs no option"),
+        ("--rpo-alpha", "unrecognized option: --rpo-alpha. It is --loss sigmoid,sft --loss-weights 1,ALPHA"),
     ],
 )
 def test_what_is_another_thing_here_is_told_in_words(option, told, capsys):
     printed, code = said(capsys, "dpo", option, "x")
-    assert "leave them out.\n" in said(capsys, "plan", "--beta", "0.1")[0]
+    assert "leave them out" in said(capsys, "plan", "--beta", "0.1")[0]
     assert code == 2 and told in printed and "Did you mean" not in printed
     assert "Did you mean" in said(capsys, "finetune", "--max-length", "1")[0]  # there it is --length, and no more
 
