@@ -41,6 +41,8 @@ class DistillSettings(Settings):
     tail: str | None = None
     out: str = "runs/distill"
 
+    is_alone = True
+
     def __post_init__(self):
         super().__post_init__()
         if not self.teacher:

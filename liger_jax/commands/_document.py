@@ -39,7 +39,14 @@ class Document:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing in it that could be trained on."""
-        return self.messages is None and self.path is None and self.rejected is None and not self.text.strip()
+        is_answer = self.rejected is not None or self.desirable is not None  # which is named where it is left out
+        return self.messages is None and self.path is None and not is_answer and not self.text.strip()
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether its text, or an answer of its pair, has nothing but white space."""
+        blank = self.messages is None and self.path is None and not self.text.strip()
+        return blank or self.rejected is not None and self.rejected.is_blank
 
     @property
     def content(self) -> list[Any]:

@@ -71,6 +71,8 @@ class GrpoSettings(Settings):
     eval_share: float | None = 0.0
     out: str = "runs/grpo"
 
+    is_alone = True
+
     def __post_init__(self):
         object.__setattr__(self, "reward", (self.reward,) if isinstance(self.reward, str) else tuple(self.reward))
         for name, least in (("group", 2), ("prompt_length", 1), ("completion_length", 1), ("top_k", 1), ("updates", 1)):

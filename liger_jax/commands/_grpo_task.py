@@ -99,6 +99,7 @@ TASK = Task(
     ),
     scored=(),
     shown=("reward", "reward_std", "completions/mean_length", "tokens_per_second", "memory_gib"),
+    told="reward",
     rows=lambda settings: math.gcd(settings.batch // settings.micro_batches, settings.batch // settings.group),
     updates=lambda settings: settings.updates,
     played=Rollouts,

@@ -10,7 +10,7 @@ from typing import Any
 from liger_jax.commands import _row_formats
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._messages import VALUES
+from liger_jax.commands._messages import REASONING, VALUES
 from liger_jax.commands._row_formats import CONVERSATIONS, Row, conversation, message, parsed
 
 FORM = "pairs"  # what the settings call such rows
@@ -49,7 +49,8 @@ def answered(where: str, values: Row, prompt: Any, answer: Any) -> Document:
         answer: a text, a message or messages.
 
     Returns:
-        The conversation, of which the assistant's messages behind the prompt are trained on.
+        The conversation, of which the assistant's messages behind the prompt are trained on; an empty text for an empty
+        answer, which is left out.
 
     Raises:
         UserError: a value is none of these, or there is no message of the assistant's.
@@ -57,6 +58,8 @@ def answered(where: str, values: Row, prompt: Any, answer: Any) -> Document:
     answers = _messages("completion", answer)
     if not any(each["role"] == "assistant" for each in answers):
         raise UserError("completion holds no message of the assistant's, and only those are scored.")
+    if _is_blank(answers):
+        return Document(where, prompt="")
     beside = {name: values[name] for name in _BESIDE if name in values}
     return conversation(where, beside, _unscored([] if prompt is None else _prompt(prompt)) + answers)
 
@@ -116,19 +119,38 @@ def _conversations(where: str, values: Row, prompt: Any, chosen: Any, rejected: 
         system = [each for each in before[:1] if each["role"] == "system" and sides[0][0]["role"] != "system"]
         size = _same_messages(*sides)
         before, sides = system + sides[0][:size], [side[size:] for side in sides]
-    elif any(side[0]["role"] != "assistant" for side in sides):
-        raise UserError("chosen and rejected begin with other messages than the prompt. Leave out what is not meant.")
+    elif others := [name for name, side in zip(SIDES, sides, strict=True) if side[0]["role"] != "assistant"]:
+        raise UserError(_not_the_prompt(others, values, before))
     before = _unscored(before)
     beside = {name: values[name] for name in _BESIDE if name in values}
     found = []
     for name, answers in zip(SIDES, sides, strict=True):
         if not any(each["role"] == "assistant" for each in answers):
             raise UserError(f"{name} holds no message of the assistant's behind the prompt, and only those are scored.")
+        if _is_blank(answers):
+            return Document(where, prompt="", rejected=Document(where, prompt=""))
         try:
             found.append(conversation(where, beside, before + answers))
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
     return dataclasses.replace(found[0], rejected=found[1])
+
+
+def _not_the_prompt(others: list[str], values: Row, before: list[Row]) -> str:
+    """Why a row is refused whose answers begin with messages that the prompt does not begin with."""
+    begin = f"{others[0]} begins" if len(others) == 1 else "chosen and rejected begin"
+    told = f"{begin} with other messages than the prompt."
+    texts = [name for name in SIDES if isinstance(parsed(values[name]), str)]
+    if texts and before[-1]["role"] == "assistant":
+        return f"{told} prompt ends with an answer, and {texts[0]} is a text: the two seem to be swapped."
+    return f"{told} Leave out what is not meant."
+
+
+def _is_blank(answers: list[Row]) -> bool:
+    """Whether the assistant says nothing in any of the messages, calls nothing and reasons nothing."""
+    said = [each for each in answers if each["role"] == "assistant"]
+    fields = ("content", "tool_calls", *REASONING)
+    return not any(str(each.get(name) or "").strip() for each in said for name in fields)
 
 
 def _messages(name: str, value: Any) -> list[Row]:

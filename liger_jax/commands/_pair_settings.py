@@ -42,6 +42,8 @@ class PairSettings(Settings):
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
 
+    is_alone = True
+
     def __post_init__(self):
         super().__post_init__()
         unpaired = self.unpaired
@@ -120,7 +122,11 @@ def add_loss_arguments(command: argparse.ArgumentParser) -> None:
     # In a file of options the name is another one than that of plan's --loss.
     add("--loss", dest="loss_type", help=f"{names}; or several of DPO's with commas (default: sigmoid)")
     add("--loss-weights", type=_numbers, metavar="NUMBERS", help="a factor for each of several losses, with commas")
-    add("--beta", type=float, help="how strongly the reference binds (default: 0.1)")
+    add(
+        "--beta",
+        type=float,
+        help="how strongly the reference binds; without one a scale, for simpo 2 to 10 (default: 0.1)",
+    )
     add("--label-smoothing", type=float, help="the share of pairs that may be the wrong way round (default: 0)")
     add("--f-divergence", help="reverse_kl, forward_kl, js_divergence or alpha_divergence (default: reverse_kl)")
     add("--f-alpha", type=float, help="of alpha_divergence (default: 0.5)")

@@ -7,14 +7,17 @@ import numpy as np
 
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._pair_rows import SIDES
 from liger_jax.commands._settings import MOST
 from liger_jax.commands._tokenizer import Piece, Tokenizer
+
+EMPTY = "an empty answer"  # what a document has that is left out
 
 
 class PairTokenizer(Tokenizer):
     """A checkpoint's tokenizer, for documents that are pairs. Its arguments are those of `Tokenizer`."""
 
-    together = 2
+    together, kind = 2, "pair"
     _cut_pairs = _num_pairs = 0
 
     def encoded(
@@ -30,8 +33,8 @@ class PairTokenizer(Tokenizer):
             refused: where errors of single documents go, by where they are; `None` to raise the first.
 
         Yields:
-            Two pieces for each pair, both of the pair's document. A pair is left out if one answer has no token to
-            train on, or both are the same.
+            Two pieces for each pair. A pair is left out, and `left_out` says why, if one answer has no token to train
+            on, or both are the same within the row.
 
         Raises:
             UserError: as `Tokenizer.encoded` does.
@@ -40,13 +43,24 @@ class PairTokenizer(Tokenizer):
         found = {id(piece.document): piece for piece in super().encoded(sides, MOST, refused)}
         for document in documents:
             pair = [found[id(side)] for side in (document, document.rejected) if id(side) in found]
-            if len(pair) < 2 or all(map(np.array_equal, _arrays(pair[0]), _arrays(pair[1]))):
-                continue
-            self._num_pairs += 1
-            self._cut_pairs += sum(len(piece.tokens) for piece in pair) > length
-            pair = [dataclasses.replace(piece, document=document) for piece in fitted(pair, length)]
-            if all(piece.is_scored for piece in pair):
-                yield from pair
+            if document.is_blank:
+                self.left_out[document.where] = EMPTY
+            elif len(pair) == 2 and _are_equal(pair):
+                self.left_out[document.where] = "equal answers"
+            elif len(pair) == 2:
+                self._num_pairs += 1
+                self._cut_pairs += sum(len(piece.tokens) for piece in pair) > length
+                pair = fitted(pair, length)
+                if not all(piece.is_scored for piece in pair):
+                    self.left_out[document.where] = no_place(length)
+                elif _are_equal(pair):
+                    self.left_out[document.where] = f"answers that are equal as far as --length={length} reaches"
+                else:
+                    yield from pair
+
+    def side(self, piece: Piece, number: int) -> str:
+        """Which answer of its pair a piece is."""
+        return SIDES[number % 2]
 
     def notes(self, length: int) -> list[str]:
         """What is to be said of all pairs that were encoded."""
@@ -73,5 +87,18 @@ def fitted(pair: Sequence[Piece], length: int) -> list[Piece]:
     return [cut(piece, end) for piece, end in zip(pair, ends, strict=True)]
 
 
-def _arrays(piece: Piece) -> tuple[np.ndarray, np.ndarray]:
-    return piece.tokens, piece.labels
+def no_place(length: int) -> str:
+    """What a document has whose answers, or one of them, are cut off as a whole.
+
+    Args:
+        length: the most tokens of what belongs together.
+
+    Returns:
+        The words behind "has".
+    """
+    return f"a prompt that leaves its answer no place in --length={length}"
+
+
+def _are_equal(pair: Sequence[Piece]) -> bool:
+    one, other = pair
+    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.labels, other.labels)

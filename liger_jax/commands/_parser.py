@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from liger_jax.commands import _config
 from liger_jax.commands._errors import UserError
+from liger_jax.commands._other_words import in_other_words
 
 # What other trainers call our options. Each names those that may be meant, of which a command has one or none.
 _ELSEWHERE = {
@@ -109,7 +110,8 @@ class Parser(argparse.ArgumentParser):
             if arg == "--" or self._subparsers is not None and not arg.startswith("-"):
                 return  # what follows is data, or the command's
             if _is_option(arg) and not self._has(_name(arg)) and not self._has(arg[:2]):
-                hint = meant(_name(arg), self._option_string_actions)
+                hint = in_other_words(_name(arg), self._option_string_actions)
+                hint = hint or meant(_name(arg), self._option_string_actions)
                 if not hint and self._subparsers is not None:
                     hint = " Options stand behind the command, as in: liger-jax plan --help"
                 self.error(f"unrecognized option: {_name(arg)}.{hint}")

@@ -10,6 +10,7 @@ from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
 from liger_jax.ops.labels import IGNORE_INDEX
 
+NO_TOKEN = "no token to train on"  # what a document has that is left out, where nothing more is known
 _MOST_SAID = 500  # characters of another library's error
 
 

@@ -7,7 +7,9 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from liger_jax.commands._errors import UserError
@@ -42,19 +44,51 @@ class Reward:
         Raises:
             UserError: the function raises an error, lacks a field, or returns something else.
         """
+        self.check(where, fields)
         try:
-            given = self._given(fields)
-            found = self.function(completions=list(completions), **given)
-            numbers = [float(number) for number in found]
+            found = self.function(completions=list(completions), **self._given(fields))
+            found = list(found) if isinstance(found, Iterable) else found  # a generator fails while it is read
         except Exception as error:  # whatever the user's code may raise
             problem = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise UserError(f"{where}: the reward {self.name} has failed with {problem}. Mend it.") from error
+            file = getattr(getattr(inspect.unwrap(self.function), "__code__", None), "co_filename", None)
+            told = f"{where}: the reward {self.name} has failed with {problem}{_place(error, file)}. Mend it."
+            raise UserError(told) from error
+        try:
+            numbers = [float(number) for number in found]
+        except (TypeError, ValueError):
+            numbers = []
         if len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
             raise UserError(
                 f"{where}: the reward {self.name} has returned {found!r} for {len(completions)} completions. It must "
                 "return a finite number for each."
             )
         return numbers
+
+    def check(self, where: str, fields: Mapping[str, Any]) -> None:
+        """Looks at the function's parameters, before anything is computed.
+
+        Args:
+            where: a line, in words.
+            fields: its values.
+
+        Raises:
+            UserError: the function does not take completions, or needs what the line does not have.
+        """
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):  # of a function that does not tell them
+            return
+        is_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        if not is_any and "completions" not in [each.name for each in parameters]:
+            raise UserError(f"The reward {self.name} must have a parameter completions, a list of texts.")
+        named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        needed = [each.name for each in named if each.default is each.empty and each.name != "completions"]
+        if missing := [name for name in needed if name not in fields]:
+            there = ", ".join(sorted(name for name in fields if name != "completions")) or "none"
+            raise UserError(
+                f"{where}: the reward {self.name} needs {missing[0]!r}, and the line's fields are {there}. Rename the "
+                "parameter, or give it a default."
+            )
 
     def _given(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         others = {name: value for name, value in fields.items() if name != "completions"}
@@ -98,14 +132,31 @@ def _reward(text: str) -> Reward:
         weight = math.nan
     if not math.isfinite(weight):
         raise UserError(f"--reward={text}: what stands behind {path}= must be a number, such as {path}=0.5.")
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise UserError(f"--reward={text} must name a module, and {module} is a file. Pass --reward {dotted}:{name}.")
     try:
         with _current_folder_first():
-            function = getattr(importlib.import_module(module), name, None)
+            imported = importlib.import_module(module)
     except Exception as error:  # whatever the user's module may raise
-        raise UserError(f"--reward={text}: {module} cannot be imported: {type(error).__name__}: {error}.") from error
-    if not callable(function):
-        raise UserError(f"--reward={text}: {module} has no function {name}.")
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"--reward={text}: {module} cannot be imported: {problem}{_place(error)}.") from error
+    if not callable(function := getattr(imported, name, None)):
+        there = ", ".join(key for key, value in vars(imported).items() if inspect.isfunction(value)) or "none"
+        raise UserError(f"--reward={text}: {module} has no function {name}. Its functions are: {there}.")
     return Reward(name, function, weight)
+
+
+def _place(error: Exception, file: str | None = None) -> str:
+    """Where the user's code has raised an error, as " at rewards.py:9"; "" where it was raised elsewhere.
+
+    Args:
+        error: the error.
+        file: the code's file; `None` for any that is not Python's import or this one.
+    """
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
+    mine = [each for each in frames if each.filename == file or file is None and "importlib" not in each.filename]
+    return f" at {Path(mine[-1].filename).name}:{mine[-1].lineno}" if mine else ""
 
 
 @contextlib.contextmanager

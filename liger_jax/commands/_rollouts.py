@@ -49,7 +49,7 @@ class Rollouts:
         place: puts a batch on the run's devices.
 
     Raises:
-        UserError: a reward function is not there.
+        UserError: a reward function is not there, or needs a field that the first line does not have.
     """
 
     def __init__(
@@ -61,6 +61,8 @@ class Rollouts:
     ):
         self._settings, self._data, self._tokenizer, self._place = settings, data, tokenizer, place
         self._rewards = _rewards.found(settings.reward)
+        for reward in self._rewards:
+            reward.check(data.lines[0].where, data.lines[0].fields)
         self._score: Any = None  # compiled with the first step
 
     @property

@@ -87,8 +87,8 @@ def _document(where: str, values: Row, column: str | None, form: str | None) -> 
         raise UserError(f"the row has the fields of more than one format: {told}. Say which is meant: {cures}.")
     if form is None and all(name in values for name in _PAIRS):
         raise UserError(
-            "the row is a pair of answers, chosen and rejected, and finetune would take neither. Say what is trained "
-            f"on: --format {forms[0]}, or --column chosen."
+            "the row is a pair of answers, chosen and rejected, and finetune would take neither; liger-jax dpo trains "
+            f"on both. Say what is trained on: --format {forms[0]}, or --column chosen."
         )
     return FORMATS[forms[0]][1](where, values)
 
@@ -137,7 +137,7 @@ def _of_completion(where: str, values: Row) -> Document:
     if str(values.get("label")).lower() in ("true", "false", "1", "0"):  # as tables write them
         raise UserError(
             "label says whether the completion is wanted, and finetune would train on those that are not, too. Leave "
-            "out their rows, and then the field."
+            "out their rows, and then the field; or train on both by liger-jax dpo --loss kto."
         )
     if isinstance(prompt, str) and isinstance(completion, str):
         if str(values.get("system") or "").strip():
@@ -229,7 +229,10 @@ def _unknown(values: Row, column: str) -> str:
     """Why a row is of no format, and what is right to do about it."""
     told = f"there are no messages, and no text in {column!r}, among {_names(values)}."
     if all(name in values for name in _PAIRS):
-        return f"{told} A pair of answers is not trained on as a pair. Say which one is: --column chosen."
+        return (
+            f"{told} It is a pair of answers: liger-jax dpo trains on such rows, and liger-jax data --loss sigmoid "
+            "shows them. To train on one answer alone, name it: --column chosen."
+        )
     conversations = [name for name, value in values.items() if _are_messages(value)]
     texts = [name for name, value in values.items() if isinstance(value, str) and value.strip()]
     if len(conversations) == 1:

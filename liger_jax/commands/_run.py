@@ -218,7 +218,7 @@ def _train_on(run: _Run, like: Any, shown: Any) -> int:
     del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, run.source, course.tokenizer.stops)
     processes.by_first(lambda: _leave(settings, checkpoints, target, early))
-    _tell(log["steps"], done, target, checkpoints, run.out)
+    _tell(run.task.told, log["steps"], done, target, checkpoints, run.out)
     return 0
 
 
@@ -346,10 +346,10 @@ def _best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
     return checkpoints.read(step, like)[0], step
 
 
-def _tell(log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints, out: Path) -> None:
-    """Says how a run has ended, and where its result is."""
-    first, last = log[0]["loss"], log[done - 1]["loss"]
-    print(f"{done} steps; loss {first:.3f} → {last:.3f}; {target.name} in {target}")
+def _tell(name: str, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints, out: Path) -> None:
+    """Says how a run has ended, by a figure of its name, and where its result is."""
+    first, last = log[0][name], log[done - 1][name]
+    print(f"{done} steps; {name} {first:.3f} → {last:.3f}; {target.name} in {target}")
     best = checkpoints.best
     if best is not None and best[0] != done:
         there = out / _output.CHECKPOINTS / str(best[0])

@@ -142,7 +142,11 @@ class Settings:
     distributed: str | None = None
     verify: bool = False
 
+    is_alone = False  # whether the command trains in one process
+
     def __post_init__(self):
+        if self.is_alone and self.distributed is not None:
+            raise UserError("--distributed: this command trains in one process. Leave it out.")
         for name in ("data", "eval_data"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
@@ -302,19 +306,19 @@ def add_rope_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
 
 
-def add_training_arguments(command: argparse.ArgumentParser, rate: str, out: str) -> None:
+def add_training_arguments(command: argparse.ArgumentParser, rate: str, settings_type: type[Settings]) -> None:
     """Adds the arguments of every command that trains a model, apart from those of its data.
 
     Args:
         command: its parser.
         rate: the default learning rate, in words.
-        out: the default folder.
+        settings_type: what the arguments become.
     """
     model = "a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters"
     command.add_argument("--model", required=True, help=model)
     _add_model_arguments(command)
     _add_step_arguments(command, rate)
-    _add_run_arguments(command, out)
+    _add_run_arguments(command, settings_type)
 
 
 def _add_model_arguments(command: argparse.ArgumentParser) -> None:
@@ -363,7 +367,7 @@ def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
     add("--clip", type=float, help="largest norm of a gradient, 0 for any (default: 1)")
 
 
-def _add_run_arguments(command: argparse.ArgumentParser, out: str) -> None:
+def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Settings]) -> None:
     """What a run looks at, prints and leaves."""
     add = command.add_argument
     add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
@@ -371,9 +375,15 @@ def _add_run_arguments(command: argparse.ArgumentParser, out: str) -> None:
     add("--patience", type=int, metavar="N", help="stop after N evaluations without a smaller held-out loss")
     add("--keep", type=int, help="newest checkpoints to keep, beside the best by held-out loss (default: 1)")
     add("--log", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(LOGS)}, with commas (default: csv)")
-    add("--out", help=f"folder for checkpoints, logs and the result (default: {out})")
+    add("--out", help=f"folder for checkpoints, logs and the result (default: {settings_type.out})")
     joined = "join the run's other processes: HOST:PORT,INDEX/NUMBER, or nothing under SLURM, Open MPI, on a cloud TPU"
-    add("--distributed", nargs="?", const="", metavar="PLACE", help=joined)
+    add(
+        "--distributed",
+        nargs="?",
+        const="",
+        metavar="PLACE",
+        help=argparse.SUPPRESS if settings_type.is_alone else joined,
+    )
     add("--merge", action="store_true", help="add the adapters to the weights in the result")
     add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")

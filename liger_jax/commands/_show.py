@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from liger_jax.commands import _long_rows, _training_rows
+from liger_jax.commands import _long_rows, _pair_task, _training_rows
 from liger_jax.commands._errors import UserError, in_one_line, training_errors, user_errors
+from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Piece, Tokenizer
 from liger_jax.losses import shifted_labels
@@ -104,8 +105,8 @@ def row_lines(
         yield f"── {_title(piece)}"
         yield mark(stretches(tokenizer, tokens[here], scored[here]))
         if left := piece.total - piece.begin - len(piece.tokens):
-            is_chat = piece.document is not None and piece.document.messages is not None
-            yield f"── cut here: {left:,} more tokens" + (", which are dropped" if is_chat else " in other pieces")
+            where = ", which are dropped" if _is_one(piece) else " in other pieces"
+            yield f"── cut here: {left:,} more tokens{where}"
     if padding := np.count_nonzero(numbers < 0):
         yield f"── {padding:,} places of padding"
 
@@ -178,11 +179,17 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
     with user_errors():
         found = source.find(settings.model, weights=False)
         model = architecture_of(found)
-    longest = model.config.longest_sequence
+    longest, of_command = model.config.longest_sequence, _command(settings)
+    kind = _pair_task.of_run(settings).tokenizer if isinstance(settings, PairSettings) else Tokenizer
     if shorten and settings.rope_scaling is None and settings.length > longest:
         settings = dataclasses.replace(settings, length=longest)
-        print(f"Rows have {longest:,} tokens, the most that the model takes. finetune needs --length {longest}.")
-    return settings, _training_rows.tokenizer(found, _long_rows.stretched_for(settings, model))
+        print(f"Rows have {longest:,} tokens, the most that the model takes. {of_command} needs --length {longest}.")
+    return settings, _training_rows.tokenizer(found, _long_rows.stretched_for(settings, model), kind)
+
+
+def _command(settings: Settings) -> str:
+    """The name of the command that the run is of."""
+    return "dpo" if isinstance(settings, PairSettings) else "finetune"
 
 
 def _laid(
@@ -196,9 +203,11 @@ def _laid(
     number = sum(each.meta["count"] for each in (train, scored) if each is not None)
     if not train:
         return None, number
-    if len(train) == 1 and settings.share_held_out:
+    if len(train) == train.together and settings.share_held_out:
         settings = dataclasses.replace(settings, eval_share=0.0)
-        print("The data is one piece, so that nothing can be held out. finetune needs --eval-share 0.")
+        print(
+            f"The data is one {train.kind}, so that nothing can be held out. {_command(settings)} needs --eval-share 0."
+        )
     data = _training_rows.lay(settings, train, scored)
     print(data.summary, f"scored: {train.num_scored(data.rows.pieces):,} of the tokens to train on", sep="\n")
     return data, number
@@ -213,7 +222,11 @@ def _show_rows(data: _training_rows.TrainingRows, count: int, tokenizer: Tokeniz
         for i in range(min(count, rows.num_rows)):
             one = {name: column[i : i + 1] for name, column in rows.items()}
             row = one["input_ids"][0], scored_places(one)[0], rows["pieces"][i]
-            pieces = {number: rows.tokens.piece(int(rows.pieces[number])) for number in {*row[2].tolist()} - {-1}}
+            pieces = {}
+            for number in {*row[2].tolist()} - {-1}:
+                place = int(rows.pieces[number])
+                piece = rows.tokens.piece(place)
+                pieces[number] = _with_side(piece, tokenizer.side(piece, place))
             title = f"\n{kind} {i + 1:,} of {rows.num_rows:,}: {_counts(row)}"
             print(title, *row_lines(row, pieces, tokenizer, mark), sep="\n")
         count -= rows.num_rows
@@ -230,8 +243,22 @@ def _title(piece: Piece) -> str:
     if document.messages is not None:
         return f"{document.where}: {', '.join(message['role'] for message in document.messages)}"
     end = piece.begin + len(piece.tokens)
-    part = "" if piece.total == end - piece.begin else f", tokens {piece.begin + 1:,} to {end:,} of {piece.total:,}"
-    return document.where + part
+    if _is_one(piece) or piece.total == end - piece.begin:
+        return document.where
+    return f"{document.where}, tokens {piece.begin + 1:,} to {end:,} of {piece.total:,}"
+
+
+def _is_one(piece: Piece) -> bool:
+    """Whether what of the document is longer than a row is in no other piece."""
+    return piece.document is not None and (piece.document.messages is not None or piece.document.prompt is not None)
+
+
+def _with_side(piece: Piece, side: str) -> Piece:
+    """The piece with what it is among those that belong together in its title."""
+    if piece.document is None or not side:
+        return piece
+    document = dataclasses.replace(piece.document, where=f"{piece.document.where}, {side}")
+    return dataclasses.replace(piece, document=document)
 
 
 def _counts(row: tuple[np.ndarray, ...]) -> str:

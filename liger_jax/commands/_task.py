@@ -25,6 +25,7 @@ class Task:
         figures: names of what the loss function returns beside the loss.
         scored: names of the scores, among them "eval_loss".
         shown: names of the figures in the progress bar.
+        told: name of the figure whose first and last value end the run's words.
         add_columns: adds columns to a run's rows, which `before` may fill.
         before: is called before the first step with the run, its rows, the model as it was read, and texts by which
             model and data can be told from others.
@@ -48,6 +49,7 @@ class Task:
     figures: tuple[str, ...]
     scored: tuple[str, ...]
     shown: tuple[str, ...]
+    told: str = "loss"
     add_columns: Callable[[Any, TrainingRows], None] = lambda settings, data: None
     before: Callable[[Any, TrainingRows, Any, Mapping[str, str]], None] = lambda settings, data, model, made_of: None
     played: Callable[..., Any] | None = None

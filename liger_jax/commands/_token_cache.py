@@ -95,7 +95,7 @@ class Tokens:
         return tokens, np.where(self._scored[begin:end], tokens, IGNORE_INDEX).astype(np.int32)
 
     def piece(self, i: int) -> Piece:
-        """A piece with what is shown of its document: where it is from, and the roles of its messages.
+        """A piece with what is shown of its document: where it is from, the roles of its messages, "" for a prompt.
 
         Args:
             i: the piece's number.
@@ -105,15 +105,20 @@ class Tokens:
         """
         number = int(self._document[i])
         first, last = int(self._title_ends[number - 1]) if number else 0, int(self._title_ends[number])
-        where, roles = json.loads(bytes(self._titles[first:last]))
+        where, roles, has_prompt = json.loads(bytes(self._titles[first:last]))
         messages = None if roles is None else [{"role": role} for role in roles]
-        document = Document(where, messages=messages)
+        document = Document(where, messages=messages, prompt="" if has_prompt else None)
         return Piece(*self.arrays(i), document, int(self._begins[i]), int(self._totals[number]))
 
     @property
     def together(self) -> int:
         """How many pieces, one after the other, share a row and are held out together."""
         return self.meta["together"]
+
+    @property
+    def kind(self) -> str:
+        """What belongs together, in a word."""
+        return self.meta["kind"]
 
     @property
     def stops(self) -> list[int]:
@@ -196,10 +201,10 @@ def write(
         with Writer(folder) as writer:
             for part in parts:
                 for batch in batches(read(part)):
-                    writer.add(batch, tokenizer.encoded(batch, length, refused), refused)
+                    writer.add(batch, tokenizer.encoded(batch, length, refused), refused, tokenizer.left_out)
                 writer.end_part()
         meta = writer.meta() | {"format": _FORMAT, "key": key, "stops": tokenizer.stops}
-        meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments}
+        meta |= {"together": tokenizer.together, "in_segments": tokenizer.in_segments, "kind": tokenizer.kind}
         write_json(folder / META, meta | {"notes": tokenizer.notes(length)})
     except OSError as error:
         if disk.is_full(error):

@@ -11,7 +11,7 @@ import numpy as np
 
 from liger_jax.commands import _data, _files
 from liger_jax.commands._document import Document, Fingerprint
-from liger_jax.commands._pieces import Piece
+from liger_jax.commands._pieces import NO_TOKEN, Piece
 from liger_jax.ops.labels import IGNORE_INDEX
 
 ARRAYS = {  # by name
@@ -36,8 +36,9 @@ class Writer:
         self._files = {name: self._stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         self._digests = {name: hashlib.sha256() for name in ARRAYS}
         self._fingerprint, self._unread, self._pieces = Fingerprint(), frozenset(), [0]
-        self._documents = self._titles = self._tokens = self._count = self._unused = 0
-        self._first_unused: list[str] = []
+        self._documents = self._titles = self._tokens = self._count = 0
+        self._unused: dict[str, int] = {}  # by what such documents have in the place of a token to train on
+        self._first_unused: dict[str, list[str]] = {}
 
     def __enter__(self) -> "Writer":
         return self
@@ -45,12 +46,14 @@ class Writer:
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
-    def add(self, documents: Sequence[Document], pieces: Iterable[Piece], refused: _data.Refused) -> None:
-        """Adds documents and their pieces."""
+    def add(
+        self, documents: Sequence[Document], pieces: Iterable[Piece], refused: _data.Refused, why: dict[str, str]
+    ) -> None:
+        """Adds documents and their pieces; `why` says by their places what those without a piece have."""
         used: dict[int, int] = {}  # numbers of documents
         total = 0
         for piece in pieces:
-            if id(piece.document) not in used:
+            if not piece.begin or id(piece.document) not in used:  # the answers of a pair have each a title and a total
                 self._end_document(total)
                 used[id(piece.document)], total = self._documents, 0
                 self._begin_document(piece.document)
@@ -72,8 +75,10 @@ class Writer:
                     for text in iter(lambda: file.read(_BATCH_CHARACTERS), ""):
                         self._fingerprint.add_text(text)
             if id(document) not in used:
-                self._unused += 1
-                self._first_unused += [document.where][: 3 - len(self._first_unused)]
+                what = why.pop(document.where, NO_TOKEN)
+                self._unused[what] = self._unused.get(what, 0) + 1
+                first = self._first_unused.setdefault(what, [])
+                first += [document.where][: 3 - len(first)]
 
     def end_part(self) -> None:
         """Ends the pieces of one thing that `--data` names."""
@@ -94,7 +99,7 @@ class Writer:
     def _begin_document(self, document: Document | None) -> None:
         where, messages = ("", None) if document is None else (document.where, document.messages)
         roles = None if messages is None else [message["role"] for message in messages]
-        title = json.dumps([where, roles]).encode()
+        title = json.dumps([where, roles, document is not None and document.prompt is not None]).encode()
         self._titles += len(title)
         self._documents += 1
         self._write(titles=np.frombuffer(title, np.uint8), title_ends=[self._titles])

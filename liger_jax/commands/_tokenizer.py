@@ -38,6 +38,7 @@ class Tokenizer:
     """
 
     together = 1  # how many pieces, one after the other, share a row and are held out together
+    kind = "piece"  # what they are together, in a word
     in_segments = False  # whether rows say where their pieces lie, even where each has a row of its own
 
     def __init__(self, source: Source | str | Path, vocab_size: int, stops: Sequence[int]):
@@ -66,6 +67,7 @@ class Tokenizer:
         self._eos = next((stop for stop in (eos, *stops) if stop is not None), None)
         self.stops = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
         self._templates: dict[str, Any] = {}  # those that were used, by their text
+        self.left_out: dict[str, str] = {}  # what documents without a piece have instead, where there is a word for it
         self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
 
     def pieces(
@@ -125,6 +127,18 @@ class Tokenizer:
         for document in documents:
             found = pieces.get(id(document), []) if document.path is None else self._long(document, length, refused)
             yield from (piece for piece in found if piece.is_scored)
+
+    def side(self, piece: Piece, number: int) -> str:
+        """What a piece is among those that belong together.
+
+        Args:
+            piece: the piece.
+            number: its place among all pieces.
+
+        Returns:
+            A word or two; "" where it stands alone.
+        """
+        return ""
 
     def notes(self, length: int) -> list[str]:
         """What is to be said of all documents that were encoded.

@@ -14,7 +14,7 @@ import numpy as np
 from liger_jax.commands import _data, _formats, _sources, _token_cache
 from liger_jax.commands._errors import UserError, user_errors
 from liger_jax.commands._laid_rows import LaidRows
-from liger_jax.commands._pieces import Piece, nothing_to_train_on
+from liger_jax.commands._pieces import NO_TOKEN, Piece, nothing_to_train_on
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._stream import Stream
 from liger_jax.commands._token_cache import Tokens
@@ -24,8 +24,6 @@ from liger_jax.planner.architectures import Architecture
 from liger_jax.training import disk, rows
 from liger_jax.training.rows import Mixture, Rows, hold_out, num_mixed
 from liger_jax.training.waiting import telling
-
-_WHAT = {1: "piece", 2: "pair"}  # what belongs together, by how many pieces it has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +216,7 @@ def tokens_of(
     if not found.meta["count"] and not refused:
         raise _data.no_text([part.name for part in parts], flag)
     if not len(found) and not refused:
-        raise nothing_to_train_on()
+        raise _nothing_left(found.meta)
     encoder.stops += [stop for stop in found.stops if stop not in encoder.stops]
     for line in (*filter(None, [_data.unread(frozenset(found.meta["unread"]))]), *found.meta["notes"]):
         print(line)
@@ -243,7 +241,7 @@ def lay(settings: Settings, train: Tokens, scored: Tokens | None = None) -> Trai
     number = len(train) // together
     if settings.share_held_out and number < 2:
         raise UserError(
-            f"The data is one {_WHAT[together]}, so that nothing can be held out. Pass more of it, or --eval-share 0."
+            f"The data is one {train.kind}, so that nothing can be held out. Pass more of it, or --eval-share 0."
         )
     drawn = hold_out(range(number), settings.share_held_out, settings.seed)
     pieces_of = lambda some: (np.array(some, np.int64)[:, None] * together + np.arange(together)).ravel()
@@ -267,7 +265,7 @@ def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixt
     padding = 1 - tokens / (laid.num_rows * settings.length)
     hint = "" if settings.pack or padding < 0.2 else ", which --pack avoids"
     meta, count = laid.tokens.meta, lambda number, what: f"{number:,} {what}{'' if number == 1 else 's'}"
-    pieces = lambda some: count(len(some) // laid.tokens.together, _WHAT[laid.tokens.together])
+    pieces = lambda some: count(len(some) // laid.tokens.together, laid.tokens.kind)
     read = f"{count(meta['count'], 'document')} in {pieces(laid.tokens)}"
     trained = f"{pieces(laid.pieces)} with {tokens:,} tokens in {count(laid.num_rows, 'row')} to train on"
     scored = pieces([] if held_out is None else held_out.pieces)
@@ -277,11 +275,24 @@ def _summary(settings: Settings, laid: LaidRows, held_out: LaidRows | None, mixt
         told = zip(settings.data, mixture, strict=True)
         each = "; ".join(f"{num_mixed([one]):,} of {name}, which has {one[0]:,}" for name, one in told)
         found += f"\nan epoch has {num_mixed(mixture):,} rows: {each}"
-    if unused := meta["unused"]:
+    return "\n".join([found, *_unused(meta)])
+
+
+def _unused(meta: Mapping[str, Any]) -> list[str]:
+    """What documents without a row have, and where they are, in words."""
+    found = []
+    for what, unused in meta["unused"].items():
         have = "1 document has" if unused == 1 else f"{unused:,} documents have"
-        first = ", ".join(meta["first_unused"])
-        found += f"\n{have} no token to train on, and no row: {first}{', …' if unused > 3 else ''}"
+        first = ", ".join(meta["first_unused"][what])
+        found.append(f"{have} {what}, and no row: {first}{', …' if unused > 3 else ''}")
     return found
+
+
+def _nothing_left(meta: Mapping[str, Any]) -> UserError:
+    """The error for data all of which is left out."""
+    if [*meta["unused"]] == [NO_TOKEN]:
+        return nothing_to_train_on()
+    return UserError(f"Nothing is left to train on: {'; '.join(_unused(meta))}.")
 
 
 def _key(settings: Settings, encoder: Tokenizer, parts: Sequence[_sources.Part], loaded: Mapping[str, Any]) -> str:

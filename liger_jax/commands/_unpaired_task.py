@@ -76,15 +76,15 @@ def loss_of(unpaired: Unpaired, num_segments: int) -> Callable[..., Any]:
 
     Returns:
         A function of the model, the batch and `normalizer_of`'s denominators, `None` for the batch's own. It returns
-        the loss and the figures by name, which add up over micro-batches where the loss does.
+        the loss and the figures by name, which add up over micro-batches where the loss does. A figure of good answers,
+        or of bad ones, is NaN where the batch has none.
     """
 
     def loss(model: Any, batch: Mapping[str, Any], denominators: Any = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         value, figures, counts = sums_of(unpaired, num_segments, model, batch)
         counts = counts if denominators is None else denominators
-        counts = {name: jnp.maximum(count, 1.0) for name, count in counts.items()}
-        means = {name: figures[name] / counts[of] for name, of in _FIGURES.items()}
-        return value / counts["answers"], _with_margins(unpaired, means)
+        means = {name: jnp.where(counts[of] > 0, figures[name] / counts[of], jnp.nan) for name, of in _FIGURES.items()}
+        return value / jnp.maximum(counts["answers"], 1.0), _with_margins(unpaired, means)
 
     return loss
 
@@ -151,10 +151,13 @@ def _sums(graph: Any, settings: PairSettings, data: TrainingRows) -> Any:
 
 def _scores(unpaired: Unpaired, totals: Sequence[float]) -> dict[str, float]:
     value, *others = totals
-    counts = {name: max(count, 1.0) for name, count in zip(_COUNTS, others[-len(_COUNTS) :], strict=True)}
+    counts = dict(zip(_COUNTS, others[-len(_COUNTS) :], strict=True))
     sums = dict(zip(_FIGURES, others[: len(_FIGURES)], strict=True))
-    means = _with_margins(unpaired, {name: sums[name] / counts[of] for name, of in _FIGURES.items()})
-    return {"eval_loss": value / counts["answers"]} | {f"eval_{name}": mean for name, mean in means.items()}
+    without = {name for name, of in _FIGURES.items() if not counts[of]}
+    without |= {"rewards/margins"} if without else set()
+    means = {name: sums[name] / max(counts[of], 1.0) for name, of in _FIGURES.items()}
+    found = {f"eval_{name}": x for name, x in _with_margins(unpaired, means).items() if name not in without}
+    return {"eval_loss": value / max(counts["answers"], 1.0)} | found
 
 
 def task_of(settings: PairSettings) -> Task:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from liger_jax.commands._document import Document
-from liger_jax.commands._errors import UserError
-from liger_jax.commands._pair_tokenizer import fitted
+from liger_jax.commands._errors import UserError, refusals_kept
+from liger_jax.commands._pair_tokenizer import EMPTY, fitted, no_place
 from liger_jax.commands._settings import MOST
 from liger_jax.commands._tokenizer import Piece, Tokenizer
 from liger_jax.ops.labels import IGNORE_INDEX
@@ -16,6 +16,7 @@ from liger_jax.ops.labels import IGNORE_INDEX
 class UnpairedTokenizer(Tokenizer):
     """A checkpoint's tokenizer, for documents with labels. Its arguments are those of `Tokenizer`."""
 
+    kind = "answer"
     in_segments = True
 
     def encoded(
@@ -34,8 +35,17 @@ class UnpairedTokenizer(Tokenizer):
         Raises:
             UserError: as `Tokenizer.encoded` does.
         """
-        for piece in super().encoded(documents, length, refused):
+        self.left_out |= {document.where: EMPTY for document in documents if document.is_blank}
+        full, there = [document for document in documents if not document.is_blank], set()
+        for piece in super().encoded(full, length, refused):
+            there.add(id(piece.document))
             yield _marked(piece)
+        if length < MOST:
+            self.left_out |= {document.where: no_place(length) for document in full if id(document) not in there}
+
+    def side(self, piece: Piece, number: int) -> str:
+        """Whether a piece's answer is good."""
+        return "bad" if piece.labels[0] == IGNORE_INDEX else "good"
 
 
 class UnpairedWithOthers(UnpairedTokenizer):
@@ -64,15 +74,24 @@ class UnpairedWithOthers(UnpairedTokenizer):
         found = list(super().encoded(documents, MOST, refused))
         for number, piece in enumerate(found):
             other = found[(number + 1) % len(found)] if len(found) > 1 else self._before
+            assert piece.document is not None
             if other is None:
-                raise UserError(
-                    "The baseline of --loss kto is of answers to other prompts, and the data has one answer. Pass more "
-                    "of it, or --loss apo_zero_unpaired."
-                )
+                with refusals_kept(refused, piece.document.where):
+                    raise UserError(
+                        "The baseline of --loss kto is of answers to other prompts, and the data has one answer. Pass "
+                        "more of it, or --loss apo_zero_unpaired."
+                    )
+                continue
             pair = fitted([piece, _with_answer_of(piece, other)], length)
             if all(each.is_scored for each in pair):
                 yield from pair
+            else:
+                self.left_out[piece.document.where] = no_place(length)
         self._before = found[-1] if found else self._before
+
+    def side(self, piece: Piece, number: int) -> str:
+        """Whether a piece's answer is good; or that it is another one's, for the baseline."""
+        return super().side(piece, number) if number % 2 == 0 else "with the answer to another prompt, for the baseline"
 
 
 def _marked(piece: Piece) -> Piece:
@@ -89,4 +108,5 @@ def _with_answer_of(piece: Piece, other: Piece) -> Piece:
         np.concatenate([mine[: begins[0]], its[begins[1] :]])
         for mine, its in ((piece.tokens, other.tokens), (piece.labels, other.labels))
     )
-    return dataclasses.replace(piece, **dict(zip(("tokens", "labels"), joined, strict=True)))
+    tokens, labels = joined
+    return dataclasses.replace(piece, tokens=tokens, labels=labels, total=len(tokens))

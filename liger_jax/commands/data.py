@@ -1,8 +1,9 @@
-"""`liger-jax data`: shows the rows that `liger-jax finetune` would train on, and which of their tokens are scored.
+"""`liger-jax data`: shows the rows that `finetune` or `dpo` would train on, and which of their tokens are scored.
 
 liger-jax data --model Qwen/Qwen2.5-0.5B-Instruct chats.jsonl
 liger-jax data --model ./llama 'letters/*.txt' --pack --length 1024 --rows 1
 liger-jax data --model ./llama chats.jsonl --check
+liger-jax data --model ./llama pairs.jsonl --loss sigmoid
 
 The model's weights are not needed. Scored tokens are green, or underlined where the output has no colours.
 """
@@ -14,7 +15,7 @@ import sys
 import jax
 
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages
-from liger_jax.commands._settings import add_data_arguments, settings_of
+from liger_jax.commands._settings import Settings, add_data_arguments, settings_of
 
 SUMMARY = "show your text or conversations as they would be trained on"
 
@@ -29,6 +30,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("data", nargs="+", metavar="FILE", help=what)
     command.add_argument("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
     add_data_arguments(command)
+    loss = "one of dpo's: show pairs, as with sigmoid, or single answers, as with kto (default: finetune's data)"
+    command.add_argument("--loss", dest="loss_type", metavar="LOSS", help=loss)
     command.add_argument("--rows", type=int, default=3, help="how many rows are shown (default: 3)")
     command.add_argument("--check", action="store_true", help="show no rows, but every line that would be refused")
 
@@ -47,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.rows < 1:
             raise UserError(f"--rows={args.rows} must be at least 1.")
-        settings = settings_of(args)
+        settings = settings_of(args) if args.loss_type is None else _of_pairs(args)
         with needed_packages():
             from liger_jax.commands import _show
         if args.check:
@@ -60,3 +63,15 @@ def run(args: argparse.Namespace) -> int:
     except UserError as error:
         print("liger-jax data:", in_one_line(error), file=sys.stderr)
         return 2
+
+
+def _of_pairs(args: argparse.Namespace) -> Settings:
+    """The settings of a run of `liger-jax dpo`."""
+    for name in ("column", "format"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} does not go with --loss: the fields of pairs have one name each. Leave it out.")
+    with needed_packages():
+        from liger_jax.commands._pair_settings import PairSettings
+    # What the loss needs beside its name has nothing to do with its rows.
+    smoothing = dict(label_smoothing=0.1) if {"exo_pair", "robust"} & {*args.loss_type.split(",")} else {}
+    return settings_of(argparse.Namespace(**vars(args), **smoothing), PairSettings)

@@ -204,6 +204,8 @@ def test_texts_without_a_prompt_have_what_both_begin_with():
         ({"chosen": "b", "rejected": [GOOD], "prompt": "a", "conversations": ASKED}, "has both prompt and"),
         ({"prompt": "z", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}, "begin with other"),
         ({"prompt": "a", "chosen": ASKED, "rejected": ASKED}, "begin with other messages"),
+        ({"prompt": [*ASKED, GOOD], "chosen": "a?", "rejected": [*ASKED, BAD]}, "rejected begins with other messages "
+         "than the prompt. prompt ends with an answer, and chosen is a text: the two seem to be swapped."),
         ({"prompt": "a", "system": "s", "chosen": "b", "rejected": "c"}, "Write it into the prompt"),
         ({"prompt": "a", "chosen": [], "rejected": []}, "must hold a text or a list of messages"),
     ],
@@ -215,14 +217,26 @@ def test_rows_that_are_no_pairs_are_refused(row, message):
 
 def test_pairs_that_are_too_long_are_cut_and_those_alike_left_out(source, tmp_path, capsys):
     long = [{"prompt": "one", "chosen": _tiny.text(n), "rejected": _tiny.text(m, 3)} for n, m in ((90, 3), (90, 80))]
-    same = {"prompt": "one", "chosen": "two", "rejected": "two"}
-    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, [*long, same])))
+    others = [  # line 3 and on
+        {"prompt": "one", "chosen": "two", "rejected": "two"},
+        {"prompt": "one", "chosen": "two", "rejected": " "},
+        {"prompt": [{"role": "user", "content": "one"}], "chosen": "two", "rejected": ""},
+        {"prompt": _tiny.text(40), "chosen": "one", "rejected": "two"},
+        {"prompt": "one", "chosen": _tiny.text(40), "rejected": _tiny.text(41)},
+    ]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, [*long, *others])))
     settings = PairSettings(model="m", data=str(tmp_path / "long.jsonl"), length=32, eval_share=0.0)
     data = _training_rows.prepared(settings, PairTokenizer(source, 320, []), tmp_path / "tokens")
     sizes = data.rows.tokens.sizes().reshape(-1, 2)
     assert sizes[0].sum() == 32 and sizes[0, 1] < 16 and sizes[1].tolist() == [16, 16]
-    assert "2 of 2 pairs are cut off, as longer than --length=32" in capsys.readouterr().out
-    assert "1 document has no token to train on" in data.summary
+    assert "4 of 4 pairs are cut off, as longer than --length=32" in capsys.readouterr().out
+    told = data.summary.replace(f"{tmp_path / 'long.jsonl'}, ", "").splitlines()[1:]
+    assert sizes.shape == (2, 2) and sorted(told) == [
+        "1 document has a prompt that leaves its answer no place in --length=32, and no row: line 6",
+        "1 document has answers that are equal as far as --length=32 reaches, and no row: line 7",
+        "1 document has equal answers, and no row: line 3",
+        "2 documents have an empty answer, and no row: line 4, line 5",
+    ]
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax import losses
-from liger_jax.commands import UserError, _cache, _prompt_rows, _rewards, _rollouts, main
+from liger_jax.commands import UserError, _cache, _prompt_rows, _rewards, _rollouts, _run, main
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._grpo_task import DIFFERENCE, TASK
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models import LlamaConfig, LlamaForCausalLM
-from liger_jax.training import make_step
+from liger_jax.training import Checkpoints, make_step
 from tests.commands import _tiny
 
 SHORT = "--group 4 --batch 16 --micro-batches 4 --prompt-length 16 --completion-length 8".split()
@@ -40,6 +40,12 @@ def failing(completions, prompt):
 
 def too_few(completions):
     return [1.0]
+
+def nothing(completions, *, half=0.5):
+    pass
+
+def of_trl(prompts, completions, **kwargs):
+    return [0.0 for _ in completions]
 '''
 
 
@@ -58,6 +64,7 @@ def source(tmp_path_factory):
     lines = [json.dumps({"prompt": _tiny.text(2 + i % 3, i), "letter": "e"}) for i in range(10)]
     (folder.parent / "prompts.jsonl").write_text("\n".join(lines))
     (folder.parent / "tiny_rewards.py").write_text(REWARDS)
+    (folder.parent / "broken_rewards.py").write_text("\n1 / 0\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder.parent)
         yield folder
@@ -135,6 +142,12 @@ def test_adapters_stay_near_the_reference_that_they_are_off_for(source, tmp_path
     free, near = (figures_of(tmp_path / name) for name in ("free", "near"))
     assert "kl" not in free[0] and near[0]["kl"] == pytest.approx(0, abs=1e-6) and near[-1]["kl"] > 0
     assert (tmp_path / "near" / "adapters" / "adapter_config.json").is_file()
+
+
+def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys):
+    log = [{"loss": 0.0, "reward": reward} for reward in (0.125, 0.5, 0.75)]
+    _run._tell(TASK.told, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}), tmp_path)
+    assert capsys.readouterr().out.startswith("3 steps; reward 0.125 → 0.750; model in ")
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -303,7 +316,12 @@ def test_a_reward_gets_the_fields_that_it_names_and_its_weight():
     ["reward", "message"],
     [
         ("tiny_rewards", "--reward=tiny_rewards must name a function as module:function"),
-        ("tiny_rewards:gone", "tiny_rewards has no function gone"),
+        (
+            "tiny_rewards:gone",
+            "has no function gone. Its functions are: letters, short, failing, too_few, nothing, of_trl.",
+        ),
+        ("tiny_rewards.py:short", "tiny_rewards.py is a file. Pass --reward tiny_rewards:short."),
+        ("broken_rewards:f", "cannot be imported: ZeroDivisionError: division by zero at broken_rewards.py:2."),
         ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
         ("tiny_rewards:short=much", "what stands behind tiny_rewards:short= must be a number"),
     ],
@@ -317,13 +335,22 @@ def test_a_reward_that_is_not_there_is_refused(reward, message):
 
 @pytest.mark.usefixtures("source")
 def test_a_reward_that_fails_names_its_line():
-    failing, too_few = _rewards.found(["tiny_rewards:failing", "tiny_rewards:too_few"])
-    with pytest.raises(UserError, match="p.jsonl, line 3: the reward failing has failed with KeyError: 'four'"):
+    names = ("failing", "too_few", "nothing", "of_trl")
+    failing, too_few, nothing, of_trl = _rewards.found([f"tiny_rewards:{name}" for name in names])
+    with pytest.raises(UserError, match="line 2: the reward nothing has returned None for 1 completions"):
+        nothing.of("line 2", ["a"], {})
+    with pytest.raises(UserError, match="line 1: the reward of_trl needs 'prompts', and the line's fields are prompt."):
+        of_trl.check("line 1", {"prompt": "a"})
+    with pytest.raises(
+        UserError, match="p.jsonl, line 3: the reward failing has failed with KeyError: 'four' at tiny_rewards.py:12."
+    ):
         failing.of("p.jsonl, line 3", ["a"], {"prompt": "four five"})
     with pytest.raises(UserError, match=r"line 4: the reward too_few has returned \[1.0\] for 2 completions"):
         too_few.of("line 4", ["a", "b"], {})
-    with pytest.raises(UserError, match="line 5: the reward letters has failed with TypeError: .*'letter'"):
-        _rewards.found(["tiny_rewards:letters"])[0].of("line 5", ["a"], {})
+    with pytest.raises(
+        UserError, match="line 5: the reward letters needs 'letter', and the line's fields are answer. Rename"
+    ):
+        _rewards.found(["tiny_rewards:letters"])[0].of("line 5", ["a"], {"answer": 1, "completions": []})
 
 
 @pytest.mark.parametrize(

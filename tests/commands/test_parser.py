@@ -47,6 +47,29 @@ def test_what_is_mistyped_is_told_with_the_command_s_usage(arguments, meant, cap
     assert printed.startswith(f"usage: liger-jax {command} " if command != "fintune" else "usage: liger-jax [-h]")
 
 
+@pytest.mark.parametrize(
+    ["option", "told"],
+    [
+        ("--max_length=512", "unrecognized option: --max_length. --length counts both answers of a pair, "),
+        ("--ref-model", " The reference is the model as the run finds it, and needs no option"),
+        ("--rpo-alpha", "unrecognized option: --rpo-alpha. It is --loss sigmoid,sft --loss-weights 1,ALPHA"),
+    ],
+)
+def test_what_is_another_thing_here_is_told_in_words(option, told, capsys):
+    printed, code = said(capsys, "dpo", option, "x")
+    assert "leave them out" in said(capsys, "plan", "--beta", "0.1")[0]
+    assert code == 2 and told in printed and "Did you mean" not in printed
+    assert "Did you mean" in said(capsys, "finetune", "--max-length", "1")[0]  # there it is --length, and no more
+
+
+@pytest.mark.parametrize("command", ["dpo", "grpo", "distill"])
+def test_a_command_of_one_process_does_not_offer_several(command, capsys):
+    assert "--distributed" not in said(capsys, command, "--help")[0]
+    needed = {"grpo": ["--reward=a:b"], "distill": ["--teacher=t"]}.get(command, [])
+    assert main([command, "--model=m", "--data=d", "--distributed", *needed]) == 2
+    assert "--distributed: this command trains in one process. Leave it out." in capsys.readouterr().err
+
+
 def test_names_of_other_trainers_lead_to_options_that_there_are():
     parser = _parser.Parser()
     add_arguments(parser)

@@ -103,7 +103,10 @@ def test_what_is_named_is_what_is_trained_on(row, options, found):
         ({"prompt": [USER], "completion": [USER]}, "no message of the completion is the assistant's"),
         ({"prompt": "one", "completion": "two", "system": "ten"}, "a system message beside a prompt that is a text"),
         ({"text": 3}, "text holds a int, and must hold a text."),
-        ({"prompt": "one", "chosen": "two", "rejected": "three"}, "is not trained on as a pair. Say which one is"),
+        (
+            {"prompt": "one", "chosen": "two", "rejected": "three"},
+            "It is a pair of answers: liger-jax dpo trains on such rows",
+        ),
         ({"text": "one", "chosen": "two", "rejected": "three"}, "--format text, or --column chosen."),
     ],
     ids=str,
@@ -125,7 +128,7 @@ def test_rows_that_could_be_meant_otherwise_are_refused(row, message):
         ),
         (
             {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
-            "Say which one is: --column chosen.",
+            "To train on one answer alone, name it: --column chosen.",
             {"column": "chosen"},
         ),
     ],

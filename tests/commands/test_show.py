@@ -133,6 +133,52 @@ def test_check_names_every_line_that_would_be_refused(source, capsys, tmp_path):
     assert capsys.readouterr().out.endswith("\n0 of 9 documents would be refused\n")
 
 
+def test_a_pair_is_shown_with_both_answers_underlined(source, capsys):
+    rows = [
+        {"prompt": [{"role": "user", "content": "one two"}], "chosen": "three", "rejected": "six seven"},
+        {"prompt": "one two", "chosen": " three", "rejected": " six seven"},
+    ]
+    (source.parent / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    printed = shown(capsys, source, "pairs.jsonl", "--loss=sigmoid", "--length=80", "--eval-share=0")
+    begin = "<|im_start|>user↵\none two<|im_end|>↵\n<|im_start|>assistant↵\n"
+    where = f"── {source.parent / 'pairs.jsonl'}, line"
+    assert (
+        f"{where} 1, chosen: user, assistant\n{begin}three<|im_end|>↵\n~~~~~~~~~~~~~~~\n{where} 1, rejected: "
+        in printed
+    )
+    assert f"rejected: user, assistant\n{begin}six seven<|im_end|>↵\n~~~~~~~~~~~~~~~~~~~\n── " in printed
+    text = (
+        f"{where} 2, chosen\none two three<|endoftext|>\n       ~~~~~~~~~~~~~~~~~~~\n{where} 2, rejected\none two six"
+    )
+    assert text in printed and "data: 2 documents in 2 pairs; " in printed and "cut here" not in printed
+    assert main(["data", f"--model={source}", "x", "--loss=ipo", "--column=chosen"]) == 2
+    assert "--column does not go with --loss" in capsys.readouterr().err
+
+
+def test_single_answers_are_shown_with_their_labels(source, capsys):
+    (source.parent / "answers.jsonl").write_text(_tiny.answers(3))
+    options = ["answers.jsonl", "--length=80", "--eval-share=0", "--rows=9"]
+    printed = shown(capsys, source, *options, "--loss=kto")
+    assert re.findall(r"line 1, ([^:]*)", printed) == ["bad", "with the answer to another prompt, for the baseline"]
+    assert "data: 3 documents in 3 answers; 3 answers with" in printed and "cut here" not in printed
+    printed = shown(capsys, source, *options, "--loss=apo_zero_unpaired")
+    assert re.findall(r"line \d, ([^:]*)", printed) == ["bad", "good", "good"]
+
+
+def test_check_names_every_pair_that_would_be_refused(source, capsys, tmp_path):
+    file, good = tmp_path / "bad.jsonl", _tiny.pairs(3)
+    only_user = json.dumps({"chosen": [{"role": "user", "content": "?"}], "rejected": "one"})
+    file.write_text("\n".join([json.dumps({"chosen": "one"}), good, only_user, json.dumps({"text": "one"})]))
+    command = ["data", f"--model={source}", str(file), "--length=64", "--check"]
+    assert main([*command, "--loss=sigmoid"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    refused = [line.removeprefix(f"{file}, ").split(":")[0] for line in lines if line.startswith(str(file))]
+    assert refused == ["line 1", "line 5", "line 6"] and lines[-1] == "3 of 6 documents would be refused"
+    file.write_text("{}\n" + _tiny.answers(1))  # nothing but one answer is left for the baseline
+    assert main([*command, "--loss=kto"]) == 1
+    assert capsys.readouterr().out.endswith("\n2 of 2 documents would be refused\n")
+
+
 def test_several_files_and_weights_are_shown_with_what_is_scored_of_other_data(source, capsys):
     (source.parent / "more.jsonl").write_text("\n".join(_tiny.chats(20).split("\n")[12:]))
     others = f"{source.parent / 'texts.jsonl'}=2", "--eval-data", str(source.parent / "more.jsonl"), "--rows=30"

@@ -1,6 +1,7 @@
 """`liger-jax dpo --loss kto`: single answers with labels, their loss, and what is refused of them."""
 
 import csv
+import json
 import re
 import types
 
@@ -89,10 +90,27 @@ def test_the_loss_of_packed_rows_is_that_of_their_answers(batch, name, rng):
     sigmoid = lambda x: 1 / (1 + np.exp(-x))
     expected = np.where(good, 2.0 * (1 - sigmoid(0.3 * (x - y - z))), 1 - sigmoid(0.3 * (z - x + y)))
     np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
-    told = {"rewards/chosen": 0.3 * (x - y)[good].mean() if good.any() else 0.0, "logps/rejected": x[~good].mean()}
+    assert good.any() and not good.all()
+    told = {"rewards/chosen": 0.3 * (x - y)[good].mean(), "logps/rejected": x[~good].mean()}
     for figure, value in told.items():
-        np.testing.assert_allclose(figures[figure], value if np.isfinite(value) else 0.0, rtol=1e-4, err_msg=figure)
+        np.testing.assert_allclose(figures[figure], value, rtol=1e-4, err_msg=figure)
     assert figures["rewards/margins"] == figures["rewards/chosen"] - figures["rewards/rejected"]
+
+
+def test_there_is_no_figure_of_answers_that_there_are_not(batch, rng):
+    policy = -rng.exponential(1.0, batch["labels"].shape).astype(np.float32)
+    begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
+    batch = {**batch, "labels": np.where(begins, batch["input_ids"], batch["labels"])}  # all are good
+    batch[_references.NAME] = _unpaired_task.responses(Model(policy), batch, 6).log_probs
+    unpaired = Unpaired(loss_type="apo_zero_unpaired")
+    loss, figures = _unpaired_task.loss_of(unpaired, 6)(Model(policy), batch)
+    assert {name for name, value in figures.items() if np.isnan(value)} == {
+        "rewards/rejected", "rewards/margins", "logps/rejected"
+    }  # fmt: skip
+    value, sums, counts = _unpaired_task.sums_of(unpaired, 6, Model(policy), batch)
+    scores = _unpaired_task._scores(unpaired, [float(x) for x in (value, *sums.values(), *counts.values())])
+    assert set(scores) == {"eval_loss", "eval_rewards/chosen", "eval_logps/chosen"}
+    assert scores["eval_loss"] == pytest.approx(float(loss))
 
 
 def test_the_losses_of_micro_batches_add_up_without_a_baseline(batch, rng):
@@ -167,6 +185,28 @@ def test_answers_are_texts_or_messages():
     for completion in ("b", answer, [answer]):
         found = document("here", {"prompt": ASKED, "completion": completion, "label": True})
         assert found.messages == [*ASKED, answer] and found.desirable is True
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_answers_that_are_left_out_are_named_with_the_reason(source, tmp_path, name):
+    prompt = {"prompt": _tiny.text(2), "label": True}
+    lines = [*_tiny.answers(3).splitlines(), json.dumps({**prompt, "completion": " "})]
+    lines += [json.dumps({**prompt, "prompt": ASKED, "completion": ""})]
+    lines += [json.dumps({**prompt, "prompt": _tiny.text(150), "completion": "two"})]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    settings = PairSettings(model="m", data=str(tmp_path / "some.jsonl"), length=100, eval_share=0.0, loss_type=name)
+    tokenizer = _unpaired_task.task_of(settings).tokenizer(source, 320, [])
+    told = _training_rows.prepared(settings, tokenizer, tmp_path / "tokens").summary
+    assert "data: 6 documents in 3 answers" in told
+    assert told.replace(f"{tmp_path / 'some.jsonl'}, ", "").splitlines()[1:] == [
+        "2 documents have an empty answer, and no row: line 4, line 5",
+        "1 document has a prompt that leaves its answer no place in --length=100, and no row: line 6",
+    ]
+    (tmp_path / "some.jsonl").write_text(lines[3])
+    with pytest.raises(
+        UserError, match="Nothing is left to train on: 1 document has an empty answer, and no row: .*1."
+    ):
+        _training_rows.prepared(settings, tokenizer, tmp_path / "tokens")
 
 
 def test_one_answer_alone_has_no_baseline(source, tmp_path, capsys):
