@@ -86,7 +86,8 @@ def fused_linear_cross_entropy(
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
-            of the vocabulary, while hidden, labels and token arguments are the same on all; needs mode "lean".
+            of the vocabulary, while hidden, labels and token arguments are the same on all; needs mode "lean". With
+            `check_vma=False` nothing tells whether they are: a head that is whole then gives a wrong loss.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
@@ -131,6 +132,10 @@ def fused_linear_cross_entropy(
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
+    if vocab_axis is not None:
+        shards = dict(weight=weight, bias=bias, class_weights=class_weights)
+        same = dict(hidden=hidden, labels=labels, where=where, token_weights=token_weights)
+        _vocab_shards.check_axis(OP, vocab_axis, shards, same)
     if vocab_axis is not None or split is not None:
         return _local(*arrays, options=loss_options, vocab_axis=vocab_axis, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
