@@ -1,5 +1,7 @@
 """The loss of a causal language model from its hidden states and head, in any library."""
 
+import difflib
+import inspect
 from typing import Any
 
 import jax
@@ -10,6 +12,10 @@ from liger_jax.ops import LossMetrics, _checks, fused_linear_cross_entropy
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._loss import as_arrays
 from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.ops.linear.fused_linear_cross_entropy import named_loss
+
+_PARAMETERS = inspect.signature(fused_linear_cross_entropy).parameters.values()
+_OPTIONS = {option.name: option.default for option in _PARAMETERS if option.kind is option.KEYWORD_ONLY}
 
 
 def causal_lm_loss(
@@ -51,6 +57,8 @@ def causal_lm_loss(
         >>> causal_lm_loss(model[0][tokens], model[1], tokens, weight_layout="dv")
         Array(1.609, dtype=float32)
     """
+    for name in options:
+        _check_option(name)
     hidden, head = _checks.floating("causal_lm_loss", hidden=hidden, head=head)
     labels, segment_ids = as_arrays(labels, segment_ids)
     if hidden.ndim < 2:
@@ -64,7 +72,16 @@ def causal_lm_loss(
                 f"causal_lm_loss: {name} has shape {x.shape}; it must be {hidden.shape[:-1]}, one for each position."
             )
     targets = shifted_labels(labels, segment_ids)
-    return fused_linear_cross_entropy(hidden, head, targets, ignore_index=IGNORE_INDEX, **options)
+    return named_loss("causal_lm_loss", hidden, head, targets, **_OPTIONS | options)
+
+
+def _check_option(name: str) -> None:
+    if name == "ignore_index":
+        raise TypeError(f"causal_lm_loss: {name} is {IGNORE_INDEX}; write that over the labels that are not scored.")
+    if name not in _OPTIONS:
+        near = [own for own in _OPTIONS if name in own] or difflib.get_close_matches(name, _OPTIONS)
+        hint = f"did you mean {near[0]}?" if near else f"pass some of {(*_OPTIONS,)}."
+        raise TypeError(f"causal_lm_loss: {name} is no option of fused_linear_cross_entropy; {hint}")
 
 
 def shifted_labels(

@@ -32,7 +32,7 @@ def floating(op: str, **arrays: Any) -> Iterator[jax.Array]:
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
                 f"{op}: {name} has dtype {x.dtype}, but must be floating point; "
-                f"cast it, for example {name}.astype(jnp.bfloat16)."
+                f"cast it, for example {name}.astype(jnp.float32)."
             )
     return iter(converted.values())
 
@@ -118,10 +118,12 @@ def linear_head(
     whole = weight if split is None else split.whole(weight, hidden)
     if whole.ndim != 2 or whole.shape[weight_layout.index("d")] != hidden.shape[-1]:
         wanted = "(V, D)" if weight_layout == "vd" else "(D, V)"
+        is_v = whole.ndim == 2 and whole.shape[weight_layout.index("v")] == hidden.shape[-1]
+        logits = f". If the last axis of {prefix}hidden is V, these are logits: take cross_entropy" if is_v else ""
         raise ValueError(
             f"{op}: {prefix}weight has shape {whole.shape}, but with {prefix}weight_layout={weight_layout!r} and "
             f"{prefix}hidden of width D={hidden.shape[-1]} it must be {wanted}; "
-            "the other layout is the other value of weight_layout."
+            f"the other layout is the other value of weight_layout{logits}."
         )
     vocab_size = whole.shape[weight_layout.index("v")]
     check_shape(op, f"{prefix}bias", bias, (vocab_size,), "one entry for each row of the vocabulary")

@@ -125,6 +125,11 @@ def check_tokens(
     class_weights_size: int,
 ) -> None:
     """Raises a TypeError or ValueError unless the per-token and per-class arguments fit."""
+    if labels.shape == (*tokens_shape, class_weights_size):
+        raise ValueError(
+            f"{op}: labels have shape {labels.shape}, a number for each class, but must have {tokens_shape}, with one "
+            "class for each token; pass labels.argmax(-1) if they are one-hot."
+        )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{op}: labels have dtype {labels.dtype}, but must be integers; labels.astype(jnp.int32).")
     if where is not None and where.dtype != jnp.bool_:

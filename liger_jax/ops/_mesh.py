@@ -6,10 +6,16 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-_CURE = (
-    "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works), "
-    "pass KernelOptions(batch_axes=…) to a model that makes it, or run it on one device."
-)
+_CURE = "Wrap the call in jax.shard_map over the axes that shard the tokens (inside it every op just works)."
+_OF_MODELS = "A model of this package does so by itself, given KernelOptions(batch_axes=…)."
+_ARRAYS_OF_LOSS = {  # what a batch that is split has to hand to each loss of a head
+    "fused_linear_cross_entropy": ("hidden", "weight", "labels"),
+    "causal_lm_loss": ("hidden", "head", "labels"),
+    "fused_linear_log_probs": ("hidden", "weight", "labels"),
+    "fused_linear_token_loss": ("hidden", "weight", "labels", "per_token"),
+    "fused_linear_distillation": ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"),
+    "fused_linear_topk_distillation": ("hidden", "weight", "token_ids", "log_probs"),
+}
 
 
 def align_varying(*arrays: Any) -> tuple[Any, ...]:
@@ -44,18 +50,28 @@ def cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def loss_call(op: str, axes: tuple[str, ...]) -> str:
-    """The `jax.shard_map` to write around the loss of a batch that mesh axes split, as a sentence.
+    """The `jax.shard_map` to write around the loss of a batch that mesh axes split, as sentences; "" for another op.
 
     Args:
         op: the loss's public name.
         axes: the axes of the user's mesh; () if they are not known.
     """
-    known = axes or ("data",)
-    tokens = repr(known[0] if len(known) == 1 else known)
+    if op not in _ARRAYS_OF_LOSS:
+        return ""
+    names, known = _ARRAYS_OF_LOSS[op], axes or ("data",)
+    arrays, tokens = ", ".join(names), repr(known[0] if len(known) == 1 else known)
+    heads = [name for name in names if name.endswith(("weight", "head"))]
+    specs = ", ".join("P()" if name in heads else f"P({tokens})" for name in names)
+    call, out = f"jax.lax.psum({op}({arrays}, reduction='sum'), {tokens}) / num_tokens", "P()"
+    if op == "fused_linear_token_loss":
+        call = f"jax.lax.psum({op}(loss_fn, {arrays}, denominator=num_tokens)[0], {tokens})"
+    elif op == "fused_linear_log_probs":
+        call, out = f"{op}({arrays})", f"P({tokens})"
+    counted = ", where num_tokens is the number of tokens that are scored" if "num_tokens" in call else ""
     return (
-        f"If {tokens} is what splits the tokens, write jax.shard_map(lambda hidden, weight, labels: "
-        f"jax.lax.psum({op}(hidden, weight, labels, reduction='sum'), {tokens}) / num_tokens, mesh=mesh, "
-        f"in_specs=(P({tokens}), P(), P({tokens})), out_specs=P())(hidden, weight, labels)."
+        f"If {tokens} is what splits the tokens, write jax.shard_map(lambda {arrays}: {call}, mesh=mesh, "
+        f"in_specs=({specs}), out_specs={out})({arrays}){counted}. P() gathers a {heads[0]} that is split: if another "
+        "axis splits its vocabulary, name that axis in its in_spec and as vocab_axis=…, and not among the tokens'."
     )
 
 
@@ -128,10 +144,10 @@ def _lower(context: Any, x: Any, *, op: str, second_derivatives: str, axes: tupl
 
 def _check_devices(op: str, num_devices: int, axes: tuple[str, ...] | None) -> None:
     if num_devices > 1:
-        call = "" if axes is None else f" {loss_call(op, axes)}"
+        cure = " ".join(filter(None, (_CURE, loss_call(op, axes or ()), _OF_MODELS)))
         raise ValueError(
             f"{op} would be partitioned over {num_devices} devices by the compiler, which gathers its inputs on "
-            f"each of them. {_CURE}{call}"
+            f"each of them. {cure}"
         )
 
 

@@ -84,8 +84,8 @@ def _mesh_refusal(arrays: Iterable[jax.Array]) -> str | None:
         if explicit or automatic:
             return (
                 f"it is not partitioned over the mesh axes {mesh.axis_names}; "
-                "call it inside jax.shard_map, which makes every axis Manual, or pass KernelOptions(batch_axes=…) "
-                "to a model that calls it."
+                "call it inside jax.shard_map, which makes every axis Manual. A model of this package does so by "
+                "itself, given KernelOptions(batch_axes=…)."
             )
     return None
 

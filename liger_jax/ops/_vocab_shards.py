@@ -6,11 +6,12 @@ get their share of the softmax's gradient.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops import _loss
+from liger_jax.ops import _loss, _mesh
 from liger_jax.pallas_kernels._tiles import full_like
 from liger_jax.pallas_kernels.cross_entropy.formulas import (
     IMPOSSIBLE_LABEL,
@@ -19,6 +20,38 @@ from liger_jax.pallas_kernels.cross_entropy.formulas import (
     Statistics,
     first_of_largest,
 )
+
+
+def check_axis(op: str, axis: str, shards: dict[str, Any], same: dict[str, Any]) -> None:
+    """Raises a ValueError unless `axis` splits the vocabulary of `shards`, and every device has all of `same`.
+
+    Both are arrays by their arguments' names; `None` entries pass. What varies over an axis is known where
+    `jax.shard_map` follows it (`check_vma=True`, its default); elsewhere only the axis itself is checked.
+    """
+    try:
+        size = jax.lax.axis_size(axis)
+    except NameError:
+        here = jax.sharding.get_abstract_mesh().manual_axes
+        found = f"the axes here are {tuple(here)}" if here else "here is none"
+        raise ValueError(
+            f"{op}: vocab_axis={axis!r} must be an axis of the mesh of a jax.shard_map, and {found}; call {op} inside "
+            "jax.shard_map over a mesh with that axis, or leave vocab_axis out."
+        ) from None
+    if size == 1 or axis not in _mesh.varying_axes(jax.lax.axis_index(axis)):
+        return
+    for name, x in shards.items():
+        if x is not None and axis not in _mesh.varying_axes(x):
+            raise ValueError(
+                f"{op}: {name} is the same on all devices of vocab_axis={axis!r}, but each must have its own shard of "
+                f"the vocabulary; name {axis!r} in its in_spec where the vocabulary is, or leave vocab_axis out."
+            )
+    for name, x in same.items():
+        if x is not None and axis in _mesh.varying_axes(x):
+            raise ValueError(
+                f"{op}: {name} varies over vocab_axis={axis!r}, but the devices that share a vocabulary must have the "
+                f"same tokens; leave {axis!r} out of its in_spec, or gather it by jax.lax.all_gather(…, {axis!r}, "
+                "to='invarying')."
+            )
 
 
 def token_terms(

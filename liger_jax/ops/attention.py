@@ -130,6 +130,8 @@ def causal_attention(
         (sinks,) = _checks.floating(_OP, sinks=sinks)
     segments = segment_ids if isinstance(segment_ids, Segments) else None
     ids = _checks.as_array(segment_ids) if segments is None else segments.ids
+    if ids is not None and jnp.issubdtype(ids.dtype, jnp.floating):
+        raise TypeError(f"{_OP}: segment_ids have dtype {ids.dtype}, but must be integers, one for each segment; cast.")
     options = dict(window=window, softcap=softcap, scale=scale)
     if sequence_axis is not None:
         return _over_sequence_axis(

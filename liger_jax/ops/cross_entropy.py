@@ -94,7 +94,7 @@ def cross_entropy(
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `logits` and `class_weights` are equal shards of
             the vocabulary, while labels and the tokens' other arrays are the same on all. Labels count from the first
-            shard's first entry.
+            shard's first entry. With `check_vma=False` nothing tells whether this holds.
         implementation: None for the platform's default, or "xla", "triton", "mosaic_tpu", their ":interpret"
             forms, or a tuple of these to try in order.
 
@@ -130,6 +130,9 @@ def cross_entropy(
             f"{op}: vocab_axis={vocab_axis!r} is for the inside of jax.shard_map, but the logits lie on an Explicit "
             "mesh, which says by itself what splits them; leave it out."
         )
+    else:
+        same = dict(labels=labels, where=where, token_weights=token_weights)
+        _vocab_shards.check_axis(op, vocab_axis, dict(logits=logits, class_weights=class_weights), same)
     return reduced_cross_entropy(
         logits, labels, where, token_weights, class_weights, loss_options, return_metrics, implementation, vocab_axis
     )

@@ -188,7 +188,7 @@ def gated_mlp(
     Raises:
         TypeError: `x` or a kernel is not floating point.
         ValueError: shapes or dtypes do not fit, `activation` or `implementation` is unknown, or the named one cannot
-            run here.
+            run here; or a mesh with Explicit axes splits F.
 
     Example:
         >>> x, kernel = jnp.ones((2, 3)), jnp.ones((3, 4))
@@ -202,6 +202,13 @@ def gated_mlp(
     if any(map(layout.is_explicit, arrays)):
         dot = functools.partial(jnp.matmul, precision=precision)
         gated = _OPS[activation](dot(x, gate_kernel), dot(x, up_kernel), implementation=implementation)
+        axes = [layout.names(spec[i]) for spec, i in ((layout.spec_of(gated), -1), (layout.spec_of(down_kernel), 0))]
+        if axes[0] and axes[0] == axes[1]:
+            raise ValueError(
+                f"{_OP}: the mesh axes {axes[0]} split F, so that each device would have a summand of the result. Call "
+                f"it inside jax.shard_map, and sum by jax.lax.psum over {axes[0]}; or gather down_kernel's F and that "
+                "of the others by jax.sharding.reshard."
+            )
         return dot(gated, down_kernel)
     forward, backward = _choose(x, up_kernel, activation, recomputed, implementation)
     precision = _checks.current_precision(precision)

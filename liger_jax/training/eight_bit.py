@@ -162,6 +162,7 @@ def scale_by_adam_8bit(
     def init(params):
         _check_names(params, float32_names)
         leaves, structure = jax.tree.flatten_with_path(params)
+        _check_splits([leaf for leaf in leaves if _is_in_8_bits(*leaf, float32_names)], block_size)
         fields = zip(*(_zeros(path, x, block_size, float32_names) for path, x in leaves), strict=True)
         trees = [jax.tree.unflatten(structure, field) for field in fields] or [params] * 4
         return ScaleByAdam8bitState(jnp.zeros((), jnp.int32), *trees)
@@ -192,12 +193,10 @@ def _zeros(path, param, block_size, float32_names):
             f"adamw_8bit: {_text(path)} is {param.dtype}, and must be of real floating-point numbers. Leave it out "
             "with optax.masked or optax.partition."
         )
-    small = param.size < MIN_SIZE or param.shape[-1] < MIN_WIDTH
-    if small or not set(_names(path)).isdisjoint(float32_names):
+    if not _is_in_8_bits(path, param, float32_names):
         # Each an array of its own, since a step may be given the state to overwrite.
         zeros, one = (lambda: jnp.zeros_like(param, jnp.float32)), (lambda: jnp.ones((), jnp.float32))
         return zeros(), one(), zeros(), one()
-    _check_split(path, param, block_size)
     shape, place = code.scale_shape(param.shape, block_size), _sharding(param)  # each scale lies beside its block
     scales = [BlockScales(jnp.zeros(shape, jnp.float32, device=place)) for _ in range(2)]
     return jnp.full_like(param, code.ZERO, jnp.uint8), scales[0], jnp.zeros_like(param, jnp.uint8), scales[1]
@@ -218,7 +217,7 @@ def _updated(path, arrays, corrections, settings, block_size):
     step = lambda corrections, *arrays: _updated_codes(arrays, corrections, settings, block_size)
     sharding = jax.typeof(grad).sharding
     if _is_explicit(sharding):  # a block lies whole on one device, so each updates its own
-        _check_split(path, grad, block_size)
+        _check_splits([(path, grad)], block_size)
         step = jax.shard_map(step, in_specs=(P(), *[sharding.spec] * 5), out_specs=sharding.spec)
     update, mu, mu_scale, nu, nu_scale = step(corrections, *arrays)
     return update, mu, BlockScales(mu_scale), nu, BlockScales(nu_scale)
@@ -289,17 +288,24 @@ def _is_explicit(sharding):
     return AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _check_split(path, param, block_size):
-    """Refuses a mesh that splits a block, where an array or its type says how it lies."""
-    sharding = _sharding(param)
-    parts = 1 if sharding is None else _parts_of_last_axis(sharding, param.ndim)
-    if parts > 1 and param.shape[-1] % (parts * block_size):
-        own = param.shape[-1] // parts
-        raise ValueError(
-            f"adamw_8bit: each device has {own} of the {param.shape[-1]} numbers of {_text(path)}'s last axis, and "
-            f"blocks of {block_size} must not be split. Split another axis, pass block_size={_common(own)}, or name "
-            "the parameter in float32_names."
-        )
+def _is_in_8_bits(path, param, float32_names):
+    small = param.size < MIN_SIZE or param.shape[-1] < MIN_WIDTH
+    return not small and set(_names(path)).isdisjoint(float32_names)
+
+
+def _check_splits(params, block_size):
+    """Refuses a mesh that splits a block of one of these (path, array), where it is known how they lie."""
+    shardings = [(path, x, _sharding(x)) for path, x in params]
+    parts = [(path, x, 1 if lies is None else _parts_of_last_axis(lies, x.ndim)) for path, x, lies in shardings]
+    split = [(path, x.shape[-1], x.shape[-1] // n) for path, x, n in parts if n > 1]
+    common = _common(math.gcd(*(own for *_, own in split)))
+    fits = f"pass block_size={common}, which fits all parameters, " if common >= MIN_WIDTH else ""
+    for path, whole, own in split:
+        if own % block_size:
+            raise ValueError(
+                f"adamw_8bit: each device has {own} of the {whole} numbers of {_text(path)}'s last axis, and blocks of "
+                f"{block_size} must not be split. Split another axis, {fits}or name the parameter in float32_names."
+            )
 
 
 def _parts_of_last_axis(sharding, ndim):

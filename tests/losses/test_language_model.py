@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
+from liger_jax import cross_entropy, fused_linear_cross_entropy
 from liger_jax.losses import causal_lm_loss
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
@@ -121,3 +122,32 @@ def test_hidden_states_of_one_position_are_refused(arrays, unchecked_types):
     hidden, head, _ = arrays
     with pytest.raises(ValueError, match=r"hidden has shape \(16,\); it must be \(..., T, D\)"):
         causal_lm_loss(hidden[0, 0], head, jnp.int32(1))
+
+
+@pytest.mark.parametrize(
+    "options, error, sentence",
+    [
+        (dict(softcap=30.0), TypeError, "softcap is no option.*did you mean logit_softcap"),
+        (dict(colour=1), TypeError, "colour is no option.*'bias', 'weight_layout'"),
+        (dict(ignore_index=0), TypeError, "ignore_index is -100"),
+        (dict(reduction="avg"), ValueError, "reduction='avg'"),
+        (dict(chunk_size=0), ValueError, "chunk_size=0"),
+        (dict(bias=jnp.zeros(3)), ValueError, "bias has shape"),
+        (dict(memory_budget_bytes=1), ValueError, "memory_budget_bytes=1 is too small"),
+        (dict(token_weights=jnp.ones((1, 3), int)), TypeError, r"token_weights.*token_weights.astype\(jnp.float32\)"),
+        (dict(vocab_axis="tp"), ValueError, "vocab_axis='tp'.*call causal_lm_loss inside jax.shard_map"),
+    ],
+    ids=str,
+)
+def test_sentences_begin_with_the_name_that_was_called(options, error, sentence):
+    with pytest.raises(error, match=f"^causal_lm_loss: {sentence}"):
+        causal_lm_loss(jnp.ones((1, 3, 4)), jnp.ones((8, 4)), jnp.zeros((1, 3), jnp.int32), **options)
+
+
+def test_what_is_taken_for_something_else_is_named(unchecked_types):
+    hidden, head, labels = jnp.ones((5, 4)), jnp.ones((8, 4)), jnp.zeros(5, jnp.int32)
+    with pytest.raises(ValueError, match=r"hidden is V, these are logits: take cross_entropy"):
+        fused_linear_cross_entropy(hidden @ head.T, head, labels)
+    for loss in (lambda y: fused_linear_cross_entropy(hidden, head, y), lambda y: cross_entropy(hidden @ head.T, y)):
+        with pytest.raises(ValueError, match=r"a number for each class.*pass labels.argmax\(-1\) if they are one-hot"):
+            loss(jax.nn.one_hot(labels, 8))

@@ -401,6 +401,7 @@ def test_rematerialised_layers_keep_the_output_and_a_number_for_each_query(name)
         (dict(v=jnp.zeros((2, 8, 2, 16), jnp.bfloat16)), ValueError, "v has dtype bfloat16 and q float32"),
         (dict(q=jnp.zeros((2, 8, 4, 16), jnp.int32)), TypeError, "q has dtype int32, but must be floating point"),
         (dict(segment_ids=jnp.zeros((2, 7), jnp.int32)), ValueError, "one id for each position of k"),
+        (dict(segment_ids=jnp.zeros((2, 8))), TypeError, "segment_ids have dtype float32, but must be integers"),
         (
             dict(implementation="cudnn", segment_ids=jnp.zeros((2, 8), jnp.int32)),
             ValueError,

@@ -66,7 +66,7 @@ def test_labels_of_one_device_are_cut_and_losses_of_tokens_stay_where_they_are(m
 
 def test_a_head_that_is_not_on_the_mesh_is_refused(mesh, arrays):
     hidden, _, labels = placed(mesh, arrays)
-    with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
+    with pytest.raises(ValueError, match="^causal_lm_loss: "):
         causal_lm_loss(hidden, arrays[1], labels)
 
 
@@ -78,8 +78,51 @@ def test_under_jit_the_sentence_shows_the_call_with_the_axes_and_the_call_is_rig
     with jax.set_mesh(mesh) if in_context else jax.default_matmul_precision("float32"):
         with pytest.raises(ValueError, match=r"write jax\.shard_map") as error:
             jax.jit(ops.fused_linear_cross_entropy)(hidden, head, labels)
-    call = str(error.value).partition("write ")[2].removesuffix(".")
+    call, _, rest = (
+        str(error.value).partition("write ")[2].partition(", where num_tokens is the number of tokens that ")
+    )
+    assert rest.startswith(
+        "are scored. P() gathers a weight that is split: if another axis splits its vocabulary, name"
+    )
     assert ("('data', 'fsdp')" if mesh.shape["data"] > 1 else "'fsdp'") in call
     names = dict(jax=jax, P=P, mesh=mesh, hidden=hidden, weight=head, labels=labels, num_tokens=B * T - 3)
     names["fused_linear_cross_entropy"] = ops.fused_linear_cross_entropy
     close(eval(call, names), ops.fused_linear_cross_entropy(*arrays))
+
+
+def test_the_sentences_of_other_losses_show_calls_that_are_right(mesh, arrays):
+    hidden, head, labels = placed(mesh, arrays)
+    loss_fn, per_token = lambda p, t: -t * p, (jnp.where(labels < 0, 0.0, 1.0),)
+    ids, log_probs = jnp.zeros((B, T, 1), jnp.int32), jnp.full((B, T, 1), -1.0)
+    names = dict(jax=jax, P=P, mesh=mesh, num_tokens=B * T, loss_fn=loss_fn, token_ids=ids, log_probs=log_probs)
+    names |= dict(hidden=hidden, weight=head, head=head, labels=labels, per_token=per_token)
+    names |= dict(student_hidden=hidden, student_weight=head, teacher_hidden=2 * hidden, teacher_weight=head)
+    topk = functools.partial(ops.fused_linear_topk_distillation, tail="bucket")
+    topk.__name__ = "fused_linear_topk_distillation"
+    token_loss = lambda h, w, y, t, denominator=B * T: ops.fused_linear_token_loss(
+        loss_fn, h, w, y, t, denominator=denominator
+    )
+    calls = {
+        "causal_lm_loss": (causal_lm_loss, ("hidden", "head", "labels"), B * (T - 1) - 3),
+        "fused_linear_log_probs": (ops.fused_linear_log_probs, ("hidden", "weight", "labels"), None),
+        "fused_linear_token_loss": (token_loss, ("hidden", "weight", "labels", "per_token"), B * T),
+        "fused_linear_distillation": (
+            ops.fused_linear_distillation,
+            ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"),
+            B * T,
+        ),
+        "fused_linear_topk_distillation": (topk, ("hidden", "weight", "token_ids", "log_probs"), B * T),
+    }
+    for op, (loss, arguments, num_tokens) in calls.items():
+        given = [names[name] for name in arguments]
+        with pytest.raises(ValueError, match=f"^{op}") as error:
+            jax.eval_shape(loss, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given))
+            jax.jit(loss).lower(*given)
+        call = str(error.value).partition("write ")[2].partition(", where num_tokens")[0].partition(". P() gathers")[0]
+        public = topk if op == topk.__name__ else getattr(ops, op, causal_lm_loss)
+        found = jax.tree.leaves(
+            jax.eval_shape(lambda call=call, n=names | {op: public, "num_tokens": num_tokens}: eval(call, n))
+        )
+        expected = loss(*jax.device_get(given))
+        expected = expected[0] if op == "fused_linear_token_loss" else expected
+        assert [x.shape for x in found] == [x.shape for x in jax.tree.leaves(expected)], call

@@ -238,3 +238,12 @@ def test_a_frozen_head_takes_no_gradient_work(mesh):
         both = jax.grad(lambda h, w, y: ops.fused_linear_cross_entropy(h, w, y), argnums=(0, 1))
         count = lambda f: jax.jit(f).lower(*arrays).as_text().count("stablehlo.dot_general")
         assert count(frozen) < count(both)
+
+
+def test_a_feed_forward_whose_width_is_split_asks_for_a_shard_map(devices):
+    mesh = jax.make_mesh((len(devices),), ("tensor",), axis_types=(jax.sharding.AxisType.Explicit,), devices=devices)
+    with jax.set_mesh(mesh):
+        put = lambda shape, *spec: jax.device_put(jnp.ones(shape), jax.NamedSharding(mesh, P(*spec)))
+        up, down = put((8, 16), None, "tensor"), put((16, 8), "tensor")
+        with pytest.raises(ValueError, match=r"gated_mlp: the mesh axes \('tensor',\) split F.*jax.lax.psum over"):
+            jax.eval_shape(ops.gated_mlp, put((4, 8)), up, up, down)

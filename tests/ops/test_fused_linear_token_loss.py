@@ -374,7 +374,7 @@ def test_tokens_on_an_explicit_mesh_stay_where_they_are(mode, devices, rng):
         (dict(denominator=jnp.ones(2)), ValueError, r"denominator has shape \(2,\), but must have shape \(\)"),
         (dict(temperature=0.0), ValueError, "temperature=0.0 must be finite and > 0"),
         (dict(mode="slow"), ValueError, "mode='slow' is unknown"),
-        (dict(mode="fast", vocab_axis="x"), ValueError, "mode='fast' makes gradients in the forward"),
+        (dict(vocab_axis="x"), ValueError, "vocab_axis='x' must be an axis of the mesh of a jax.shard_map"),
     ],
 )
 def test_wrong_arguments_are_refused(wrong, error, message, unchecked_types, rng):

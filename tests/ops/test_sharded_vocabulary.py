@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax import fused_linear_cross_entropy
+from liger_jax import cross_entropy, fused_linear_cross_entropy, ops
 from tests.ops._losses import FUSED, arrays, make_case, relative_error, value_and_grad
 from tests.ops._oracle import sent
 
@@ -93,3 +93,68 @@ def test_fast_mode_refuses_a_sharded_vocabulary(mesh):
     loss = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("shard"), jax.P()), out_specs=jax.P())
     with pytest.raises(ValueError, match="log-normaliser of all shards is unknown"):
         loss(jnp.ones((3, 8)), jnp.ones((16, 8)), jnp.array([1, 2, 3]))
+
+
+H, W, Y = jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.zeros(8, jnp.int32)
+SPLIT_OVER_V = {  # (call, arrays, the names of those that are shards)
+    "fused_linear_cross_entropy": (fused_linear_cross_entropy, dict(hidden=H, weight=W, labels=Y), ["weight"]),
+    "fused_linear_log_probs": (
+        lambda **kw: ops.fused_linear_log_probs(**kw).log_probs.sum(),
+        dict(hidden=H, weight=W, labels=Y),
+        ["weight"],
+    ),
+    "fused_linear_token_loss": (
+        lambda **kw: ops.fused_linear_token_loss(lambda p: -p, per_token=(), denominator=8, **kw)[0],
+        dict(hidden=H, weight=W, labels=Y),
+        ["weight"],
+    ),
+    "fused_linear_distillation": (
+        ops.fused_linear_distillation,
+        dict(student_hidden=H, student_weight=W, teacher_hidden=H, teacher_weight=W),
+        ["student_weight", "teacher_weight"],
+    ),
+    "fused_linear_topk_distillation": (
+        functools.partial(ops.fused_linear_topk_distillation, tail="bucket"),
+        dict(hidden=H, weight=W, token_ids=jnp.zeros((8, 1), jnp.int32), log_probs=-jnp.ones((8, 1))),
+        ["weight"],
+    ),
+    "cross_entropy": (cross_entropy, dict(logits=jnp.ones((8, 16)), labels=Y), ["logits"]),
+}
+
+
+@pytest.mark.parametrize("op", SPLIT_OVER_V)
+def test_what_is_not_split_as_vocab_axis_says_is_refused(op, mesh):
+    """A whole head would be counted once for each device, and tokens of other devices taken for one's own."""
+    loss, arrays, shards = SPLIT_OVER_V[op]
+    on_v = jax.P(None, "shard") if op == "cross_entropy" else jax.P("shard")
+    right = {name: on_v if name in shards else jax.P() for name in arrays}
+
+    def trace(specs, axis="shard", check_vma=True):
+        local = lambda *parts: loss(**dict(zip(arrays, parts, strict=True)), vocab_axis=axis)
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs.values()), out_specs=jax.P(), check_vma=check_vma)
+        return jax.eval_shape(mapped, *arrays.values())
+
+    assert trace(right).shape == () and trace(dict.fromkeys(right, jax.P()), check_vma=False).shape == ()
+    rule = f"{op}: {shards[0]} is the same on all devices of vocab_axis='shard'.*in_spec"
+    with pytest.raises(ValueError, match=rule):
+        trace(dict.fromkeys(right, jax.P()))
+    tokens = dict.fromkeys(set(arrays) - {"logits"} - set(shards), jax.P("shard"))
+    if op != "cross_entropy":  # whose logits' rows would be cut by the same axis as their classes
+        with pytest.raises(ValueError, match=f"{op}: .* varies over vocab_axis='shard'.*in_spec"):
+            trace(right | tokens)
+    with pytest.raises(ValueError, match=f"{op}: vocab_axis='tp' must .*axes here are .'shard',.*inside jax.shard_map"):
+        trace(right, axis="tp")
+    with pytest.raises(ValueError, match=f"{op}: vocab_axis='shard' must .*here is none.*inside jax.shard_map"):
+        loss(**arrays, vocab_axis="shard")
+
+
+def test_tokens_that_were_gathered_as_the_same_on_all_are_right(mesh, rng):
+    hidden, weight = (jnp.asarray(rng.standard_normal((8, 4)), jnp.float32) for _ in range(2))
+    gather = functools.partial(jax.lax.all_gather, axis_name="shard", tiled=True, to="invarying")
+    local = lambda h, w: fused_linear_cross_entropy(gather(h), w, Y, vocab_axis="shard")
+    split = jax.shard_map(local, mesh=mesh, in_specs=jax.P("shard"), out_specs=jax.P())
+    expected = value_and_grad(lambda h, w: fused_linear_cross_entropy(h, w, Y), (0, 1))(hidden, weight)
+    for a, b in zip(
+        jax.tree.leaves(value_and_grad(split, (0, 1))(hidden, weight)), jax.tree.leaves(expected), strict=True
+    ):
+        assert relative_error(a, b) < 2e-5

@@ -235,6 +235,10 @@ def test_a_split_between_the_ends_of_blocks_is_refused(devices):
             ):
                 optimizer.init(params)
             adamw_8bit(1e-3, block_size=224).init(params)
+            other = jax.device_put(jnp.ones((16, 640)), NamedSharding(mesh, P(None, "tensor")))
+            with pytest.raises(ValueError, match="pass block_size=32, which fits all parameters"):
+                optimizer.init(params | dict(other=other))  # parts of 224 and of 160
+            adamw_8bit(1e-3, block_size=32).init(params | dict(other=other))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ _summed_loss = _reverse_only(_summed_loss_vjp)
 def _run(hidden, weight, bias, teacher, labels, scale, options, choice, needs):
     """(losses times scale (N,), statistics, gradients of their sum)."""
     # XLA's loss is guarded, too: its scan over chunks cannot be partitioned.
-    student, teacher = _mesh.opaque((Head(hidden, weight, bias), teacher), choice.op, _TWICE)
+    axes = _mesh.axes_of(hidden, weight)
+    student, teacher = _mesh.opaque((Head(hidden, weight, bias), teacher), choice.op, _TWICE, axes)
     kernel = choice.kernel("by_tokens", options=options, needs=needs)
     losses, statistics, grads = kernel.run(student, teacher, labels, scale)
     return jnp.where(scale == 0, 0.0, scale * losses), statistics, grads
@@ -267,7 +268,8 @@ def _local(student, teacher, labels, where, denominator, options, static, token_
         static.implementation, *student, *teacher, place=place, options=options
     )
     if place.mesh_refusal is not None:
-        raise ValueError(f"{op}: {place.mesh_refusal}")
+        call = _mesh.loss_call(op, _mesh.axes_of(student.hidden, student.weight))
+        raise ValueError(f"{op}: {place.mesh_refusal} {call}")
     n, shard_size = student.hidden.shape[0], student.weight.shape[options.student.vocab_dim]
     planned = plan(student, teacher, options, static, choice.name, place)
     entries = _entries_of_slice(planned, student, teacher, shard_size)

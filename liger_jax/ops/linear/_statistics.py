@@ -15,7 +15,7 @@ from liger_jax.ops._kernels import Kernel
 from liger_jax.ops._place import place_of
 from liger_jax.ops.linear import _sliced_head
 from liger_jax.ops.linear.plan import choose_mode, kernel_options, make_plan
-from liger_jax.ops.linear.problem import KERNELS, OP, Problem, problem_of, why_not_fast
+from liger_jax.ops.linear.problem import KERNELS, Problem, problem_of, why_not_fast
 from liger_jax.pallas_kernels._tiles import is_symbolic
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.formulas import Cotangents, Statistics
@@ -54,7 +54,7 @@ def problem_on_device(
         **limits,
     )
     if place.mesh_refusal is not None:
-        call = _mesh.loss_call(op, _mesh.axes_of(hidden, weight)) if op == OP else ""
+        call = _mesh.loss_call(op, _mesh.axes_of(hidden, weight))
         raise ValueError(f"{op}: {place.mesh_refusal} {call}".rstrip())
     if is_symbolic(hidden.shape[0]) and problem.hard_budget_bytes is not None and choose_mode(problem) == "lean":
         raise ValueError(
@@ -75,7 +75,7 @@ def kernel_of(
 
 def guarded_inputs(problem: Problem, hidden: Any, weight: Any, labels: Any, bias: Any, class_weights: Any) -> Inputs:
     """What every kernel reads, guarded. XLA's loss is guarded too, because its scan over chunks is not partitioned."""
-    axes = _mesh.axes_of(hidden, weight) if problem.op == OP else None
+    axes = _mesh.axes_of(hidden, weight)
     return _mesh.opaque(Inputs(hidden, weight, labels, bias, class_weights), problem.op, _SECOND_DERIVATIVES, axes)
 
 

@@ -86,7 +86,8 @@ def fused_linear_cross_entropy(
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
-            of the vocabulary, while hidden, labels and token arguments are the same on all; needs mode "lean".
+            of the vocabulary, while hidden, labels and token arguments are the same on all; needs mode "lean". With
+            `check_vma=False` nothing tells whether they are: a head that is whole then gives a wrong loss.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
@@ -114,12 +115,28 @@ def fused_linear_cross_entropy(
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (arXiv:2411.09009), for the
         blockwise statistics; Hsu et al., "Liger Kernel", 2024 (arXiv:2410.10989), for gradients in the forward.
     """
+    return named_loss(
+        OP, hidden, weight, labels,
+        bias=bias, weight_layout=weight_layout, where=where, token_weights=token_weights, class_weights=class_weights,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+        logit_softcap=logit_softcap, reduction=reduction, return_metrics=return_metrics, vocab_axis=vocab_axis,
+        mode=mode, chunk_size=chunk_size, memory_budget_bytes=memory_budget_bytes, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def named_loss(
+    op, hidden, weight, labels, *, bias, weight_layout, where, token_weights, class_weights, ignore_index,
+    label_smoothing, z_loss, logit_scale, logit_softcap, reduction, return_metrics, vocab_axis, mode, chunk_size,
+    memory_budget_bytes, precision, implementation,
+):  # fmt: skip
+    """`fused_linear_cross_entropy` for a public function of another name, with which messages begin."""
     weight, split = taken_apart(weight)
-    hidden, weight, bias, vocab_size = _checks.linear_head(OP, hidden, weight, bias, weight_layout, split=split)
-    _checks.check_mode(OP, mode, chunk_size)
-    loss_options = _loss.LossOptions(OP, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
+    hidden, weight, bias, vocab_size = _checks.linear_head(op, hidden, weight, bias, weight_layout, split=split)
+    _checks.check_mode(op, mode, chunk_size)
+    loss_options = _loss.LossOptions(op, ignore_index, label_smoothing, z_loss, logit_scale, logit_softcap, reduction)
     labels, where, token_weights, class_weights = _loss.as_arrays(labels, where, token_weights, class_weights)
-    _loss.check_tokens(OP, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
+    _loss.check_tokens(op, labels, where, token_weights, class_weights, hidden.shape[:-1], vocab_size)
 
     static = dict(
         return_metrics=return_metrics,
@@ -131,9 +148,13 @@ def fused_linear_cross_entropy(
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
+    if vocab_axis is not None:
+        shards = dict(weight=weight, bias=bias, class_weights=class_weights)
+        same = dict(hidden=hidden, labels=labels, where=where, token_weights=token_weights)
+        _vocab_shards.check_axis(op, vocab_axis, shards, same)
     if vocab_axis is not None or split is not None:
         return _local(*arrays, options=loss_options, vocab_axis=vocab_axis, split=split, **static)
-    _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
     by_device = _on_parts if are_seen(hidden, weight) else _local
     return by_device(*arrays, options=loss_options, **static)
 
@@ -143,13 +164,14 @@ def fused_linear_cross_entropy(
 
 def _on_parts(hidden, weight, labels, bias, where, token_weights, class_weights, *, options, **static):
     """The loss of tokens on an Explicit mesh: each device computes its own tokens' part."""
-    parts = parts_of(OP, hidden, weight, static["weight_layout"].index("v"))
+    op = options.op
+    parts = parts_of(op, hidden, weight, static["weight_layout"].index("v"))
     own = dataclasses.replace(options, token_axes=parts.token_axes)
     local = functools.partial(_local, options=own, vocab_axis=parts.vocab_axis, split=parts.split, **static)
     tokens, vocabulary = parts.tokens, parts.vocabulary
     specs = parts.hidden, parts.weight, tokens, vocabulary, tokens, tokens, vocabulary
     arrays = hidden, weight, labels, bias, where, token_weights, class_weights
-    return _explicit.loss_on_parts(OP, local, arrays, specs, tokens, options.reduction, static["return_metrics"])
+    return _explicit.loss_on_parts(op, local, arrays, specs, tokens, options.reduction, static["return_metrics"])
 
 
 def _local(
@@ -160,10 +182,10 @@ def _local(
     flat = lambda x: None if x is None else x.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, where, token_weights = labels.reshape(-1), flat(where), flat(token_weights)
-    class_weights = _loss.constant_class_weights(OP, class_weights)
+    class_weights = _loss.constant_class_weights(options.op, class_weights)
     linear_options = LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0)
     problem = problem_on_device(
-        OP, hidden, weight, labels, bias, class_weights,
+        options.op, hidden, weight, labels, bias, class_weights,
         options=linear_options, reduction=options.reduction, vocab_axis=vocab_axis, split=split, **limits,
     )  # fmt: skip
     terms, kernel_labels = _vocab_shards.token_terms(

@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import _checks, _loss
+from liger_jax.ops import _checks, _loss, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.linear._distillation import Static, as_denominator, check_tokens, head_options, loss
@@ -90,7 +90,8 @@ def fused_linear_distillation(
         reduction: "mean" over the tokens that count, "sum", or "none".
         denominator: what replaces the number of tokens in a mean, so that micro-batches add up to one batch.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which both heads are shards of the vocabulary, while
-            hidden states, labels and `where` are the same on all; needs mode "lean".
+            hidden states, labels and `where` are the same on all; needs mode "lean". With `check_vma=False` nothing
+            tells whether they are.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk; None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
@@ -155,7 +156,12 @@ def fused_linear_distillation(
     wanted = (*tokens, *teacher.hidden.shape[-1:])
     _checks.check_shape(OP, "teacher_hidden", teacher.hidden, wanted, "its tokens are those of student_hidden")
     labels, where = check_tokens(OP, labels, where, hard_weight, tokens, vocab_size)
-    if hard_weight and vocab_axis is None:
+    if vocab_axis is not None:
+        shards = dict(student_weight=student.weight, student_bias=student.bias)
+        shards |= dict(teacher_weight=teacher.weight, teacher_bias=teacher.bias)
+        same = dict(student_hidden=student.hidden, teacher_hidden=teacher.hidden, labels=labels, where=where)
+        _vocab_shards.check_axis(OP, vocab_axis, shards, same)
+    elif hard_weight:
         _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
     denominator = as_denominator(OP, denominator, reduction)
     return loss(student, jax.lax.stop_gradient(teacher), labels, where, denominator, options, static)

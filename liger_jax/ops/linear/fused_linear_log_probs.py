@@ -92,7 +92,7 @@ def fused_linear_log_probs(
         entropy: whether to make `entropy` and `log_sum_of_squares`, too.
         metrics: whether to make `max_logit` and `predicted_tokens`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
-            while hidden, labels and `where` are the same on all.
+            while hidden, labels and `where` are the same on all. With `check_vma=False` nothing tells whether they are.
         chunk_size: vocabulary entries in a slice; None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
         precision: of the products; None for `jax.default_matmul_precision`.
@@ -137,6 +137,9 @@ def fused_linear_log_probs(
         implementation=implementation,
     )
     arrays = hidden, weight, labels, bias, where
+    if vocab_axis is not None:
+        same = dict(hidden=hidden, labels=labels, where=where)
+        _vocab_shards.check_axis(OP, vocab_axis, dict(weight=weight, bias=bias), same)
     if vocab_axis is not None or split is not None:
         return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
     _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)

@@ -97,7 +97,8 @@ def fused_linear_token_loss(
         logit_scale: a finite Python number.
         logit_softcap: s > 0 for s·tanh(u/s), a finite Python number, or None.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
-            while the tokens' arrays are the same on all; needs mode "lean".
+            while the tokens' arrays are the same on all; needs mode "lean". With `check_vma=False` nothing tells
+            whether they are.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
@@ -139,6 +140,10 @@ def fused_linear_token_loss(
     labels, where = _loss.as_arrays(labels, where)
     _loss.check_tokens(OP, labels, where, None, None, hidden.shape[:-1], vocab_size)
     per_token = tuple(broadcast_to_tokens(OP, as_tuple(OP, per_token), labels.shape))
+    if vocab_axis is not None:
+        same = dict(hidden=hidden, labels=labels, where=where)
+        same |= {f"per_token[{i}]": x for i, x in enumerate(per_token)}
+        _vocab_shards.check_axis(OP, vocab_axis, dict(weight=weight, bias=bias), same)
     # One device's results do not vary over the shards of the vocabulary.
     varying = _mesh.varying_axes(hidden, weight, bias, labels, where, *per_token) - {vocab_axis}
     function, closed_over = hoisted(OP, loss_fn, 1 + entropy, per_token, varying)

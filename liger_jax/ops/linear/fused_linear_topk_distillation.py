@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import _checks, _loss
+from liger_jax.ops import _checks, _loss, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
 from liger_jax.ops.linear._distillation import Static, as_denominator, check_tokens, head_options, loss
@@ -74,7 +74,7 @@ def fused_linear_topk_distillation(
         reduction: "mean" over the tokens that count, "sum", or "none".
         denominator: what replaces the number of tokens in a mean, so that micro-batches add up to one batch.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight` and `bias` are shards of the vocabulary,
-            while all else is the same on all; needs mode "lean".
+            while all else is the same on all; needs mode "lean". With `check_vma=False` nothing tells whether it is.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk; None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
@@ -122,7 +122,10 @@ def fused_linear_topk_distillation(
     for name, x in dict(token_ids=token_ids, log_probs=log_probs).items():
         _checks.check_shape(OP, name, x, wanted, "K entries for each token of hidden")
     labels, where = check_tokens(OP, labels, where, hard_weight, tokens, vocab_size)
-    if hard_weight and vocab_axis is None:
+    if vocab_axis is not None:
+        same = dict(hidden=student.hidden, token_ids=token_ids, log_probs=log_probs, labels=labels, where=where)
+        _vocab_shards.check_axis(OP, vocab_axis, dict(weight=student.weight, bias=student.bias), same)
+    elif hard_weight:
         _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
     teacher = TopK(token_ids.astype(jnp.int32), jax.lax.stop_gradient(log_probs.astype(jnp.float32)))
     return loss(student, teacher, labels, where, as_denominator(OP, denominator, reduction), options, static)
