@@ -22,7 +22,6 @@ _ELSEWHERE = {
     "--num-epochs": ("--epochs",),
     "--batch-size": ("--batch",),
     "--bs": ("--batch",),
-    "--per-device-train-batch-size": ("--batch",),
     "--gradient-accumulation-steps": ("--micro-batches",),
     "--grad-accum": ("--micro-batches",),
     "--max-length": ("--length", "--seq", "--max-new-tokens"),
@@ -61,9 +60,21 @@ _ELSEWHERE = {
     "--eval-steps": ("--every",),
     "--early-stopping": ("--patience",),
     "--report-to": ("--log",),
-    "--bf16": ("--dtype",),
     "--overwrite-output-dir": ("--fresh",),
     "--accelerator": ("--device",),
+}
+# The same, where the name alone does not say what is to be done: an option of the commands meant, and the sentence.
+_TOLD = {
+    "--bf16": (
+        "--param-dtype",
+        "bfloat16 is the default of --dtype; --param-dtype bfloat16 holds weights so, too.",
+    ),
+    "--fp16": ("--param-dtype", "There is no float16 training: bfloat16 is the default of --dtype."),
+    "--per-device-train-batch-size": (
+        "--batch",
+        "Did you mean --batch? It is the whole step's rows, over all devices and micro-batches.",
+    ),
+    "--resume-from-checkpoint": ("--fresh", "Repeat the same command: it goes on from its newest checkpoint."),
 }
 
 
@@ -133,10 +144,15 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**values)
 
     def error(self, message: str) -> NoReturn:
-        """Ends with the usage and the message, in which a mistyped command is told the one that was meant."""
+        """Ends with the message in one sentence, in which a mistyped command is told the one that was meant."""
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             message += meant(found[1], re.findall(r"[\w.-]+", found[2]))
-        super().error(message)
+        if found := re.search(r"invalid (int|float) value: ('[^']*')", message):
+            kind = "whole number" if found[1] == "int" else "number"
+            message = f"{message[: found.start()]}{found[2]} must be a {kind}."
+        elif "--help" not in message and not message.endswith("?"):
+            message = f"{message.rstrip('.')}. What there is: {self.prog} --help"
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -155,6 +171,8 @@ def meant(name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     spelled = name.replace("_", "-").lower()
+    if spelled in _TOLD and _TOLD[spelled][0] in known:
+        return f" {_TOLD[spelled][1]}"
     near = [spelled] if spelled in known else [each for each in _ELSEWHERE.get(spelled, ()) if each in known]
     near = near or [each for each in known if each.startswith(spelled) and len(spelled) > 3]
     near = near or difflib.get_close_matches(spelled, known, n=1, cutoff=0.7)

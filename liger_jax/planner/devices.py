@@ -90,7 +90,7 @@ class Target:
 
         Example:
             >>> round(target("rtx4090").limit_for(20 * GIB) / GIB, 1), round(target("v5e").limit_for(GIB) / GIB, 2)
-            (20.8, 15.75)
+            (20.7, 15.75)
         """
         fraction = self.fraction_for(needed)
         limit = None if fraction is None else _usable(fraction, self.visible_bytes)
