@@ -121,6 +121,8 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
     )  # fmt: skip
     _config.write(path, told.to_write(), "heading")
     assert settings_of(capsys, "--config", path) == told
+    of_the_run = _settings.Settings(model="x", data="y", lora=4).of_the_run()
+    assert of_the_run["learning_rate"] == 2e-4  # another rate is told beside the default's value, and not beside None
 
 
 @pytest.mark.parametrize(
