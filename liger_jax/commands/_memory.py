@@ -170,6 +170,9 @@ def changes(run: Run, frozen: str, whole: bool = False) -> Run | None:
 def _changes(run: Run, frozen: str, whole: bool) -> Iterator[dict[str, Any]]:
     if run.remat in ("none", "dots"):
         yield dict(remat="full")
+    one = dataclasses.replace(run, micro_batches=1)
+    if estimate(one).total < estimate(run).total:  # the parts' sum of gradients is more than what smaller parts save
+        yield dict(micro_batches=1)
     for parts in () if whole else range(run.micro_batches + 1, run.batch + 1):
         if run.batch % (parts * run.batch_devices) == 0:
             yield dict(micro_batches=parts)

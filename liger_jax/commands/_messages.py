@@ -33,7 +33,11 @@ def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
         raise UserError("messages must be a list of objects, each with a role and a content.")
     if not any(message["role"] == "assistant" for message in found):
-        raise UserError("no message is the assistant's, and only the assistant's words are trained on.")
+        roles = ", ".join(list(dict.fromkeys(repr(message["role"][:30]) for message in found))[:4]) or "none"
+        raise UserError(
+            f"no message is the assistant's, and only the assistant's words are trained on. The roles are {roles}; "
+            "chat templates know 'system', 'user', 'assistant' and 'tool'."
+        )
     return [_message(f"message {i}, the {m['role']}'s,", m) for i, m in enumerate(found, 1)]
 
 

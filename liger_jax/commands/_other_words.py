@@ -26,6 +26,16 @@ _TOLD = {
         "--reward",
         "It is --reward module:function, and a function takes the completions of one prompt",
     ),
+    "--bf16": (
+        "--param-dtype",
+        "bfloat16 is the default of --dtype; --param-dtype bfloat16 holds weights so, too",
+    ),
+    "--fp16": ("--param-dtype", "There is no float16 training: bfloat16 is the default of --dtype"),
+    "--per-device-train-batch-size": (
+        "--batch",
+        "It is --batch, the whole step's rows over all devices and micro-batches",
+    ),
+    "--resume-from-checkpoint": ("--fresh", "Repeat the same command: it goes on from its newest checkpoint"),
     "--reward-weights": ("--reward", "A weight stands behind its function: --reward module:function=0.5"),
 }
 

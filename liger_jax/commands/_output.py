@@ -186,10 +186,14 @@ def folder(settings: Settings) -> Path:
         settings: the run.
 
     Returns:
-        OUT/model or OUT/adapters.
+        OUT/model or OUT/adapters; with the step behind it for `--result-of`, which replaces no run's result.
     """
-    only_adapters = settings.lora is not None and not settings.merge
-    return Path(settings.out) / (ADAPTERS if only_adapters else MODEL)
+    name = ADAPTERS if _only_adapters(settings) else MODEL
+    return Path(settings.out) / (name if settings.result_of is None else f"{name}-{settings.result_of}")
+
+
+def _only_adapters(settings: Settings) -> bool:
+    return settings.lora is not None and not settings.merge
 
 
 def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) -> Path:
@@ -202,7 +206,7 @@ def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) 
         stops: the tokens that end a text.
 
     Returns:
-        The folder, OUT/model or OUT/adapters.
+        The folder, as `folder` names it.
 
     Raises:
         UserError: something cannot be written.
@@ -210,7 +214,7 @@ def write(model: Any, settings: Settings, source: Source, stops: Sequence[int]) 
     target = folder(settings)
     generation = _generation(model.kept, stops)
     try:
-        if target.name == ADAPTERS:
+        if _only_adapters(settings):
             base = str(source.folder.resolve()) if Path(settings.model).is_dir() else settings.model
             model.kept = dataclasses.replace(model.kept, generation=generation)
             save_adapters(model, target, base_model=base, tokenizer_from=source)

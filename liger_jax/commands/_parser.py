@@ -23,7 +23,6 @@ _ELSEWHERE = {
     "--num-epochs": ("--epochs",),
     "--batch-size": ("--batch",),
     "--bs": ("--batch",),
-    "--per-device-train-batch-size": ("--batch",),
     "--gradient-accumulation-steps": ("--micro-batches",),
     "--grad-accum": ("--micro-batches",),
     "--max-length": ("--length", "--seq", "--max-new-tokens"),
@@ -62,7 +61,6 @@ _ELSEWHERE = {
     "--eval-steps": ("--every",),
     "--early-stopping": ("--patience",),
     "--report-to": ("--log",),
-    "--bf16": ("--dtype",),
     "--overwrite-output-dir": ("--fresh",),
     "--accelerator": ("--device",),
 }
@@ -135,10 +133,15 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**values)
 
     def error(self, message: str) -> NoReturn:
-        """Ends with the usage and the message, in which a mistyped command is told the one that was meant."""
+        """Ends with the message in one sentence, in which a mistyped command is told the one that was meant."""
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             message += meant(found[1], re.findall(r"[\w.-]+", found[2]))
-        super().error(message)
+        if found := re.search(r"invalid (int|float) value: ('[^']*')", message):
+            kind = "whole number" if found[1] == "int" else "number"
+            message = f"{message[: found.start()]}{found[2]} must be a {kind}."
+        elif "--help" not in message and not message.endswith("?"):
+            message = f"{message.rstrip('.')}. What there is: {self.prog} --help"
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from liger_jax.planner.architectures import Architecture, architecture_of
 from liger_jax.training import (
     Checkpoints,
     Loop,
+    disk,
     identity,
     lock,
     make_step,
@@ -118,7 +119,7 @@ def _train(asked: Settings, task: Task | TaskOf, out: Path) -> int:
         model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
         of_rows = devices.layout_of_rows
         shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)
-    for line in filter(None, (devices.line, dropout(source.config))):
+    for line in filter(None, (devices.line, dropout(source.config), *_trained_lines(settings, model, found))):
         print(line)
     with devices.context():
         return _train_on(_Run(asked, settings, task, source, found, precision, devices, out), model, shown)
@@ -184,7 +185,9 @@ def _train_on(run: _Run, like: Any, shown: Any) -> int:
     checkpoints.check()
     if processes.is_first():
         data.keep()
-    if _is_finished(settings, checkpoints, steps):
+    if settings.result_of is not None:
+        _check_kept(settings.result_of, checkpoints)
+    elif _is_finished(settings, checkpoints, steps):
         return 0
     with user_errors():
         processes.by_first(lambda: _output.write_settings(run.asked))
@@ -198,6 +201,8 @@ def _train_on(run: _Run, like: Any, shown: Any) -> int:
     del reading  # it holds the weights as they were read
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = _shapes(state)
+    if settings.result_of is not None:
+        return _write_result_of(run, course, checkpoints, (graph, state, frozen, keeps))
     state, log = _restored(checkpoints, state, course)
     with telling("compiling"), memory_errors("while the step was compiled."):
         compiled = [program.result() for program in programs]
@@ -213,8 +218,7 @@ def _train_on(run: _Run, like: Any, shown: Any) -> int:
     if early:
         state = _shapes(state)  # two states need not fit
         state, done = _best(state, steps, checkpoints)
-    tuned = _without_teacher(nnx.merge(graph, state[0], frozen))
-    tuned.kept = keeps
+    tuned = _tuned(graph, state, frozen, keeps)
     del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, run.source, course.tokenizer.stops)
     processes.by_first(lambda: _leave(settings, checkpoints, target, early))
@@ -257,10 +261,23 @@ def _begun(
             with telling("reading the teacher's weights"):
                 read = beside(task.teacher.read, run.precision["dtype"], devices.mesh, devices.kernels)
                 model.teacher = read.result()
-    with memory_errors("before the first step."):
-        task.before(settings, course.data, model, made_of)
+    if settings.result_of is None:
+        with memory_errors("before the first step."):
+            task.before(settings, course.data, model, made_of)
     graph, params, frozen = nnx.split(model, _trained(settings), ...)
     return graph, devices.started(params, course.optimizer), devices.placed(frozen), model.kept
+
+
+def _write_result_of(run: _Run, course: _Course, checkpoints: Checkpoints, begun: tuple[Any, Any, Any, Any]) -> int:
+    """Makes a model of a checkpoint that is kept, for `--result-of`."""
+    graph, state, frozen, keeps = begun
+    step = run.settings.result_of
+    assert step is not None
+    tuned = _tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
+    del begun, state
+    target = _output.write(tuned, run.settings, run.source, course.tokenizer.stops)
+    print(f"the result of step {step} is in {target}")
+    return 0
 
 
 def _loop(
@@ -323,6 +340,13 @@ def _fitted(
     return _memory.fitted(settings, found, **precision, **options)
 
 
+def _check_kept(step: int, checkpoints: Checkpoints) -> None:
+    """Refuses the result of a step of which there is no checkpoint."""
+    if step not in (kept := checkpoints.kept_steps):
+        there = f"those of {', '.join(map(str, kept))} are" if kept else "none is"
+        raise UserError(f"--result-of={step}: this step's checkpoint is not kept; {there}. --keep keeps more of them.")
+
+
 def _is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:
     """Whether the result is there already, which is said."""
     latest, finished = checkpoints.latest_step, checkpoints.finished
@@ -349,13 +373,14 @@ def _best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
 def _tell(name: str, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints, out: Path) -> None:
     """Says how a run has ended, by a figure of its name, and where its result is."""
     first, last = log[0][name], log[done - 1][name]
-    print(f"{done} steps; {name} {first:.3f} → {last:.3f}; {target.name} in {target}")
+    print(f"{done} step{'s' if done > 1 else ''}; {name} {first:.3f} → {last:.3f}; {target.name} in {target}")
     best = checkpoints.best
     if best is not None and best[0] != done:
         there = out / _output.CHECKPOINTS / str(best[0])
         print(
             f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, with "
-            f"{best[1]:.3f}, whose checkpoint stays in {there}"
+            f"{best[1]:.3f}, whose checkpoint stays in {there}; the same command with --result-of {best[0]} makes "
+            f"{target.name}-{best[0]} of it"
         )
 
 
@@ -401,7 +426,7 @@ def _model_files(settings: Settings, source: Source) -> dict[str, str]:
     contents |= _adapters.files(settings)
     found = identity.of_files(contents | source.tokenizer) | identity.of_weights(source.folder, source.weight_files)
     if settings.verify:
-        with telling(f"reading {_memory.gib(source.weight_bytes)} of weights to verify them"):
+        with telling(f"reading {disk.size(source.weight_bytes)} of weights to verify them"):
             found |= identity.of_whole_weights(source.folder, source.weight_files)
     return found
 
@@ -449,12 +474,24 @@ def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:
 
 
 def _with_adapters(settings: Settings, source: Source, reading: Future[Any]) -> Any:
-    with telling(f"reading {_memory.gib(source.weight_bytes)} of weights"):
+    with telling(f"reading {disk.size(source.weight_bytes)} of weights"):
         model = reading.result()
     if settings.lora is not None:
-        with telling(f"adding adapters of rank {settings.lora}"):
+        with telling(f"adding adapters of rank {settings.lora}, while the step is compiled"):
             _adapters.add(model, settings)
     return model
+
+
+def _trained_lines(settings: Settings, model: Any, found: Architecture) -> Iterator[str]:
+    """How much of a model is trained."""
+    number = sum(x.size for x in jax.tree.leaves(nnx.state(model, _trained(settings))))
+    if settings.lora is None:
+        yield f"trained: all {number:,} parameters"
+        return
+    total = found.num_parameters + number
+    yield f"trained: {number:,} of {total:,} parameters, {number / total:.2%}"
+    if settings.lora > (width := found.config.hidden_size):
+        yield f"--lora {settings.lora} is more than the model's width, and rank {width} can hold any change already"
 
 
 def _trained(settings: Settings) -> Any:
@@ -463,8 +500,10 @@ def _trained(settings: Settings) -> Any:
     return nnx.All(kind, nnx.Not(nnx.PathContains(_teacher.NAME)))
 
 
-def _without_teacher(model: Any) -> Any:
+def _tuned(graph: Any, state: Any, frozen: Any, keeps: Any) -> Any:
     """A model that is to be written."""
+    model = nnx.merge(graph, state[0], frozen)
+    model.kept = keeps
     if hasattr(model, _teacher.NAME):
         delattr(model, _teacher.NAME)
     return model
@@ -487,12 +526,25 @@ def _new_model(
     if source.is_nf4:
         quantized_as_in(source.folder, model)
     elif settings.quantize is not None:
-        quantize(model, settings.quantize)
+        _quantized(model, settings)
     if settings.lora is not None:
         _adapters.add(model, settings)
     if task.teacher is not None and task.teacher.stays:
         model.teacher = task.teacher.new(precision["dtype"], layout)
     return model
+
+
+def _quantized(model: Any, settings: Settings) -> None:
+    assert settings.quantize is not None
+    try:
+        quantize(model, settings.quantize)
+    except ValueError as error:
+        if "block_size" not in str(error):
+            raise
+        raise UserError(
+            f"--quantize={settings.quantize} cuts a projection's input into blocks of 64, which do not divide the "
+            f"widths of {settings.model}. Leave it out."
+        ) from error
 
 
 def _programs(

@@ -24,16 +24,16 @@ ADAPTER_CONFIG = "adapter_config.json"  # a folder with it holds adapters, whose
 MOST = 2**31 - 1  # JAX counts in int32
 _BOUNDS = dict(
     length=(2, MOST), batch=(1, MOST), micro_batches=(1, MOST), steps=(1, MOST), lora=(1, 2**16), every=(1, MOST),
-    keep=(1, MOST), seed=(0, 2**32 - 1), samples=(0, 2**16), patience=(1, MOST),
+    keep=(1, MOST), result_of=(1, MOST), seed=(0, 2**32 - 1), samples=(0, 2**16), patience=(1, MOST),
 )  # fmt: skip
 _MOST_FLOAT = 3.4e38  # of float32
 # What may change when a run is continued: where figures and results go, how often it saves and looks at itself, and how
 # a step is laid into memory.
 _NOT_OF_THE_RUN = (
     "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify", "mesh",
-    "distributed", "remat", "micro_batches",
+    "distributed", "remat", "micro_batches", "result_of",
 )  # fmt: skip
-_NOT_WRITTEN = ("fresh", "verify", "distributed")  # into a run's file of options
+_NOT_WRITTEN = ("fresh", "verify", "distributed", "result_of")  # into a run's file of options
 ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file
 
 
@@ -86,6 +86,7 @@ class Settings:
         out: folder for checkpoints, logs and the result.
         merge: add the adapters to the weights in the result.
         save_dtype: dtype of the weights in the result; `None` for the checkpoint's own, if it is smaller than theirs.
+        result_of: no training, but the result of this step, whose checkpoint is kept; `None` to train.
         fresh: start over, whatever checkpoint there is.
         mesh: the devices along each axis, such as "fsdp=2,tensor=2"; `None` for as many along fsdp as divide the run.
         distributed: join the other processes of the run, as `processes.begin` takes it; `None` for a single process.
@@ -137,6 +138,7 @@ class Settings:
     out: str = "runs/finetune"
     merge: bool = False
     save_dtype: str | None = None
+    result_of: int | None = None
     fresh: bool = False
     mesh: str | None = None
     distributed: str | None = None
@@ -209,6 +211,8 @@ class Settings:
             raise UserError("--stream reads one dataset of the hub. Pass --data one id.")
         if self.save_dtype is not None and has_adapters and not self.merge:
             raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
+        if self.result_of is not None and self.fresh:
+            raise UserError(f"--result-of={self.result_of} is of the run that is there, which --fresh forgets.")
         if unknown := set(self.log) - set(LOGS):
             raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")
 
@@ -259,6 +263,7 @@ class Settings:
         """
         found = dataclasses.asdict(self) | {
             "epochs": self.epochs_to_train,
+            "learning_rate": self.peak_rate,
             "data": " ".join(self.data),
             "eval_data": " ".join(self.eval_data),
             "eval_share": self.share_held_out,
@@ -386,6 +391,8 @@ def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Set
     )
     add("--merge", action="store_true", help="add the adapters to the weights in the result")
     add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
+    kept = "write the result of this step, whose checkpoint is kept, to OUT/model-STEP or adapters-STEP; train nothing"
+    add("--result-of", type=int, metavar="STEP", help=kept)
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
     add("--verify", action="store_true", help="read all weights to know that the model is still the run's")
 

@@ -179,11 +179,9 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
     with user_errors():
         found = source.find(settings.model, weights=False)
         model = architecture_of(found)
-    longest, of_command = model.config.longest_sequence, _command(settings)
     kind = _pair_task.of_run(settings).tokenizer if isinstance(settings, PairSettings) else Tokenizer
-    if shorten and settings.rope_scaling is None and settings.length > longest:
-        settings = dataclasses.replace(settings, length=longest)
-        print(f"Rows have {longest:,} tokens, the most that the model takes. {of_command} needs --length {longest}.")
+    if shorten:
+        settings = _long_rows.within(settings, model)
     return settings, _training_rows.tokenizer(found, _long_rows.stretched_for(settings, model), kind)
 
 

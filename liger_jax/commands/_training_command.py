@@ -40,10 +40,13 @@ def _trained(name, args, task, settings_type) -> int:
     try:
         settings = settings_of(args, settings_type)
         with needed_packages():
-            from liger_jax.commands import _log, _long_rows, _run
+            from liger_jax.commands import _adapters, _log, _long_rows, _run
+            from liger_jax.planner.architectures import architecture_of
         if "wandb" in settings.log:
             _log.check_wandb()
         with user_errors():
+            if getattr(args, "length", None) is None and settings.length == settings_type.length > 0:  # the default
+                settings = _long_rows.within(settings, architecture_of(_adapters.found(settings)[1]))
             grown = _long_rows.let_pool_grow(settings)
         if settings.distributed is not None:
             with user_errors():

@@ -11,7 +11,7 @@ from liger_jax.planner.estimate import Estimate, estimate
 from liger_jax.planner.mesh import in_words, mesh_sizes
 from liger_jax.planner.step import Run
 
-PRECISIONS = ("state_dtype", "param_dtype")
+PRECISIONS = ("param_dtype",)  # which the commands that train take, too
 _LITTLE = 0.1  # a saving below this share is little
 
 
@@ -70,9 +70,10 @@ def _saves(saving: float) -> str:
 def changes_to_fit(run: Run, correction: int = 0, precisions: tuple[str, ...] = PRECISIONS) -> list[Change]:
     """The first combination of changes that makes a run fit by its estimate, the cheapest in time and quality first.
 
-    Changes that cost nothing are tried first, then those that cost time, then bfloat16 for what is held in float32. If
-    none of these is enough, the same is tried on more devices of the same kind, as few as possible. The batch keeps its
-    size, unless there are more devices than sequences: then it grows to one sequence for each device.
+    Changes that cost nothing are tried first, then those that cost time, then moments in 8 bits, then bfloat16 for
+    weights in float32. If none of these is enough, the same is tried on more devices of the same kind, as few as
+    possible. The batch keeps its size, unless there are more devices than sequences: then it grows to one sequence for
+    each device. Nothing is advised that the commands that train do not take.
 
     Args:
         run: a run that does not fit.
@@ -137,18 +138,22 @@ def _chosen(
 
 def _changes(run: Run, coarser: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The changes to try on the run's devices: first those that cost nothing, then time, then quality."""
-    yield dict(loss="fused" if run.loss == "logits" else "logits")
+    if run.loss == "logits":
+        yield dict(loss="fused")
     if run.mesh["data"] > 1 and (most := _on(run, run.target)) is not None:
         yield dict(mesh=most.mesh)
     for remat in {"none": ("dots", "full"), "dots": ("full",)}.get(run.remat, ()):
         yield dict(remat=remat)
+    if run.micro_batches > 1:
+        yield dict(micro_batches=1)  # the parts' sum of gradients may be more than what smaller parts save
     parts = run.micro_batches
     for divisor in _divisors(run.batch // run.batch_devices):
         if divisor >= 2 * parts:  # about the least number of parts that is enough
             parts = divisor
             yield dict(micro_batches=parts)
-    yield dict(state_memory="host")
     yield dict(remat="offload")
+    if run.optimizer == "adamw":
+        yield dict(optimizer="adamw8bit")
     for name in coarser:
         if getattr(run, name) == "float32":
             yield {name: "bfloat16"}

@@ -155,6 +155,7 @@ def _unknown(name: str, typed: str, chip: str, rows: list[str]) -> str:
     numbers = re.findall(r"\d+", chip)
     alike = [key for key in GPUS if re.findall(r"\d+", _chip_of(key)) == numbers]
     near = difflib.get_close_matches(chip, alike, n=3)
+    near = near or difflib.get_close_matches(chip, GPUS, n=3, cutoff=0.85)  # a digit is missing, as in "rtx409"
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"GPUs: {', '.join(GPUS)}, with a number as in"
     hint += "" if near else f" 'h200:8'; TPUs: {', '.join(TPUS)}, with a topology as in 'v5e:8x8'."
     return f"device={name!r} is unknown. {hint} {by_number}"

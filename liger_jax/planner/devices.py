@@ -25,6 +25,7 @@ FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)
 CONTEXT_BYTES, NCCL_BYTES = int(0.7 * GIB), GIB
 # The share of the allocator's memory that is left free, for fragmentation and for what earlier programs left behind. 29
 # steps ran on an H200: some held 2 % more than their compiler had said, none more (benchmarks/results/planner.md).
+LITTLE = 0.03  # of the memory, below which a step that fits is said to fit by a hair
 RESERVE = 0.02
 MOST_GPUS = 4096
 
@@ -58,7 +59,7 @@ class Target:
     given_bytes: int | None = None
 
     def fraction_for(self, needed: int) -> float | None:
-        """The smallest of `FRACTIONS` with which JAX's allocator holds a step.
+        """The smallest of `FRACTIONS` with which JAX holds a step and `LITTLE` is left, or else the largest.
 
         Args:
             needed: bytes of the step on each device.
@@ -68,11 +69,32 @@ class Target:
 
         Example:
             >>> target("t4").fraction_for(12 * GIB), target("t4").fraction_for(8 * GIB)
-            (0.85, 0.75)
+            (0.9, 0.75)
         """
         if self.platform == "tpu" or needed > self.capacity_bytes:
             return None
-        return next((f for f in FRACTIONS if needed <= _usable(f, self.visible_bytes)), None)
+        limits = {f: _usable(f, self.visible_bytes) for f in FRACTIONS}
+        most = max(self.capacity_bytes, limits[FRACTIONS[0]])  # JAX takes the first fraction of a small card, too
+        holding = [f for f, limit in limits.items() if needed <= limit <= most]
+        roomy = [f for f in holding if needed <= (1 - LITTLE) * limits[f]]
+        return next(iter(roomy or holding[-1:]), None)
+
+    def limit_for(self, needed: int) -> int:
+        """What a process can have at the fraction that `fraction_for` names.
+
+        Args:
+            needed: bytes of the step on each device.
+
+        Returns:
+            Bytes; `capacity_bytes` where no fraction is named.
+
+        Example:
+            >>> round(target("rtx4090").limit_for(20 * GIB) / GIB, 1), round(target("v5e").limit_for(GIB) / GIB, 2)
+            (20.7, 15.75)
+        """
+        fraction = self.fraction_for(needed)
+        limit = None if fraction is None else _usable(fraction, self.visible_bytes)
+        return self.capacity_bytes if limit is None else min(limit, self.capacity_bytes)
 
     def more(self) -> "Target | None":
         """The next larger number of the same devices.

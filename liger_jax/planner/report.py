@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_jax._install import install_command
 from liger_jax.planner.advice import PRECISIONS, Change, options
-from liger_jax.planner.devices import FRACTIONS, GIB, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
+from liger_jax.planner.devices import FRACTIONS, GIB, LITTLE, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.mesh import in_words
 from liger_jax.planner.planning import MemoryPlan
@@ -18,7 +18,6 @@ _MARKS = dict(zip(STATIC + DYNAMIC, "PGOIAFWCL", strict=True))
 _PALETTE = ("#1f4e79", "#2e75b6", "#9dc3e6", "#548235", "#70ad47", "#a9d18e", "#bfbfbf", "#7f7f7f", "#c00000")
 _COLORS = dict(zip(STATIC + DYNAMIC, _PALETTE, strict=True))
 _WIDTH = 60
-LITTLE = 0.03  # of the memory, below which a step that fits is said to fit by a hair
 
 
 def heading(plan: MemoryPlan) -> str:
@@ -132,7 +131,7 @@ def verdict(plan: MemoryPlan, cure: str = "") -> str:
 
 
 def is_tight(target: Target, needed: int) -> bool:
-    """Whether a step that fits leaves less than `LITTLE` of the memory.
+    """Whether a step that fits leaves less than `LITTLE` of what JAX has at the fraction that is named for it.
 
     Args:
         target: the devices.
@@ -141,14 +140,16 @@ def is_tight(target: Target, needed: int) -> bool:
     Returns:
         True if it does.
     """
-    return 0 <= target.capacity_bytes - needed < LITTLE * target.capacity_bytes
+    limit = target.limit_for(needed)
+    return 0 <= limit - needed < LITTLE * limit
 
 
 def _needed_of(target: Target, needed: int) -> str:
-    """Needed memory, the memory there is, the number of devices, JAX's setting, and what is left if it is little."""
+    """Needed memory, what there is at JAX's setting, the number of devices, the setting, and what is left if little."""
     where = f" on each of {target.count}" if target.count > 1 else ""
-    left = f", with {1 - needed / target.capacity_bytes:.1%} to spare" if is_tight(target, needed) else ""
-    return f"{' of '.join(_apart(needed, target.capacity_bytes))} GiB{where}{_with_share(target, needed)}{left}"
+    limit = target.limit_for(needed)
+    left = f", with {1 - needed / limit:.1%} to spare" if is_tight(target, needed) else ""
+    return f"{' of '.join(_apart(needed, limit))} GiB{where}{_with_share(target, needed)}{left}"
 
 
 def _apart(*sizes: int) -> list[str]:
@@ -186,11 +187,11 @@ def text(plan: MemoryPlan, largest_batch: int | None = None, *, details: bool = 
 
 def _largest(plan: MemoryPlan, known: int | None) -> str:
     if known is not None:
-        return f"Largest batch: {known}."
+        return f"Largest batch: {known:,}."
     if not (batch := plan.largest_batch):
         return f"No batch of {plan.run.seq} tokens fits (estimate)."
     share = _with_share(plan.run.target, plan.estimated(dataclasses.replace(plan.run, batch=batch)))
-    return f"Largest batch: {batch}{share} (estimate)."
+    return f"Largest batch: {batch:,}{share} (estimate)."
 
 
 def _to_fit(plan: MemoryPlan, changes: list[Change]) -> list[str]:

@@ -72,6 +72,11 @@ class Checkpoints:
         return max(self._steps(), default=None)
 
     @property
+    def kept_steps(self) -> list[int]:
+        """The steps whose checkpoints are kept, the first one first."""
+        return sorted(self._steps())
+
+    @property
     def best(self) -> tuple[int, float] | None:
         """The step with the least score among those that are kept, and the score; `None` where none has a score."""
         scores = {step: score for step, path in self._steps().items() if (score := self._score(path)) is not None}

@@ -90,7 +90,7 @@ def _is_less(new: Any, old: Any) -> bool:
 
 
 def _told(value: Any) -> str:
-    text = repr(value)
+    text = "nothing" if value is None else repr(value)
     return text if len(text) <= _SHOWN + 60 else f"{text[:_SHOWN]}…{text[-20:]}"
 
 

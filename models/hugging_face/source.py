@@ -1,5 +1,6 @@
 """A checkpoint's folder. Each of its files is read once, so that all parts of a run see the same model."""
 
+import difflib
 import functools
 import json
 import os
@@ -167,7 +168,8 @@ def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -
     if os.path.exists(name):
         raise FileNotFoundError(f"from_pretrained: {name!r} is a file. Pass the folder that holds its {CONFIG}.")
     if not _may_be_id(name):
-        raise FileNotFoundError(f"from_pretrained: no such folder: {name!r}. (An id has the form 'org/name'.)")
+        meant = _near_folder(name) or " (An id has the form 'org/name'.)"
+        raise FileNotFoundError(f"from_pretrained: no such folder: {name!r}.{meant}")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -182,9 +184,23 @@ def find(path_or_id: str | os.PathLike[str] | Source, *, weights: bool = True) -
     try:
         return Source(pathlib.Path(snapshot_download(name, allow_patterns=patterns)))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        if meant := _near_folder(name):
+            raise FileNotFoundError(f"from_pretrained: no such folder or id: {name!r}.{meant}") from error
         raise FileNotFoundError(
             f"from_pretrained: no such folder: {name!r}, and huggingface_hub did not get a model of that id: {error}"
         ) from error
+
+
+def _near_folder(name: str) -> str:
+    """A question for a folder with nearly that name, which stands where the name points to; empty if there is none."""
+    parent, base = os.path.split(os.path.normpath(name))
+    try:
+        with os.scandir(parent or ".") as entries:
+            beside = [entry.name for entry in entries if entry.is_dir()]
+    except (OSError, ValueError):
+        return ""
+    near = difflib.get_close_matches(base, beside, n=1, cutoff=0.7)
+    return f" Did you mean {os.path.join(parent, near[0])!r}?" if near else ""
 
 
 def _may_be_id(name: str) -> bool:
@@ -241,6 +257,11 @@ def _why_no_config(folder: pathlib.Path) -> str:
     for name, config in results:
         if (folder / name / config).is_file():
             return f"from_pretrained: {folder} is the folder of a run. Its result is {folder / name}: pass that."
+    if "checkpoints" in (folder.name, folder.parent.name):
+        return (
+            f"from_pretrained: {folder} has no {CONFIG}: it holds a run's state. The run's command with --result-of "
+            "STEP makes a model of a checkpoint that is kept."
+        )
     return f"from_pretrained: {folder} has no {CONFIG}: it is no Hugging Face checkpoint."
 
 

@@ -40,11 +40,26 @@ def test_version_is_the_project_s(capsys):
         ("fintune --model x", "finetune"),
     ],
 )
-def test_what_is_mistyped_is_told_with_the_command_s_usage(arguments, meant, capsys):
+def test_what_is_mistyped_is_told_in_one_sentence(arguments, meant, capsys):
     printed, code = said(capsys, *arguments.split())
     assert code == 2 and printed.endswith(f" Did you mean {meant}?\n"), printed
-    command = arguments.split()[0]
-    assert printed.startswith(f"usage: liger-jax {command} " if command != "fintune" else "usage: liger-jax [-h]")
+    assert printed.startswith("liger-jax") and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ["arguments", "sentence"],
+    [
+        ("--bf16", "bfloat16 is the default of --dtype"),
+        ("--per_device_train_batch_size 2", "Did you mean --batch? It is the whole step's rows"),
+        ("--resume_from_checkpoint x", "Repeat the same command"),
+        ("--lora r16", "argument --lora: 'r16' must be a whole number."),
+        ("--learning-rate much", "argument --learning-rate: 'much' must be a number."),
+        ("--model x", "arguments are required: --data. What there is: liger-jax finetune --help"),
+    ],
+)
+def test_what_other_trainers_call_it_leads_to_what_is_to_be_done(arguments, sentence, capsys):
+    printed, code = said(capsys, "finetune", *arguments.split())
+    assert code == 2 and sentence in printed and printed.count("\n") == 1, printed
 
 
 @pytest.mark.parametrize(
@@ -74,14 +89,19 @@ def test_names_of_other_trainers_lead_to_options_that_there_are():
     parser = _parser.Parser()
     add_arguments(parser)
     ours = {*parser._option_string_actions} | {"--seq", "--device", "--max-new-tokens"}
-    for name, meant in _parser._ELSEWHERE.items():
+    told = {name: (option,) for name, (option, _) in _parser._TOLD.items()}
+    for name, meant in (_parser._ELSEWHERE | told).items():
         assert ours.issuperset(meant) and name not in ours
 
 
 def test_what_is_nothing_like_an_option_is_only_refused(capsys):
-    assert "unrecognized option: --zzz.\n" in said(capsys, "finetune", "--zzz")[0]
+    assert (
+        "unrecognized option: --zzz. What there is: liger-jax finetune --help\n" in said(capsys, "finetune", "--zzz")[0]
+    )
     assert "Options stand behind the command" in said(capsys, "--model", "x", "finetune")[0]
-    assert "unrecognized arguments: chats.jsonl." in said(capsys, *"plan --model x chats.jsonl".split())[0]
+    assert (
+        "unrecognized arguments: chats.jsonl. What there is" in said(capsys, *"plan --model x chats.jsonl".split())[0]
+    )
 
 
 # --- files of options -------------------------------------------------------------------------------------------------
@@ -124,6 +144,8 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
     )  # fmt: skip
     _config.write(path, told.to_write(), "heading")
     assert settings_of(capsys, "--config", path) == told
+    of_the_run = _settings.Settings(model="x", data="y", lora=4).of_the_run()
+    assert of_the_run["learning_rate"] == 2e-4  # another rate is told beside the default's value, and not beside None
 
 
 @pytest.mark.parametrize(
@@ -162,5 +184,7 @@ def test_every_command_takes_a_file(capsys, options, tmp_path):
     printed = capsys.readouterr()
     assert len(re.findall(r"^row \d", printed.out, re.MULTILINE)) == 1
     assert printed.err == f"{file[1]}: not read, as options of other commands: batch\n"
+    assert main(f"data --model {folder} --data {tmp_path / 'chats.jsonl'} --length 64 --rows 1".split()) == 0
+    assert main(["data", f"--model={folder}"]) == 2 and "such as --data chats.jsonl" in capsys.readouterr().err
     assert main(["plan", *options('model = "qwen2-0.5b"\nlength = 77\npack = true'), "--device=h200"]) == 0
     assert "8 × 77 tokens packed" in capsys.readouterr().out  # plan's own names are --seq and --packed

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from liger_jax.commands import _cache, _longer, main
 from liger_jax.models import AutoModelForCausalLM
+from liger_jax.models.hugging_face import source
 from liger_jax.training import cosine_schedule, lock
 from tests.commands import _tiny
 from tests.models._hugging_face import GOLDEN
@@ -162,6 +163,27 @@ def test_dropout_that_is_not_applied_is_said(command, tmp_path, capsys):
     assert "attention_dropout=0.1 of config.json is not applied" in capsys.readouterr().out
 
 
+def test_what_is_trained_is_said_and_rows_are_as_long_as_the_model_takes(command, tmp_path, capsys):
+    none = [f"--data={tmp_path / 'none.txt'}", f"--out={tmp_path / 'out'}"]
+    start = [command.name, f"--model={command.model}", *command.beside[1:], *none]
+    assert main(start) == main([*start, "--lora=32"]) == 2
+    said = capsys.readouterr().out
+    assert len(re.findall("length: rows of 512 tokens, the most that .* takes, and not of 2,048\n", said)) == 2
+    told = r"trained: all ([\d,]+) parameters\n(?s:.*)trained: ([\d,]+) of ([\d,]+) parameters, \d"
+    whole, adapters, both = (int(number.replace(",", "")) for number in re.search(told, said).groups())
+    assert both == whole + adapters > whole > 0
+    assert "--lora 32 is more than the model's width, and rank 16 can hold any change already\n" in said
+    assert main([*start, "--length=513"]) == 2
+    assert "--length=513 is more than the 512 positions" in capsys.readouterr().err
+
+
+def test_what_narrow_or_misspelt_models_need_is_a_sentence(command, tmp_path, capsys):
+    error = command.error(capsys, tmp_path / "out", "--quantize=nf4")
+    assert "into blocks of 64, which do not divide the widths of" in error and error.endswith("Leave it out.\n")
+    error = command.error(capsys, tmp_path / "out", model=command.folder / "modle")
+    assert error.endswith(f"no such folder: '{command.folder / 'modle'}'. Did you mean '{command.model}'?\n")
+
+
 def test_an_nf4_checkpoint_is_trained_with_adapters(command, tmp_path, capsys):
     model = shutil.copytree(GOLDEN / "llama_nf4", tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -186,6 +208,21 @@ def test_a_result_that_is_gone_is_written_again(command, finished):
     shutil.rmtree(finished / "adapters")
     assert command(finished) == 0
     assert (finished / "adapters" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_the_result_of_a_kept_step_stands_beside_the_run_s(command, finished, capsys):
+    before = files_in(finished / "checkpoints")
+    assert command(finished, "--result-of=2") == 0
+    assert f"the result of step 2 is in {finished / 'adapters-2'}" in capsys.readouterr().out
+    for path in (finished / "adapters").iterdir():
+        assert path.read_bytes() == (finished / "adapters-2" / path.name).read_bytes()
+    assert files_in(finished / "checkpoints") == before
+    with pytest.raises(FileNotFoundError, match="--result-of STEP makes a model of a checkpoint that is kept"):
+        source.find(finished / "checkpoints" / "2").kept(())
+    error = command.error(capsys, finished, "--result-of=1")
+    assert "--result-of=1: this step's checkpoint is not kept; those of 2 are. --keep keeps more of them." in error
+    error = command.error(capsys, finished, "--result-of=2", "--fresh")
+    assert "of the run that is there, which --fresh forgets" in error
 
 
 # --- what a run is made of --------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_cuts_are_shown(source, capsys):
 def test_what_a_run_must_be_told_is_said(source, capsys, tmp_path):
     (source.parent / "one.jsonl").write_text(_tiny.chats(1))
     printed = shown(capsys, source, "one.jsonl")
-    assert "Rows have 512 tokens, the most that the model takes. finetune needs --length 512.\n" in printed
+    assert re.search(r"length: rows of 512 tokens, the most that \S+ takes, and not of 2,048\n", printed)
     assert "nothing can be held out. finetune needs --eval-share 0.\n" in printed and "row 1 of 1" in printed
     assert main(["data", f"--model={source}", "none.txt", "--length=513"]) == 2
     assert "liger-jax data: --length=513 is more than the 512 positions of" in capsys.readouterr().err

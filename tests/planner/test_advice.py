@@ -1,11 +1,12 @@
 """What a plan says: whether it fits into what a process gets, and what makes it fit."""
 
+import argparse
 import dataclasses
 import re
 
 import pytest
 
-from liger_jax.commands import main
+from liger_jax.commands import finetune, main
 from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner import plan, report, target
 from liger_jax.planner.advice import changes_to_fit, options
@@ -13,6 +14,7 @@ from liger_jax.planner.compiled import Compiled
 from liger_jax.planner.devices import CONTEXT_BYTES, FRACTIONS, NCCL_BYTES
 from liger_jax.planner.planning import make_run
 from liger_jax.planner.report import bars
+from liger_jax.planner.step import LOSSES
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -31,7 +33,7 @@ def check_fractions(gpu, count):
         outside = gpu.visible_bytes * (1 - fraction)
         assert fraction == FRACTIONS[0] or outside >= CONTEXT_BYTES + (NCCL_BYTES if count > 1 else 0)
         smaller = [f for f in FRACTIONS if f < fraction]
-        assert all(0.98 * f * gpu.visible_bytes < needed for f in smaller)
+        assert all(0.97 * 0.98 * f * gpu.visible_bytes <= needed + 2 for f in smaller)  # with 3 % to spare
     assert gpu.fraction_for(needs[0]) == 0.75
     assert gpu.fraction_for(needs[-1] + 1) is None
 
@@ -50,7 +52,7 @@ def test_14_gib_do_not_fit_a_t4_of_which_jax_gets_less():
 def test_the_verdict_comes_first_then_the_largest_batch_then_advice_and_the_table_if_it_is_asked_for():
     found = plan("llama-3-8b", batch=16, seq=4096, device="h100:8")
     lines = report.text(found).splitlines()
-    assert re.fullmatch(r"Fits: 20\.4 of 7\d\.\d GiB on each of 8\.", lines[0])
+    assert re.fullmatch(r"Fits: 20\.4 of 58\.1 GiB on each of 8\.", lines[0])  # JAX's default
     assert re.fullmatch(r"Largest batch: \d+ with XLA_PYTHON_CLIENT_MEM_FRACTION=0.97 \(estimate\)\.", lines[1])
     assert lines[2].startswith("Static memory") and lines[4].startswith("Planned: llama-3-8b, 16 × 4096 tokens")
     detailed = report.text(found, details=True).splitlines()
@@ -68,10 +70,21 @@ def test_a_run_that_does_not_fit_says_in_its_first_line_what_makes_it_fit_here()
     assert plan("qwen2.5-7b", device="l4", lora=16, micro_batches=2).fits
 
 
+def test_the_limit_is_that_of_the_fraction_that_is_named():
+    found = plan("llama-3.2-1b", device="rtx4090")
+    for share in (0.5, 0.9, 0.93, 0.98):
+        needed = int(share * found.run.target.capacity_bytes)
+        told = report.verdict(dataclasses.replace(found, compiled=dict.fromkeys(LOSSES, Compiled(needed, 0, 0))))
+        limit, _, fraction = re.match(r"Fits: .* of ([\d.]+) GiB( with \w+=(\d\.\d+))?", told).groups()
+        held = 0.98 * float(fraction or FRACTIONS[0]) * found.run.target.visible_bytes
+        assert float(limit) == pytest.approx(held / GIB, abs=0.05)
+        assert needed < 0.97 * held or " to spare" in told and fraction == "0.97"
+
+
 def test_a_run_that_fits_by_a_hair_says_so():
     whole = plan("qwen2-0.5b", device="l4")
     capacity = whole.run.target.capacity_bytes
-    for share, told in ((0.96, ""), (0.98, ", with 2.0% to spare"), (1.0, ", with 0.0% to spare")):
+    for share, told in ((0.96, ""), (0.98, ", with 2.0% to spare"), (1.0, ", with 0.0% to spare")):  # of the most
         needed = {loss: Compiled(int(share * capacity), 0, 0) for loss in whole.estimates}
         found = dataclasses.replace(whole, compiled=needed)
         verdict = report.verdict(found)
@@ -109,12 +122,15 @@ def test_advice_that_is_followed_fits(model, device, capsys):
     advised = [(" ".join(steps), re.search("Then it fits: (.*)", printed)[1])]
     if adapters := re.search("Or train adapters: (.*?), (.*)", printed):
         advised.append(adapters.groups())
-    if in_bfloat16 := re.search("--(state|param)-dtype", advised[0][0]):
+    if "--param-dtype" in advised[0][0]:
         advised.append(re.search("Or in float32: (.*?), (.*)", printed).groups())
     for changes, promised in advised:
         assert main([*arguments, *changes.split()]) == 0
         assert capsys.readouterr().out.startswith(f"Fits: {promised}\n")
-    assert (model, device) != ("llama-3-8b", "a100-40g") or in_bfloat16
+    taken = set(re.findall("--[a-z-]+", " ".join(changes for changes, _ in advised)))
+    parser = argparse.ArgumentParser()
+    finetune.add_arguments(parser)
+    assert taken <= {*parser._option_string_actions, "--device"}  # which is the card that is there
 
 
 @pytest.mark.parametrize(
@@ -125,13 +141,15 @@ def test_advice_that_is_followed_fits(model, device, capsys):
         (dict(model="qwen2-1.5b", batch=16, seq=4096, device="h100", remat="none"), ["--remat full"]),
         (dict(model="qwen2-0.5b", batch=9 * 27, seq=4096, device="l4"), ["--micro-batches 9"]),
         (dict(model="llama-3-8b", batch=8, seq=2048, device="h100:8", mesh=dict(data=8)), ["--mesh data=1,fsdp=8"]),
-        (dict(model="llama-3.2-1b", batch=1, seq=2048, device="t4"), ["--state-memory host"]),
+        (dict(model="llama-3.2-1b", batch=1, seq=2048, device="t4"), ["--optimizer adamw8bit"]),
+        # Parts of a batch add their gradients up in float32, which may be more than they save.
+        (dict(model="llama-3.2-1b", batch=4, device="rtx4090", micro_batches=4), ["--micro-batches 1"]),
         # Quality goes before devices.
         (
-            dict(model="gemma-2-9b", batch=1, seq=512, device="a100-40g"),
-            ["--state-memory host", "--param-dtype bfloat16"],
+            dict(model="qwen2.5-3b", batch=1, seq=512, device="l4"),
+            ["--optimizer adamw8bit", "--param-dtype bfloat16"],
         ),
-        (dict(model="llama-3-8b", batch=1, seq=4096, device="l4"), ["--device l4:4 --batch 4", "--state-memory host"]),
+        (dict(model="llama-3-8b", batch=1, seq=4096, device="l4"), ["--device l4:8 --batch 8"]),
         # The vocabulary of 151,936 has no more than 128 equal parts.
         (
             dict(model="qwen2.5-3b", batch=256, seq=2048, device="l4:256", mesh={"data": 256}),
