@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from liger_jax.commands import _long_rows, _memory, _run, main
+from liger_jax.commands import _adapters, _long_rows, _memory, _run, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._settings import Settings
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.ops import LinearRope, Llama3Rope
-from liger_jax.planner import devices
+from liger_jax.planner import architectures, devices
 from liger_jax.planner.architectures import architecture
 from liger_jax.planner.devices import PINNED_LIMIT
 from liger_jax.training import processes
@@ -118,6 +118,9 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_first_process_alone_says_what_the_pool_may_hold(is_first, monkeypatch, capsys):
     monkeypatch.setattr(_long_rows, "let_pool_grow", lambda settings: "a line")
+    monkeypatch.setattr(_long_rows, "within", lambda settings, model: settings)
+    monkeypatch.setattr(_adapters, "found", lambda settings: (None, None))
+    monkeypatch.setattr(architectures, "architecture_of", lambda source: None)
     monkeypatch.setattr(_run, "train", lambda settings, task: 0)
     monkeypatch.setattr(processes, "is_first", lambda: is_first)
     assert main(["finetune", "--model=m", "--data=d", "--out=o"]) == 0

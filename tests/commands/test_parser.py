@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_jax.commands import _config, _parser, _settings, main
+from liger_jax.commands import _config, _other_words, _parser, _settings, main
 from liger_jax.commands.finetune import add_arguments
 from tests.commands import _tiny
 
@@ -50,7 +50,7 @@ def test_what_is_mistyped_is_told_in_one_sentence(arguments, meant, capsys):
     ["arguments", "sentence"],
     [
         ("--bf16", "bfloat16 is the default of --dtype"),
-        ("--per_device_train_batch_size 2", "Did you mean --batch? It is the whole step's rows"),
+        ("--per_device_train_batch_size 2", "It is --batch, the whole step's rows over all devices"),
         ("--resume_from_checkpoint x", "Repeat the same command"),
         ("--lora r16", "argument --lora: 'r16' must be a whole number."),
         ("--learning-rate much", "argument --learning-rate: 'much' must be a number."),
@@ -88,8 +88,9 @@ def test_a_command_of_one_process_does_not_offer_several(command, capsys):
 def test_names_of_other_trainers_lead_to_options_that_there_are():
     parser = _parser.Parser()
     add_arguments(parser)
-    ours = {*parser._option_string_actions} | {"--seq", "--device", "--max-new-tokens"}
-    told = {name: (option,) for name, (option, _) in _parser._TOLD.items()}
+    elsewhere = {"--seq", "--device", "--max-new-tokens", "--search", "--cpo-alpha", "--reward"}  # of other commands
+    ours = {*parser._option_string_actions} | elsewhere
+    told = {name: (option,) for name, (option, _) in _other_words._TOLD.items()}
     for name, meant in (_parser._ELSEWHERE | told).items():
         assert ours.issuperset(meant) and name not in ours
 

@@ -53,8 +53,8 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits(capsys, tm
         (dict(device="v5e:32x32"), "has 1024 chips, and a pod of them has 256"),
         (dict(device="h200:8", mesh=dict(data=3, fsdp=2)), "has 6 devices, and the target has 8.*fsdp=8"),
         (
-            dict(device="h200:8", mesh=dict(expert=8)),
-            "must be sizes of data, fsdp, sequence, tensor, as in 'fsdp=4,tensor=2'",
+            dict(device="h200:8", mesh=dict(pipeline=8)),
+            "must be sizes of data, fsdp, expert, sequence, tensor, as in 'fsdp=4,tensor=2'",
         ),
         (dict(device="h200:8", batch=12), "batch=12 is not divided by the 8 devices.*Take batch=8"),
         (dict(device="h200:24", batch=24), "fsdp=24 does not divide.*give the other devices to data"),
