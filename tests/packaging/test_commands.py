@@ -113,6 +113,7 @@ def test_a_program_of_a_page_is_there_and_takes_its_arguments(module, rest, monk
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     monkeypatch.setattr(sys, "argv", [module, *rest])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # another test may have imported it, which runpy warns of
     with pytest.raises(KeyboardInterrupt):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
