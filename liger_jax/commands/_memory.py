@@ -155,16 +155,25 @@ def changes(run: Run, frozen: str, whole: bool = False) -> Run | None:
     Returns:
         The changed run; `None` if no changes make it fit.
     """
-    fits = lambda some: estimate(_changed(run, some)).total <= run.target.capacity_bytes
+    needed = lambda some: estimate(_changed(run, some)).total
     taken: list[dict[str, Any]] = []
     for change in _changes(run, frozen, whole):
+        if needed([*taken, change]) >= needed(taken):
+            continue
         taken.append(change)
-        if fits(taken):
-            for costly in taken[::-1]:
-                without = [other for other in taken if other is not costly]
-                taken = without if fits(without) else taken
-            return _changed(run, taken)
+        # What has helped may be in the way by now, as the parts' sum of gradients is of smaller weights.
+        taken = _without(taken, lambda fewer, all_of: needed(fewer) < needed(all_of))
+        if needed(taken) <= run.target.capacity_bytes:
+            return _changed(run, _without(taken, lambda fewer, _: needed(fewer) <= run.target.capacity_bytes))
     return None
+
+
+def _without(taken: list[dict[str, Any]], is_enough: Callable[[Any, Any], bool]) -> list[dict[str, Any]]:
+    """The changes without those that are not needed, the costliest first."""
+    for costly in taken[::-1]:
+        fewer = [other for other in taken if other is not costly]
+        taken = fewer if is_enough(fewer, taken) else taken
+    return taken
 
 
 def _changes(run: Run, frozen: str, whole: bool) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,12 @@ from liger_jax.models import AutoModelForCausalLM
 from liger_jax.ops import LinearRope, Llama3Rope
 from liger_jax.planner import architectures, devices
 from liger_jax.planner.architectures import architecture
-from liger_jax.planner.devices import PINNED_LIMIT
+from liger_jax.planner.devices import GIB, PINNED_LIMIT
+from liger_jax.planner.estimate import estimate
+from liger_jax.planner.step import Run
 from liger_jax.training import processes
 from tests.commands import _tiny
 
-GIB = 2**30
 _NAMED = architecture("llama-3.1-8b")
 _OWN = Llama3Rope(factor=8.0, original_max_position_embeddings=8192)
 MODEL = dataclasses.replace(_NAMED, config=dataclasses.replace(_NAMED.config, rope_scaling=_OWN))
@@ -139,3 +140,15 @@ def test_a_model_is_trained_on_longer_rows_and_saved_with_its_positions(tmp_path
     assert main([*command, "--rope-scaling=linear"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert model.config.rope_scaling == LinearRope(factor=2.0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8])
+def test_all_weights_in_16_and_8_bits_are_offered_before_adapters(micro_batches):
+    """Parts have a sum of gradients of their own, with which they do not fit."""
+    h100 = dataclasses.replace(devices.target("h100"), capacity_bytes=int(58.2 * GIB))
+    mesh = dict(data=1, fsdp=1, tensor=1, sequence=1, expert=1)
+    run = Run(architecture("llama-3-8b"), 8, 2048, h100, mesh, micro_batches=micro_batches)
+    found = _memory.changes(run, "bfloat16")
+    assert found is not None and estimate(found).total <= h100.capacity_bytes < estimate(run).total
+    named = dict(param_dtype="bfloat16", optimizer="adamw8bit", micro_batches=1)
+    assert found == dataclasses.replace(run, **named)
