@@ -20,21 +20,21 @@ from liger_jax.planner.step import Run
 _FEWEST = 2**14  # tokens of a micro-batch below which no model's layer inputs fill XLA's pool
 
 
-def within(settings: Settings, model: Architecture) -> Settings:
-    """The run with rows that the model has positions for, where nobody said how long they are. It says so.
+def within(settings: Settings, model: Architecture) -> tuple[Settings, str]:
+    """The run with rows that the model has positions for, where nobody said how long they are.
 
     Args:
         settings: the run, whose length is the default.
         model: the architecture.
 
     Returns:
-        The run.
+        The run, and a line that says so; the line is empty if the rows are as they were.
     """
     longest = model.config.longest_sequence
     if settings.rope_scaling is not None or settings.length <= longest:
-        return settings
-    print(f"length: rows of {longest:,} tokens, the most that {model.name} takes, and not of {settings.length:,}")
-    return dataclasses.replace(settings, length=longest)
+        return settings, ""
+    line = f"length: rows of {longest:,} tokens, the most that {model.name} takes, and not of {settings.length:,}"
+    return dataclasses.replace(settings, length=longest), line
 
 
 def stretched_for(settings: Settings, model: Architecture) -> Architecture:

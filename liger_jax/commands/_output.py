@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,6 +154,7 @@ def of_earlier_runs(settings: Settings, source: Path) -> list[str]:
     if not holds_a_run(out / CHECKPOINTS):
         return []
     names = [name for name in (MODEL, ADAPTERS, _log.TABLE, _log.EVENTS, _log.WANDB) if (out / name).exists()]
+    names += sorted(path.name for path in out.iterdir() if re.fullmatch(rf"({MODEL}|{ADAPTERS})-\d+", path.name))
     tuned = source.resolve()
     return [name for name in names if not any((out / name).samefile(path) for path in (tuned, *tuned.parents))]
 

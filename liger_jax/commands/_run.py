@@ -186,8 +186,8 @@ def _train_on(run: _Run, like: Any, shown: Any) -> int:
     if processes.is_first():
         data.keep()
     if settings.result_of is not None:
-        _check_kept(settings.result_of, checkpoints)
-    elif _is_finished(settings, checkpoints, steps):
+        return _write_result_of(run, course, checkpoints, made_of)
+    if _is_finished(settings, checkpoints, steps):
         return 0
     with user_errors():
         processes.by_first(lambda: _output.write_settings(run.asked))
@@ -201,8 +201,6 @@ def _train_on(run: _Run, like: Any, shown: Any) -> int:
     del reading  # it holds the weights as they were read
     if checkpoints.latest_step is not None:  # two states need not fit: what is read takes this one's place
         state = _shapes(state)
-    if settings.result_of is not None:
-        return _write_result_of(run, course, checkpoints, (graph, state, frozen, keeps))
     state, log = _restored(checkpoints, state, course)
     with telling("compiling"), memory_errors("while the step was compiled."):
         compiled = [program.result() for program in programs]
@@ -222,7 +220,7 @@ def _train_on(run: _Run, like: Any, shown: Any) -> int:
     del state  # the moments' memory, in which the weights may be cast
     target = _output.write(tuned, settings, run.source, course.tokenizer.stops)
     processes.by_first(lambda: _leave(settings, checkpoints, target, early))
-    _tell(run.task.told, log["steps"], done, target, checkpoints, run.out)
+    _tell(run, log["steps"], done, target, checkpoints)
     return 0
 
 
@@ -268,13 +266,14 @@ def _begun(
     return graph, devices.started(params, course.optimizer), devices.placed(frozen), model.kept
 
 
-def _write_result_of(run: _Run, course: _Course, checkpoints: Checkpoints, begun: tuple[Any, Any, Any, Any]) -> int:
+def _write_result_of(run: _Run, course: _Course, checkpoints: Checkpoints, made_of: dict[str, str]) -> int:
     """Makes a model of a checkpoint that is kept, for `--result-of`."""
-    graph, state, frozen, keeps = begun
     step = run.settings.result_of
     assert step is not None
+    _check_kept(step, checkpoints)
+    graph, state, frozen, keeps = _begun(run, course, beside(_read, run), made_of)
+    state = _shapes(state)  # two states need not fit: what is read takes this one's place
     tuned = _tuned(graph, checkpoints.read(step, state)[0], frozen, keeps)
-    del begun, state
     target = _output.write(tuned, run.settings, run.source, course.tokenizer.stops)
     print(f"the result of step {step} is in {target}")
     return 0
@@ -334,7 +333,8 @@ def _fitted(
     """The run with what was left to it decided by what fits; what it needs is printed."""
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
     if (teacher := task.teacher) is not None:
-        tokens = settings.batch * settings.length // (devices.sizes["data"] * devices.sizes["fsdp"])
+        parts = math.prod(devices.sizes[axis] for axis in ("data", "fsdp", "expert"))
+        tokens = settings.batch * settings.length // parts
         of_parts = functools.cache(lambda parts: teacher.num_bytes(precision["dtype"], devices, tokens // parts))
         options |= dict(teacher=of_parts, teacher_stays=teacher.stays)
     return _memory.fitted(settings, found, **precision, **options)
@@ -370,17 +370,19 @@ def _best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
     return checkpoints.read(step, like)[0], step
 
 
-def _tell(name: str, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints, out: Path) -> None:
-    """Says how a run has ended, by a figure of its name, and where its result is."""
+def _tell(run: _Run, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints) -> None:
+    """Says how a run has ended, by its task's figure, and where its result is."""
+    name = run.task.told
     first, last = log[0][name], log[done - 1][name]
     print(f"{done} step{'s' if done > 1 else ''}; {name} {first:.3f} → {last:.3f}; {target.name} in {target}")
     best = checkpoints.best
     if best is not None and best[0] != done:
-        there = out / _output.CHECKPOINTS / str(best[0])
+        there = run.out / _output.CHECKPOINTS / str(best[0])
+        without = " without --fresh and" if run.settings.fresh else ""
         print(
             f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, with "
-            f"{best[1]:.3f}, whose checkpoint stays in {there}; the same command with --result-of {best[0]} makes "
-            f"{target.name}-{best[0]} of it"
+            f"{best[1]:.3f}, whose checkpoint stays in {there}; the same command{without} with --result-of {best[0]} "
+            f"makes {target.name}-{best[0]} of it"
         )
 
 

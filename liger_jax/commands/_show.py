@@ -181,7 +181,9 @@ def _prepared(settings: Settings, shorten: bool) -> tuple[Settings, Tokenizer]:
         model = architecture_of(found)
     kind = _pair_task.of_run(settings).tokenizer if isinstance(settings, PairSettings) else Tokenizer
     if shorten:
-        settings = _long_rows.within(settings, model)
+        settings, line = _long_rows.within(settings, model)
+        if line:
+            print(line)
     return settings, _training_rows.tokenizer(found, _long_rows.stretched_for(settings, model), kind)
 
 

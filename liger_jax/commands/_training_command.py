@@ -46,13 +46,15 @@ def _trained(name, args, task, settings_type) -> int:
             _log.check_wandb()
         with user_errors():
             if getattr(args, "length", None) is None and settings.length == settings_type.length > 0:  # the default
-                settings = _long_rows.within(settings, architecture_of(_adapters.found(settings)[1]))
-            grown = _long_rows.let_pool_grow(settings)
+                settings, cut = _long_rows.within(settings, architecture_of(_adapters.found(settings)[1]))
+            else:
+                cut = ""
+            lines = [line for line in (cut, _long_rows.let_pool_grow(settings)) if line]
         if settings.distributed is not None:
             with user_errors():
                 processes.begin(settings.distributed)
-        if grown and processes.is_first():
-            print(grown)
+        if processes.is_first():
+            print("".join(f"{line}\n" for line in lines), end="")
         with listened_or_not():
             return _run.train(settings, task())
     except UserError as error:

@@ -27,7 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         command: its parser.
     """
     what = "as finetune's --data: files, globs, folders, a dataset's id"
-    command.add_argument("data", nargs="*", default=argparse.SUPPRESS, metavar="FILE", help=what)
+    command.add_argument("files", nargs="*", metavar="FILE", help=what)
     command.add_argument("--data", nargs="+", metavar="DATA", help="the same, as the commands that train take it")
     command.add_argument("--model", required=True, help="a checkpoint's folder, or an id such as Qwen/Qwen2.5-0.5B")
     add_data_arguments(command)
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.rows < 1:
             raise UserError(f"--rows={args.rows} must be at least 1.")
+        args.data = [*args.files, *(args.data or [])]
         if not args.data:
             raise UserError("no data: name files, globs, folders or a dataset's id, such as --data chats.jsonl.")
         settings = settings_of(args) if args.loss_type is None else _of_pairs(args)

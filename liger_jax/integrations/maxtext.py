@@ -71,7 +71,8 @@ def hidden_and_head(
         The hidden states (B, T, D) after the last norm, and the head as the linear losses take it.
 
     Raises:
-        ValueError: the model has dropout, several streams of hidden states or multi-token prediction.
+        ValueError: the model has dropout, several streams of hidden states or multi-token prediction, or its head has
+            LoRA or is quantised.
     """
     model, config = adapter.base, adapter.base.config
     _check(config)
@@ -90,11 +91,18 @@ def hidden_and_head(
 
 def _head(model: Any) -> dict[str, Any]:
     """The head of MaxText's `Transformer`, as the linear losses take it."""
-    config = model.config
-    if not config.logits_via_embedding:
-        return dict(weight=model.decoder.logits_dense.kernel[...], weight_layout="dv")
+    config, is_tied = model.config, model.config.logits_via_embedding
+    owner, name = (model.token_embedder, "embedding") if is_tied else (model.decoder.logits_dense, "kernel")
+    weight = getattr(owner, name)[...]
+    if hasattr(owner, f"{name}_lora_a") or not isinstance(weight, jax.Array):
+        raise ValueError(
+            "the head of MaxText's model has LoRA or is quantised; it must be a plain array. Leave the head out of the "
+            "adapters' module path."
+        )
+    if not is_tied:
+        return dict(weight=weight, weight_layout="dv")
     # MaxText rounds the table, whatever its dtype. cap(h·e/√D) = cap′(h·e)/√D, where cap′ is √D times as large.
-    weight = model.token_embedder.embedding[...].astype(jnp.bfloat16)
+    weight = weight.astype(jnp.bfloat16)
     root = weight.shape[-1] ** 0.5 if config.normalize_embedding_logits else 1.0
     softcap = root * config.final_logits_soft_cap if config.final_logits_soft_cap else None
     return dict(weight=weight, weight_layout="vd", logit_softcap=softcap, logit_scale=1 / root)

@@ -25,8 +25,8 @@ FRACTIONS = (0.75, 0.85, 0.90, 0.92, 0.95, 0.97)
 CONTEXT_BYTES, NCCL_BYTES = int(0.7 * GIB), GIB
 # The share of the allocator's memory that is left free, for fragmentation and for what earlier programs left behind. 29
 # steps ran on an H200: some held 2 % more than their compiler had said, none more (benchmarks/results/planner.md).
-LITTLE = 0.03  # of the memory, below which a step that fits is said to fit by a hair
 RESERVE = 0.02
+LITTLE = 0.03  # of the memory, below which a step that fits is said to fit by a hair
 MOST_GPUS = 4096
 
 

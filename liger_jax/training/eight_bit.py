@@ -217,7 +217,7 @@ def _updated(path, arrays, corrections, settings, block_size):
     step = lambda corrections, *arrays: _updated_codes(arrays, corrections, settings, block_size)
     sharding = jax.typeof(grad).sharding
     if _is_explicit(sharding):  # a block lies whole on one device, so each updates its own
-        _check_splits([(path, grad)], block_size)
+        _check_splits([(path, grad)], block_size, "this parameter")
         step = jax.shard_map(step, in_specs=(P(), *[sharding.spec] * 5), out_specs=sharding.spec)
     update, mu, mu_scale, nu, nu_scale = step(corrections, *arrays)
     return update, mu, BlockScales(mu_scale), nu, BlockScales(nu_scale)
@@ -293,13 +293,13 @@ def _is_in_8_bits(path, param, float32_names):
     return not small and set(_names(path)).isdisjoint(float32_names)
 
 
-def _check_splits(params, block_size):
+def _check_splits(params, block_size, those="all parameters"):
     """Refuses a mesh that splits a block of one of these (path, array), where it is known how they lie."""
     shardings = [(path, x, _sharding(x)) for path, x in params]
     parts = [(path, x, 1 if lies is None else _parts_of_last_axis(lies, x.ndim)) for path, x, lies in shardings]
     split = [(path, x.shape[-1], x.shape[-1] // n) for path, x, n in parts if n > 1]
     common = _common(math.gcd(*(own for *_, own in split)))
-    fits = f"pass block_size={common}, which fits all parameters, " if common >= MIN_WIDTH else ""
+    fits = f"pass block_size={common}, which fits {those}, " if common >= MIN_WIDTH else ""
     for path, whole, own in split:
         if own % block_size:
             raise ValueError(

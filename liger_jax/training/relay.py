@@ -29,6 +29,7 @@ class Relay:
         host, port = server.rsplit(":", 1)
         self._server = host.strip("[]"), int(port)
         self._lost: Callable[[str], None] | None = None
+        self._open = 0  # connections
         self._seconds = float("inf")
         self._folder = tempfile.mkdtemp(prefix="liger-jax-", dir="/tmp")  # a socket's path has at most 103 bytes
         path = f"{self._folder}/relay"
@@ -62,6 +63,7 @@ class Relay:
                 continue
             server.settimeout(None)
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._open += 1
             _start(self._to_server, client, server)
             _start(self._to_client, client, server)
 
@@ -69,7 +71,9 @@ class Relay:
         with contextlib.suppress(OSError):  # the other thread notices it, too
             while data := client.recv(2**16):
                 server.sendall(data)
-            self._lost = None  # the client has left
+            self._open -= 1
+            if not self._open:
+                self._lost = None  # the client has left
             server.shutdown(socket.SHUT_WR)
 
     def _to_client(self, client: socket.socket, server: socket.socket) -> None:

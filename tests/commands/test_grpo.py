@@ -5,6 +5,8 @@ import csv
 import json
 import re
 import signal
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +148,8 @@ def test_adapters_stay_near_the_reference_that_they_are_off_for(source, tmp_path
 
 def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys):
     log = [{"loss": 0.0, "reward": reward} for reward in (0.125, 0.5, 0.75)]
-    _run._tell(TASK.told, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}), tmp_path)
+    run: Any = types.SimpleNamespace(task=TASK, out=tmp_path)
+    _run._tell(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
     assert capsys.readouterr().out.startswith("3 steps; reward 0.125 → 0.750; model in ")
 
 

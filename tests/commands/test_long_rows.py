@@ -119,7 +119,7 @@ def test_the_pool_may_hold_the_layers_inputs(monkeypatch, tmp_path):
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_first_process_alone_says_what_the_pool_may_hold(is_first, monkeypatch, capsys):
     monkeypatch.setattr(_long_rows, "let_pool_grow", lambda settings: "a line")
-    monkeypatch.setattr(_long_rows, "within", lambda settings, model: settings)
+    monkeypatch.setattr(_long_rows, "within", lambda settings, model: (settings, ""))
     monkeypatch.setattr(_adapters, "found", lambda settings: (None, None))
     monkeypatch.setattr(architectures, "architecture_of", lambda source: None)
     monkeypatch.setattr(_run, "train", lambda settings, task: 0)

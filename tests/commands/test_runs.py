@@ -211,8 +211,9 @@ def test_a_result_that_is_gone_is_written_again(command, finished):
 
 
 def test_the_result_of_a_kept_step_stands_beside_the_run_s(command, finished, capsys):
-    before = files_in(finished / "checkpoints")
-    assert command(finished, "--result-of=2") == 0
+    before, options = files_in(finished / "checkpoints"), (finished / "settings.toml").read_text()
+    assert command(finished, "--result-of=2", "--keep=7") == 0
+    assert (finished / "settings.toml").read_text() == options
     assert f"the result of step 2 is in {finished / 'adapters-2'}" in capsys.readouterr().out
     for path in (finished / "adapters").iterdir():
         assert path.read_bytes() == (finished / "adapters-2" / path.name).read_bytes()

@@ -131,6 +131,9 @@ def test_check_names_every_line_that_would_be_refused(source, capsys, tmp_path):
     file.write_text(good)
     assert main(["data", f"--model={source}", str(file), "--length=64", "--check"]) == 0
     assert capsys.readouterr().out.endswith("\n0 of 9 documents would be refused\n")
+    (other := tmp_path / "other.jsonl").write_text(good)
+    assert main(["data", f"--model={source}", str(file), "--length=64", "--check", f"--data={other}"]) == 0
+    assert capsys.readouterr().out.endswith("\n0 of 18 documents would be refused\n")
 
 
 def test_a_pair_is_shown_with_both_answers_underlined(source, capsys):
