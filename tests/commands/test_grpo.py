@@ -146,7 +146,7 @@ def test_adapters_stay_near_the_reference_that_they_are_off_for(source, tmp_path
     assert (tmp_path / "near" / "adapters" / "adapter_config.json").is_file()
 
 
-def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys):
+def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys, unchecked_types):
     log = [{"loss": 0.0, "reward": reward} for reward in (0.125, 0.5, 0.75)]
     run: Any = types.SimpleNamespace(task=TASK, out=tmp_path)
     _run._tell(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
