@@ -109,7 +109,10 @@ def numbers_of_slots(length: int, new: int) -> list[int]:
 
 
 def _half(rows, left):
-    """Of so many rows the number at which the others leave, if so many tokens are left; 0 where that does not pay."""
+    """Half of the rows: when no more than these live, the others leave. 0 if leaving does not pay.
+
+    It does not pay for small batches, nor for the last few tokens.
+    """
     return rows // 2 if rows // 2 >= _FEWEST_ROWS and left >= _FEWEST_TOKENS else 0
 
 

@@ -52,6 +52,19 @@ def test_more_than_a_product_is_refused(name):
         hidden_and_head(SimpleNamespace(base=SimpleNamespace(config=config)), jnp.ones((1, 2)), jnp.ones((1, 2)))
 
 
+PLAIN = {...: jnp.ones((4, 8))}  # what a variable's [...] gives
+
+
+@pytest.mark.parametrize("fields", [dict(kernel=PLAIN, kernel_lora_a=PLAIN), dict(kernel={...: "codes"})])
+def test_a_head_that_is_no_plain_array_is_refused(fields):
+    head = SimpleNamespace(**fields)
+    config = SimpleNamespace(logits_via_embedding=False, enable_dropout=False, dropout_rate=0.0, z_loss_multiplier=0.0)
+    model = SimpleNamespace(config=config, decoder=SimpleNamespace(decoder_norm=lambda x: x, logits_dense=head))
+    data = dict(targets=jnp.zeros((1, 2), int), targets_segmentation=jnp.ones((1, 2), int))
+    with pytest.raises(ValueError, match="has LoRA or is quantised"):
+        vocabulary_loss(model, jnp.ones((1, 2, 4)), data, config, True)
+
+
 HEADS = {"a head of its own": {}, "a tied head": dict(logits_via_embedding=True, final_logits_soft_cap=3.0)}
 heads = pytest.mark.parametrize("head", HEADS)
 
