@@ -3,6 +3,7 @@
     python -m benchmarks.scaling [--devices 4] [--cases weak:llama-3.2-1b:4x2048:fsdp=4 …] [--seconds 150]
                                  [--workers 4] [--profile] [--peers] [--name scaling]
     python -m benchmarks.scaling --platform cpu --devices 4 --cases weak:config.json:1x64:fsdp=2,tensor=2
+    CUDA_VISIBLE_DEVICES=0 python -m benchmarks.scaling --distributed 127.0.0.1:45671,0/2 --cases …   # and 1, and 1/2
 
 A case is HOW:MODEL[@LAYERS][+unrolled][+full]:ROWSxLENGTH:MESH. "weak" gives one GPU the rows of the case and n GPUs
 n times as many; its ratio is a GPU's tokens/s over those of one that is alone, and 1 is the best. "strong" gives n GPUs
@@ -14,7 +15,7 @@ A warm GPU under load is up to a tenth slower than one that begins. So one GPU a
 right behind it, and the ratio is to the mean of both; a step of more than 1.5 s is timed once before. Cases with the
 larger plan come later. `--workers` programs are compiled at a time, and nothing is while steps are timed. Every case
 ends with its line, so that a run that is cut off keeps what it has. Cases that would begin after `--seconds` are named,
-and left out. A GPU's peak is the most that its allocator ever held. So it is told only of a case that raises it, on the
+and left out. Several processes time the cases alone, without one GPU beside them, and the first one speaks. A GPU's peak is the most that its allocator ever held. So it is told only of a case that raises it, on the
 last GPU of its mesh.
 """
 
@@ -44,7 +45,7 @@ from liger_jax.planner.devices import GIB, here
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import make_mesh
 from liger_jax.planner.step import Run, training_step
-from liger_jax.training import compiler_options
+from liger_jax.training import compiler_options, processes
 
 HEADER = ["case", "GPUs", "tokens/s", "of one GPU", "ms a step", "compile, s", "plan, GiB", "compiled, GiB"]
 HEADER += ["peak, GiB", "collectives", "of it exposed"]
@@ -190,11 +191,11 @@ class Table:
         row = [case.name, str(case.count), f"{tokens:,.0f}", self.ratio(case, tokens), f"{ms:.1f}"]
         row += [f"{step.seconds:.0f}", "–" if step.plan is None else f"{step.plan / GIB:.2f}"]
         row += [f"{step.needed / GIB:.2f}"]
-        self.add([*row, self.raised(list(step.mesh.devices.flat)[-1]), most("sending"), most("exposed")])
+        self.add([*row, self.raised(step.mesh.local_devices[-1]), most("sending"), most("exposed")])
 
     def ratio(self, case: Case | LossCase, tokens: float) -> str:
         """The tokens a second over one GPU's: those of each GPU in weak scaling, of all together in strong scaling."""
-        alone = self.alone.get(case.alone)
+        alone = self.alone.get(case.alone)  # none with several processes
         if alone is None or case.count == 1:
             return "–"
         return f"{tokens / alone / (case.count if case.how == 'weak' else 1):.3f}"
@@ -217,6 +218,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="also the collectives' share of a GPU's time")
     parser.add_argument("--peers", action="store_true", help="also Hugging Face with Liger under torch's FSDP2")
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu", help="on CPUs, a trial of the program")
+    parser.add_argument("--distributed", help="this process's place, as the commands take it")
     parser.add_argument("--name", help="of a file under results/")
     arguments = parser.parse_args()
     begun = time.monotonic()
@@ -226,11 +228,15 @@ def main() -> int:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
         jax.config.update("jax_platforms", "cpu")
     table = Table(arguments.name, " ".join(["python -m benchmarks.scaling", *sys.argv[1:]]))
+    if arguments.distributed is not None:
+        processes.begin(arguments.distributed)
+        if not processes.is_first():
+            sys.stdout, arguments.name = open(os.devnull, "w"), None
     print(_measure.table(HEADER, []), end="", flush=True)
     if arguments.peers:  # before JAX takes the GPUs
         peers(table, arguments.cases or default_cases(arguments.devices or 2), left)
     devices, found = jax.devices(), here()
-    count = min(arguments.devices or len(devices), len(devices))
+    count = len(devices) if processes.are_several() else min(arguments.devices or len(devices), len(devices))
     device = found.name if found is not None and found.name in GPUS else "h100"
     cases = chosen(arguments.cases or default_cases(count), count, device)
     runs, compiled = dict(cases), {}
@@ -240,21 +246,25 @@ def main() -> int:
             some, before = [], len(compiled)
             while waiting and len(compiled) - before < arguments.workers:
                 some.append(case := waiting.pop(0))
-                new = [each for each in dict.fromkeys((case.alone, case)) if each not in compiled]
+                both = (case,) if processes.are_several() else (case.alone, case)
+                new = [each for each in dict.fromkeys(both) if each not in compiled]
                 compiled |= {each: pool.submit(prepared, each, runs[each], devices) for each in new}
             concurrent.futures.wait(compiled.values())  # while a step is timed, nothing is compiled
             for case in some:
                 try:
-                    in_turn(table, compiled[case.alone].result(), compiled[case].result(), arguments.profile)
+                    alone = None if processes.are_several() else compiled[case.alone].result()
+                    in_turn(table, alone, compiled[case].result(), arguments.profile)
                 except Exception as error:  # such as no memory: the other cases go on
                     print(f"failed: {case.name}: {' '.join(str(error).split())[:300]}", flush=True)
     for case in waiting:
         print(f"left out: {case.name}", flush=True)
-    return 0
+    return processes.end(0)
 
 
-def in_turn(table: Table, alone: Prepared, step: Prepared, profile: bool) -> None:
-    """Times a step, and before and behind it the same on one GPU."""
+def in_turn(table: Table, alone: Prepared | None, step: Prepared, profile: bool) -> None:
+    """Times a step, and before and behind it the same on one GPU, if that is there."""
+    if alone is None:
+        return table.measured(step, *timed(step, profile))
     before, _ = timed(alone, False)
     if step.case.count == 1:
         return table.measured(alone, before, [])
