@@ -11,12 +11,13 @@ the rows of one; its ratio is over one GPU's tokens/s, and n is the best. Weight
 bfloat16, and layers are recomputed in the backward where MODEL is followed by "+full". A case may also be
 loss:TOKENSxWIDTHxVOCABULARY:tensor=N, the fused loss and its gradients with the head split over n GPUs: strong.
 
-A warm GPU under load is up to a tenth slower than one that begins. So one GPU alone is timed right before each case and
-right behind it, and the ratio is to the mean of both; a step of more than 1.5 s is timed once before. Cases with the
-larger plan come later. `--workers` programs are compiled at a time, and nothing is while steps are timed. Every case
-ends with its line, so that a run that is cut off keeps what it has. Cases that would begin after `--seconds` are named,
-and left out. Several processes time the cases alone, without one GPU beside them, and the first one speaks. A GPU's peak is the most that its allocator ever held. So it is told only of a case that raises it, on the
-last GPU of its mesh.
+A warm GPU under load is up to a tenth slower than one that begins. So one GPU alone is timed right before each case
+and right behind it, and the ratio is to the mean of both; a step of more than 1.5 s is timed once before. Cases with
+the larger plan come later. `--workers` programs are compiled at a time, and nothing is while steps are timed. Every
+case ends with its line, so that a run that is cut off keeps what it has. Cases that would begin after `--seconds` are
+named, and left out. Several processes time the cases alone, without one GPU beside them, and the first one speaks. A
+GPU's peak is the most that its allocator ever held. So it is told only of a case that raises it, on the last GPU of
+its mesh.
 """
 
 import argparse
