@@ -1,7 +1,8 @@
-"""What FP8 products cost `make train`'s model in its held-out loss, on a CPU, which rounds to FP8 as a GPU does.
+"""What FP8 products cost `make train`'s model in its held-out loss, on a GPU or on a CPU, which rounds to FP8 alike.
 
 A seed draws the model's first weights and the order of the text; the held-out text is always the same. Both trainings
-of a seed begin with the same weights and read the same text.
+of a seed begin with the same weights and read the same text. Beside them bfloat16 is trained once more, from weights
+that are larger by one in ten thousand: what that changes is chance.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from liger_jax.training import language_model_loss, make_step
 
 SIZE = SIZES["small"]
 PRODUCTS = {"bfloat16": None, "FP8": "fp8"}  # by what a table calls them
+NUDGE = 1e-4  # of the weights that begin chance's training
 STEPS_BETWEEN_LINES = 10
 
 
@@ -51,10 +53,10 @@ class Trainings:
         kernels = KernelOptions(products=self.products)
         return LlamaForCausalLM(config, dtype=jnp.bfloat16, kernels=kernels, rngs=nnx.Rngs(seed))
 
-    def held_out_loss(self, seed: int) -> float:
-        """The held-out loss at the end of a seed's training."""
+    def held_out_loss(self, seed: int, nudge: float = 0.0) -> float:
+        """The held-out loss at the end of a seed's training, from weights that are larger by this share."""
         batch, length, steps = self.training.batch, self.training.length, self.training.steps
-        params = nnx.split(self.model(seed))[1]
+        params = jax.tree.map(lambda x: x * (1 + nudge), nnx.split(self.model(seed))[1])
         state = params, self.optimizer.init(params)
         for step in range(steps):
             state, loss = self.step(state, self.corpus.batch(1_000_000 * seed + step, batch, length))
@@ -74,13 +76,19 @@ def converged(steps: int, batch: int, seeds: tuple[int, ...], out: Path) -> str:
         out: folder for the text's tokens.
 
     Returns:
-        The table.
+        The table of held-out losses.
     """
     corpus = text.load(None, SIZE.vocab, out, SIZE.characters)
     trainings = [Trainings(corpus, steps, batch, products) for products in PRODUCTS.values()]
-    rows = []
+    rows, shares = [], []
     for seed in seeds:
         losses = [training.held_out_loss(seed) for training in trainings]
-        rows.append([str(seed), *(f"{loss:.4f}" for loss in losses), f"{100 * (losses[1] / losses[0] - 1):+.2f} %"])
+        losses.append(trainings[0].held_out_loss(seed, NUDGE))
+        shares.append([100 * (loss / losses[0] - 1) for loss in losses[1:]])
+        rows.append([str(seed), *(f"{loss:.4f}" for loss in losses), *(f"{share:+.2f} %" for share in shares[-1])])
         print(rows[-1], flush=True)
-    return table(["seed", *(f"held-out loss, {name} products" for name in PRODUCTS), "FP8 against bfloat16"], rows)
+    means, errors = np.mean(shares, axis=0), np.std(shares, axis=0, ddof=1) / len(seeds) ** 0.5
+    ours = [f"{mean:+.2f} ± {error:.2f} %" for mean, error in zip(means, errors, strict=True)]
+    rows.append(["mean and its standard error", "", "", "", *ours])
+    names = [*(f"{name} products" for name in PRODUCTS), f"bfloat16, weights × {1 + NUDGE:g}"]
+    return table(["seed", *names, *(f"{name} against bfloat16" for name in ("FP8", "chance"))], rows)
