@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from benchmarks._scaling_loss import LossCase
-from liger_jax.planner.architectures import architecture
+from liger_jax.planner.architectures import Architecture, architecture
 from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import AXES, in_words, mesh_sizes
@@ -94,19 +94,23 @@ def default_cases(count: int) -> list[str]:
     return cases + [f"loss:8192x4096x128256:tensor={count}", f"weak:{small}+unrolled:4x2048:fsdp={count}"]
 
 
+def with_layers(model: Architecture, layers: int | None) -> Architecture:
+    """The architecture with its first so many layers; all of them for `None`."""
+    if not layers:
+        return model
+    config = model.config
+    fields = {field.name for field in dataclasses.fields(config)}
+    types = dict(layer_types=config.layer_types[:layers]) if "layer_types" in fields else {}
+    return dataclasses.replace(model, config=dataclasses.replace(config, num_hidden_layers=layers, **types))
+
+
 def run_of(case: Case, device: str) -> Run:
     """The run that the planner knows.
 
     Raises:
         ValueError: the mesh has an axis that is not there yet, or does not divide the model or the batch.
     """
-    model = architecture(case.model)
-    if case.layers:
-        config = model.config
-        fields = {field.name for field in dataclasses.fields(config)}
-        types = dict(layer_types=config.layer_types[: case.layers]) if "layer_types" in fields else {}
-        shorter = dataclasses.replace(config, num_hidden_layers=case.layers, **types)
-        model = dataclasses.replace(model, config=shorter)
+    model = with_layers(architecture(case.model), case.layers)
     devices = target(f"{device}:{case.count}" if case.count > 1 else device)
     options: Any = dict.fromkeys(("param_dtype", "state_dtype", "dtype"), "bfloat16")
     mesh = mesh_sizes(dict(case.mesh), case.count)

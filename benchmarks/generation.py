@@ -1,13 +1,13 @@
 """Generation beside the bytes that it must read, and beside transformers': tokens a second, greedy and sampled.
 
-    python -m benchmarks.generation [--model llama-3.2-1b llama-3-8b] [--ways greedy sampled] [--by ours transformers]
+    python -m benchmarks.generation [--model llama-3.2-1b llama-3-8b@8] [--ways greedy sampled] [--by ours transformers]
         [--batch 64] [--prompt 512] [--new 512] [--ended 0 0.75]
 
-Random weights in bfloat16, unrolled layers, prompts without padding. Of "ended" rows so large a share ends early, each
-at a random place: a generation without ends is made first, and the tokens that stand there in these rows end a row in
-the generation that is measured, the same one up to its ends. Other rows may meet such a token, too, so the table tells
-the mean of the lengths that were found. With ends ours is measured twice, without and with `compact`, by which rows
-that have ended leave the batch.
+A model may be followed by the number of its layers. Random weights in bfloat16, unrolled layers, prompts without
+padding. Of "ended" rows so large a share ends early, each at a random place: a generation without ends is made first,
+and the tokens that stand there in these rows end a row in the generation that is measured, the same one up to its
+ends. Other rows may meet such a token, too, so the table tells the mean of the lengths that were found. With ends ours
+is measured twice, without and with `compact`, by which rows that have ended leave the batch.
 
 A step must read all weights but those of an embedding that is no head, and of the rows that have not ended the keys and
 values of the tokens before it: the limit is these bytes, summed over the new tokens, at the memory's published
@@ -31,6 +31,7 @@ from flax import nnx
 
 from benchmarks import _hugging_face
 from benchmarks._measure import heading, in_own_process, save, table, versions, wall_ms
+from benchmarks._scaling_cases import with_layers
 from liger_jax.models.hugging_face import config_json
 from liger_jax.pallas_kernels.devices import gpu_named
 from liger_jax.planner.architectures import Architecture, architecture
@@ -53,7 +54,8 @@ class Case:
     @property
     def architecture(self) -> Architecture:
         """The model's family and config."""
-        return architecture(self.model)
+        name, _, layers = self.model.partition("@")
+        return with_layers(architecture(name), int(layers) if layers else None)
 
     @property
     def prompts(self) -> np.ndarray:
