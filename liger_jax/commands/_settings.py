@@ -1,4 +1,4 @@
-"""What a training run is told, and what is refused of it: one dataclass, an option for each field."""
+"""What a training run is told, and what is refused of it: one dataclass, whose fields are the options."""
 
 import argparse
 import dataclasses
@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_jax.commands._errors import UserError, user_errors
-from liger_jax.commands._row_formats import FORMATS
-from liger_jax.models.core.stretched import ROPE_SCALINGS
-from liger_jax.ops.block_quantized import KINDS
 from liger_jax.planner import defaults
-from liger_jax.planner.step import REMATS
 from liger_jax.training.meshes import parse_mesh
 
 DTYPES = ("float32", "bfloat16")
@@ -147,6 +143,14 @@ class Settings:
     is_alone = False  # whether the command trains in one process
 
     def __post_init__(self):
+        self._check_texts()
+        self._check_numbers()
+        self._check_scored()
+        self._check_adapters()
+        self._check_data()
+        self._check_result()
+
+    def _check_texts(self) -> None:
         if self.is_alone and self.distributed is not None:
             raise UserError("--distributed: this command trains in one process. Leave it out.")
         for name in ("data", "eval_data"):
@@ -156,6 +160,8 @@ class Settings:
         for name, values in (*named, ("data", self.data), ("eval-data", self.eval_data)):
             if wrong := [value for value in values if "\0" in value]:
                 raise UserError(f"--{name.replace('_', '-')}={wrong[0]!r} holds a null character, which no name has.")
+
+    def _check_numbers(self) -> None:
         for name, (least, most) in _BOUNDS.items():
             if (value := getattr(self, name)) is None or least <= value <= most:
                 continue
@@ -187,18 +193,23 @@ class Settings:
             raise UserError(
                 f"--steps={self.steps} and --epochs={self.epochs} both say how long the run is. Pass one of them."
             )
+
+    def _check_scored(self) -> None:
         if not 0 <= self.share_held_out < 1:
             raise UserError(f"--eval-share={self.eval_share} must be in [0, 1); 0 holds nothing out.")
         for name in ("samples", "patience"):
             if getattr(self, name) and not (self.share_held_out or self.eval_data):
                 raise UserError(f"--{name} is for data that is held out, and --eval-share=0 holds out none.")
+
+    def _check_adapters(self) -> None:
         if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
             raise UserError(f"--lora-dropout={self.lora_dropout} must be in [0, 1); 0 drops nothing.")
-        has_adapters = self.lora is not None or (Path(self.model) / ADAPTER_CONFIG).is_file()
         of_adapters = ("lora_alpha", "lora_targets", "lora_experts", "lora_dropout", "rslora", "dora")
         for name in (*of_adapters, "quantize", "merge"):
-            if getattr(self, name) and not has_adapters:
+            if getattr(self, name) and not self.has_adapters:
                 raise UserError(f"--{name.replace('_', '-')} is for adapters: pass --lora, such as --lora 16, as well.")
+
+    def _check_data(self) -> None:
         if self.eval_data and self.eval_share:
             raise UserError(
                 f"--eval-share={self.eval_share} and --eval-data both say what is scored. Pass one of them."
@@ -209,12 +220,19 @@ class Settings:
             )
         if self.stream and len(self.data) > 1:
             raise UserError("--stream reads one dataset of the hub. Pass --data one id.")
-        if self.save_dtype is not None and has_adapters and not self.merge:
+
+    def _check_result(self) -> None:
+        if self.save_dtype is not None and self.has_adapters and not self.merge:
             raise UserError(f"--save-dtype={self.save_dtype} is for weights, not adapters: pass --merge as well.")
         if self.result_of is not None and self.fresh:
             raise UserError(f"--result-of={self.result_of} is of the run that is there, which --fresh forgets.")
         if unknown := set(self.log) - set(LOGS):
             raise UserError(f"--log={','.join(self.log)}: {min(unknown)!r} must be one of {', '.join(LOGS)}.")
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained: new ones, or those of a folder."""
+        return self.lora is not None or (Path(self.model) / ADAPTER_CONFIG).is_file()
 
     @property
     def num_parts(self) -> int:
@@ -270,131 +288,6 @@ class Settings:
             "column": self.column or "text",
         }
         return {name: value for name, value in found.items() if name not in _NOT_OF_THE_RUN}
-
-
-def add_data_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say how texts and conversations become rows.
-
-    Args:
-        command: a parser.
-    """
-    add = command.add_argument
-    add("--column", help="the field that is trained on: a text, or a list of messages (default: by the fields' names)")
-    add("--format", choices=list(FORMATS), help="the format of rows that have the fields of several")
-    add_row_arguments(command)
-
-
-def add_row_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say how any data becomes rows.
-
-    Args:
-        command: a parser.
-    """
-    add = command.add_argument
-    data = "what is scored and not trained on, in the place of a share of --data"
-    add("--eval-data", nargs="+", metavar="DATA", help=data)
-    add("--subset", help="the dataset's configuration")
-    add("--pack", action="store_true", help="documents share rows, and none sees another")
-    add("--length", type=int, help="tokens in a row (default: 2048)")
-    add_rope_argument(command)
-    add("--eval-share", type=float, help="of the data that is held out and scored (default: 0.02)")
-    add("--seed", type=int, help="of all that is random (default: 0)")
-
-
-def add_rope_argument(command: argparse.ArgumentParser) -> None:
-    """Adds the argument for rows beyond a model's positions.
-
-    Args:
-        command: a parser.
-    """
-    longer = "how the rotary embedding reaches rows beyond the model's positions (default: they are refused)"
-    command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
-
-
-def add_training_arguments(command: argparse.ArgumentParser, rate: str, settings_type: type[Settings]) -> None:
-    """Adds the arguments of every command that trains a model, apart from those of its data.
-
-    Args:
-        command: its parser.
-        rate: the default learning rate, in words.
-        settings_type: what the arguments become.
-    """
-    model = "a checkpoint's folder or id, such as Qwen/Qwen2.5-0.5B; or adapters"
-    command.add_argument("--model", required=True, help=model)
-    _add_model_arguments(command)
-    _add_step_arguments(command, rate)
-    _add_run_arguments(command, settings_type)
-
-
-def _add_model_arguments(command: argparse.ArgumentParser) -> None:
-    """What is trained, and in which precision."""
-    add = command.add_argument
-    add(
-        "--lora",
-        type=int,
-        nargs="?",
-        const=defaults.RANK,
-        metavar="RANK",
-        help="train adapters of this rank (default: 16)",
-    )
-    add("--lora-alpha", type=float, help="numerator of their scale (default: twice the rank)")
-    add(
-        "--lora-targets",
-        metavar="NAMES",
-        help="q_proj,v_proj or all-linear or a regular expression (default: all seven)",
-    )
-    add("--lora-experts", action="store_true", help="the experts of a mixture have adapters, too")
-    add("--lora-dropout", type=float, help="the share of the adapters' inputs that training drops (default: 0)")
-    add("--rslora", action="store_true", help="scale the adapters by alpha/√rank")
-    add("--dora", action="store_true", help="train the lengths of the weights' columns, too")
-    add("--quantize", choices=KINDS, help="hold the frozen weights of layers in 4 or 8 bits")
-    add("--remat", choices=REMATS, help="what layers keep for the backward (default: full; offload if it must)")
-    add("--dtype", choices=DTYPES, help="of the computation (default: bfloat16, on a CPU float32)")
-    add("--param-dtype", choices=DTYPES, help="of the weights (default: float32, with --lora the checkpoint's own)")
-
-
-def _add_step_arguments(command: argparse.ArgumentParser, rate: str) -> None:
-    """How many steps there are, and what a step does."""
-    add = command.add_argument
-    add("--batch", type=int, help="rows in a step (default: 8)")
-    add("--micro-batches", type=int, help="equal parts of a batch, one after the other (default: as few as fit)")
-    add(
-        "--mesh",
-        help="devices along axes, as fsdp=2,tensor=2 (default: as many along fsdp as divide batch and weights)",
-    )
-    add("--epochs", type=float, help="how often each row is trained on, such as 2.5 (default: 1)")
-    add("--steps", type=int, help="training steps, in the place of --epochs")
-    add("--learning-rate", type=float, help=f"the peak (default: {rate})")
-    add("--optimizer", choices=OPTIMIZERS, help="adamw8bit holds its moments in 8 bits (default: adamw)")
-    add("--schedule", choices=SCHEDULES, help="of the rate behind its peak (default: cosine, down to a tenth)")
-    add("--warmup", type=float, help="share of the steps in which the rate rises, or their number (default: 0.03)")
-    add("--weight-decay", type=float, help="share of a weight that a step of rate 1 takes away (default: 0.01)")
-    add("--clip", type=float, help="largest norm of a gradient, 0 for any (default: 1)")
-
-
-def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Settings]) -> None:
-    """What a run looks at, prints and leaves."""
-    add = command.add_argument
-    add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
-    add("--samples", type=int, metavar="N", help="held-out rows that are continued at each evaluation (default: 0)")
-    add("--patience", type=int, metavar="N", help="stop after N evaluations without a smaller held-out loss")
-    add("--keep", type=int, help="newest checkpoints to keep, beside the best by held-out loss (default: 1)")
-    add("--log", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(LOGS)}, with commas (default: csv)")
-    add("--out", help=f"folder for checkpoints, logs and the result (default: {settings_type.out})")
-    joined = "join the run's other processes: HOST:PORT,INDEX/NUMBER, or nothing under SLURM, Open MPI, on a cloud TPU"
-    add(
-        "--distributed",
-        nargs="?",
-        const="",
-        metavar="PLACE",
-        help=argparse.SUPPRESS if settings_type.is_alone else joined,
-    )
-    add("--merge", action="store_true", help="add the adapters to the weights in the result")
-    add("--save-dtype", choices=SAVE_DTYPES, help="of the weights in the result (default: as the model came)")
-    kept = "write the result of this step, whose checkpoint is kept, to OUT/model-STEP or adapters-STEP; train nothing"
-    add("--result-of", type=int, metavar="STEP", help=kept)
-    add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
-    add("--verify", action="store_true", help="read all weights to know that the model is still the run's")
 
 
 def settings_of(args: argparse.Namespace, settings_type: type[Settings] = Settings) -> Settings:

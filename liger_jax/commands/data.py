@@ -14,8 +14,9 @@ import sys
 
 import jax
 
+from liger_jax.commands._arguments import add_data_arguments
 from liger_jax.commands._errors import UserError, in_one_line, needed_packages
-from liger_jax.commands._settings import Settings, add_data_arguments, settings_of
+from liger_jax.commands._settings import Settings, settings_of
 
 SUMMARY = "show your text or conversations as they would be trained on"
 

@@ -14,9 +14,9 @@ options, and transformers loads OUT/model or OUT/adapters.
 import argparse
 from typing import Any
 
+from liger_jax.commands._arguments import add_data_arguments, add_training_arguments
 from liger_jax.commands._distill_settings import DistillSettings, add_teacher_arguments
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._settings import add_data_arguments, add_training_arguments
 from liger_jax.commands._training_command import trained
 
 SUMMARY = "train a model to give the probabilities of a larger one"

@@ -14,8 +14,9 @@ loads OUT/model or OUT/adapters.
 import argparse
 from typing import Any
 
+from liger_jax.commands._arguments import add_data_arguments, add_training_arguments
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._settings import Settings, add_data_arguments, add_training_arguments
+from liger_jax.commands._settings import Settings
 from liger_jax.commands._training_command import trained
 
 SUMMARY = "train a model on your text or conversations"

@@ -12,9 +12,9 @@ for each completion.
 import argparse
 from typing import Any
 
+from liger_jax.commands._arguments import add_rope_argument, add_training_arguments
 from liger_jax.commands._grpo_settings import ADVANTAGES, CORRECTIONS, LEVELS, LOSS_TYPES, GrpoSettings
 from liger_jax.commands._settings import ALTERNATIVES as ALTERNATIVES
-from liger_jax.commands._settings import add_rope_argument, add_training_arguments
 from liger_jax.commands._training_command import trained
 
 SUMMARY = "train a model by rewards of what it writes"

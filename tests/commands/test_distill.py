@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from liger_jax import losses
-from liger_jax.commands import _distill_task, _memory, _run, _stored_top_k, _teacher, _training_rows, main
+from liger_jax.commands import _decided_run, _distill_task, _memory, _stored_top_k, _teacher, _training_rows, main
 from liger_jax.commands._distill_settings import DistillSettings
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models import AutoModelForCausalLM, KernelOptions
@@ -350,10 +350,10 @@ def test_a_device_s_part_of_the_teacher_s_tokens_is_counted(source, monkeypatch)
     """Each axis of the batch splits them, that of experts among these."""
     seen, sizes = [], dict(data=2, fsdp=1, expert=4, tensor=8, sequence=1)
     teacher = types.SimpleNamespace(num_bytes=lambda dtype, devices, tokens: seen.append(tokens), stays=True)
-    monkeypatch.setattr(_run._memory, "fitted", lambda settings, found, teacher, **others: teacher(2))
+    monkeypatch.setattr(_memory, "fitted", lambda settings, found, teacher, **others: teacher(2))
     settings = DistillSettings(model="m", data="d", teacher="t", length=64, batch=32)
     task, devices = types.SimpleNamespace(teacher=teacher), types.SimpleNamespace(sizes=sizes)
-    inspect.unwrap(_run._fitted)(
+    inspect.unwrap(_decided_run._fitted)(
         settings, task, architecture_of(find(source)), dict(dtype="float32"), "float32", devices
     )
     assert seen == [32 * 64 // (2 * 4) // 2]

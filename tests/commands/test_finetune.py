@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import UserError, _cache, _log, _recipe, _run, main
+from liger_jax.commands import UserError, _cache, _log, _recipe, _run_loop, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
@@ -96,10 +96,10 @@ def test_ctrl_c_saves_after_the_step_that_runs(interrupted):
 
 @pytest.mark.full
 def test_ctrl_c_before_the_first_step_leaves_a_run_that_goes_on(source, tmp_path, monkeypatch):
-    scoring = _run.scoring
+    scoring = _run_loop.scoring
 
     def stopping(*args):
-        monkeypatch.setattr(_run, "scoring", scoring)
+        monkeypatch.setattr(_run_loop, "scoring", scoring)
         score = scoring(*args)
 
         def at(params, parts):
@@ -108,7 +108,7 @@ def test_ctrl_c_before_the_first_step_leaves_a_run_that_goes_on(source, tmp_path
 
         return at
 
-    monkeypatch.setattr(_run, "scoring", stopping)
+    monkeypatch.setattr(_run_loop, "scoring", stopping)
     assert chat(source, tmp_path) == 128 + signal.SIGINT and (tmp_path / "checkpoints" / "0").is_dir()
     assert chat(source, tmp_path) == 0 and len(figures_of(tmp_path)) == 6
 
@@ -211,7 +211,7 @@ def test_the_result_is_of_the_last_step_and_a_better_one_is_told(source, tmp_pat
         [5.0, 4.0, 9.0, 3.0, 9.0, 8.0, 9.0, 7.0, 9.0]
     )  # before step 1, and of held-out and own rows after each
     scores = lambda: {"eval_loss": next(losses), "eval_perplexity": 1.0, "eval_token_accuracy": 0.0}
-    monkeypatch.setattr(_run, "scoring", lambda *args: lambda params, parts: scores())
+    monkeypatch.setattr(_run_loop, "scoring", lambda *args: lambda params, parts: scores())
     assert chat(source, tmp_path, "--every=1", "--steps=4") == 0
     there = tmp_path / "checkpoints" / "2"
     assert (
@@ -384,7 +384,7 @@ def test_a_run_stops_early_with_the_best_weights_and_shows_samples(source, tmp_p
     monkeypatch.setattr(_log, "check_wandb", lambda: None)
     with monkeypatch.context() as patch:
         scores = lambda: {"eval_loss": next(losses), "eval_perplexity": 1.0, "eval_token_accuracy": 0.0}
-        patch.setattr(_run, "scoring", lambda *args: lambda params, parts: scores())
+        patch.setattr(_run_loop, "scoring", lambda *args: lambda params, parts: scores())
         options = "--every=1 --patience=2 --samples=1 --log=csv,wandb --schedule=constant --warmup=0 --seed=3".split()
         assert chat(source, tmp_path / "run", *options) == 0
     printed = capsys.readouterr().out

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from liger_jax.commands import _run, main
+from liger_jax.commands import _decided_run, main
 from liger_jax.commands._settings import Settings
 from liger_jax.planner import defaults, plan, planning, searching
 from liger_jax.planner.architectures import MODELS
@@ -183,7 +183,7 @@ def test_what_is_not_said_is_as_in_finetune(capsys):
         )
         assert expected in printed
     run = planning.make_run("qwen2.5-7b", device="h200", lora=16)
-    chosen = _run._precision(Settings("qwen2.5-7b", "text", lora=16, dtype=run.dtype), run.model.dtype)
+    chosen = _decided_run.precision(Settings("qwen2.5-7b", "text", lora=16, dtype=run.dtype), run.model.dtype)
     assert chosen == dict(dtype=run.dtype, param_dtype=run.param_dtype)
 
 

@@ -1,0 +1,77 @@
+"""How a training run begins: the model is read, and becomes the state before the first step."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from liger_jax.commands import _adapters, _run_model
+from liger_jax.commands._course import Course
+from liger_jax.commands._decided_run import Run
+from liger_jax.commands._errors import user_errors
+from liger_jax.models import AutoModelForCausalLM
+from liger_jax.training import disk
+from liger_jax.training.errors import memory_errors
+from liger_jax.training.waiting import beside, telling
+
+
+def read(run: Run) -> Any:
+    """Reads the weights of a run's model.
+
+    Args:
+        run: the run.
+
+    Returns:
+        The model, without adapters, on the run's devices.
+
+    Raises:
+        ValueError: the files are damaged.
+    """
+    settings, devices = run.settings, run.devices
+    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in run.precision.items()}
+    options |= dict(remat=settings.remat, quantize=settings.quantize, scan_layers=run.task.scan_layers)
+    options |= dict(length=settings.length, rope_scaling=settings.rope_scaling)
+    return AutoModelForCausalLM.from_pretrained(run.source, mesh=devices.mesh, kernels=devices.kernels, **options)
+
+
+def begun(
+    run: Run, course: Course, reading: Future[Any], made_of: Mapping[str, str]
+) -> tuple[Any, tuple[Any, Any], Any, Any]:
+    """Makes a run's first state of the model that is read. A step overwrites it in place: nothing else may hold it.
+
+    Args:
+        run: the run.
+        course: what its steps train on.
+        reading: `read` of the run, on another thread.
+        made_of: texts by which the model and the data can be told from others.
+
+    Returns:
+        The model's graph; the parameters and the optimizer's state; the frozen variables; and what the model keeps for
+        its files.
+
+    Raises:
+        UserError: files are damaged, the adapters do not fit the model, or the device has too little memory.
+    """
+    settings, task, devices = run.settings, run.task, run.devices
+    with user_errors():
+        model = _with_adapters(run, reading)
+        if task.teacher is not None and task.teacher.stays:
+            with telling("reading the teacher's weights"):
+                reading = beside(task.teacher.read, run.precision["dtype"], devices.mesh, devices.kernels)
+                model.teacher = reading.result()
+    if settings.result_of is None:
+        with memory_errors("before the first step."):
+            task.before(settings, course.data, model, made_of)
+    graph, params, frozen = nnx.split(model, _run_model.trained(settings), ...)
+    return graph, devices.started(params, course.optimizer), devices.placed(frozen), model.kept
+
+
+def _with_adapters(run: Run, reading: Future[Any]) -> Any:
+    with telling(f"reading {disk.size(run.source.weight_bytes)} of weights"):
+        model = reading.result()
+    if run.settings.lora is not None:
+        with telling(f"adding adapters of rank {run.settings.lora}, while the step is compiled"):
+            _adapters.add(model, run.settings)
+    return model

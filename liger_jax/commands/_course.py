@@ -1,0 +1,79 @@
+"""What the steps of a training run train on: its rows, their number, the learning rate and the optimizer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from liger_jax.commands import _adapters, _recipe, _token_cache, _training_rows
+from liger_jax.commands._decided_run import Run
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._prompt_rows import PromptRows
+from liger_jax.commands._settings import MOST, Settings
+from liger_jax.training import processes, rows
+
+RunRows = _training_rows.TrainingRows | PromptRows
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """What a run's steps train on.
+
+    Attributes:
+        tokenizer: what its rows were encoded by.
+        data: the rows.
+        steps: how many there are.
+        rate: the learning rate of a step.
+        optimizer: any optax transformation.
+        rows_of: the rows of a step that this process reads.
+        batch_of: the same on the devices, in whole parts.
+    """
+
+    tokenizer: Any
+    data: RunRows
+    steps: int
+    rate: Callable[[Any], Any]
+    optimizer: Any
+    rows_of: Callable[[int], rows.Rows]
+    batch_of: Callable[[int], Any]
+
+
+def course_of(run: Run) -> Course:
+    """Makes a run's rows, prints what they are, and decides what its steps do with them.
+
+    Args:
+        run: the run.
+
+    Returns:
+        The course.
+
+    Raises:
+        UserError: the data give no rows, or more than can be counted.
+    """
+    settings, task, devices = run.settings, run.task, run.devices
+    parts = _training_rows.parts_of(settings)
+    tokenizer = _training_rows.tokenizer(run.source, run.architecture, task.tokenizer)
+    with processes.first_before_others():
+        data = task.prepared(settings, tokenizer, run.out / _token_cache.FOLDER, parts)
+        if jax.process_count() > 1 and processes.is_first():
+            data.keep()  # the others find them
+    print(data.summary)
+    task.add_columns(settings, data)
+    steps = _steps(settings, data)
+    rate = _recipe.schedule(settings, steps)
+    updates = task.updates(settings)
+    optimizer = _recipe.optimizer(settings, rate if updates == 1 else lambda count: rate(count // updates))
+    rows_of = data.batches(settings, devices.own_rows(settings.batch))
+    filled = lambda step: next(rows.parts(rows_of(step), settings.batch))
+    batch_of = lambda step: devices.place(_adapters.numbered(settings, filled(step), step))
+    return Course(tokenizer, data, steps, rate, optimizer, rows_of, batch_of)
+
+
+def _steps(settings: Settings, data: RunRows) -> int:
+    if settings.steps is not None:
+        return settings.steps
+    number, epochs = data.num_in_epoch, settings.epochs_to_train or 1.0
+    if number * epochs > MOST:
+        raise UserError(f"--epochs={epochs} of {number:,} rows are more than {MOST:,} rows. Pass fewer.")
+    return rows.num_steps(number, settings.batch, epochs)

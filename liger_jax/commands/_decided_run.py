@@ -1,0 +1,140 @@
+"""A training run that is decided: what it was asked for, with all that was left to it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from liger_jax.commands import _adapters, _long_rows, _memory, _output, _run_model
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
+from liger_jax.commands._task import Task
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.planner import defaults
+from liger_jax.planner.architectures import Architecture, architecture_of
+from liger_jax.training import meshes
+
+TaskOf = Callable[[Any, Source, Architecture], Task]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that is decided, before its rows are made and its weights are read.
+
+    Attributes:
+        asked: the settings as they were given.
+        settings: the same with all that was left to the run.
+        task: what the run trains for.
+        source: the model's folder.
+        architecture: what the model is.
+        precision: names of the dtypes of the computation and of the weights.
+        devices: where it runs.
+        out: its folder.
+    """
+
+    asked: Settings
+    settings: Settings
+    task: Task
+    source: Source
+    architecture: Architecture
+    precision: dict[str, str]
+    devices: meshes.Devices
+    out: Path
+
+
+def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, Any]:
+    """Decides what a run leaves open, by its model, its devices and their memory. What it needs is printed.
+
+    Args:
+        asked: the settings as they were given.
+        task: what it trains for, as `_run.train` takes it.
+        out: its folder.
+
+    Returns:
+        The run; the types of the model that is trained, and of the one that writes samples.
+
+    Raises:
+        UserError: the result would replace what no run has left; an option does not go with the model, the devices or
+            the task; the run does not fit.
+        ValueError: the model is none that is known here, its files are damaged, or the mesh does not suit it.
+        FileNotFoundError: the model is not there.
+    """
+    settings, source = _adapters.found(asked)
+    for folder in _adapters.tuned(settings, source):
+        _output.check(settings, folder)
+    settings = _as_stored(settings, source)
+    dtypes = precision(settings, source.dtype)
+    found = _long_rows.stretched_for(settings, architecture_of(source))
+    if not isinstance(task, Task):
+        task = task(settings, source, found)
+    if task.alone and jax.process_count() > 1:
+        raise UserError("--distributed: this command trains in one process. Leave it out.")
+    shape = lambda layout: nnx.eval_shape(lambda: _run_model.new(settings, task, source, found, dtypes, layout))
+    devices = _devices(settings, task, shape)
+    settings = _fitted(settings, task, found, dtypes, source.dtype, devices)
+    model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
+    of_rows = devices.layout_of_rows
+    shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)
+    return Run(asked, settings, task, source, found, dtypes, devices, out), model, shown
+
+
+def _as_stored(settings: Settings, source: Source) -> Settings:
+    """The settings for weights that are nf4 already, if these are."""
+    if not source.is_nf4:
+        return settings
+    if settings.lora is None:
+        raise UserError(
+            f"The weights of {settings.model} are nf4, and stay as they are. Pass --lora, such as --lora 16."
+        )
+    if settings.quantize == "int8":
+        raise UserError(f"--quantize=int8, but the weights of {settings.model} are nf4 already. Leave it out.")
+    return dataclasses.replace(settings, quantize="nf4")
+
+
+def precision(settings: Settings, stored: str) -> dict[str, str]:
+    """The dtypes that a run computes in.
+
+    Args:
+        settings: the run.
+        stored: dtype of the checkpoint.
+
+    Returns:
+        Names: `dtype` of the computation, and `param_dtype` of the weights.
+    """
+    return dict(
+        dtype=settings.dtype or ("float32" if jax.default_backend() == "cpu" else defaults.DTYPE),
+        param_dtype=settings.param_dtype or defaults.param_dtype(settings.lora, stored),
+    )
+
+
+def _devices(settings: Settings, task: Task, shape: Callable[[Any], Any]) -> meshes.Devices:
+    """Where the run is computed; `shape` gives the model's types by its layout."""
+    # A model that writes its own batches gathers split weights for each token: several devices are asked for.
+    there = jax.devices() if task.played is None or settings.mesh else jax.devices()[:1]
+    devices = meshes.chosen(settings.mesh, there, task.rows(settings), shape)
+    if task.played is not None and devices.layout_of_rows != devices.layout:
+        raise UserError(
+            f"--mesh={settings.mesh}: devices that share completions cannot sample them. Give the devices to data "
+            "or fsdp."
+        )
+    if task.alone and devices.sizes["sequence"] > 1:
+        raise UserError(f"--mesh={settings.mesh}: this command's rows stay whole. Give the devices to fsdp or tensor.")
+    return devices
+
+
+def _fitted(
+    settings: Settings, task: Task, found: Architecture, precision: dict[str, str], stored: str, devices: meshes.Devices
+) -> Settings:
+    """The run with what was left to it decided by what fits; what it needs is printed."""
+    options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
+    if (teacher := task.teacher) is not None:
+        parts = math.prod(devices.sizes[axis] for axis in ("data", "fsdp", "expert"))
+        tokens = settings.batch * settings.length // parts
+        of_parts = functools.cache(lambda parts: teacher.num_bytes(precision["dtype"], devices, tokens // parts))
+        options |= dict(teacher=of_parts, teacher_stays=teacher.stays)
+    return _memory.fitted(settings, found, **precision, **options)

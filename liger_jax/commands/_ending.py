@@ -1,0 +1,67 @@
+"""How a training run ends: which step its result is of, what stays in its folder, and its last words."""
+
+from pathlib import Path
+from typing import Any
+
+from liger_jax.commands import _output
+from liger_jax.commands._decided_run import Run
+from liger_jax.commands._settings import Settings
+from liger_jax.training import Checkpoints
+
+
+def best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
+    """Takes the state with the least held-out loss of a run that ended early, and says so.
+
+    Args:
+        like: shapes of the state.
+        steps: how many steps the run could have had.
+        checkpoints: those of the run, of which one was scored at least.
+
+    Returns:
+        The state, and its step.
+    """
+    assert checkpoints.best is not None and checkpoints.latest_step is not None
+    step, last = checkpoints.best[0], checkpoints.latest_step
+    print(f"stopped after step {last} of {steps}: step {step} had the least held-out loss, and is taken")
+    return checkpoints.read(step, like)[0], step
+
+
+def leave(settings: Settings, checkpoints: Checkpoints, target: Path, early: bool) -> None:
+    """Writes down that the result is there, and removes what an earlier run has left.
+
+    Args:
+        settings: the run.
+        checkpoints: those of the run.
+        target: the result's folder.
+        early: the run ended before its last step.
+
+    Raises:
+        UserError: something cannot be removed.
+    """
+    checkpoints.finish(target.name, _output.record(settings, target, early))
+    _output.clear(settings, checkpoints.earlier)
+    checkpoints.forget_earlier()
+
+
+def tell(run: Run, log: list[dict[str, Any]], done: int, target: Path, checkpoints: Checkpoints) -> None:
+    """Says how a run has ended, by its task's figure, and where its result is.
+
+    Args:
+        run: the run.
+        log: the figures of its steps.
+        done: the step that the result is of.
+        target: the result's folder.
+        checkpoints: those of the run.
+    """
+    name = run.task.told
+    first, last = log[0][name], log[done - 1][name]
+    print(f"{done} step{'s' if done > 1 else ''}; {name} {first:.3f} → {last:.3f}; {target.name} in {target}")
+    best = checkpoints.best
+    if best is not None and best[0] != done:
+        there = run.out / _output.CHECKPOINTS / str(best[0])
+        without = " without --fresh and" if run.settings.fresh else ""
+        print(
+            f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, with "
+            f"{best[1]:.3f}, whose checkpoint stays in {there}; the same command{without} with --result-of {best[0]} "
+            f"makes {target.name}-{best[0]} of it"
+        )

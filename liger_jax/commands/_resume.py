@@ -1,0 +1,138 @@
+"""What a training run goes on from: its checkpoints, and whether its result is there already."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from liger_jax.commands import _adapters, _longer, _output
+from liger_jax.commands._course import Course
+from liger_jax.commands._decided_run import Run
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
+from liger_jax.models.hugging_face.checkpoint import CONFIG, GENERATION
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.training import Checkpoints, disk, identity
+from liger_jax.training.waiting import telling
+
+
+def made_of(run: Run, course: Course) -> dict[str, str]:
+    """Texts by which a run's model, teacher and data can be told from others.
+
+    Args:
+        run: the run.
+        course: what its steps train on.
+
+    Returns:
+        Digests and other texts, by what they are of.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    teacher = {} if run.task.teacher is None else run.task.teacher.made_of()
+    return course.data.made_of() | _model_files(run.settings, run.source) | teacher
+
+
+def checkpoints_of(run: Run, made_of: Mapping[str, Any]) -> Checkpoints:
+    """The checkpoints of a run, which no other run goes on from.
+
+    Args:
+        run: the run.
+        made_of: the number of steps, and texts by which the model and the data can be told from others.
+
+    Returns:
+        The checkpoints.
+    """
+    settings = run.settings
+    spared = [set(_output.of_earlier_runs(settings, each)) for each in _adapters.tuned(settings, run.source)]
+    earlier = sorted(set.intersection(*spared))
+    folder = Path(settings.out) / _output.CHECKPOINTS
+    options: dict[str, Any] = dict(fresh=settings.fresh, earlier=earlier, keep=settings.keep, growing=_longer.GROWING)
+    return Checkpoints(folder, settings.of_the_run() | dict(made_of), **options)
+
+
+def _model_files(settings: Settings, source: Source) -> dict[str, str]:
+    """Digests of the files of the model that is tuned: weights, tokenizer, chat template, configs and adapters."""
+    small = {name: (source.folder / name) for name in (CONFIG, GENERATION)}
+    contents = {name: path.read_bytes() for name, path in small.items() if path.is_file()}
+    contents |= _adapters.files(settings)
+    found = identity.of_files(contents | source.tokenizer) | identity.of_weights(source.folder, source.weight_files)
+    if settings.verify:
+        with telling(f"reading {disk.size(source.weight_bytes)} of weights to verify them"):
+            found |= identity.of_whole_weights(source.folder, source.weight_files)
+    return found
+
+
+def is_finished(settings: Settings, checkpoints: Checkpoints, steps: int) -> bool:
+    """Whether the result is there already, which is said.
+
+    Args:
+        settings: the run.
+        checkpoints: those of the run.
+        steps: how many steps the run has.
+
+    Returns:
+        Whether nothing is left to do.
+    """
+    latest, finished = checkpoints.latest_step, checkpoints.finished
+    early = _output.ended_early(settings, finished)
+    if not ((latest == steps or early) and _output.is_there(settings, finished)):
+        return False
+    why = "where --patience ended it" if early else "the last one"
+    cure = "Another --patience goes" if early else "More --steps or --epochs go"
+    print(
+        f"finished: {_output.folder(settings)} is there since step {latest}, {why}; nothing is changed. {cure} on "
+        "from it"
+    )
+    return True
+
+
+def check_kept(step: int, checkpoints: Checkpoints) -> None:
+    """Refuses the result of a step of which there is no checkpoint.
+
+    Args:
+        step: the step of `--result-of`.
+        checkpoints: those of the run.
+
+    Raises:
+        UserError: its checkpoint is not kept.
+    """
+    if step not in (kept := checkpoints.kept_steps):
+        there = f"those of {', '.join(map(str, kept))} are" if kept else "none is"
+        raise UserError(f"--result-of={step}: this step's checkpoint is not kept; {there}. --keep keeps more of them.")
+
+
+def restored(checkpoints: Checkpoints, state: Any, course: Course) -> tuple[Any, dict[str, Any]]:
+    """The state and the log to go on with, and words about what a longer run changes.
+
+    Args:
+        checkpoints: those of the run.
+        state: the state of a run that begins; or its shapes, where there is a checkpoint.
+        course: what the run's steps train on.
+
+    Returns:
+        The newest checkpoint's, or those of a run that begins.
+    """
+    before = checkpoints.latest_settings
+    if (found := checkpoints.restore(state)) is None:
+        found = state, {"steps": []}
+    else:
+        print(f"resumed at step {checkpoints.latest_step}")
+    of_steps = found[1]["steps"]
+    last = of_steps[-1].get("learning_rate") if of_steps else None
+    for line in _longer.lines(before, len(of_steps), last, course.steps, course.rate, course.data.num_in_epoch):
+        print(line)
+    return found
+
+
+def shapes(state: Any) -> Any:
+    """What a checkpoint is read by, once a state's arrays are to go: two states need not fit.
+
+    Args:
+        state: arrays.
+
+    Returns:
+        Their shapes, dtypes and shardings.
+    """
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)

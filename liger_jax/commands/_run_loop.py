@@ -1,0 +1,104 @@
+"""The loop of a training run: its two programs, and all that is done between steps."""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from liger_jax.commands import _adapters, _run_model, _samples
+from liger_jax.commands._course import Course
+from liger_jax.commands._decided_run import Run
+from liger_jax.commands._laid_rows import RowParts
+from liger_jax.training import Checkpoints, Loop, make_step, processes, rows, scoring
+from liger_jax.training.waiting import Compiling
+
+
+def programs(
+    run: Run, course: Course, like: Any, batches: tuple[Any, rows.Rows]
+) -> tuple[tuple[Future[Any], Future[Any]], Any]:
+    """Begins to compile the step and the scoring, while the weights are read: they depend on the shapes alone.
+
+    Args:
+        run: the run.
+        course: what its steps train on.
+        like: the model's types.
+        batches: an example of what is trained on, and one of rows.
+
+    Returns:
+        Both programs, each to be waited for; and the shapes of the state.
+    """
+    settings, task, devices, data, optimizer = run.settings, run.task, run.devices, course.data, course.optimizer
+    graph, params, frozen = nnx.split(like, _run_model.trained(settings), ...)
+    loss = _adapters.loss_of(settings, task.loss(settings, data))
+    options: dict[str, Any] = dict(has_aux=True, micro_batches=settings.num_parts)
+    step = make_step(graph, optimizer, loss, normalizer=task.normalizer(settings, data), **options)
+    state, frozen = devices.typed((params, jax.eval_shape(optimizer.init, params)), optimizer), devices.typed(frozen)
+    size, compiling = settings.batch // settings.num_parts, Compiling()
+    part = {name: np.zeros((size, *x.shape[1:]), x.dtype) for name, x in batches[1].items() if x.ndim > 1}
+    started = (
+        compiling.start(devices.jitted(step, state, optimizer), state, batches[0], frozen),
+        compiling.start(task.sums(graph, settings, data), state[0], frozen, devices.place(part)),
+    )
+    return started, state
+
+
+def loop(
+    run: Run,
+    course: Course,
+    checkpoints: Checkpoints,
+    played: Any,
+    compiled: Sequence[Any],
+    models: tuple[Any, Any, Any],
+    write: Callable[..., None],
+) -> Loop:
+    """The loop over a run's steps, with all that it does between them.
+
+    Args:
+        run: the run.
+        course: what its steps train on.
+        checkpoints: those of the run.
+        played: what makes the batches, where the model writes them; else `None`.
+        compiled: the step and the scoring.
+        models: the graph of the model that is trained, its frozen variables, and the graph of the one that writes
+            samples.
+        write: takes each step's figures.
+
+    Returns:
+        The loop.
+    """
+    settings, task, devices, data = run.settings, run.task, run.devices, course.data
+    (step, sums), (graph, frozen, shown) = compiled, models
+    size = settings.batch // settings.num_parts
+    score = scoring(lambda params, *others: sums(params, others[0], devices.place(others[1])), frozen, task.scores)
+    held_out = RowParts(data.held_out_rows, size)
+    # After a step its own rows are scored; before the first one, those that it will have.
+    its_rows = lambda step: [next(rows.parts(course.rows_of(max(0, step - 1)), size))]
+    unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
+    samples = _samples.Samples(data.held_out(settings.samples), course.tokenizer, longest, unit)
+    batch_of = course.batch_of
+    return Loop(
+        step=_loop_step(played, graph, step, frozen),
+        batch_of=batch_of if played is None else lambda step: {**batch_of(step), "number": np.int32(step)},
+        steps=course.steps,
+        checkpoints=checkpoints,
+        every=settings.every,
+        evaluate=lambda params: score(params, held_out) if held_out else {},
+        patience=settings.patience,
+        show=lambda params, write: settings.samples and samples.show(nnx.merge(shown, params, frozen), write),
+        check=lambda params, step: score(params, its_rows(step))["eval_loss"],
+        rate=course.rate,
+        write=write,
+        shown=task.shown,
+        progress=processes.is_first(),
+    )
+
+
+def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:
+    """A step of the loop, from the compiled one."""
+    if played is None:
+        return lambda state, batch: step(state, batch, frozen)
+    return lambda state, batch: played.step(graph, step, state, batch, frozen)

@@ -1,0 +1,126 @@
+"""The model of a training run: its structure, what of it is trained, and the one that is written."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from liger_jax.commands import _adapters, _teacher
+from liger_jax.commands._errors import UserError
+from liger_jax.commands._settings import Settings
+from liger_jax.commands._task import Task
+from liger_jax.models import KernelOptions, Layout
+from liger_jax.models.hugging_face.source import Source
+from liger_jax.models.hugging_face.weights import quantized_as_in
+from liger_jax.models.quantized import quantize
+from liger_jax.planner import defaults
+from liger_jax.planner.architectures import Architecture
+
+
+def new(
+    settings: Settings,
+    task: Task,
+    source: Source,
+    found: Architecture,
+    precision: dict[str, str],
+    layout: Layout | None,
+) -> Any:
+    """A model of the run's structure with random weights, for its shapes.
+
+    Args:
+        settings: the run.
+        task: what it trains for.
+        source: the model's folder.
+        found: the model's architecture.
+        precision: names of the dtypes, as `_decided_run.precision` gives them.
+        layout: which axes of the run's mesh split what; `None` for one device.
+
+    Returns:
+        The model, with the run's adapters, and a teacher that stays in its attribute `teacher`.
+
+    Raises:
+        UserError: blocks of quantised weights do not divide the model's widths.
+        ValueError: the adapters' targets are not in the model.
+    """
+    options: dict[str, Any] = {name: jnp.dtype(dtype) for name, dtype in precision.items()}
+    options |= dict(
+        remat=settings.remat or defaults.REMAT, scan_layers=task.scan_layers, kernels=KernelOptions(layout=layout)
+    )
+    model = found.family(found.config, **options, rngs=nnx.Rngs(0))
+    if source.is_nf4:
+        quantized_as_in(source.folder, model)
+    elif settings.quantize is not None:
+        _quantized(model, settings)
+    if settings.lora is not None:
+        _adapters.add(model, settings)
+    if task.teacher is not None and task.teacher.stays:
+        model.teacher = task.teacher.new(precision["dtype"], layout)
+    return model
+
+
+def _quantized(model: Any, settings: Settings) -> None:
+    assert settings.quantize is not None
+    try:
+        quantize(model, settings.quantize)
+    except ValueError as error:
+        if "block_size" not in str(error):
+            raise
+        raise UserError(
+            f"--quantize={settings.quantize} cuts a projection's input into blocks of 64, which do not divide the "
+            f"widths of {settings.model}. Leave it out."
+        ) from error
+
+
+def trained(settings: Settings) -> Any:
+    """The variables that are trained, by their type; a teacher has none.
+
+    Args:
+        settings: the run.
+
+    Returns:
+        A filter of `nnx.split` and `nnx.state`.
+    """
+    kind = nnx.Param if settings.lora is None else nnx.LoRAParam
+    return nnx.All(kind, nnx.Not(nnx.PathContains(_teacher.NAME)))
+
+
+def trained_lines(settings: Settings, model: Any, found: Architecture) -> Iterator[str]:
+    """Says how much of a model is trained.
+
+    Args:
+        settings: the run.
+        model: the model, or its types.
+        found: its architecture.
+
+    Yields:
+        Lines to print.
+    """
+    number = sum(x.size for x in jax.tree.leaves(nnx.state(model, trained(settings))))
+    if settings.lora is None:
+        yield f"trained: all {number:,} parameters"
+        return
+    total = found.num_parameters + number
+    yield f"trained: {number:,} of {total:,} parameters, {number / total:.2%}"
+    if settings.lora > (width := found.config.hidden_size):
+        yield f"--lora {settings.lora} is more than the model's width, and rank {width} can hold any change already"
+
+
+def tuned(graph: Any, state: Any, frozen: Any, keeps: Any) -> Any:
+    """Puts a model together that is to be written, without its teacher.
+
+    Args:
+        graph: its structure.
+        state: parameters and the optimizer's state.
+        frozen: the variables that are not trained.
+        keeps: what it keeps for its files.
+
+    Returns:
+        The model.
+    """
+    model = nnx.merge(graph, state[0], frozen)
+    model.kept = keeps
+    if hasattr(model, _teacher.NAME):
+        delattr(model, _teacher.NAME)
+    return model
