@@ -113,7 +113,7 @@ $(TEST_ENV)/.installed-parity: $(TEST_ENV)/.installed
 	$(call install,$(TEST_ENV),$(EXTRAS_PARITY))
 
 # Other people's trainers and libraries, each with what it needs itself, and the packages of each.
-PEERS := tunix maxtext libraries
+PEERS ?= tunix maxtext libraries
 PEER_PACKAGES_tunix := google-tunix
 PEER_PACKAGES_maxtext := maxtext[tpu] google-tunix
 PEER_PACKAGES_libraries := equinox grain qwix
@@ -135,7 +135,7 @@ help:
 	@echo 'make test-full  all shapes, targets and model families   the same'
 	@echo 'make examples   every example of the pages, of docstrings and in examples/'
 	@echo 'make parity     our models beside those of Hugging Face, which it installs'
-	@echo 'make integrations  our losses in tunix, MaxText, with Equinox, grain, qwix, which it installs'
+	@echo 'make integrations  our losses in tunix, MaxText, with Equinox, grain, qwix, which it installs; PEERS=tunix'
 	@echo 'make lint       ruff: mistakes and format'
 	@echo 'make format     ruff puts the format right'
 	@echo 'make types      basedpyright'
@@ -177,7 +177,7 @@ integrations: $(foreach peer,$(PEERS),$(call PEER_ENV,$(peer))/.installed)
 	    $(CPU_ONLY) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $$env/bin/python -m pytest -m integrations $(PYTEST_ARGS) \
 	      tests/integrations/test_$$peer.py || failed="$$failed $$peer"; \
 	  else \
-	    echo "make: $$peer does not install here, so its tests are not run: $$(grep -m1 ERROR $$env/why)"; \
+	    echo "make: $$peer does not install here, so its tests are not run: $$(grep -m1 ERROR $$env/why || tail -n1 $$env/why)"; \
 	  fi; \
 	done; test -z "$$failed" || { echo "make: tests failed with$$failed"; exit 1; }
 

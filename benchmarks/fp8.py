@@ -24,8 +24,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _fp8_training
+from benchmarks import _held_out
 from benchmarks._measure import heading, in_rounds, save, table
+from liger_jax.models import KernelOptions
 from liger_jax.ops import apply_rope, causal_attention, fp8_matmul, gated_mlp, rms_norm, swiglu
 from liger_jax.ops.fp8_matmul import FORWARD, GRADIENT
 
@@ -186,7 +187,13 @@ def main() -> None:
         return
     if options.converge:
         print(heading(f"python -m benchmarks.fp8 --converge --steps {options.steps} --batch {options.batch}"))
-        print(_fp8_training.converged(options.steps, options.batch, tuple(options.seeds), options.out))
+        corpus = _held_out.load(options.out)
+        training = lambda products: _held_out.training_of(
+            options.steps, options.batch, dtype="bfloat16", kernels=KernelOptions(products=products)
+        )
+        products = {"bfloat16 products": None, "FP8 products": "fp8"}
+        trainings = {name: _held_out.Trainings(corpus, training(kind)) for name, kind in products.items()}
+        print(_held_out.compared(trainings, tuple(options.seeds)))
         return
     with concurrent.futures.ThreadPoolExecutor() as pool:
         steps = dict(zip(DOTS, pool.map(lambda dot: layer_step(dot, options.tokens), DOTS.values()), strict=True))

@@ -2,6 +2,8 @@
 
     python -m benchmarks.optimizer_state [--model qwen2-0.5b] [--cases "8-bit, bfloat16" …] [--rounds 5] [--name NAME]
     python -m benchmarks.optimizer_state --target h100       what the compiler says, on a machine without a GPU
+    python -m benchmarks.optimizer_state --converge [--steps 300] [--batch 4] [--seeds 0 1 2] [--mesh fsdp=4]
+                                                             held-out losses of `make train`'s model, on any device
 
 What is timed is the update alone, with random gradients: `optimizer.update` and `optax.apply_updates` in one program
 whose parameters and state are donated. Programs have their turns one after another in one process, and the figure is
@@ -14,6 +16,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +24,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 
+from benchmarks import _held_out
 from benchmarks._measure import heading, in_own_process, in_rounds, save, table
 from liger_jax.pallas_kernels.devices import GIB, GPUS
 from liger_jax.planner import compilers
@@ -136,6 +140,20 @@ def counted(model: str, name: str, target: str | None) -> tuple[float, float, in
     return bytes_of(state) / numbers, memory.temp_size_in_bytes / GIB, moved
 
 
+# --- a training -------------------------------------------------------------------------------------------------------
+
+
+def converged(steps: int, batch: int, seeds: tuple[int, ...], mesh: str | None, out: Path) -> str:
+    """The table of held-out losses with moments in float32 and in 8 bits."""
+    corpus = _held_out.load(out)
+    training = lambda name: _held_out.training_of(steps, batch, dtype="float32", optimizer=name)
+    kinds = {"AdamW": ("adamw", None), "8-bit AdamW": ("adamw8bit", None)}
+    if mesh is not None:
+        kinds[f"8-bit AdamW on {mesh}"] = ("adamw8bit", mesh)
+    trainings = {name: _held_out.Trainings(corpus, training(kind), mesh) for name, (kind, mesh) in kinds.items()}
+    return _held_out.compared(trainings, seeds)
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +164,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each program")
     parser.add_argument("--target", choices=tuple(GPUS), help="compile for this GPU, which need not be here; no times")
     parser.add_argument("--name", default="optimizer_state", help="of the table's file, without its ending")
+    parser.add_argument("--converge", action="store_true", help="the held-out losses alone, in float32")
+    parser.add_argument("--steps", type=int, default=300, help="of a training")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 512 tokens in a step of a training")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the trainings")
+    parser.add_argument("--mesh", help="with 8-bit state on several devices besides, such as fsdp=4")
+    parser.add_argument("--out", type=Path, default=Path("runs/llama-small"), help="folder for the text's tokens")
     options = parser.parse_args()
+    if options.converge:
+        print(heading(" ".join(["python -m benchmarks.optimizer_state", *sys.argv[1:]])))
+        print(converged(options.steps, options.batch, tuple(options.seeds), options.mesh, options.out))
+        return
     told = {name: in_own_process(counted, options.model, name, options.target) for name in options.cases}
     times, peaks = {}, {}
     if options.target is None:

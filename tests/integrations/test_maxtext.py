@@ -3,7 +3,6 @@
 import importlib
 import re
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +12,8 @@ import optax
 import pytest
 from flax import nnx
 
+from examples import integrations_maxtext
+from examples.integrations_maxtext import make_config, make_mesh
 from liger_jax.integrations.maxtext import hidden_and_head, vocabulary_loss
 from liger_jax.integrations.tunix import with_fused_log_probs, with_reference
 
@@ -25,18 +26,6 @@ pytestmark = [
 
 def of(module):
     return importlib.import_module(f"maxtext.{module}")
-
-
-def config_of(**options):
-    base = Path(str(of("configs").__path__[0])) / "base.yml"
-    options = dict(
-        run_name="test", enable_checkpointing=False, base_emb_dim=32, base_num_query_heads=2, base_num_kv_heads=2,
-        base_mlp_dim=48, base_num_decoder_layers=1, head_dim=16, vocab_size=512, max_target_length=16,
-        per_device_batch_size=4, num_vocab_tiling=4, dtype="float32", weight_dtype="float32", attention="dot_product",
-        skip_jax_distributed_system=True, hardware="cpu", dataset_type="synthetic", log_config=False,
-        matmul_precision="highest", z_loss_multiplier=1e-3,
-    ) | options  # fmt: skip
-    return of("configs.pyconfig").initialize(["", str(base), *(f"{name}={x}" for name, x in options.items())])
 
 
 def test_dropout_is_refused():
@@ -69,10 +58,6 @@ HEADS = {"a head of its own": {}, "a tied head": dict(logits_via_embedding=True,
 heads = pytest.mark.parametrize("head", HEADS)
 
 
-def mesh_of(config):
-    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape([1] * len(config.mesh_axes)), config.mesh_axes)
-
-
 def assert_same(ours, theirs, head):
     """Within 1e-5 of the largest; a tied table's gradient, which MaxText sums in bfloat16, within 2⁻⁷ of it."""
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -84,8 +69,8 @@ def assert_same(ours, theirs, head):
 def test_loss_and_gradients_are_those_of_the_tiling(head, rng):
     import flax.linen as nn
 
-    config = config_of(**HEADS[head])
-    mesh = mesh_of(config)
+    config = make_config(**HEADS[head])
+    mesh = make_mesh(config)
     data = dict(targets=jnp.asarray(rng.integers(0, 512, (4, 16))))
     data["targets_segmentation"] = jnp.asarray(rng.integers(0, 2, (4, 16)))
     hidden = jnp.asarray(rng.normal(size=(4, 16, 32)), jnp.float32)
@@ -109,8 +94,8 @@ def test_losses_and_gradients_of_its_dpo_are_those_with_logits(head, algorithm, 
     import flax.linen as nn
 
     dpo_trainer = importlib.import_module("tunix.sft.dpo.dpo_trainer")
-    config = config_of(num_vocab_tiling=1, model_name="llama3.1-8b", override_model_config=True, **HEADS[head])
-    mesh = mesh_of(config)
+    config = make_config(num_vocab_tiling=1, model_name="llama3.1-8b", override_model_config=True, **HEADS[head])
+    mesh = make_mesh(config)
     with mesh, nn.logical_axis_rules(config.logical_axis_rules):
         models = [of("models.models").Transformer(config, mesh, None, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
         adapter, reference = (of("integration.tunix.tunix_adapter").TunixMaxTextAdapter(m, pad_id=0) for m in models)
@@ -136,3 +121,9 @@ def test_losses_and_gradients_of_its_dpo_are_those_with_logits(head, algorithm, 
     assert_same(ours, theirs, head)
     logits = re.compile(r"f32\[8,(15|16|8),512\]")
     assert logits.search(with_logits) and not logits.search(without)
+
+
+def test_its_trainer_trains_alike_with_the_tiling_and_without_logits():
+    tiling, ours = integrations_maxtext.main(steps=8).values()
+    np.testing.assert_allclose(ours, tiling, rtol=1e-5)
+    assert ours[-1] < ours[0] - 0.3

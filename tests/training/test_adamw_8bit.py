@@ -255,6 +255,18 @@ def test_settings_out_of_range_are_refused(options, message):
         adamw_8bit(1e-3, **options)
 
 
+def test_under_a_mask_other_parameters_have_no_state_and_these_the_same_update(rng):
+    """Integers among them, which `adamw_8bit` refuses by itself."""
+    kernel, codes = jnp.asarray(rng.normal(size=(16, 256)), jnp.float32), jnp.ones((16, 1024), jnp.int8)
+    params, alone = dict(kernel=kernel, codes=codes), adamw_8bit(1e-3)
+    masked = optax.masked(alone, dict(kernel=True, codes=False))
+    state: Any = masked.init(params)
+    assert codes.shape not in {x.shape for x in jax.tree.leaves(state)}
+    updates, state = masked.update(params, state, params)
+    expected = alone.update(kernel, alone.init(kernel), kernel)
+    assert same(updates, dict(kernel=expected[0], codes=codes)) and same(state, expected[1])
+
+
 @pytest.mark.usefixtures("unchecked_types")
 def test_parameters_and_states_that_do_not_fit_are_refused():
     params = dict(kernel=jnp.ones((16, 1024)))
