@@ -137,6 +137,7 @@ def estimate(run: Run) -> Estimate:
     of_layers = size * sizes.layer * copied_layers
     if run.parameter_devices > run.expert:  # quantised experts are gathered in their codes
         of_layers += sizes.codes
+    of_layers += 2 * size * sizes.exchanged  # columns in the order of devices, and what came of them
     loss = 2 * run.tokens * config.hidden_size * size  # the last hidden states and their gradient
     if run.tensor > 1:  # whole rows, beside each device's positions
         loss += loss // run.tensor
@@ -186,12 +187,13 @@ class _Parameters:
     layers_gradient_bytes: int  # the layers' share of gradient_bytes
     layer: int  # in one layer, over the devices that gather it; of quantised experts those that are dense at once
     codes: int  # bytes of one layer's quantised experts, over the devices that gather them
+    exchanged: int  # in one layer, whose columns change devices along a tensor axis: gate and up of dense experts
     head: int  # in the head, over the devices that gather it
     trained_head: int  # like `head`; 0 if only adapters are trained, and none on the head
 
     @classmethod
     def of(cls, run: Run) -> "_Parameters":
-        own = own_layers = layers = adapters = codes = 0
+        own = own_layers = layers = adapters = codes = exchanged = 0
         param, held_bytes = jnp.dtype(run.param_dtype).itemsize, 0
         quantized = QUANTIZED_BYTES[run.quantize] if run.quantize else 0.0
         quantized += _FLOAT32_SCALE if run.model.quantized else 0.0
@@ -214,15 +216,20 @@ class _Parameters:
                     in_width, out_width = x.shape[2], x.shape[3] // run.tensor
                     of_layers = of_layers // count * experts_at_once((count, in_width, out_width), run.dtype)
                 layers += of_layers
+                if run.tensor > 1 and info.kind == "experts" and "gate_up" in info.name and run.quantize is None:
+                    exchanged += of_layers
         config: Any = run.model.config
         layer, head = layers // config.num_hidden_layers, -(-config.vocab_size // run.tensor) * config.hidden_size
-        codes //= config.num_hidden_layers
+        codes, exchanged = codes // config.num_hidden_layers, exchanged // config.num_hidden_layers
         if run.lora is None:
-            return cls(held_bytes, own, param * own, param * own_layers, layer, codes, head, head)
+            return cls(held_bytes, own, param * own, param * own_layers, layer, codes, exchanged, head, head)
         if run.adapts_head and config.tie_word_embeddings:  # no parameter of the model is its head
             adapters += run.lora * (config.vocab_size + config.hidden_size) + run.dora * config.vocab_size
         trained_head = head if run.adapts_head else 0
-        return cls(held_bytes + 4 * adapters, adapters, 4 * adapters, 4 * adapters, layer, codes, head, trained_head)
+        of_adapters = 4 * adapters
+        return cls(
+            held_bytes + of_adapters, adapters, of_adapters, of_adapters, layer, codes, exchanged, head, trained_head
+        )
 
 
 def _adapters_of(run: Run, info: Any, shape: tuple[int, ...]) -> int:

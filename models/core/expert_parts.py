@@ -5,7 +5,8 @@ summand of their results. With an expert axis it does so for its own experts alo
 
 Columns of gate stand before those of up, so that those of one device do not lie side by side: like other joined
 projections, gate and up lie split by their inputs, and devices exchange columns where a layer uses them. An axis of
-fsdp splits each expert's matrices once more, and adapters by experts.
+fsdp splits the experts, which are gathered as they lie. XLA would transpose what it gathers along another axis, and it
+does so with the parameters of all layers at once. Only where fsdp does not divide the experts does it split matrices.
 """
 
 from typing import Any
@@ -82,11 +83,13 @@ def width_field(config: Any) -> str:
 
 def _other_axis(parts: Any, info: ParameterInfo, count: int, in_width: int) -> int | None:
     """The axis that fsdp splits, by the number of experts and the size of a weight's inputs; `None` for none."""
+    if info.kind == "experts_bias":
+        return None
+    if count % (parts.expert_size * parts.others_size) == 0:
+        return info.expert_axis
     if info.kind == "experts":
         return info.out_axis if in_width % (parts.size * parts.others_size) else info.in_axis
-    if info.kind in ("experts_lora_a", "experts_lora_b"):
-        return None if count % (parts.expert_size * parts.others_size) else info.expert_axis
-    return None if info.kind == "experts_bias" else info.out_axis  # blocks of codes stay whole
+    return None if info.kind in ("experts_lora_a", "experts_lora_b") else info.out_axis  # blocks of codes stay whole
 
 
 def _is_of_down(info: ParameterInfo) -> bool:

@@ -232,8 +232,9 @@ class ExpertsFeedForward(nnx.Module):
         """What the backward holds at once: gate and up and their gradients, a float32 gradient of their product, and
         rows of two arrays of a token's experts.
 
-        Where experts have adapters, are quantised or lie on several devices, these are rows of two more arrays and the
-        gated product. With several devices the rows are those of the buffers, and own rows are there, twice.
+        Where experts have adapters or are quantised, these are rows of two more arrays and the gated product. With
+        several devices they are rows of one more and the gated product; the rows are those of the buffers, and own rows
+        are there, twice.
 
         Args:
             config: the architecture.
@@ -248,7 +249,7 @@ class ExpertsFeedForward(nnx.Module):
         experts, width = config.experts, tensor * config.hidden_size
         rows = rows_of_token(experts, devices)
         if devices > 1:
-            return rows * (7 * experts.width + 4 * width) + 2 * experts.per_token * width
+            return rows * (7 * experts.width + 3 * width) + 2 * experts.per_token * width
         return rows * (7 * experts.width + 4 * width if adapted else 6 * experts.width + 2 * width)
 
 

@@ -133,7 +133,8 @@ class Layout:
     def spec(self, info: ParameterInfo, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
         """How a parameter lies on a mesh, and what an optimizer holds of its shape.
 
-        A matrix is split along its input, or along a head's vocabulary. Codes and scales of quantised kernels are split
+        A matrix is split along its input, or along a head's vocabulary, and experts one by one where the mesh divides
+        them. Codes and scales of quantised kernels are split
         along the output, so that blocks stay whole. Vectors are small: where the mesh does not divide them, every
         device has them whole. With several devices along `tensor`, it splits heads, the feed-forward's width or the
         vocabulary, and fsdp splits a matrix's first axis, or the second where the first has no room for both.

@@ -57,7 +57,8 @@ class ParameterParts:
             return self._of_experts(info, shape)
         if (found := self._of_fsdp(info, shape)) is not None:
             return found
-        axis, parts = _split_axis(info), math.prod(self.sizes[name] for name in self.fsdp)
+        parts = math.prod(self.sizes[name] for name in self.fsdp)
+        axis = _split_axis(info, shape, parts)
         split = "·".join(self.fsdp)
         others = next((name for name in self.batch if name not in self.fsdp), "an axis that splits the batch alone")
         raise ValueError(
@@ -90,7 +91,10 @@ class ParameterParts:
         return jax.tree_util.tree_map_with_path(gather, parameters)
 
     def _of_experts(self, info: ParameterInfo, shape: tuple[int, ...]) -> P:
-        """How a parameter of experts lies: they are split over their axis, and each one's input over fsdp's others."""
+        """How a parameter of experts lies that are split over their axis.
+
+        The other axes of fsdp split the experts of a device, too, or each one's input where they do not divide them.
+        """
         axis, expert = info.expert_axis, self.expert
         assert axis is not None and expert is not None
         entries: list[Any] = [None] * len(shape)
@@ -103,8 +107,11 @@ class ParameterParts:
         others = tuple(name for name in self.fsdp if name != expert)
         split = info.in_axis if info.kind == "experts" else info.out_axis
         parts = math.prod(self.sizes[name] for name in others)
-        if parts > 1 and split is not None and info.kind.startswith("experts") and shape[split] % parts == 0:
-            entries[split] = others
+        if parts > 1 and split is not None and info.kind.startswith("experts"):
+            if shape[axis] % (parts * self.sizes[expert]) == 0:
+                entries[axis] = (expert, *others)
+            elif shape[split] % parts == 0:
+                entries[split] = others
         return partition(*entries)
 
     def _of_fsdp(self, info: ParameterInfo, shape: tuple[int, ...]) -> P | None:
@@ -112,16 +119,20 @@ class ParameterParts:
         parts = math.prod(self.sizes.get(name, 1) for name in self.fsdp)
         if parts == 1 or info.kind in _WHOLE:
             return P()
-        axis = _split_axis(info)
+        axis = _split_axis(info, shape, parts)
         if shape[axis] % parts == 0:
             return partition(*[None] * axis, tuple(name for name in self.fsdp if name in self.sizes))
         return P() if info.in_axis is None or info.kind in _ADAPTERS_OF_EXPERTS else None
 
 
-def _split_axis(info: ParameterInfo) -> Any:
-    """The axis of a parameter that fsdp splits."""
-    if info.kind in _ADAPTERS_OF_EXPERTS:  # not small, and each expert's lies by itself
-        return info.expert_axis
+def _split_axis(info: ParameterInfo, shape: tuple[int, ...], parts: int) -> Any:
+    """The axis of a parameter that so many devices of fsdp split.
+
+    Experts are gathered as they lie. XLA would transpose a matrix's inputs, and does so for all layers at once.
+    """
+    experts = info.expert_axis
+    if info.kind in _ADAPTERS_OF_EXPERTS or experts is not None and shape[experts] % parts == 0:
+        return experts
     return info.in_axis if info.kind in ("embedding", "kernel", "router", "experts") else info.out_axis
 
 

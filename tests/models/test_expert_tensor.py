@@ -107,6 +107,13 @@ def test_padding_is_not_counted_on_any_device(sizes, devices, rng):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("segments", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1, 2, 1), (1, 1, 2, 2)])
+def test_positions_that_a_placed_row_is_filled_up_with_are_not_counted(sizes, segments, devices, rng):
+    assert_like_one_device("olmoe", sizes, devices, rng, batch_of(rng, 11, segments))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2)])
 @pytest.mark.parametrize("kind", [None, "nf4", "int8"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -127,9 +134,11 @@ def specs_of(sizes, family="gpt_oss", prepare=lambda model: model, **fields):
     return {path[-1]: leaf.spec for path, leaf in nnx.to_flat_state(found) if "experts" in path or "router" in path}
 
 
-def test_gate_and_up_lie_by_their_inputs_and_down_by_its_rows_which_fsdp_splits_again():
+def test_gate_and_up_lie_by_their_inputs_and_down_by_its_rows_and_fsdp_splits_experts():
     found = specs_of((2, 2, 1, 2))
-    assert found["gate_up_proj"] == found["down_proj"] == P(None, "expert", ("tensor", "fsdp", "sequence"))
+    assert found["gate_up_proj"] == found["down_proj"] == P(None, ("expert", "fsdp", "sequence"), "tensor")
+    few = specs_of((2, 2, 1, 2), num_local_experts=2)
+    assert few["gate_up_proj"] == few["down_proj"] == P(None, "expert", ("tensor", "fsdp", "sequence"))
     assert found["gate_up_proj_bias"] == found["down_proj_bias"] == P(None, "expert")
     assert found["router_kernel"] == P(None, ("fsdp", "sequence", "expert"))
     adapted = lambda model: add_lora(model, 2, alpha=3, parameters=EXPERT_PARAMETERS, rngs=nnx.Rngs(1))

@@ -65,6 +65,10 @@ def test_an_expert_axis_splits_the_batch_and_the_experts_and_what_fsdp_splits():
     found = layout.shardings(tree, AbstractMesh((2, 2), ("fsdp", "x")))
     assert found["kernel"].spec == P(("fsdp", "x"))
     assert found["experts"]["gate_up"].spec == P("x", "fsdp") and found["experts"]["down"].spec == P("x")
+    many = {"experts": {"gate_up": jnp.zeros((8, 4, 8)), "down_proj_bias": jnp.zeros((8, 4))}}
+    for sizes, both in (((2, 2), ("x", "fsdp")), ((4, 1), ("fsdp", "x"))):
+        found = layout.shardings(many, AbstractMesh(sizes, ("fsdp", "x")))
+        assert {sharding.spec for sharding in jax.tree.leaves(found)} == {P(both)}
     with pytest.raises(ValueError, match="expert='x' has 4 devices, which do not divide the 6 experts of down"):
         layout.shardings(tree["experts"], AbstractMesh((1, 4), ("fsdp", "x")))
     model = nnx.eval_shape(lambda: make_model(scan_layers=True))

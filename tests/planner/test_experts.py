@@ -90,6 +90,14 @@ def test_no_experts_are_gathered_over_their_axis():
     assert gathered == pytest.approx(2 * layer * 3 / 4, rel=1e-3)
 
 
+def test_columns_of_gate_and_up_that_change_devices_are_there_twice_more():
+    gate_up, others = 64 * 2048 * 2048, 64 * 2048 * 1024 + 4 * 2048 * 2048
+    head, router = 50304 * 2048, 2048 * 64
+    found = parts(mesh=dict(fsdp=2, tensor=2))["copies of parameters"]
+    # In bfloat16, of two layers' halves; a router is whole.
+    assert found == pytest.approx(2 * (gate_up + others + 2 * router + gate_up + head / 2), rel=1e-3)
+
+
 def test_buffers_have_room_for_all_rows_that_may_come():
     """devices · min(k, E/devices) rows for each token, in the place of k."""
     run = make_run(**OLMOE)
@@ -100,7 +108,7 @@ def test_buffers_have_room_for_all_rows_that_may_come():
         memory = LayerMemory(own, run.kernels(), "none", "bfloat16", 2, 2048, device, expert=devices)
         return memory.worked_on + memory.kept["feed-forward"], memory.kept["feed-forward"]
 
-    of_row = 2 * 4096 * (7 * 1024 + 4 * 2048)
+    of_row = 2 * 4096 * (7 * 1024 + 3 * 2048)
     assert worked_on(8)[0] - worked_on(4)[0] == (8 - 4) * 8 * of_row
     few = dict(num_experts=16)  # two on each of eight devices, and a token goes to no expert twice
     assert worked_on(8, **few)[0] - worked_on(2, **few)[0] == (8 * 2 - 2 * 8) * of_row == 0
