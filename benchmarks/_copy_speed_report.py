@@ -1,14 +1,13 @@
 """The table and the picture of memory-bound ops beside a copy of the same bytes."""
 
 import dataclasses
-import importlib
 import itertools
 import math
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks import _measure
+from benchmarks import _figures, _measure
 
 HEADER = ["shape", "who", "forward µs", "TB/s", "of copy", "backward µs", "TB/s", "of copy"]
 
@@ -69,12 +68,8 @@ def text_of(results: list[Result], heading: str) -> str:
 
 def draw(results: list[Result], path: pathlib.Path, title: str) -> None:
     """Percent of the copy's speed for each shape: a column of panels for each op, forward above backward."""
-    try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        print(f"no picture: {error}")
+    if (pyplot := _figures.pyplot()) is None:
         return
-    pyplot.switch_backend("agg")
     groups = {op: list(group) for op, group in itertools.groupby(results, key=lambda result: result.op)}
     whos = dict.fromkeys(row.who for result in results for row in result.rows if row.failure is None)
     size_inches = 6 * len(groups), 9

@@ -1,11 +1,12 @@
 """The table and the picture of linear cross entropies measured beside each other."""
 
 import dataclasses
-import importlib
 import math
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from benchmarks import _figures
 
 REFERENCE = "XLA full logits, bf16"
 HEADER = [
@@ -79,12 +80,8 @@ def notes(rows: list[Row], shape_loss: float) -> Iterator[str]:
 
 def draw(results: dict[tuple[int, int, int], Results], path: pathlib.Path, title: str) -> None:
     """Time against extra memory, a panel for each shape; names stand in a column in the order of time."""
-    try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        print(f"no picture: {error}")
+    if (pyplot := _figures.pyplot()) is None:
         return
-    pyplot.switch_backend("agg")
     figure, panels = pyplot.subplots(len(results), 1, figsize=(13, 5.5 * len(results)), squeeze=False)
     for panel, (shape, result) in zip(panels[:, 0], results.items(), strict=True):
         draw_panel(panel, [row for row in result.rows if row.extra_mib is not None], result.three_ms)

@@ -16,7 +16,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import importlib
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _attention_peers as peers
+from benchmarks import _figures
 from benchmarks._measure import heading, in_own_process, program_ms, save, table, versions
 from liger_jax import Segments, causal_attention
 from liger_jax.pallas_kernels.attention import reference
@@ -293,12 +293,8 @@ def lengths_table(times: dict[tuple[str, str], dict[int, float]]) -> str:
 
 def draw(times: dict[tuple[str, str], dict[int, float]], path: pathlib.Path, title: str) -> None:
     """Time against T, a panel for each mask; cuDNN's time for one segment is drawn in all."""
-    try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        print(f"no picture: {error}")
+    if (pyplot := _figures.pyplot()) is None:
         return
-    pyplot.switch_backend("agg")
     figure, panels = pyplot.subplots(1, len(MASKS), figsize=(5 * len(MASKS), 4.6), sharey=True)
     for panel, mask in zip(panels, MASKS, strict=True):
         if mask != "one segment" and ("one segment", "cudnn") in times:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _measure
+from benchmarks import _figures, _measure
 from liger_jax import fused_linear_cross_entropy, fused_linear_distillation, fused_linear_topk_distillation
 from liger_jax.pallas_kernels.fused_linear_distillation import reference
 
@@ -225,25 +225,12 @@ def memory_table(v: int, folder: pathlib.Path) -> str:
             step = jax.value_and_grad(losses(v)[name], (0, 1))
             compiled = compile_for(step, types, gpu_devices("h200")[0], "gpu")
             found[name].append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
-    _draw(found, folder)
+    title = "Forward and backward, student 2,048, teacher 4,096, bfloat16, compiled for an H200"
+    styles = "o-", "s-", "v--", "x--", "d:"
+    path = folder / "distillation_memory.png"
+    _figures.memory_against_tokens(found, styles, TOKENS_OF_PICTURE, title, path, ylim=(0, None))
     rows = [[name, *(f"{x:,.0f}" for x in found[name])] for name in names]
     return _measure.table(["extra MiB", *(f"{n:,} tokens" for n in TOKENS_OF_PICTURE)], rows)
-
-
-def _draw(found: dict[str, list[float]], folder: pathlib.Path) -> None:
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    figure, panel = pyplot.subplots(figsize=(7, 4.5))
-    for (name, values), style in zip(found.items(), ("o-", "s-", "v--", "x--", "d:"), strict=True):
-        panel.plot(TOKENS_OF_PICTURE, values, style, label=name)
-    panel.set(xscale="log", xlabel="tokens", ylabel="MiB beside inputs and gradients", ylim=(0, None))
-    panel.set_xticks(TOKENS_OF_PICTURE, [f"{n:,}" for n in TOKENS_OF_PICTURE])
-    panel.minorticks_off()
-    panel.set_title("Forward and backward, student 2,048, teacher 4,096, bfloat16, compiled for an H200", fontsize=9)
-    panel.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(folder / "distillation_memory.png", dpi=110)
-    pyplot.close(figure)
 
 
 def main() -> None:

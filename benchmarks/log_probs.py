@@ -15,7 +15,6 @@ The picture is of memory from 1,024 to 65,536 tokens, by the compiler for an H20
 import argparse
 import concurrent.futures
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import _figures
 from benchmarks._measure import RESULTS, heading, in_rounds, save, table
 from liger_jax import TokenLogProbs, fused_linear_cross_entropy, fused_linear_log_probs
 
@@ -207,19 +207,9 @@ def draw(head: str) -> str:
     shown["unfused log_probs"] = FUNCTIONS["unfused log_probs"]
     figures = {who: [extra_mib(function, n, d, v) for n in TOKENS] for who, function in shown.items()}
     figures["one float32 array of hidden's size"] = [4 * n * d / 2**20 for n in TOKENS]
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    figure, panel = pyplot.subplots(figsize=(7, 4.5))
-    for (who, values), style in zip(figures.items(), ("o-", "s-", "^-", ":"), strict=True):
-        panel.plot(TOKENS, values, style, label=who)
-    panel.set(xscale="log", yscale="log", xlabel="tokens", ylabel="MiB beside inputs and gradients")
-    panel.set_xticks(TOKENS, [f"{n:,}" for n in TOKENS])
-    panel.minorticks_off()
-    panel.set_title(f"Forward and backward, D = {d:,}, V = {v:,}, bfloat16, compiled for an H200", fontsize=9)
-    panel.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(DOCS / "log_probs.png", dpi=110)
-    pyplot.close(figure)
+    title = f"Forward and backward, D = {d:,}, V = {v:,}, bfloat16, compiled for an H200"
+    styles = "o-", "s-", "^-", ":"
+    _figures.memory_against_tokens(figures, styles, TOKENS, title, DOCS / "log_probs.png", yscale="log")
     return table(
         ["extra MiB", *(f"{n:,}" for n in TOKENS)], [[w, *(f"{x:,.0f}" for x in xs)] for w, xs in figures.items()]
     )

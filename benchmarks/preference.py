@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _measure, _peers
+from benchmarks import _figures, _measure, _peers
 from benchmarks._token_losses import (
     HEADER,
     HEADS,
@@ -185,25 +185,11 @@ def memory_table(head: str, folder: pathlib.Path) -> str:
             figures.setdefault(who, []).append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
         print(who, figures[who], flush=True)
     figures["one float32 array of hidden's size"] = [4 * n * d / 2**20 for n in TOKENS]
-    draw(figures, f"Forward and backward, D = {d:,}, V = {v:,}, bfloat16, compiled for an H200", folder)
+    title = f"Forward and backward, D = {d:,}, V = {v:,}, bfloat16, compiled for an H200"
+    styles = "o-", "v-", "s--", "x--", "^-", ":"
+    _figures.memory_against_tokens(figures, styles, TOKENS, title, folder / "preference_memory.png", yscale="log")
     rows = [[who, *(f"{x:,.0f}" for x in values)] for who, values in figures.items()]
     return _measure.table(["extra MiB", *(f"{n:,} tokens" for n in TOKENS)], rows)
-
-
-def draw(figures: dict[str, list[float]], title: str, folder: pathlib.Path) -> None:
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    figure, panel = pyplot.subplots(figsize=(7, 4.5))
-    for (who, values), style in zip(figures.items(), ("o-", "v-", "s--", "x--", "^-", ":"), strict=True):
-        panel.plot(TOKENS, values, style, label=who)
-    panel.set(xscale="log", yscale="log", xlabel="tokens", ylabel="MiB beside inputs and gradients")
-    panel.set_xticks(TOKENS, [f"{n:,}" for n in TOKENS])
-    panel.minorticks_off()
-    panel.set_title(title, fontsize=9)
-    panel.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(folder / "preference_memory.png", dpi=110)
-    pyplot.close(figure)
 
 
 def main() -> None:

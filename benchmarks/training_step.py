@@ -15,7 +15,6 @@ attention), over time and the device's peak for dense bfloat16; what is recomput
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import pathlib
 import sys
@@ -25,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import _hugging_face, _measure
+from benchmarks import _figures, _hugging_face, _measure
 from benchmarks._hugging_face import Step
 from benchmarks.model_step import LEARNING_RATE, SIZES, WEIGHT_DECAY, family_of, training_step
 from liger_jax.models import KernelOptions
@@ -153,12 +152,8 @@ def table_line(row: Row) -> list[str]:
 
 def draw(rows: list[Row], path: pathlib.Path, title: str) -> None:
     """Speed and memory against tokens in a step, a line for each program and a row of panels for each model."""
-    try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        print(f"no picture: {error}")
+    if (pyplot := _figures.pyplot()) is None:
         return
-    pyplot.switch_backend("agg")
     models = list(dict.fromkeys(row.model for row in rows))
     figure, panels = pyplot.subplots(len(models), 2, figsize=(11, 4.2 * len(models)), squeeze=False, layout="tight")
     for (speed, memory), model in zip(panels, models, strict=True):

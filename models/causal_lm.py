@@ -15,17 +15,15 @@ from liger_jax.models.core.decoder import Decoder
 from liger_jax.models.core.experts import EXPERTS, expert_metrics, router_loss
 from liger_jax.models.core.explicit_axes import with_auto_axes
 from liger_jax.models.core.generation import generate
-from liger_jax.models.core.head import head_logits
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.layer_stack import Decoded
 from liger_jax.models.core.lm_loss import LanguageModelLoss
 from liger_jax.models.core.output import CausalLMOutput
+from liger_jax.models.core.predictions import predicted, scored
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.vocabulary_parts import logits_parts, without_padding
 from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.names import refusing_foreign_names
 from liger_jax.models.hugging_face.pretrained import Pretrained
-from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import TokenLogProbs, TokenLosses
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.linear.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
@@ -181,9 +179,11 @@ class CausalLM(Pretrained):
         decoded, head = self._decoded_and_head(input_ids, positions, segment_ids, attention_mask, cache)
         hidden, targets, loss_weights = arguments.keep(logits_to_keep, decoded.hidden, targets, loss_weights)
         if targets is None:
-            out = self._predict(hidden, head, return_logits is not False, return_metrics)
+            wanted = dict(return_logits=return_logits is not False, return_metrics=return_metrics)
+            out = predicted(self._loss, hidden, head, **wanted)
         else:
-            out = self._score(hidden, head, targets, loss_weights, loss_normalizer, bool(return_logits), return_metrics)
+            wanted = dict(return_logits=bool(return_logits), return_metrics=return_metrics)
+            out = scored(self._loss, hidden, head, targets, loss_weights, loss_normalizer, **wanted)
         experts = None
         if self.config.experts is not None and (sums := decoded.aux.get(EXPERTS)) is not None:
             experts = expert_metrics(sums) if return_metrics else None
@@ -376,47 +376,9 @@ class CausalLM(Pretrained):
             decoded = decoded._replace(hidden=self.lm_head_adapter.of_hidden(decoded.hidden))
         return decoded, head
 
-    def _predict(self, hidden, head, return_logits, return_metrics):
-        """The result without labels."""
-        logits = self._logits(hidden, head) if return_logits else None
-        metrics = None
-        if return_metrics:
-            labels = jnp.zeros(hidden.shape[:-1], jnp.int32)
-            _, metrics = self._loss(hidden, head, logits, labels, None, reduction="mean", return_metrics=True)
-            # Nothing is scored.
-            nothing = jnp.zeros((), jnp.float32)
-            metrics = dataclasses.replace(metrics, accuracy=nothing, num_tokens=nothing)
-        return CausalLMOutput(logits=self._entries(logits), metrics=metrics)
-
-    def _score(self, hidden, head, targets, loss_weights, loss_normalizer, return_logits, return_metrics):
-        """The result with labels."""
-        with_logits = return_logits or not self.kernels.fused_linear_cross_entropy
-        logits = self._logits(hidden, head) if with_logits else None
-        options = dict(reduction="mean" if loss_normalizer is None else "sum", return_metrics=return_metrics)
-        loss, metrics = self._loss(hidden, head, logits, targets, loss_weights, **options)
-        if loss_normalizer is not None:
-            loss = loss / jnp.asarray(loss_normalizer, jnp.float32)
-        return CausalLMOutput(loss=loss, logits=self._entries(logits) if return_logits else None, metrics=metrics)
-
     @property
     def _loss(self) -> LanguageModelLoss:
         return LanguageModelLoss(self.config, self.kernels, self.model.stack.remat, self.head.dtype)
-
-    def _entries(self, logits):
-        """The logits of the vocabulary, which have padding behind them if a mesh axis does not divide it."""
-        vocab_size = self.config.vocab_size
-        return logits if logits is None or logits.shape[-1] == vocab_size else logits[..., :vocab_size]
-
-    def _logits(self, hidden, head):
-        head = head.astype(hidden.dtype) if is_quantized(head) else head
-        layout = self.kernels.mesh_layout
-        if (tensor := layout.tensor_parts()) is not None:
-            logits = logits_parts(tensor, hidden, head)
-        else:
-            logits = layout.run(head_logits, (hidden,), (head,), spec=layout.in_loss)
-        softcap, scale = self.config.final_logit_softcapping, self.config.logit_scale
-        logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-        return without_padding(logits if scale == 1.0 else scale * logits, self.config.vocab_size)
 
 
 def _num_tokens(targets, loss_weights):

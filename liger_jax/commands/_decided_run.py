@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,8 +132,7 @@ def _fitted(
     """The run with what was left to it decided by what fits; what it needs is printed."""
     options: dict[str, Any] = dict(stored=stored, mesh=devices.sizes)
     if (teacher := task.teacher) is not None:
-        parts = math.prod(devices.sizes[axis] for axis in ("data", "fsdp", "expert"))
-        tokens = settings.batch * settings.length // parts
+        tokens = settings.batch * settings.length // meshes.parts_of_batch(devices.sizes)
         of_parts = functools.cache(lambda parts: teacher.num_bytes(precision["dtype"], devices, tokens // parts))
         options |= dict(teacher=of_parts, teacher_stays=teacher.stays)
     return _memory.fitted(settings, found, **precision, **options)

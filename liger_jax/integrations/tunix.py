@@ -25,6 +25,8 @@ from liger_jax.losses import causal_lm_loss
 from liger_jax.models.causal_lm import CausalLM
 from liger_jax.ops import TokenLogProbs, fused_linear_log_probs
 
+_WITHOUT_CODE = types.SimpleNamespace(co_names=())  # in the place of a function's code
+
 
 class TunixModel(nnx.Module):
     """One of this library's models, called as tunix's trainers call theirs.
@@ -191,7 +193,7 @@ def with_fused_log_probs(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ValueError: the function does not compute log-probabilities as these do.
     """
-    names, used = getattr(loss_fn, "__globals__", {}), getattr(loss_fn, "__code__", _EMPTY).co_names
+    names, used = getattr(loss_fn, "__globals__", {}), getattr(loss_fn, "__code__", _WITHOUT_CODE).co_names
     if "compute_logps" in used:
         changed = {"compute_logps": _pair_log_probs}
     elif "compute_per_token_logps" in used and "common" in names:
@@ -228,9 +230,6 @@ def with_reference(example: Any, model: Any) -> Any:
     """
     chosen, rejected = _reference(model, example)
     return dataclasses.replace(example, ref_chosen_logps=chosen, ref_rejected_logps=rejected)
-
-
-_EMPTY = types.SimpleNamespace(co_names=())
 
 
 def _takes(model: Any, name: str) -> bool:

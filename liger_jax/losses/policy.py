@@ -183,14 +183,11 @@ def policy_loss(
     log_ratios, log_weights = log_ratio(log_probs, old), None
     if importance_level == "sequence":
         log_ratios = sequences.spread(sequences.mean(log_ratios, mask))
-    elif loss_type == "gmpo":
-        clipped = jnp.where(mask, objective.clipped_log_ratio(log_ratios, _to_tokens(sequences, advantages)), 0.0)
-        log_weights = sequences.spread(sequences.mean(clipped, mask))
-    elif loss_type == "vespo":
-        log_weights = sequences.spread(_vespo_log_weights(sequences, mask, log_ratios, importance))
-        importance = None
     advantages = _to_tokens(sequences, advantages)
-    importance = None if importance is None else _to_tokens(sequences, importance)
+    if loss_type in SEQUENCE_TYPES:
+        log_weights = _log_weights(objective, sequences, mask, log_ratios, advantages, importance)
+    # The weight of a "vespo" sequence has its importance ratios in it.
+    importance = None if importance is None or loss_type == "vespo" else _to_tokens(sequences, importance)
     losses = objective.losses(log_ratios, log_probs, advantages, reference, importance, log_weights)
     token_losses = jnp.where(mask, losses, 0.0)
     denominator = default if denominator is None else denominator
@@ -257,6 +254,16 @@ def _to_tokens(sequences: Sequences, x: jax.Array) -> jax.Array:
     """Numbers of sequences or of tokens in a shape that broadcasts to the tokens'."""
     is_of_segments = sequences.ids is not None and x.shape != sequences.ids.shape
     return sequences.spread(x) if is_of_segments else x
+
+
+def _log_weights(
+    objective: Objective, sequences: Sequences, mask: jax.Array, log_ratios: jax.Array, advantages: Any, importance: Any
+) -> jax.Array:
+    """(B, T), the logarithm of the weight that a sequence's tokens share, of a type of `SEQUENCE_TYPES`."""
+    if objective.loss_type == "vespo":
+        return sequences.spread(_vespo_log_weights(sequences, mask, log_ratios, importance))
+    clipped = jnp.where(mask, objective.clipped_log_ratio(log_ratios, advantages), 0.0)
+    return sequences.spread(sequences.mean(clipped, mask))
 
 
 def _vespo_log_weights(sequences: Sequences, mask: jax.Array, log_ratios: jax.Array, importance: Any) -> jax.Array:

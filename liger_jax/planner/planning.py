@@ -1,7 +1,6 @@
 """Will it fit? The plan of a training run, from formulas and, if asked, from the compiler."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from liger_jax.planner.devices import target
 from liger_jax.planner.estimate import Estimate, estimate
 from liger_jax.planner.mesh import mesh_sizes
 from liger_jax.planner.step import LOSSES, Run
-from liger_jax.training.meshes import layout_of
+from liger_jax.training.meshes import parts_of_batch
 
 LEVELS = ("estimate", "compiled")
 
@@ -154,8 +153,7 @@ def make_run(
     options = {name: value for name, value in options.items() if value is not None}
     sizes = mesh_sizes(mesh, devices.count)
     if batch is None:
-        groups = math.prod(sizes[name] for name in layout_of(sizes).batch)
-        batch = defaults.batch(groups * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
+        batch = defaults.batch(parts_of_batch(sizes) * max(1, options.get("micro_batches", defaults.MICRO_BATCHES)))
     if rope_scaling is not None:
         config = stretched(found.config, MOST_POSITIONS if seq is None else seq, rope_scaling)
         found = dataclasses.replace(found, config=config)

@@ -221,6 +221,22 @@ def layout_of(sizes: Mapping[str, int]) -> Layout:
     return Layout(batch=BATCH_AXES, fsdp="fsdp", **others)
 
 
+def parts_of_batch(sizes: Mapping[str, int]) -> int:
+    """Into how many parts such a mesh splits a batch.
+
+    Args:
+        sizes: the devices along axes of `AXES`; 1 along those that are not there.
+
+    Returns:
+        The product of the sizes along the axes of the batch.
+
+    Example:
+        >>> parts_of_batch(parse_mesh("data=2,expert=4,tensor=8"))
+        8
+    """
+    return math.prod(sizes.get(name, 1) for name in layout_of(sizes).batch)
+
+
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
     """The mesh of the first devices.
 
@@ -290,7 +306,7 @@ def _checked(
     text: str, sizes: Mapping[str, int], devices: Sequence[Any], rows: int, model: Callable[[Layout], Any]
 ) -> Devices:
     """The mesh, which divides the rows and the model; one of a single device is none."""
-    parts = math.prod(sizes[name] for name in (*BATCH_AXES, "expert"))
+    parts = parts_of_batch(sizes)
     if rows % parts:
         raise ValueError(
             f"mesh={text!r} splits the batch into {parts} parts, which do not divide the {rows} rows that are computed "

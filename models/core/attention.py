@@ -17,7 +17,13 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.cache import LayerCache
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import ATTENTION_OUTPUT, Remat
-from liger_jax.models.core.tensor_parts import all_tokens, axis_of_part, by_device, in_rows, product_of_parts
+from liger_jax.models.core.tensor_collectives import (
+    all_tokens,
+    axis_of_part,
+    by_device,
+    in_rows,
+    product_of_parts,
+)
 from liger_jax.models.core.tiles import over_tokens
 
 

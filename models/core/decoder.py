@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from liger_jax.models.core import tensor_layers
 from liger_jax.models.core.blocks import Blocks
 from liger_jax.models.core.cache import KVCache, mixes_ropes, with_tokens
 from liger_jax.models.core.embedding import embed, embed_tied, sums_gradients
@@ -132,7 +133,7 @@ class Decoder(nnx.Module):
         arguments = self.layers, self.last_layers, x, inputs
         if (tensor := self.layout.tensor_parts()) is None:
             return self.stack(*arguments, cache)
-        return Decoded(*tensor.run_layers(self.stack, *arguments, self.config), None)
+        return Decoded(*tensor_layers.run_layers(tensor, self.stack, *arguments, self.config), None)
 
     def __call__(
         self,

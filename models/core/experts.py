@@ -15,7 +15,7 @@ from liger_jax import ops
 from liger_jax._tree import tree_dataclass
 from liger_jax.models.core.expert_parts import EXPERTS as EXPERTS
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.tensor_parts import all_tokens, summed_tokens
+from liger_jax.models.core.tensor_collectives import all_tokens, summed_tokens
 from liger_jax.ops.adapted_moe_mlp import ExpertAdapter, adapted_moe_mlp
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.expert_exchange import room_for

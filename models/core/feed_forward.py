@@ -17,7 +17,7 @@ from liger_jax.models.core import plain
 from liger_jax.models.core.experts import EXPERTS, ExpertsFeedForward
 from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.remat import Remat
-from liger_jax.models.core.tensor_parts import all_tokens, axis_of_part, product_of_parts
+from liger_jax.models.core.tensor_collectives import all_tokens, axis_of_part, product_of_parts
 from liger_jax.models.core.tiles import over_tokens
 
 DENSE = "dense"  # the kind of a layer whose feed-forward is `DenseFeedForward`

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.models.core.mesh_axes import open_axes, sizes_of
 from liger_jax.models.core.on_parts import on_parts
 from liger_jax.models.core.parameter_parts import ParameterParts
 from liger_jax.models.core.parameters import ParameterInfo, parameter, path_of
@@ -180,7 +181,7 @@ class Layout:
             >>> of_params["kernel"].spec == of_state[0].trace["kernel"].spec == P("fsdp")
             True
         """
-        sizes = self._sizes(mesh)
+        sizes = sizes_of(mesh, self)
 
         def of_leaf(keys, x):
             return NamedSharding(mesh, self.spec(parameter(path_of(keys), x.shape), x.shape, sizes))
@@ -231,7 +232,7 @@ class Layout:
         mesh = jax.sharding.get_mesh() if mesh is None else mesh
         if mesh.empty:
             raise ValueError("place: no mesh is in context. Call it under jax.set_mesh(mesh), or pass mesh=….")
-        sizes = self._sizes(mesh)
+        sizes = sizes_of(mesh, self)
         length = None
         if (sequence := self.sequence_parts(sizes)) is not None:
             batch = batch if is_placed(batch, sequence.axis) else sequence.prepared(batch)
@@ -294,7 +295,7 @@ class Layout:
             (the sum over all tokens, the arrays).
         """
 
-        axes = tuple(name for name in (*self.batch, self.sequence) if name in self._open_axes())
+        axes = tuple(name for name in (*self.batch, self.sequence) if name in open_axes(self))
 
         def local(*arrays):
             total, others = function(*arrays)
@@ -317,12 +318,12 @@ class Layout:
         Returns:
             The tree of whole arrays; on one device, the tree as it is.
         """
-        sizes = self._open_axes()
+        sizes = open_axes(self)
         return self._parameter_parts(sizes).gathered(parameters, dtype) if sizes else parameters
 
     def expert_axis(self) -> str | None:
         """The axis that splits experts, if the mesh in context has several devices along it."""
-        return self.expert if self._parameter_parts(self._open_axes()).splits_experts else None
+        return self.expert if self._parameter_parts(open_axes(self)).splits_experts else None
 
     def tokens_of_device(self, rows: int, length: int) -> int:
         """How many tokens between blocks each device has.
@@ -334,7 +335,7 @@ class Layout:
         Returns:
             Its tokens over the devices that split them. Inside a `jax.shard_map` the array is one device's already.
         """
-        sizes = self._open_axes()
+        sizes = open_axes(self)
         splits = (*self.batch, *(axis for axis in (self.sequence, self.tensor) if axis is not None))
         return rows * length // math.prod(sizes.get(axis, 1) for axis in splits)
 
@@ -352,23 +353,11 @@ class Layout:
         """
         if self.tensor is None:
             return None
-        sizes = self._open_axes() if sizes is None else sizes
+        sizes = open_axes(self) if sizes is None else sizes
         if sizes.get(self.tensor, 1) == 1:
             return None
-        has = lambda names: tuple(name for name in names if name in sizes)
-        fsdp, experts = has(self.fsdp_axes), sizes.get(self.expert, 1) if self.expert else 1
-        return TensorParts(
-            axis=self.tensor,
-            size=sizes[self.tensor],
-            fsdp=fsdp,
-            fsdp_size=math.prod(sizes[name] for name in fsdp),
-            batch=has(self.batch),
-            sequence=self.sequence if self.sequence in sizes else None,
-            axes=tuple(sizes),
-            between=partition(*along(self.between_blocks, sizes)),
-            expert=self.expert if experts > 1 else None,
-            expert_size=experts,
-        )
+        between = partition(*along(self.between_blocks, sizes))
+        return TensorParts.of(self.tensor, sizes, self.fsdp_axes, self.batch, self.sequence, self.expert, between)
 
     def sequence_parts(self, sizes: Mapping[str, int] | None = None) -> SequenceParts | None:
         """How the sequence axis splits rows.
@@ -388,38 +377,9 @@ class Layout:
     def _parameter_parts(self, sizes: Mapping[str, int]) -> ParameterParts:
         return ParameterParts(self.fsdp_axes, self.expert, self.batch, sizes)
 
-    def _open_axes(self) -> dict[str, int]:
-        """The axes of the mesh in context that are not Manual, and the devices along them; none on one device."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if self.axes and mesh.empty:
-            raise ValueError(f"{self}: no mesh is in context. Call the model under jax.set_mesh(mesh).")
-        return self._sizes(mesh) if self.axes else {}
-
-    def _sizes(self, mesh: Mesh | AbstractMesh) -> dict[str, int]:
-        """The devices along each axis of a mesh, but for axes that are Manual.
-
-        Raises:
-            ValueError: the mesh lacks an axis of the layout, or devices would compute the same unasked.
-        """
-        if missing := [name for name in self.axes if name not in mesh.axis_names]:
-            raise ValueError(
-                f"{self}: the mesh has the axes {mesh.axis_names}, and lacks {missing}. Name the axes that it has: "
-                "KernelOptions(layout=Layout(batch=…, fsdp=…))."
-            )
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        sizes = {name: size for name, size in mesh.shape.items() if kinds[name] != AxisType.Manual}
-        for name, size in sizes.items():
-            if size > 1 and name not in self.axes:
-                raise ValueError(
-                    f"{self}: the mesh has {size} devices along {name!r}, which the layout does not name, so that all "
-                    f"of them would compute the same. Let it split the batch, Layout(batch={(*self.batch, name)}, …), "
-                    "or make a mesh without it."
-                )
-        return sizes
-
     def _on_parts(self, function, split, whole, head, spec, out):
         """`run`, with results that lie as `out` says."""
-        sizes = self._open_axes()
+        sizes = open_axes(self)
         if not sizes:
             return function(*split, *whole, *(() if head is None else (head,)))
         here = lambda spec: partition(*along(spec, sizes))

@@ -20,8 +20,8 @@ from liger_jax.ops import LossMetrics, TokenLogProbs, TokenLosses
 from liger_jax.ops._place import device_of
 from liger_jax.ops.block_quantized import BlockQuantized
 from liger_jax.ops.labels import IGNORE_INDEX
-from liger_jax.ops.layout import SplitHead
 from liger_jax.ops.linear._quantized_head import quantized_log_probs
+from liger_jax.ops.linear.split_head import SplitHead
 from liger_jax.pallas_kernels._tiles import least_size
 
 Result = tuple[Float[Array, ""], LossMetrics | None]

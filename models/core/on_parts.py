@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops.layout import HeadSplit, SplitHead, gathered, head_split
+from liger_jax.ops.layout import gathered
+from liger_jax.ops.linear.split_head import HeadSplit, SplitHead, head_split
 
 
 def on_parts(

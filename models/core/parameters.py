@@ -133,6 +133,10 @@ class ParameterInfo:
         """Whether the tensors are (out, in), and the parameter (in, out)."""
         return self.kind in ("kernel", "router", "lora_a", "lora_b") or self.tensors_of_expert > 0
 
+    def is_in(self, *modules: str) -> bool:
+        """Whether one of these modules holds the parameter, by their names such as "q_proj"."""
+        return not {*modules}.isdisjoint(self.name.split("."))
+
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor, of a parameter of this shape."""
         if (count := self.tensors_of_expert) > 0:

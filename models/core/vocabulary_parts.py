@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 from liger_jax.models.core.embedding import embed
 from liger_jax.models.core.head import head_logits
 from liger_jax.models.core.on_parts import mapped
-from liger_jax.models.core.tensor_parts import TensorParts, all_positions, nearest_divisor, summed
-from liger_jax.ops.layout import SplitHead, along, gathered, head_split, sent_dtype, taken_apart
+from liger_jax.models.core.tensor_collectives import all_positions, summed
+from liger_jax.models.core.tensor_parts import TensorParts, nearest_divisor
+from liger_jax.ops.layout import along, gathered, sent_dtype
+from liger_jax.ops.linear.split_head import SplitHead, head_split, taken_apart
 
 # The logit of an entry that is padding. It is finite, so that nothing multiplies 0 by an infinity.
 NO_LOGIT = -1e30

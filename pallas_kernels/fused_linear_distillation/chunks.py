@@ -71,12 +71,7 @@ def by_tokens(
     `scale` is (N,) float32. A token whose scale is 0 has zeros, whatever its hidden states hold.
     """
     n, vocab_dim = student.hidden.shape[0], options.student.vocab_dim
-    v, multiple = student.weight.shape[vocab_dim], backend.chunk_multiple
-    # With no gradient by the weight, dX of a chunk follows at once.
-    is_whole = needs.weight and options.tokens >= n > TOKENS_OF_LOGITS
-    wanted = TOKENS_OF_LOGITS if is_whole else options.tokens
-    size = min(max(multiple, wanted // multiple * multiple), n)
-    is_summed = needs.weight and not is_whole and not size == n > 0
+    size, is_whole, is_summed = _chunks(n, options.tokens, needs, backend.chunk_multiple)
     weight = student.weight.astype(student.hidden.dtype)
     teacher = _in_dtype_of_products(teacher)
     losses_of = topk_formulas.reduced if isinstance(teacher, TopK) else formulas.reduced
@@ -117,17 +112,9 @@ def by_tokens(
                 dweight = weight_gradient(du, x, options.student, student.weight.dtype)
         return found, (dhidden, dweight, dbias, all_du)
 
-    zeros = lambda shape, dtype=jnp.float32: full_like(student.hidden, shape, 0, dtype)
     of_chunk = jax.eval_shape(lambda: chunk(0, size)[:2])
-    start = (
-        jax.tree.map(lambda x: zeros((n, *x.shape[1:]), x.dtype), of_chunk),
-        (
-            zeros(student.hidden.shape, student.hidden.dtype) if needs.hidden and not is_whole else None,
-            backend.start_of_sum(student.hidden, student.weight.shape, student.weight.dtype) if is_summed else None,
-            zeros(student.weight.shape[vocab_dim : vocab_dim + 1]) if needs.bias else None,
-            backend.empty(student.hidden, (n, v), student.hidden.dtype) if is_whole else None,
-        ),
-    )
+    found = jax.tree.map(lambda x: full_like(student.hidden, (n, *x.shape[1:]), 0, x.dtype), of_chunk)
+    start = found, _before_first_chunk(student, vocab_dim, needs, is_whole, is_summed, backend)
     (losses, statistics), (dhidden, dweight, dbias, du) = over_tokens(n, size, body, start)
     if is_whole:
         x = live_rows(student.hidden, scale)
@@ -136,6 +123,27 @@ def by_tokens(
     elif is_summed:
         dweight = backend.end_of_sum(dweight, student.weight.dtype)
     return losses, statistics, (dhidden, dweight, None if dbias is None else dbias.astype(student.bias.dtype))
+
+
+def _chunks(n: int, tokens: int, needs: Needs, multiple: int) -> tuple[int, bool, bool]:
+    """How many tokens a chunk has; whether du is held for all tokens; and whether dW is a sum over chunks."""
+    is_whole = needs.weight and tokens >= n > TOKENS_OF_LOGITS  # without dW, dX of a chunk follows at once
+    wanted = TOKENS_OF_LOGITS if is_whole else tokens
+    size = min(max(multiple, wanted // multiple * multiple), n)
+    return size, is_whole, needs.weight and not is_whole and not size == n > 0
+
+
+def _before_first_chunk(
+    student: Head, vocab_dim: int, needs: Needs, is_whole: bool, is_summed: bool, backend: Backend
+) -> tuple[Any, Any, Any, Any]:
+    """What dX, dW's sum, the bias's gradient and du are before the first chunk; None for those that are not made."""
+    x, weight = student.hidden, student.weight
+    return (
+        full_like(x, x.shape, 0, x.dtype) if needs.hidden and not is_whole else None,
+        backend.start_of_sum(x, weight.shape, weight.dtype) if is_summed else None,
+        full_like(x, (weight.shape[vocab_dim],), 0, jnp.float32) if needs.bias else None,
+        backend.empty(x, (x.shape[0], weight.shape[vocab_dim]), x.dtype) if is_whole else None,
+    )
 
 
 def by_vocabulary(

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops import layout
+from liger_jax.ops.linear.split_head import head_split
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_only_explicit_axes_are_known(mesh):
 
 def test_a_head_whose_mesh_axes_have_one_device_is_not_split():
     sizes = {"data": 1, "fsdp": 4}
-    assert layout.head_split(P("data"), sizes) is None
-    assert layout.head_split(P(), sizes) is None
-    split = layout.head_split(P("data", "fsdp"), sizes)
+    assert head_split(P("data"), sizes) is None
+    assert head_split(P(), sizes) is None
+    split = head_split(P("data", "fsdp"), sizes)
     assert split is not None and split.parts == (1, 4) and split.spec == P("data", "fsdp")

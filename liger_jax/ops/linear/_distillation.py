@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from liger_jax.ops import _checks, _explicit, _loss, _mesh
+from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops._place import Place, place_of
 from liger_jax.ops.layout import are_seen, gathered
@@ -154,6 +154,23 @@ def check_tokens(
     found, where = _loss.as_arrays(jnp.zeros(shape, jnp.int32) if labels is None else labels, where)
     _loss.check_tokens(op, found, where, None, None, shape, vocab_size)
     return None if labels is None else found, where
+
+
+def check_vocabulary(
+    op: str,
+    labels: Any,
+    where: Any,
+    vocab_size: int,
+    options: Options,
+    ignore_index: int | None,
+    shards: dict[str, Any],
+    same: dict[str, Any],
+) -> None:
+    """Checks labels by their vocabulary, or where devices split it, which arrays are `shards` and which the `same`."""
+    if options.vocab_axis is not None:
+        _vocab_shards.check_axis(op, options.vocab_axis, shards, same | dict(labels=labels, where=where))
+    elif options.hard_weight:
+        _loss.check_label_range(op, labels, where, ignore_index, vocab_size)
 
 
 def as_denominator(op: str, denominator: Any, reduction: str) -> jax.Array | None:

@@ -7,7 +7,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.ops._explicit import token_spec
-from liger_jax.ops.layout import HeadSplit, Names, along, head_split, mesh_of, names, spec_of
+from liger_jax.ops.layout import Names, along, mesh_of, names, spec_of
+from liger_jax.ops.linear.split_head import HeadSplit, head_split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from liger_jax.ops.layout import HeadSplit, gathered, scattered
+from liger_jax.ops.layout import gathered, scattered
+from liger_jax.ops.linear.split_head import HeadSplit
 from liger_jax.pallas_kernels._tiles import cdiv, full_like
 from liger_jax.pallas_kernels.cross_entropy import formulas as row_formulas
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions

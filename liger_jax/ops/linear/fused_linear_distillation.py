@@ -3,10 +3,17 @@
 import jax
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import _checks, _loss, _vocab_shards
+from liger_jax.ops import _checks
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops.linear._distillation import Static, as_denominator, check_tokens, head_options, loss
+from liger_jax.ops.linear._distillation import (
+    Static,
+    as_denominator,
+    check_tokens,
+    check_vocabulary,
+    head_options,
+    loss,
+)
 from liger_jax.pallas_kernels.fused_linear_distillation.config import DivergenceOptions, Head
 
 OP = "fused_linear_distillation"
@@ -126,12 +133,7 @@ def fused_linear_distillation(
         OP, teacher_hidden, teacher_weight, teacher_bias, teacher_weight_layout, "teacher_"
     )
     student, teacher = Head(*student), Head(*teacher)
-    _checks.check_choice(OP, "divergence", divergence, DIVERGENCES)
-    _checks.check_number(OP, beta=beta)
-    if not 0.0 < beta < 1.0:
-        raise ValueError(
-            f"{OP}: beta={beta} must be in (0, 1); the limits 0 and 1 are divergence='forward_kl' and 'reverse_kl'."
-        )
+    _check_divergence(divergence, beta)
     precision = _checks.current_precision(precision)
     of_student = student_logit_scale, student_logit_softcap, student_weight_layout, precision
     of_teacher = teacher_logit_scale, teacher_logit_softcap, teacher_weight_layout, precision
@@ -156,12 +158,18 @@ def fused_linear_distillation(
     wanted = (*tokens, *teacher.hidden.shape[-1:])
     _checks.check_shape(OP, "teacher_hidden", teacher.hidden, wanted, "its tokens are those of student_hidden")
     labels, where = check_tokens(OP, labels, where, hard_weight, tokens, vocab_size)
-    if vocab_axis is not None:
-        shards = dict(student_weight=student.weight, student_bias=student.bias)
-        shards |= dict(teacher_weight=teacher.weight, teacher_bias=teacher.bias)
-        same = dict(student_hidden=student.hidden, teacher_hidden=teacher.hidden, labels=labels, where=where)
-        _vocab_shards.check_axis(OP, vocab_axis, shards, same)
-    elif hard_weight:
-        _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    shards = dict(student_weight=student.weight, student_bias=student.bias)
+    shards |= dict(teacher_weight=teacher.weight, teacher_bias=teacher.bias)
+    same = dict(student_hidden=student.hidden, teacher_hidden=teacher.hidden)
+    check_vocabulary(OP, labels, where, vocab_size, options, ignore_index, shards, same)
     denominator = as_denominator(OP, denominator, reduction)
     return loss(student, jax.lax.stop_gradient(teacher), labels, where, denominator, options, static)
+
+
+def _check_divergence(divergence: str, beta: float) -> None:
+    _checks.check_choice(OP, "divergence", divergence, DIVERGENCES)
+    _checks.check_number(OP, beta=beta)
+    if not 0.0 < beta < 1.0:
+        raise ValueError(
+            f"{OP}: beta={beta} must be in (0, 1); the limits 0 and 1 are divergence='forward_kl' and 'reverse_kl'."
+        )

@@ -12,9 +12,10 @@ from liger_jax._tree import tree_dataclass
 from liger_jax.ops import _checks, _explicit, _loss, _mesh, _vocab_shards
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops.layout import SplitHead, are_seen, taken_apart
+from liger_jax.ops.layout import are_seen
 from liger_jax.ops.linear._parts import parts_of
 from liger_jax.ops.linear._statistics import linear_statistics, problem_on_device
+from liger_jax.ops.linear.split_head import SplitHead, taken_apart
 from liger_jax.pallas_kernels.cross_entropy import formulas
 from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOptions
 

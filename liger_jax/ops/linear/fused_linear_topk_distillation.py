@@ -4,10 +4,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Num
 
-from liger_jax.ops import _checks, _loss, _vocab_shards
+from liger_jax.ops import _checks, _loss
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._kernels import Implementation
-from liger_jax.ops.linear._distillation import Static, as_denominator, check_tokens, head_options, loss
+from liger_jax.ops.linear._distillation import (
+    Static,
+    as_denominator,
+    check_tokens,
+    check_vocabulary,
+    head_options,
+    loss,
+)
 from liger_jax.pallas_kernels.fused_linear_distillation.config import Head, TopKOptions
 from liger_jax.pallas_kernels.fused_linear_distillation.topk_formulas import TopK
 
@@ -122,10 +129,8 @@ def fused_linear_topk_distillation(
     for name, x in dict(token_ids=token_ids, log_probs=log_probs).items():
         _checks.check_shape(OP, name, x, wanted, "K entries for each token of hidden")
     labels, where = check_tokens(OP, labels, where, hard_weight, tokens, vocab_size)
-    if vocab_axis is not None:
-        same = dict(hidden=student.hidden, token_ids=token_ids, log_probs=log_probs, labels=labels, where=where)
-        _vocab_shards.check_axis(OP, vocab_axis, dict(weight=student.weight, bias=student.bias), same)
-    elif hard_weight:
-        _loss.check_label_range(OP, labels, where, ignore_index, vocab_size)
+    shards = dict(weight=student.weight, bias=student.bias)
+    same = dict(hidden=student.hidden, token_ids=token_ids, log_probs=log_probs)
+    check_vocabulary(OP, labels, where, vocab_size, options, ignore_index, shards, same)
     teacher = TopK(token_ids.astype(jnp.int32), jax.lax.stop_gradient(log_probs.astype(jnp.float32)))
     return loss(student, teacher, labels, where, as_denominator(OP, denominator, reduction), options, static)

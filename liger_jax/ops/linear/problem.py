@@ -21,7 +21,7 @@ from jax.sharding import AbstractDevice
 from liger_jax.ops._checks import current_precision
 from liger_jax.ops._kernels import Implementation, Kernels
 from liger_jax.ops._place import Place, described, device_of
-from liger_jax.ops.layout import HeadSplit
+from liger_jax.ops.linear.split_head import HeadSplit
 from liger_jax.pallas_kernels._tiles import least_size
 from liger_jax.pallas_kernels.cross_entropy.config import LogitOptions
 from liger_jax.pallas_kernels.fused_linear_cross_entropy import mosaic_gpu, mosaic_tpu, triton, xla

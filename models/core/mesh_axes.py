@@ -1,0 +1,54 @@
+"""The axes of a mesh that a layout may split arrays by: those that are not Manual."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+
+def open_axes(layout: Any) -> dict[str, int]:
+    """The axes of the mesh in context that are not Manual, and the devices along them.
+
+    Args:
+        layout: the `Layout`.
+
+    Returns:
+        The number of devices by the axis's name; none on one device.
+
+    Raises:
+        ValueError: the layout names axes, and no mesh is in context; or they do not fit.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if layout.axes and mesh.empty:
+        raise ValueError(f"{layout}: no mesh is in context. Call the model under jax.set_mesh(mesh).")
+    return sizes_of(mesh, layout) if layout.axes else {}
+
+
+def sizes_of(mesh: Mesh | AbstractMesh, layout: Any) -> dict[str, int]:
+    """The devices along each axis of a mesh, but for axes that are Manual.
+
+    Args:
+        mesh: the mesh.
+        layout: the `Layout`.
+
+    Returns:
+        The number of devices by the axis's name.
+
+    Raises:
+        ValueError: the mesh lacks an axis of the layout, or devices would compute the same unasked.
+    """
+    if missing := [name for name in layout.axes if name not in mesh.axis_names]:
+        raise ValueError(
+            f"{layout}: the mesh has the axes {mesh.axis_names}, and lacks {missing}. Name the axes that it has: "
+            "KernelOptions(layout=Layout(batch=…, fsdp=…))."
+        )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    sizes = {name: size for name, size in mesh.shape.items() if kinds[name] != AxisType.Manual}
+    for name, size in sizes.items():
+        if size > 1 and name not in layout.axes:
+            raise ValueError(
+                f"{layout}: the mesh has {size} devices along {name!r}, which the layout does not name, so that all "
+                f"of them would compute the same. Let it split the batch, Layout(batch={(*layout.batch, name)}, …), "
+                "or make a mesh without it."
+            )
+    return sizes

@@ -1,0 +1,95 @@
+"""From hidden states to the result of a model's call: logits, loss and metrics, each only where it is asked for."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from liger_jax.models.core.head import head_logits
+from liger_jax.models.core.lm_loss import LanguageModelLoss
+from liger_jax.models.core.output import CausalLMOutput
+from liger_jax.models.core.vocabulary_parts import logits_parts, without_padding
+from liger_jax.models.quantized import is_quantized
+
+
+def predicted(
+    loss: LanguageModelLoss, hidden: Float[Array, "B T D"], head: Any, *, return_logits: bool, return_metrics: bool
+) -> CausalLMOutput:
+    """The result of a call without labels.
+
+    Args:
+        loss: the model's loss, which makes the metrics.
+        hidden: hidden states after the last norm.
+        head: the head's weight (V, D), an array or quantised.
+        return_logits: whether logits are wanted.
+        return_metrics: whether metrics are wanted.
+
+    Returns:
+        Logits and metrics. No position is scored.
+    """
+    logits = _logits(loss, hidden, head) if return_logits else None
+    metrics = None
+    if return_metrics:
+        labels = jnp.zeros(hidden.shape[:-1], jnp.int32)
+        _, metrics = loss(hidden, head, logits, labels, None, reduction="mean", return_metrics=True)
+        nothing = jnp.zeros((), jnp.float32)
+        metrics = dataclasses.replace(metrics, accuracy=nothing, num_tokens=nothing)
+    return CausalLMOutput(logits=_of_vocabulary(loss, logits), metrics=metrics)
+
+
+def scored(
+    loss: LanguageModelLoss,
+    hidden: Float[Array, "B T D"],
+    head: Any,
+    targets: Int[Array, "B T"],
+    loss_weights: Float[Array, "B T"] | None,
+    loss_normalizer: Any,
+    *,
+    return_logits: bool,
+    return_metrics: bool,
+) -> CausalLMOutput:
+    """The result of a call with labels.
+
+    Args:
+        loss: the model's loss.
+        hidden: hidden states after the last norm.
+        head: the head's weight (V, D), an array or quantised.
+        targets: the label of each position, -100 where it is not scored.
+        loss_weights: weights of the positions; `None` for ones.
+        loss_normalizer: denominator of the mean; `None` for the sum of the weights.
+        return_logits: whether logits are wanted. Then the loss is computed from them.
+        return_metrics: whether metrics are wanted.
+
+    Returns:
+        The loss, and what else is wanted.
+    """
+    with_logits = return_logits or not loss.kernels.fused_linear_cross_entropy
+    logits = _logits(loss, hidden, head) if with_logits else None
+    reduction = "mean" if loss_normalizer is None else "sum"
+    value, metrics = loss(
+        hidden, head, logits, targets, loss_weights, reduction=reduction, return_metrics=return_metrics
+    )
+    if loss_normalizer is not None:
+        value = value / jnp.asarray(loss_normalizer, jnp.float32)
+    logits = _of_vocabulary(loss, logits) if return_logits else None
+    return CausalLMOutput(loss=value, logits=logits, metrics=metrics)
+
+
+def _logits(loss, hidden, head):
+    """Logits (B, T, V), with padding behind them if a mesh axis does not divide the vocabulary."""
+    config, layout = loss.config, loss.kernels.mesh_layout
+    head = head.astype(hidden.dtype) if is_quantized(head) else head
+    if (tensor := layout.tensor_parts()) is not None:
+        logits = logits_parts(tensor, hidden, head)
+    else:
+        logits = layout.run(head_logits, (hidden,), (head,), spec=layout.in_loss)
+    softcap, scale = config.final_logit_softcapping, config.logit_scale
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    return without_padding(logits if scale == 1.0 else scale * logits, config.vocab_size)
+
+
+def _of_vocabulary(loss, logits):
+    """The logits without their padding."""
+    vocab_size = loss.config.vocab_size
+    return logits if logits is None or logits.shape[-1] == vocab_size else logits[..., :vocab_size]

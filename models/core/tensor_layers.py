@@ -1,0 +1,154 @@
+"""Layers under tensor parallelism: how they run on one device's part of their matrices.
+
+All layers run inside one `jax.shard_map`, in which every axis is Manual. So kernels see one device's heads and its part
+of the feed-forward's width, and no array is sent but by the collectives of `tensor_collectives`, and by those here that
+make of a parameter what a device uses of it.
+
+Between sublayers a device has its part of the positions, for which alone it computes norms and sums. A parameter that
+devices have in common is differentiated on each of them for its own tokens and heads, and summed where it entered.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from liger_jax.models.core.expert_parts import own_experts
+from liger_jax.models.core.on_parts import mapped
+from liger_jax.models.core.parameters import FUSED, SPLIT_INPUTS, ParameterInfo, parameter, path_of
+from liger_jax.models.core.partitions import partition
+from liger_jax.models.core.tensor_parts import KEY_HEADS, TensorParts
+from liger_jax.ops.layout import Names, along
+
+_WIDE_NORMS = ("q_norm", "k_norm")
+
+
+def run_layers(
+    parts: TensorParts,
+    stack: Any,
+    layers: Any,
+    last_layers: Any,
+    x: jax.Array,
+    inputs: Mapping[str, Sequence[Any]],
+    config: Any,
+) -> tuple[jax.Array, Any]:
+    """Runs a `LayerStack` on every device's part of the layers.
+
+    Args:
+        parts: the devices.
+        stack: the stack.
+        layers: as the stack takes them.
+        last_layers: as the stack takes them.
+        x: (B, T, D), with a T that the axis divides.
+        inputs: as the stack takes them.
+        config: the architecture.
+
+    Returns:
+        Hidden states (B, T, D), which lie as `parts.between` says, and the layers' sums over the tokens of all devices.
+    """
+    parts.check(config)
+    (graph, state), (last_graph, last_state) = nnx.split(layers), nnx.split(last_layers)
+    parameters = dict(layers=state, last_layers=last_state)
+    leaves, tree = jax.tree.flatten(inputs)
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+
+    def local(x, parameters, arrays):
+        own = iter(arrays)
+        whole = [next(own) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        decoded = stack(
+            nnx.merge(graph, parameters["layers"]),
+            nnx.merge(last_graph, parameters["last_layers"]),
+            x,
+            jax.tree.unflatten(tree, whole),
+            gathered=lambda state, dtype: _of_layer(parts, state, dtype, config),
+        )
+        return decoded.hidden, jax.tree.map(lambda sums: jax.lax.psum(sums, parts.axes), decoded.aux)
+
+    of_parameters = jax.tree_util.tree_map_with_path(lambda keys, x: _entry(parts, keys, x), parameters)
+    of_arrays = [_of_input(parts, leaf) for leaf in arrays]
+    specs = parts.between, of_parameters, of_arrays
+    return mapped(local, specs, (parts.between, P()), parts.axes)(x, parameters, arrays)
+
+
+def _of_input(parts: TensorParts, x: Any) -> P:
+    """How a layer's input lies: segments (B, T), whose rows are whole, or a table (1, T, R) or (B, T, R)."""
+    batch = parts.batch if x.shape[0] > 1 else ()
+    return partition(batch, parts.sequence_axes) if x.ndim == 3 else partition(batch)
+
+
+def _entry(parts: TensorParts, keys: Any, x: Any) -> P:
+    """How a layer's parameter enters the shard_map: fsdp's parts of vectors are gathered before."""
+    info = parameter(path_of(keys), x.shape)
+    spec = parts.spec(info, x.shape)
+    is_gathered_inside = info.expert_axis is not None or parts.fsdp_axis(info, 0) is not None
+    return spec if is_gathered_inside else along(spec, (parts.axis,))
+
+
+def _of_layer(parts: TensorParts, state: Any, dtype: Any, config: Any) -> Any:
+    """One layer's parameters as this device uses them: gathered over fsdp, with the columns of its own heads.
+
+    Matrices are sent in the computation's dtype, and codes as they are.
+    """
+
+    heads = config.num_attention_heads  # whose results are the inputs of o_proj
+
+    def of_leaf(keys, x):
+        info = parameter(("layers", 0, *path_of(keys)), x.shape)
+        if info.kind == "dropout_key":
+            axes = _axes_of_inputs(parts, info)
+            return jax.random.fold_in(x, jax.lax.axis_index(axes)) if axes else x
+        x = x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+        if info.expert_axis is not None:
+            return own_experts(parts, x, info, config)
+        inputs = config.intermediate_size if info.is_in("down_proj") else heads * config.head_dim
+        inputs = config.hidden_size if info.is_in(*FUSED) else inputs
+        axis = parts.fsdp_axis(info, inputs)
+        if axis is not None and parts.fsdp_size > 1:
+            x = jax.lax.all_gather(x, parts.fsdp, axis=axis, tiled=True)
+        if info.kind == "bias" and info.is_in(*SPLIT_INPUTS):
+            return x / parts.size  # each device adds it to its summand
+        return _own_columns(parts, x, info, config)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+
+def _own_columns(parts: TensorParts, x: jax.Array, info: ParameterInfo, config: Any) -> jax.Array:
+    """The columns that this device computes, of a parameter whose columns do not lie as they are computed.
+
+    Where the tensor axis does not divide the keys' heads, each is repeated so often that it does. A head's gradient
+    is the sum of its copies'.
+    """
+    of_queries = config.num_attention_heads, config.head_dim
+    of_keys = config.num_key_value_heads, config.head_dim
+    if info.out_axis is None:
+        return x
+    if info.is_in("qkv_proj"):
+        pieces = of_queries, of_keys, of_keys
+    elif info.is_in("gate_up_proj"):
+        pieces = ((config.intermediate_size, 1),) * 2
+    elif info.kind == "sinks":
+        pieces = ((config.num_attention_heads, 1),)
+    elif config.qk_norm_is_wide and info.is_in(*_WIDE_NORMS):
+        pieces = (of_queries if info.is_in("q_norm") else of_keys,)
+    elif info.is_in(*KEY_HEADS) and config.num_key_value_heads % parts.size:
+        pieces = (of_keys,)
+        if x.shape[-1] < math.prod(of_keys):
+            x = jax.lax.all_gather(x, parts.axis, axis=x.ndim - 1, tiled=True)
+    else:
+        return x
+    x = parts.by_devices(x, pieces)
+    if info.kind.startswith("kernel") and info.is_in(*FUSED):  # this device's rows, and all columns
+        x = jax.lax.all_to_all(x, parts.axis, split_axis=x.ndim - 2, concat_axis=0, tiled=True)
+        return x.squeeze(-2)
+    return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(parts.axis), x.ndim - 2, keepdims=False)
+
+
+def _axes_of_inputs(parts: TensorParts, info: ParameterInfo) -> Names:
+    """The mesh axes that split the inputs of the projection that holds a parameter."""
+    axes = (*parts.batch, *parts.sequence_axes)
+    return (*axes, parts.axis) if info.is_in(*SPLIT_INPUTS) else axes
