@@ -273,7 +273,7 @@ def _reference(model, example):
         example.attention_mask,
         example.logits_to_keep,
         example.completion_mask,
-        example.images,
+        getattr(example, "images", None),  # tunix 0.1.5, which MaxText 0.2.5 installs with, has no images
     )
 
 
