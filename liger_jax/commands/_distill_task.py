@@ -11,7 +11,7 @@ from flax import nnx
 
 from liger_jax.commands import _stored_top_k, _teacher
 from liger_jax.commands._distill_settings import DistillSettings
-from liger_jax.commands._stored_top_k import ARGUMENTS, COLUMNS
+from liger_jax.commands._stored_top_k import COLUMNS
 from liger_jax.commands._task import Task
 from liger_jax.losses import shifted_labels
 from liger_jax.models.core.head import logit_options_of
@@ -20,6 +20,7 @@ from liger_jax.models.quantized import is_quantized
 from liger_jax.ops import fused_linear_distillation, fused_linear_topk_distillation
 from liger_jax.planner.architectures import Architecture
 from liger_jax.training import scored_tokens
+from liger_jax.training.rows import ARGUMENTS, INPUTS
 
 _SCORED = ("eval_loss", "eval_divergence", "eval_nll_loss", "eval_token_accuracy")
 
@@ -47,7 +48,7 @@ def divergence(
         () float32.
     """
     targets = shifted_labels(batch["labels"], batch.get("segment_ids"))
-    rows = {name: batch[name] for name in ARGUMENTS if name in batch}
+    rows = {name: batch[name] for name in INPUTS if name in batch}
     common: dict[str, Any] = dict(hard_weight=hard_weight, **options)
     of_student = logit_options_of(model.config)
     hidden, layout = model.hidden_states(**rows), model.kernels.mesh_layout
@@ -98,7 +99,7 @@ def _sums(vocab_size: int, graph: Any, settings: DistillSettings, data: Any) -> 
     @jax.jit
     def sums(params, frozen, batch):
         model = nnx.merge(graph, params, frozen)
-        rows = {name: batch[name] for name in (*ARGUMENTS, "labels") if name in batch}
+        rows = {name: batch[name] for name in ARGUMENTS if name in batch}
         out = model(**rows, loss_normalizer=1.0, return_metrics=True)
         tokens, of_teacher = out.metrics.num_tokens, divergence(model, batch, jnp.float32(1), **options)
         return jnp.stack([of_teacher, out.loss, tokens * out.metrics.accuracy, tokens])

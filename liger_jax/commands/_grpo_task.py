@@ -15,6 +15,7 @@ from liger_jax.commands._task import Task
 from liger_jax.models.lora import with_adapters
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import score_sums
+from liger_jax.training.rows import ARGUMENTS
 
 DIFFERENCE = "sampling/sampling_logp_difference/mean"  # TRL's name
 
@@ -37,7 +38,7 @@ def policy_loss(settings: GrpoSettings, data: Any) -> Callable[..., Any]:
         denominator, num_tokens = denominators
         ids, labels = batch["segment_ids"], batch["labels"]
         mask = losses.shifted_labels(labels, ids) != IGNORE_INDEX
-        arguments = {name: batch[name] for name in ("input_ids", "labels", "segment_ids", "positions")}
+        arguments = {name: batch[name] for name in ARGUMENTS}
         arguments["temperature"] = settings.temperature
 
         def of_tokens():

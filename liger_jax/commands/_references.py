@@ -17,9 +17,10 @@ from flax import nnx
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._laid_rows import RowParts
 from liger_jax.commands._pair_settings import PairSettings
-from liger_jax.commands._responses import ARGUMENTS, responses
+from liger_jax.commands._responses import responses
 from liger_jax.commands._training_rows import TrainingRows
 from liger_jax.training.files import read_json, write_json
+from liger_jax.training.rows import ARGUMENTS
 from liger_jax.training.waiting import telling
 
 NAME = "references"  # the column (rows, S), and the files

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from liger_jax import losses
 from liger_jax.ops.labels import IGNORE_INDEX
-
-ARGUMENTS = ("input_ids", "labels", "segment_ids", "positions")  # the columns that a model takes
+from liger_jax.training.rows import ARGUMENTS
 
 
 class Responses(NamedTuple):
@@ -33,7 +32,7 @@ def responses(
 
     Args:
         model: a causal language model.
-        batch: the columns `ARGUMENTS`, (B, T) each; labels are -100 outside of answers.
+        batch: the columns `rows.ARGUMENTS`, (B, T) each; labels are -100 outside of answers.
         num_segments: S, the most segments of a row, which is even: segments 1 and 2 are a pair, and so on.
         ld_alpha: weight of an answer's tokens beyond the shorter answer of its pair; `None` weighs all alike.
         prompts: whether `nll` counts prompts, too.

@@ -17,7 +17,7 @@ from liger_jax.models.core.generation_checks import why_rows_stay
 from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import pack_completions
 from liger_jax.training.errors import NotFiniteError
-from liger_jax.training.rows import Rows
+from liger_jax.training.rows import ARGUMENTS, INPUTS, Rows
 
 OLD = "old_log_probs"  # in a batch of several updates, (batch, length)
 SAMPLED = "sampling_log_probs"  # in a batch that is corrected for the sampler, (batch, length)
@@ -81,8 +81,8 @@ class Rollouts:
         return self._place(self._empty())
 
     def _empty(self) -> dict[str, Any]:
-        shape, names = (self._settings.batch, self._settings.length), ("input_ids", "segment_ids", "positions")
-        batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
+        shape = self._settings.batch, self._settings.length
+        batch: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in INPUTS}
         batch |= {"labels": np.full(shape, IGNORE_INDEX, np.int32), "advantages": np.zeros(shape, np.float32)}
         batch |= {OLD: np.zeros(shape, np.float32)} if self._settings.updates > 1 else {}
         batch |= {SAMPLED: np.zeros(shape, np.float32)} if self._settings.importance_sampling else {}
@@ -120,7 +120,7 @@ class Rollouts:
 
     def _old_log_probs(self, graph: Any, params: Any, frozen: Any, batch: Rows) -> jax.Array:
         """Log-probabilities (batch, length) by the policy that has sampled, in as many parts as the update has."""
-        parts, temperature = self._settings.micro_batches, self._settings.temperature
+        parts, temperature = self._settings.num_parts, self._settings.temperature
         if self._score is None:
 
             def score(params, frozen, rows):
@@ -128,8 +128,7 @@ class Rollouts:
                 return jax.lax.map(lambda part: of_part(part).log_probs, rows)
 
             self._score = jax.jit(score)
-        names = ("input_ids", "labels", "segment_ids", "positions")
-        rows = {name: batch[name].reshape(parts, -1, self._settings.length) for name in names}
+        rows = {name: batch[name].reshape(parts, -1, self._settings.length) for name in ARGUMENTS}
         return self._score(params, frozen, rows).reshape(-1, self._settings.length)
 
     def _sampled(self, model: Any, rows: Rows) -> list[Completion]:
@@ -194,28 +193,15 @@ class Rollouts:
         self, lines: Sequence[Line], completions: Sequence[Completion], advantages: np.ndarray
     ) -> dict[str, Any]:
         """The batch of the update."""
-        settings, sequences, labels = self._settings, [], []
-        for number, (tokens, _, is_cut, _) in enumerate(completions):
-            prompt = lines[number // settings.group].tokens
-            sequences.append(np.concatenate([prompt, tokens]))
-            counted = np.full_like(tokens, IGNORE_INDEX) if is_cut and settings.mask_truncated else tokens
-            labels.append(np.concatenate([np.full_like(prompt, IGNORE_INDEX), counted]))
+        settings = self._settings
+        sequences, labels = self._sequences(lines, completions)
         packed, places = pack_completions(
             [[each] for each in sequences], settings.length, labels=[[each] for each in labels]
         )
-        batch, own = self._empty(), dict(packed)
-        own["advantages"] = np.zeros(packed["input_ids"].shape, np.float32)
-        if settings.importance_sampling:
-            own[SAMPLED] = np.zeros(packed["input_ids"].shape, np.float32)
-        for (row, segment), advantage, (tokens, _, _, log_probs) in zip(places, advantages, completions, strict=True):
-            at = np.flatnonzero(packed["segment_ids"][row] == segment + 1)
-            own["advantages"][row][at] = advantage
-            if log_probs is not None:  # a token's stands where the one before it is, as the policy's does
-                own[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
+        batch, own = self._empty(), dict(packed) | self._numbers(packed, places, completions, advantages)
         # The update takes row i for part i mod `micro_batches`, and passes over parts without tokens.
-        rows = np.arange(len(packed["input_ids"]))
-        parts = settings.num_parts
-        to = rows % (settings.batch // parts) * parts + rows // (settings.batch // parts)
+        rows, size = np.arange(len(packed["input_ids"])), settings.batch // settings.num_parts
+        to = rows % size * settings.num_parts + rows // size
         for name, values in own.items():
             batch[name][to] = values
         if num_tokens := sum(int(np.count_nonzero(each != IGNORE_INDEX)) for each in labels):
@@ -225,6 +211,31 @@ class Rollouts:
             batch["denominator"] = np.float32(losses.policy_weights(mask, *types, **options)[1])
             batch["num_tokens"] = np.float32(num_tokens)
         return batch
+
+    def _sequences(
+        self, lines: Sequence[Line], completions: Sequence[Completion]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Each completion behind its prompt, and its labels, which the prompt has none of."""
+        sequences, labels = [], []
+        for number, (tokens, _, is_cut, _) in enumerate(completions):
+            prompt = lines[number // self._settings.group].tokens
+            counted = np.full_like(tokens, IGNORE_INDEX) if is_cut and self._settings.mask_truncated else tokens
+            sequences.append(np.concatenate([prompt, tokens]))
+            labels.append(np.concatenate([np.full_like(prompt, IGNORE_INDEX), counted]))
+        return sequences, labels
+
+    def _numbers(
+        self, packed: Rows, places: np.ndarray, completions: Sequence[Completion], advantages: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """What packed rows have beside tokens: advantages, and perhaps the sampler's log-probabilities."""
+        names = ("advantages", SAMPLED) if self._settings.importance_sampling else ("advantages",)
+        found = {name: np.zeros(packed["input_ids"].shape, np.float32) for name in names}
+        for (row, segment), advantage, (tokens, _, _, log_probs) in zip(places, advantages, completions, strict=True):
+            at = np.flatnonzero(packed["segment_ids"][row] == segment + 1)
+            found["advantages"][row][at] = advantage
+            if log_probs is not None:  # a token's stands where the one before it is, as the policy's does
+                found[SAMPLED][row][at[-len(tokens) :] - 1] = log_probs
+        return found
 
 
 def num_segments(settings: GrpoSettings) -> int:

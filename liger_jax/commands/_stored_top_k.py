@@ -27,10 +27,10 @@ from liger_jax.ops.labels import IGNORE_INDEX
 from liger_jax.training import disk
 from liger_jax.training.errors import NotFiniteError
 from liger_jax.training.files import read_json, write_json
+from liger_jax.training.rows import INPUTS
 from liger_jax.training.waiting import beside, telling
 
 COLUMNS = {"token_ids": np.dtype(np.int32), "log_probs": np.dtype(np.float32)}  # (rows, length, K) each
-ARGUMENTS = ("input_ids", "segment_ids", "positions")
 _READ = ("length", "pack", "dtype", "temperature", "top_k", "teacher_quantize")  # by the numbers
 _CHUNK = 256  # tokens whose logits exist at once
 _BLOCK = 2**24  # bytes of the file that are read at once
@@ -199,7 +199,7 @@ def _contents(some: list[Stored], teacher: Teacher, settings: DistillSettings, m
     size = settings.batch // settings.num_parts
     for stored in some:
         for number, part in enumerate(RowParts(stored.laid, size)):
-            rows = {name: part[name] for name in ARGUMENTS if name in part}
+            rows = {name: part[name] for name in INPUTS if name in part}
             found = teach(state, rows if layout is None else layout.place(rows, mesh))
             numbers = np.arange(number * size, min((number + 1) * size, stored.laid.num_rows))
             yield _entries(k, found, scored_places(stored.laid, numbers))

@@ -1,5 +1,6 @@
 """Losses of policy optimisation: GRPO and its successors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -196,13 +197,20 @@ def policy_loss(
     if entropy is not None:
         tokens = _num_tokens(mask) if entropy_denominator is None else entropy_denominator
         loss = loss - entropy_coef * jnp.sum(entropy) / tokens
-    clipped = _clipped(objective, log_ratios, advantages, mask)
     kl = jnp.zeros((), jnp.float32) if reference is None else jnp.sum(k3(log_probs, reference)) / _num_tokens(mask)
-    if sequences.ids is not None:  # a row that does not fit makes all numbers NaN
+    figures = kl, *_clipped(objective, log_ratios, advantages, mask)
+    return _result(loss, token_losses, figures, sequences)
+
+
+def _result(
+    loss: jax.Array, token_losses: jax.Array, figures: Sequence[jax.Array], sequences: Sequences
+) -> PolicyOutput:
+    """The result, of which the loss alone has a gradient. A row that does not fit makes all numbers NaN."""
+    if sequences.ids is not None:
         token_losses = token_losses * sequences.fits()
-        kl, *clipped = [x * jnp.min(sequences.fits()) for x in (kl, *clipped)]
-    token_losses, kl, clipped = jax.lax.stop_gradient((token_losses, kl, clipped))
-    return PolicyOutput(loss=loss, token_losses=token_losses, kl=kl, clipped_low=clipped[0], clipped_high=clipped[1])
+        figures = [x * jnp.min(sequences.fits()) for x in figures]
+    token_losses, (kl, low, high) = jax.lax.stop_gradient((token_losses, figures))
+    return PolicyOutput(loss=loss, token_losses=token_losses, kl=kl, clipped_low=low, clipped_high=high)
 
 
 def _check_companions(

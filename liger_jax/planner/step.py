@@ -27,6 +27,7 @@ from liger_jax.planner.devices import Target
 from liger_jax.training import make_step, optimizer_named
 from liger_jax.training.meshes import layout_of
 from liger_jax.training.optimizer import OPTIMIZERS
+from liger_jax.training.rows import ARGUMENTS
 
 LOSSES = ("fused", "logits")
 REMATS = get_args(Remat)
@@ -304,7 +305,7 @@ def training_step(run: Run, mesh: Mesh, **options: Any) -> tuple[Any, tuple[Any,
 def _batch(run: Run, mesh: Mesh) -> Any:
     """The types of a step's tokens, as `Layout.place` puts them on the mesh."""
     tokens: Any = jax.ShapeDtypeStruct((run.batch, run.seq), jnp.int32)
-    batch = dict.fromkeys(("input_ids", "labels", "segment_ids", "positions"), tokens) if run.packed else tokens
+    batch = dict.fromkeys(ARGUMENTS, tokens) if run.packed else tokens
     if (parts := run.layout.sequence_parts(run.mesh)) is not None:
         batch = jax.eval_shape(parts.prepared, batch)
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from liger_jax.ops.labels import IGNORE_INDEX
 
+INPUTS = ("input_ids", "segment_ids", "positions")  # the arguments by which a model reads packed rows
+ARGUMENTS = (*INPUTS, "labels")  # and those by which it is scored, too
 Rows = Mapping[str, Any]  # arrays, or what is indexed as they are, such as rows that lie in files
 Mixture = Sequence[tuple[int, float]]
 Item = TypeVar("Item")

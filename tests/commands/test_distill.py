@@ -23,6 +23,7 @@ from liger_jax.models import AutoModelForCausalLM, KernelOptions
 from liger_jax.models.hugging_face.source import find
 from liger_jax.planner.architectures import architecture_of
 from liger_jax.planner.devices import GIB
+from liger_jax.training.rows import INPUTS
 from tests.commands import _tiny
 
 SMALL = "--length 64 --batch 4 --steps 6 --every 3 --eval-share 0.2 --learning-rate 0.02".split()
@@ -125,7 +126,7 @@ def test_the_loss_is_the_mean_divergence_of_scored_tokens(name, models, batch):
 @pytest.mark.parametrize("tail", ["bucket", "ignore"])
 def test_stored_tokens_give_the_divergence_of_what_is_stored(tail, models, batch):
     settings = DistillSettings(model="m", data="d", teacher="t", temperature=2.0, top_k=K, tail=tail)
-    rows = {name: batch[name] for name in _stored_top_k.ARGUMENTS}
+    rows = {name: batch[name] for name in INPUTS}
     stored = dict(zip(_stored_top_k.COLUMNS, _stored_top_k.top_k(models.teacher, rows, K, 2.0, VOCAB), strict=True))
     student, teacher, _ = exact(models, batch, 2.0)
     where = np.asarray(losses.shifted_labels(batch["labels"], batch["segment_ids"])) != -100

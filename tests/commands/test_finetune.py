@@ -18,23 +18,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import UserError, _cache, _log, _recipe, _run_loop, main
+from liger_jax.commands import UserError, _log, _recipe, _run_loop, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
 from liger_jax.training import Checkpoints, identity, loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
 from tests.commands import _tiny
 
+pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_program_is_compiled_once(caches):
-    """Runs compile the same programs as the runs before them, and read them from the cache of commands."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(caches))  # fixtures of this module run commands, too
-        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
-        yield
 
 
 @pytest.fixture(scope="module")

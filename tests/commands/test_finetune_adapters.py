@@ -8,21 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from liger_jax.commands import _adapters, _cache, main
+from liger_jax.commands import _adapters, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
 from tests.commands import _tiny
 
+pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 SHORT = "--length 32 --batch 4 --steps 2 --learning-rate 0.05 --eval-share 0".split()
 CHOSEN = ["--lora=3", "--lora-targets=q_proj,lm_head", "--lora-dropout=0.5", "--rslora", "--dora"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_program_is_compiled_once(caches):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(caches))
-        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,23 +10,18 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from liger_jax.commands import _cache, main
+from liger_jax.commands import main
 from liger_jax.models import OlmoeConfig, OlmoeForCausalLM
 from liger_jax.training import meshes
 from tests.commands import _tiny
 from tests.commands.test_finetune import ctrl_c_in_the_third_step, figures_of
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates"),
+    pytest.mark.usefixtures("each_program_is_compiled_once"),
+]
 KIND = jax.devices()[0].device_kind
 OPTIONS = "--pack --length 32 --batch 4 --steps 4 --every 4 --learning-rate 0.05 --seed 1".split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_program_is_compiled_once(caches):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(caches))
-        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +105,6 @@ def test_devices_that_share_rows_show_the_samples_of_one_device(source, mesh, op
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("each_program_is_compiled_once")
 def test_without_a_mesh_the_most_devices_that_divide_the_run_are_taken(
     source, tmp_path, capsys, monkeypatch, one_device_unless_a_mesh_is_named
 ):

@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 from liger_jax.commands import main
-from tests.commands.test_finetune_mesh import OPTIONS, assert_alike, each_program_is_compiled_once, source, train
+from tests.commands.test_finetune_mesh import OPTIONS, assert_alike, source, train
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="its processes simulate devices of a CPU")
-__all__ = ["each_program_is_compiled_once", "source"]  # fixtures
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="its processes simulate devices of a CPU"),
+    pytest.mark.usefixtures("each_program_is_compiled_once"),
+]
+__all__ = ["source"]  # a fixture
 KILLED = "--steps=12", "--every=1", "--keep=2"
 PROGRAM = "import sys; from liger_jax.commands import main; sys.exit(main(sys.argv[1:]))"
 

@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax import losses
-from liger_jax.commands import UserError, _cache, _ending, _prompt_rows, _rewards, _rollouts, main
+from liger_jax.commands import UserError, _ending, _prompt_rows, _rewards, _rollouts, main
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._grpo_task import DIFFERENCE, TASK
 from liger_jax.commands._tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from liger_jax.models import LlamaConfig, LlamaForCausalLM
 from liger_jax.training import Checkpoints, make_step
 from tests.commands import _tiny
 
+pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 SHORT = "--group 4 --batch 16 --micro-batches 4 --prompt-length 16 --completion-length 8".split()
 REWARDS = '''
 def letters(completions, letter):
@@ -49,14 +50,6 @@ def nothing(completions, *, half=0.5):
 def of_trl(prompts, completions, **kwargs):
     return [0.0 for _ in completions]
 '''
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_program_is_compiled_once(caches):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(caches))
-        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,25 +16,18 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from liger_jax.commands import _cache, _longer, main
+from liger_jax.commands import _longer, main
 from liger_jax.models import AutoModelForCausalLM
 from liger_jax.models.hugging_face import source
 from liger_jax.training import cosine_schedule, lock
 from tests.commands import _tiny
 from tests.models._hugging_face import GOLDEN
 
+pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 SMALL = "--lora 2 --length 64 --batch 2 --steps 2 --every 1 --eval-share 0 --learning-rate 0.03".split()
 COMMANDS = {"finetune": SMALL, "dpo": SMALL, "distill": SMALL}  # by name, with the options of a run of two steps
 DATA = {"finetune": _tiny.chats, "dpo": _tiny.pairs, "distill": _tiny.chats}
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_program_is_compiled_once(caches):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(caches))
-        patch.setattr(_cache, "_LEAST_SECONDS", 0.0)
-        yield
 
 
 class Command:
