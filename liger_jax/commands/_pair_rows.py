@@ -172,8 +172,9 @@ def _prompt(prompt: Any) -> list[Row]:
 
 
 def _first_asked(messages: list[Row]) -> str | None:
-    """What the user says first, by which a conversation is known; `None` in an answer alone."""
-    return next((str(each.get("content")).strip() for each in messages if each["role"] == "user"), None)
+    """What is said first to the assistant, by which a conversation is known; `None` in an answer alone."""
+    asked = (each for each in messages if each["role"] not in ("system", "assistant"))  # whatever the user is called
+    return next((str(each.get("content")).strip() for each in asked), None)
 
 
 def _same_messages(one: list[Row], other: list[Row]) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_rows import SIDES
+from liger_jax.commands._pieces import no_place
 from liger_jax.commands._settings import MOST
 from liger_jax.commands._tokenizer import Piece, Tokenizer
 
@@ -85,18 +86,6 @@ def fitted(pair: Sequence[Piece], length: int) -> list[Piece]:
     ends = [max(length // 2, length - other) for other in sizes[::-1]]
     cut = lambda piece, end: dataclasses.replace(piece, tokens=piece.tokens[:end], labels=piece.labels[:end])
     return [cut(piece, end) for piece, end in zip(pair, ends, strict=True)]
-
-
-def no_place(length: int) -> str:
-    """What a document has whose answers, or one of them, are cut off as a whole.
-
-    Args:
-        length: the most tokens of what belongs together.
-
-    Returns:
-        The words behind "has".
-    """
-    return f"a prompt that leaves its answer no place in --length={length}"
 
 
 def _are_equal(pair: Sequence[Piece]) -> bool:

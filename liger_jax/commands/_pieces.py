@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -86,6 +86,25 @@ def completed(offsets: np.ndarray, prompt_size: int) -> np.ndarray:
     return found
 
 
-def nothing_to_train_on() -> UserError:
-    """The error for data of which no token is trained on."""
-    return UserError("The data has no token to train on: each is predicted from those before it.")
+def no_place(length: int) -> str:
+    """What a document has whose answers, or one of them, are cut off as a whole.
+
+    Args:
+        length: the most tokens of what belongs together.
+
+    Returns:
+        The words behind "has".
+    """
+    return f"a prompt that leaves its answer no place in --length={length}"
+
+
+def nothing_to_train_on(why: Iterable[str] = ()) -> UserError:
+    """The error for data of which no token is trained on.
+
+    Args:
+        why: clauses that say what the documents have instead, where that is known.
+    """
+    if not (told := "; ".join(dict.fromkeys(why))):
+        return UserError("The data has no token to train on: each is predicted from those before it.")
+    cure = " Pass a larger --length, or leave it out." if "--length" in told else ""
+    return UserError(f"Nothing is left to train on: {told}.{cure}")

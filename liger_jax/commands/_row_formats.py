@@ -14,7 +14,7 @@ from liger_jax.commands._messages import VALUES
 
 MOST_LEVELS = 100  # of lists and objects in one another; what reads them later calls itself at each
 CONVERSATIONS = ("conversations", "conversation")
-_ROLES = {  # ShareGPT's, and the ones that chat templates know
+ROLES = {  # ShareGPT's, and the ones that chat templates know
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
     "system": "system", "tool": "tool",
 }  # fmt: skip
@@ -183,10 +183,10 @@ def message(value: Any) -> Any:
     if "role" in value or "content" in value:
         raise UserError("a message has 'from' beside a role or a content. Leave out what is not meant.")
     role = value["from"]
-    if not isinstance(role, str) or role not in _ROLES:
-        raise UserError(f"a message is from {role!r}, and must be from one of {', '.join(_ROLES)}.")
+    if not isinstance(role, str) or role not in ROLES:
+        raise UserError(f"a message is from {role!r}, and must be from one of {', '.join(ROLES)}.")
     rest = {name: each for name, each in value.items() if name not in ("from", "value")}
-    return {"role": _ROLES[role], **({"content": value["value"]} if "value" in value else {}), **rest}
+    return {"role": ROLES[role], **({"content": value["value"]} if "value" in value else {}), **rest}
 
 
 def _with_system(system: Any, messages: list[Row]) -> list[Row]:

@@ -92,6 +92,8 @@ class Speaker:
             UserError: the text is too long for the model, or `Tokenizer.prompt` refuses it.
         """
         prompt = self.tokenizer.prompt(document)
+        for line in self.tokenizer.roles.sentences():
+            print(line, file=sys.stderr)
         longest, asked = self._model.config.longest_sequence, self._options.max_new_tokens
         new = min(MOST_NEW_TOKENS, longest - len(prompt)) if asked is None else asked
         if new < 1 or len(prompt) + new > longest:

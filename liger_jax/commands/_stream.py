@@ -109,7 +109,7 @@ class Stream:
                     if number > row or i >= skipped:
                         yield (number, i), piece
             if is_empty and not row:
-                raise nothing_to_train_on()
+                raise nothing_to_train_on(f"the rows have {what}" for what in self._encoder.left_out.values())
             row, skipped = 0, 0
 
     def _documents(self, row: int) -> Iterator[tuple[int, list[Piece]]]:
@@ -121,8 +121,11 @@ class Stream:
         while some := list(itertools.islice(documents, _AT_ONCE)):
             full = [each for each in some if not each.is_empty]
             pieces: dict[int, list[Piece]] = {}
+            self._encoder.left_out.clear()
             for piece in self._encoder.encoded(full, settings.length):
                 pieces.setdefault(id(piece.document), []).append(piece)
+            for line in self._encoder.roles.sentences():
+                print(line)
             for document in some:
                 yield row, pieces.get(id(document), [])
                 row += 1

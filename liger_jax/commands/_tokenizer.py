@@ -15,7 +15,8 @@ from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, needed_packages, refusals_kept
 from liger_jax.commands._normalizer import check_growth
 from liger_jax.commands._pieces import Piece as Piece
-from liger_jax.commands._pieces import completed, errors_at, failures, nothing_to_train_on, places
+from liger_jax.commands._pieces import completed, errors_at, failures, no_place, nothing_to_train_on, places
+from liger_jax.commands._roles import UnknownRoles
 from liger_jax.models.core.config_fields import MOST, short
 from liger_jax.models.hugging_face.checkpoint import TEMPLATES
 from liger_jax.models.hugging_face.source import Source, find
@@ -68,6 +69,7 @@ class Tokenizer:
         self.stops = list(dict.fromkeys([*stops, *([] if eos is None else [eos])]))
         self._templates: dict[str, Any] = {}  # those that were used, by their text
         self.left_out: dict[str, str] = {}  # what documents without a piece have instead, where there is a word for it
+        self.roles = UnknownRoles()  # of conversations that were encoded
         self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
 
     def pieces(
@@ -150,6 +152,7 @@ class Tokenizer:
             Sentences.
         """
         found = [note for template in self._templates.values() for note in template.notes.sentences()]
+        found += self.roles.sentences()
         for kind, cut in self._cut.items():
             if cut:
                 found.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
@@ -192,6 +195,7 @@ class Tokenizer:
             source = _chat_templates.chosen(self._chat_templates(), document.tools, self._folder)
             template = ChatTemplate(source, self._special)
             text = template.prompt(messages, document.tools, document.values)
+            self.roles.look(document, source)
         with failures():
             ids = self._tokenizer.encode(text, add_special_tokens=messages is None).ids
         if messages is None and ids[-1:] == [self._eos] and not text.endswith(self._special.get("eos_token", "\0")):
@@ -278,7 +282,10 @@ class Tokenizer:
         labels = np.where(is_scored, tokens, IGNORE_INDEX).astype(np.int32)
         self._cut[kind] += len(tokens) > length
         self._count[kind] += 1
-        return Piece(tokens[:length], labels[:length], document, 0, len(tokens))
+        piece = Piece(tokens[:length], labels[:length], document, 0, len(tokens))
+        if is_scored[1:].any() and not piece.is_scored:
+            self.left_out[document.where] = no_place(length)
+        return piece
 
     def _rendered(
         self, documents: list[Document], refused: dict[str, UserError] | None
@@ -294,6 +301,7 @@ class Tokenizer:
                     self._templates[source] = ChatTemplate(source, self._special)
                 found = self._templates[source].render(document.messages or [], document.tools, document.values)
                 rendered.append((document, *found))
+                self.roles.look(document, source)
         return rendered
 
     def _chat_templates(self) -> dict[str, str]:

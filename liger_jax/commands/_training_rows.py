@@ -290,9 +290,7 @@ def _unused(meta: Mapping[str, Any]) -> list[str]:
 
 def _nothing_left(meta: Mapping[str, Any]) -> UserError:
     """The error for data all of which is left out."""
-    if [*meta["unused"]] == [NO_TOKEN]:
-        return nothing_to_train_on()
-    return UserError(f"Nothing is left to train on: {'; '.join(_unused(meta))}.")
+    return nothing_to_train_on(() if [*meta["unused"]] == [NO_TOKEN] else _unused(meta))
 
 
 def _key(settings: Settings, encoder: Tokenizer, parts: Sequence[_sources.Part], loaded: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ import numpy as np
 
 from liger_jax.commands._document import Document
 from liger_jax.commands._errors import UserError, refusals_kept
-from liger_jax.commands._pair_tokenizer import EMPTY, fitted, no_place
+from liger_jax.commands._pair_tokenizer import EMPTY, fitted
+from liger_jax.commands._pieces import no_place
 from liger_jax.commands._settings import MOST
 from liger_jax.commands._tokenizer import Piece, Tokenizer
 from liger_jax.ops.labels import IGNORE_INDEX

@@ -21,13 +21,13 @@ _NOT_DECAYED = ("scale", "bias")  # names of a norm's and a projection's paramet
 
 
 def cosine_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.1) -> Schedule:
-    """A straight line up to the peak, and a cosine down from it.
+    """A straight line up to the peak, and a cosine down from it over the steps that are left.
 
     Args:
         peak: the highest rate.
         steps: how many steps the whole run has, at least 1.
-        warm_up: the share of the steps in which the rate rises. The first step's rate is not 0.
-        end: the last rate, as a share of the peak.
+        warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
+        end: the rate behind the last step, as a share of the peak.
 
     Returns:
         A function of the step, from 0.
@@ -37,25 +37,21 @@ def cosine_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: floa
 
     Example:
         >>> [round(float(cosine_schedule(1.0, 100)(step)), 2) for step in (0, 2, 50, 99)]
-        [0.33, 1.0, 0.55, 0.1]
+        [0.33, 1.0, 0.56, 0.1]
     """
     _check("cosine_schedule", steps, warm_up=warm_up, end=end)
-    rising = _rising(steps, warm_up)
-
-    def rate(step):
-        cosine = 0.5 + 0.5 * jnp.cos(jnp.pi * step / steps)
-        return peak * jnp.minimum(rising(step), end + (1 - end) * cosine)
-
-    return rate
+    rising, done = _phases(steps, warm_up)
+    left = lambda step: 0.5 + 0.5 * jnp.cos(jnp.pi * done(step))
+    return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * left(step))
 
 
 def linear_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: float = 0.0) -> Schedule:
-    """A straight line up to the peak, and a straight line down from it.
+    """A straight line up to the peak, and a straight line down from it over the steps that are left.
 
     Args:
         peak: the highest rate.
         steps: how many steps the whole run has, at least 1.
-        warm_up: the share of the steps in which the rate rises. The first step's rate is not 0.
+        warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
         end: the rate behind the last step, as a share of the peak.
 
     Returns:
@@ -69,8 +65,8 @@ def linear_schedule(peak: float, steps: int, *, warm_up: float = 0.03, end: floa
         [0.33, 0.5, 0.01]
     """
     _check("linear_schedule", steps, warm_up=warm_up, end=end)
-    rising = _rising(steps, warm_up)
-    return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * jnp.maximum(0.0, 1 - step / steps))
+    rising, done = _phases(steps, warm_up)
+    return lambda step: peak * jnp.minimum(rising(step), end + (1 - end) * (1 - done(step)))
 
 
 def constant_schedule(peak: float, steps: int, *, warm_up: float = 0.03) -> Schedule:
@@ -79,7 +75,7 @@ def constant_schedule(peak: float, steps: int, *, warm_up: float = 0.03) -> Sche
     Args:
         peak: the highest rate.
         steps: how many steps the whole run has, at least 1.
-        warm_up: the share of the steps in which the rate rises. The first step's rate is not 0.
+        warm_up: the share of the steps in which the rate rises. The first has a rate above 0, the last the peak.
 
     Returns:
         A function of the step, from 0.
@@ -92,8 +88,8 @@ def constant_schedule(peak: float, steps: int, *, warm_up: float = 0.03) -> Sche
         [0.33, 1.0, 1.0]
     """
     _check("constant_schedule", steps, warm_up=warm_up)
-    rising = _rising(steps, warm_up)
-    return lambda step: peak * jnp.minimum(rising(step), 1.0)
+    rising, _ = _phases(steps, warm_up)
+    return lambda step: peak * rising(step)
 
 
 def adamw(
@@ -254,10 +250,13 @@ def _is_decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def _rising(steps: int, warm_up: float) -> Schedule:
-    """The line up, which is 1 at the end of the warm-up and goes on."""
-    count = math.ceil(warm_up * steps) or 1
-    return lambda step: (step + 1) / count
+def _phases(steps: int, warm_up: float) -> tuple[Schedule, Schedule]:
+    """The line up, from above 0 to 1 at the last step of the warm-up, and the share of the way down, 0 until there."""
+    num_rising = math.ceil(warm_up * steps) or 1
+    num_falling = steps - num_rising + 1  # from the peak to the step behind the last
+    rising = lambda step: jnp.minimum((step + 1) / num_rising, 1.0)
+    done = lambda step: jnp.clip((step + 1 - num_rising) / num_falling, 0.0, 1.0)
+    return rising, done
 
 
 def _check(name: str, steps: int, **shares: float) -> None:

@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax import losses
-from liger_jax.commands import UserError, _ending, _prompt_rows, _rewards, _rollouts, main
+from liger_jax.commands import UserError, _ending, _prompt_rows, _rewards, _rollouts, _sources, main
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._grpo_task import DIFFERENCE, TASK
 from liger_jax.commands._tokenizer import Tokenizer
@@ -377,6 +377,15 @@ def test_lines_without_a_prompt_are_refused(source, tmp_path, capsys):
     options = [f"--model={source}", f"--data={tmp_path / 'wrong.jsonl'}", "--reward=tiny_rewards:letters", *SHORT]
     assert main(["grpo", *options, f"--out={tmp_path / 'out'}"]) == 2
     assert "wrong.jsonl, line 2, must hold an object with a prompt" in capsys.readouterr().err
+
+
+def test_prompts_of_unknown_roles_are_told(source, tmp_path, capsys):
+    lines = [json.dumps({"messages": [{"role": "human", "content": text}]}) for text in ("one", "one two three four")]
+    (tmp_path / "roles.jsonl").write_text("\n".join(lines))
+    tokenizer = Tokenizer(source, 320, [])
+    settings = types.SimpleNamespace(subset=None, prompt_length=64, batch=2, group=2, seed=0)
+    _prompt_rows.prepared(settings, tokenizer, tmp_path, {"--data": _sources.parts([str(tmp_path / "roles.jsonl")])})
+    assert capsys.readouterr().out.startswith("role 'human' in 2 rows (first: ")
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates")

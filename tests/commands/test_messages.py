@@ -85,6 +85,13 @@ def test_a_row_with_other_tools_or_values_is_named(tmp_path, row, reason):
         documents(tmp_path, {"messages": [USER, ANSWER], **row})
 
 
+def test_a_role_that_the_template_itself_names_is_known(folder, tmp_path, capsys):
+    row = {"messages": [{"role": "ipython", "content": "2"}, {"role": "Assistent", "content": "?"}, USER, ANSWER]}
+    trained(folder, TURNS + "{% if 'ipython' %}{% endif %}", documents(tmp_path, row))
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("role ")]
+    assert told.startswith("role 'Assistent' in 1 row (") and told.endswith("did you mean assistant?")
+
+
 def test_nulls_are_absent_and_parts_of_text_are_joined(tmp_path):
     parts = [{"type": "text", "text": "re", "image": None}, "d", {"text": "?"}]
     row = {

@@ -16,6 +16,7 @@ def test_schedules_have_the_shapes_of_their_names():
     assert rates(4, schedule="constant", warmup=0.0) == [2.0] * 4
     assert rates(4, schedule="linear", warmup=0.0) == [2.0, 1.5, 1.0, 0.5]
     assert rates(4, warmup=0.0) == [2.0, 1.7364, 1.1, 0.4636]  # a cosine, down to a tenth
+    assert rates(6, schedule="linear", warmup=3.0) == [0.6667, 1.3333, 2.0, 1.5, 1.0, 0.5]  # the peak is reached
 
 
 @pytest.mark.parametrize("steps", [7, 49, 100, 997])

@@ -215,7 +215,34 @@ def test_a_document_of_which_nothing_is_trained_on_is_named(source, capsys, tmp_
     long = json.dumps({"messages": [question, {"role": "assistant", "content": "one"}]})
     (source.parent / "long.jsonl").write_text(_tiny.chats(3) + "\n" + long)
     printed = shown(capsys, source, "long.jsonl", "--length=60")
-    assert f"1 document has no token to train on, and no row: {source.parent / 'long.jsonl'}, line 4\n" in printed
+    why = "a prompt that leaves its answer no place in --length=60"
+    assert f"1 document has {why}, and no row: {source.parent / 'long.jsonl'}, line 4\n" in printed
+
+
+def test_answers_behind_the_cut_are_named_with_the_length(source, capsys):
+    assert main(["data", f"--model={source}", str(source.parent / "chats.jsonl"), "--length=8"]) == 2
+    assert re.search(
+        r"Nothing is left to train on: 12 documents have a prompt that leaves its answer no place in --length=8, and "
+        r"no row: \S+, line 1, \S+, line 2, \S+, line 3, …\. Pass a larger --length, or leave it out\.\n$",
+        capsys.readouterr().err,
+    )
+
+
+@pytest.mark.parametrize("options", [["--check"], ["--rows=1"], ["--loss=sigmoid", "--check"]], ids=" ".join)
+def test_roles_that_no_template_knows_are_told_with_their_rows(source, capsys, options):
+    asked = [{"role": "human", "content": "one"}]
+    answer = lambda text: [{"role": "assistant", "content": text}]
+    known = {"messages": [{"role": "system", "content": "one"}, {"role": "user", "content": "two"}, *answer("three")]}
+    rows = [known, {"messages": asked + answer("two")}, {"messages": asked + asked + answer("two")}, known]
+    if "--loss=sigmoid" in options:
+        rows = [{"prompt": each["messages"][:-1], "chosen": answer("two"), "rejected": answer("six")} for each in rows]
+    (source.parent / "roles.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    printed = shown(capsys, source, "roles.jsonl", *options)
+    told = [line for line in printed.splitlines() if line.startswith("role ")]
+    assert told == [
+        f"role 'human' in 2 rows (first: {source.parent / 'roles.jsonl'}, line 2) is printed as it is: chat templates "
+        "know system, user, assistant and tool; did you mean user?"
+    ]
 
 
 def test_stretches_add_up_to_the_text_where_a_character_has_several_tokens(source):

@@ -102,6 +102,22 @@ def test_a_rate_rises_in_a_line_to_the_peak_and_never_again(make):
     assert rates.max() <= 2.0 and rates.argmax() == 4 and np.all(np.diff(rates[5:]) <= 0)
 
 
+@pytest.mark.parametrize("make", SCHEDULES)
+@pytest.mark.parametrize(["steps", "rising"], [(12, 4), (12, 6), (7, 7), (1, 1), (3000, 90)])
+def test_the_peak_is_reached_however_long_the_warm_up_is(make, steps, rising):
+    rates = [float(make(1e-3, steps, warm_up=rising / steps)(step)) for step in range(steps)]
+    np.testing.assert_allclose(rates[rising - 1], 1e-3, rtol=1e-6)
+    np.testing.assert_allclose(rates[:rising], 1e-3 * np.arange(1, rising + 1) / rising, rtol=1e-5)
+
+
+def test_a_rate_goes_down_from_the_peak_over_the_steps_that_are_left():
+    left = np.arange(9, 0, -1) / 9  # of 12 steps, the fourth has the peak
+    rates = lambda make, **end: [float(make(1.0, 12, warm_up=4 / 12, **end)(step)) for step in range(3, 12)]
+    np.testing.assert_allclose(rates(linear_schedule), left, rtol=1e-6)
+    np.testing.assert_allclose(rates(linear_schedule, end=0.5), 0.5 + 0.5 * left, rtol=1e-6)
+    np.testing.assert_allclose(rates(cosine_schedule), 0.55 - 0.45 * np.cos(np.pi * left), rtol=1e-5)
+
+
 @pytest.mark.parametrize(["make", "end"], [(constant_schedule, 1.0), (cosine_schedule, 0.1), (linear_schedule, 0.0)])
 def test_a_rate_ends_as_it_says_and_stays_there(make, end):
     schedule = make(1.0, 1000)
