@@ -49,7 +49,7 @@ class Rollouts:
         place: puts a batch on the run's devices.
 
     Raises:
-        UserError: a reward function is not there, or needs a field that the first line does not have.
+        UserError: a reward function is not there, or needs a field that a line does not have.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class Rollouts:
         self._settings, self._data, self._tokenizer, self._place = settings, data, tokenizer, place
         self._rewards = _rewards.found(settings.reward)
         for reward in self._rewards:
-            reward.check(data.lines[0].where, data.lines[0].fields)
+            for line in data.lines:
+                reward.check(line.where, line.fields)
         self._score: Any = None  # compiled with the first step
 
     @property

@@ -357,6 +357,30 @@ def test_a_reward_that_fails_names_its_line():
 
 
 @pytest.mark.parametrize(
+    "returned", [["1", "0"], "10", b"10", {0: 1.0, 1: 0.5}, {1.0, 0.5}, [np.str_("1")] * 2, [1.0, 10**400], [1j, 1.0]]
+)
+def test_a_reward_that_returns_no_numbers_is_refused(returned):
+    reward = _rewards.Reward("f", lambda completions: returned)
+    with pytest.raises(UserError, match="line 1: the reward f has returned .* It must return a finite number for each"):
+        reward.of("line 1", ["a", "b"], {})
+
+
+@pytest.mark.parametrize("returned", [(1, True), np.array([1, 1]), jnp.ones(2), (1.0 for _ in "ab"), [np.int8(1)] * 2])
+def test_a_reward_returns_numbers_of_any_kind(returned):
+    assert _rewards.Reward("f", lambda completions: returned).of("line 1", ["a", "b"], {}) == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("source")
+def test_the_first_line_that_lacks_a_field_is_named_before_the_run():
+    settings = GrpoSettings(model="m", data="d", reward="tiny_rewards:letters", group=2, batch=2, micro_batches=1)
+    fields = [{"letter": "e"}, {"letter": None}, {"answer": 1}, {}]
+    lines = [_prompt_rows.Line(f"line {i}", np.array([3], np.int32), each) for i, each in enumerate(fields, 1)]
+    data = _prompt_rows.PromptRows(lines, 2, 2, 0, [("d", 1.0, 4)])
+    with pytest.raises(UserError, match="^line 3: the reward letters needs 'letter', and the line's fields are answer"):
+        _rollouts.Rollouts(settings, data, NoTokenizer())
+
+
+@pytest.mark.parametrize(
     ["options", "message"],
     [
         (["--group", "1"], "--group=1 must be at least 2"),
