@@ -12,6 +12,7 @@ from flax import nnx
 from liger_jax.commands import _adapters, _run_model, _samples
 from liger_jax.commands._course import Course
 from liger_jax.commands._decided_run import Run
+from liger_jax.commands._errors import UserError
 from liger_jax.commands._laid_rows import RowParts
 from liger_jax.training import Checkpoints, Loop, make_step, processes, rows, scoring
 from liger_jax.training.waiting import Compiling
@@ -95,6 +96,29 @@ def loop(
         shown=task.shown,
         progress=processes.is_first(),
     )
+
+
+def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
+    """Runs the loop. The user's errors say what is saved.
+
+    Args:
+        loop: the loop.
+        state: parameters and the optimizer's state.
+        log: as in `Loop.run`.
+
+    Returns:
+        The state, and the number of the signal that stopped the run, or 0.
+
+    Raises:
+        UserError: a step's data or rewards have failed.
+    """
+    try:
+        return loop.run(state, log)
+    except UserError as error:
+        done = len(log["steps"])
+        if not done or loop.checkpoints is None or loop.checkpoints.latest_step != done:
+            raise
+        raise UserError(f"{error} Step {done} is saved, and the same command goes on from there.") from error
 
 
 def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import json
 import re
 import signal
@@ -151,6 +152,24 @@ def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys, uncheck
     run: Any = types.SimpleNamespace(task=TASK, out=tmp_path)
     _ending.tell(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
     assert capsys.readouterr().out.startswith("3 steps; reward 0.125 → 0.750; model in ")
+
+
+CALLS = itertools.count(1)  # of `late`, 4 in a step
+
+
+def late(completions):
+    assert next(CALLS) != 10
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_ends_the_run_behind_the_steps_that_it_has_done(source, tmp_path, capfd):
+    options = ["--steps=4", "--lora=4"]
+    assert grpo(source, tmp_path, *options, reward=f"{__name__}:late") == 2
+    told = capfd.readouterr().err
+    assert re.search(r"late has failed with AssertionError.* Mend it. Step 2 is saved, and the same command", told)
+    assert grpo(source, tmp_path, *options, reward=f"{__name__}:late") == 0
+    assert [each["step"] for each in figures_of(tmp_path)] == [1, 2, 3, 4]
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
