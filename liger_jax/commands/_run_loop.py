@@ -79,7 +79,9 @@ def loop(
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(course.rows_of(max(0, step - 1)), size))]
     unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
-    samples = _samples.Samples(data.held_out(settings.samples), course.tokenizer, longest, unit)
+    # A model that writes its own batches notes some of them itself.
+    held = data.held_out(settings.samples) if played is None else []
+    samples = _samples.Samples(held, course.tokenizer, longest, unit)
     batch_of = course.batch_of
     return Loop(
         step=_loop_step(played, graph, step, frozen),
@@ -89,7 +91,7 @@ def loop(
         every=settings.every,
         evaluate=lambda params: score(params, held_out) if held_out else {},
         patience=settings.patience,
-        show=lambda params, write: settings.samples and samples.show(nnx.merge(shown, params, frozen), write),
+        show=lambda params, write: samples.show(nnx.merge(shown, params, frozen), write),
         check=lambda params, step: score(params, its_rows(step))["eval_loss"],
         rate=course.rate,
         write=write,

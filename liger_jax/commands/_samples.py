@@ -37,6 +37,8 @@ class Samples:
             model: the model.
             write: prints a text.
         """
+        if not self._prompts:
+            return
         width = max(map(len, self._prompts))
         filled = self._prompts + self._prompts[-1:] * (-len(self._prompts) % self._unit)
         rows = np.stack([np.pad(tokens, (width - len(tokens), 0)) for tokens in filled])

@@ -285,4 +285,22 @@ class _NoBar(contextlib.nullcontext):
 
 
 def _in_words(name: str, value: float) -> str:
-    return _WORDS.get(name, name.replace("_", " ") + " {:.3f}").format(value)
+    if name in _WORDS:
+        return _WORDS[name].format(value)
+    return f"{name.replace('_', ' ')} {figure(value)}"
+
+
+def figure(value: float) -> str:
+    """A figure for a reader: with three decimals, or with three digits where these would say too little.
+
+    Args:
+        value: the figure.
+
+    Returns:
+        A text.
+
+    Example:
+        >>> [figure(value) for value in (12.0, 0.25, 0.00041234, -5.2e-8, 0.0)]
+        ['12.000', '0.250', '0.000412', '-5.2e-08', '0.000']
+    """
+    return f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.3f}"

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from liger_jax import losses
 from liger_jax.commands import UserError, _cache, _ending, _prompt_rows, _rewards, _rollouts, main
+from liger_jax.commands._completions_file import CompletionsFile
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._grpo_task import DIFFERENCE, TASK
 from liger_jax.commands._tokenizer import Tokenizer
@@ -84,7 +85,7 @@ def figures_of(out):
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-LEARNS = "--steps 30 --learning-rate 0.03 --schedule constant".split()
+LEARNS = "--steps 30 --learning-rate 0.03 --schedule constant --samples 5".split()
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,16 @@ def test_figures_have_the_names_of_trl_and_true_values(trained):
     assert 1 <= first["completions/min_length"] <= first["completions/mean_length"] <= 8
     assert 0 <= first["completions/clipped_ratio"] <= 1
     assert first["clip_ratio/low_mean"] == first["clip_ratio/high_mean"] == 0  # one update for each rollout
+
+
+def test_samples_are_the_first_completions_of_each_step_with_their_rewards(trained):
+    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in lines] == [step for step in range(1, 31) for _ in range(5)]
+    assert len({each["line"] for each in lines[:4]}) == 1 and len({each["line"] for each in lines}) == 10
+    for each in lines:
+        text = each["completion"]
+        assert each["reward"] == pytest.approx(text.count("e") / max(1, len(text)))
+        assert each["prompt"] and "prompts.jsonl, line" in each["line"] and each["is_cut"] in (True, False)
 
 
 @contextlib.contextmanager
@@ -170,6 +181,24 @@ def test_a_reward_that_fails_ends_the_run_behind_the_steps_that_it_has_done(sour
     assert re.search(r"late has failed with AssertionError.* Mend it. Step 2 is saved, and the same command", told)
     assert grpo(source, tmp_path, *options, reward=f"{__name__}:late") == 0
     assert [each["step"] for each in figures_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_some_completions_of_each_step_are_noted_and_a_run_that_goes_on_takes_the_later_ones_away(tmp_path):
+    records = lambda *texts: [{"completion": text, "reward": 1.0} for text in texts]
+    file = CompletionsFile(tmp_path)
+    for step, texts in ((1, ["a", "b\u2028"]), (2, ["c\n\ud800"]), (3, ["d"])):
+        file.add(step, records(*texts))
+    with (tmp_path / "completions.jsonl").open("a") as torn:
+        torn.write('{"step": 2, "comple')
+    CompletionsFile(tmp_path).add(3, records("e"))
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().split("\n")[:-1]]
+    seen = [(each["step"], each["completion"]) for each in lines]
+    assert seen == [(1, "a"), (1, "b\u2028"), (2, "c\n\ud800"), (3, "e")]
+    CompletionsFile(tmp_path).add(1, records("f"))  # the run has begun again
+    assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 1
+    (tmp_path / "completions.jsonl").write_text('{"prompt": "mine"}\n')
+    with pytest.raises(UserError, match="completions.jsonl is of no run, .* Move it, or pass another --out"):
+        CompletionsFile(tmp_path)
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -403,6 +432,7 @@ def test_the_first_line_that_lacks_a_field_is_named_before_the_run():
     ["options", "message"],
     [
         (["--group", "1"], "--group=1 must be at least 2"),
+        (["--patience", "2"], "--patience=2 is for data that is held out, and this command holds out none: .* out."),
         (["--updates", "0"], "--updates=0 must be at least 1"),
         (["--group", "5"], "--batch=16 completions must be a multiple of --group=5"),
         (["--temperature", "0"], "--temperature=0.0 must be a finite number above 0"),

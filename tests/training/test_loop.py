@@ -218,6 +218,12 @@ def test_the_bar_shows_the_figures_that_it_is_told(capsys):
     assert re.search(r"5/5 .*loss 5\.000, share 0\.500, [\d,]+ tokens/s, [\d.]+ GiB", bar.getvalue())
 
 
+def test_small_figures_are_told_by_their_digits(tmp_path, capsys):
+    scores = lambda params: {"eval_loss": 4.1234e-4, "eval_rewards/margins": -0.05, "eval_token_accuracy": 0.5}
+    loop(evaluate=scores, steps=1).run(start())
+    assert "held out: loss 0.000412, rewards/margins -0.05, token accuracy 0.500\n" in capsys.readouterr().out
+
+
 def test_a_loop_runs_in_any_thread():
     found = []
     thread = threading.Thread(target=lambda: found.append(loop().run(start())[1]))
