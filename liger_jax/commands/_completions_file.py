@@ -56,6 +56,6 @@ class CompletionsFile:
 def _step(line: str) -> float:
     """The step of a line; infinite for one that was cut off as the run was killed."""
     try:
-        return json.loads(line)["step"]
-    except ValueError:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
         return math.inf
