@@ -2,14 +2,12 @@
 
     python -m benchmarks.fp8 [--tokens 8192] [--rounds 5] [--name NAME]
     python -m benchmarks.fp8 --head                       the head's noise alone, on any device
-    python -m benchmarks.fp8 --converge [--steps 300] [--batch 4] [--seeds 0 1 2] [--out FOLDER]
-                                                          held-out losses of `make train`'s model, on any device
 
-A product is x·W, dY·Wᵀ or xᵀ·dY of a layer's seven projections, by `liger_jax.ops.fp8_matmul`; or in XLA's pattern,
-with the same scales and formats. The step is one layer's loss and all its gradients: norms, rotation, attention and
-gated unit are this package's, and the projections are bfloat16 or FP8. The first row's feed-forward is `gated_mlp`, as
-in a model's unrolled layers. Figures are medians over rounds in which every program has its turn, on random normal
-data.
+A product is x·W, dY·Wᵀ or xᵀ·dY of a layer's seven projections. Operands are scaled by the largest number of their
+array (current scaling), forward ones to e4m3 and gradients to e5m2; products accumulate in float32. The step is one
+layer's loss and all its gradients: norms, rotation, attention and gated unit are this package's, and the projections
+are bfloat16 or FP8. The first row's feed-forward is `gated_mlp`, as in a model's unrolled layers. Figures are medians
+over rounds in which every program has its turn, on random normal data.
 
 The head's table: hidden states and head of random normal numbers, scaled so that the logits have the spread of its
 first column. The noise is the root mean square of (FP8 logit − float32 logit); the bias is the mean difference of the
@@ -19,22 +17,19 @@ log-sum-exp.
 import argparse
 import concurrent.futures
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _held_out
 from benchmarks._measure import heading, in_rounds, save, table
-from liger_jax.models import KernelOptions
-from liger_jax.ops import apply_rope, causal_attention, fp8_matmul, gated_mlp, rms_norm, swiglu
-from liger_jax.ops.fp8_matmul import FORWARD, GRADIENT
+from liger_jax.ops import apply_rope, causal_attention, gated_mlp, rms_norm, swiglu
 
 WIDTH, INNER, HEADS, KEY_HEADS, HEAD = 4096, 14336, 32, 8, 128
 SHAPES = dict(
     q=(WIDTH, HEADS * HEAD), k=(WIDTH, KEY_HEADS * HEAD), v=(WIDTH, KEY_HEADS * HEAD), o=(HEADS * HEAD, WIDTH),
     gate=(WIDTH, INNER), up=(WIDTH, INNER), down=(INNER, WIDTH),
 )  # fmt: skip
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -46,30 +41,37 @@ def scaled(x, dtype):
     return (x.astype(jnp.float32) / scale).astype(dtype), scale
 
 
+def product(a, b, contracting):
+    """a·b of (FP8 numbers, scale) each, in bfloat16."""
+    dimensions = (contracting, ((), ()))
+    out = jax.lax.dot_general(a[0], b[0], dimensions, preferred_element_type=jnp.float32)
+    return (out * (a[1] * b[1])).astype(jnp.bfloat16)
+
+
 def scaled_product(a, b, contracting):
-    """a·b of (FP8 numbers, scale) each, in the pattern that XLA's pass over products knows as an FP8 product."""
+    """The same, in the pattern that XLA's pass over products turns into one FP8 product with scales."""
     wide = lambda x: x[0].astype(jnp.bfloat16) * x[1].astype(jnp.bfloat16)
     return jax.lax.dot_general(wide(a), wide(b), (contracting, ((), ())), preferred_element_type=jnp.bfloat16)
 
 
-@jax.custom_vjp
-def dot_in_pattern(x, w):
-    """x (N, D), w (D, F) → (N, F); forward and both gradients are in that pattern."""
-    return scaled_product(scaled(x, FORWARD), scaled(w, FORWARD), ((1,), (0,)))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fp8_dot(multiply, x, w):
+    """x (N, D), w (D, F) → (N, F); forward and both gradients are FP8 products."""
+    return multiply(scaled(x, FORWARD), scaled(w, FORWARD), ((1,), (0,)))
 
 
-def _pattern_forward(x, w):
+def _fp8_dot_forward(multiply, x, w):
     x, w = scaled(x, FORWARD), scaled(w, FORWARD)
-    return scaled_product(x, w, ((1,), (0,))), (x, w)
+    return multiply(x, w, ((1,), (0,))), (x, w)
 
 
-def _pattern_backward(residuals, dy):
+def _fp8_dot_backward(multiply, residuals, dy):
     x, w = residuals
-    dy = scaled(dy, GRADIENT)
-    return scaled_product(dy, w, ((1,), (1,))), scaled_product(x, dy, ((0,), (0,)))
+    dy = scaled(dy, BACKWARD)
+    return multiply(dy, w, ((1,), (1,))), multiply(x, dy, ((0,), (0,)))
 
 
-dot_in_pattern.defvjp(_pattern_forward, _pattern_backward)
+fp8_dot.defvjp(_fp8_dot_forward, _fp8_dot_backward)
 
 
 def bfloat16_dot(x, w):
@@ -79,8 +81,8 @@ def bfloat16_dot(x, w):
 DOTS = {
     "bfloat16, gated_mlp": None,
     "bfloat16": bfloat16_dot,
-    "FP8": fp8_matmul,
-    "FP8, XLA's pattern": dot_in_pattern,
+    "FP8": functools.partial(fp8_dot, product),
+    "FP8, XLA's pattern": functools.partial(fp8_dot, scaled_product),
 }
 
 
@@ -126,16 +128,11 @@ def product_ms(tokens, shape, rounds):
     """Milliseconds of x·W in bfloat16, in FP8 from bfloat16 operands, and in FP8 from operands that are FP8."""
     x = jax.random.normal(jax.random.key(0), (tokens, shape[0]), jnp.bfloat16)
     w = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
-
-    def of_fp8(x, w):
-        sums = jax.lax.dot_general(x[0], w[0], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return (sums * x[1] * w[1]).astype(jnp.bfloat16)
-
     ready = jax.jit(lambda x, w: (scaled(x, FORWARD), scaled(w.T, FORWARD)))(x, w)
     programs = {
         "bfloat16": functools.partial(jax.jit(bfloat16_dot), x, w),
         "FP8": functools.partial(jax.jit(DOTS["FP8"]), x, w),
-        "FP8 operands": functools.partial(jax.jit(of_fp8), *ready),
+        "FP8 operands": functools.partial(jax.jit(lambda x, w: product(x, w, ((1,), (1,)))), *ready),
     }
     return in_rounds(programs, rounds=rounds, seconds=0.1)
 
@@ -162,12 +159,8 @@ def head_noise(spread, tokens=256, width=4096, vocab=32768):
 
 
 def head_table() -> str:
-    rows = []
-    for spread in (1, 2, 4, 8):
-        noise, bias = map(float, head_noise(spread))
-        rows.append([f"{spread}", *(f"{x:.4f}" for x in (noise, noise**2 / 2, bias))])
-    header = ["logits' standard deviation", "noise of an FP8 logit", "half its variance", "bias of log-sum-exp"]
-    return table(header, rows)
+    rows = [[f"{spread}", *(f"{float(x):.4f}" for x in head_noise(spread))] for spread in (1, 2, 4, 8)]
+    return table(["logits' standard deviation", "noise of an FP8 logit", "bias of log-sum-exp"], rows)
 
 
 def main() -> None:
@@ -175,25 +168,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="in rows of 2,048")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each program")
     parser.add_argument("--head", action="store_true", help="the head's table alone")
-    parser.add_argument("--converge", action="store_true", help="the held-out losses alone")
-    parser.add_argument("--steps", type=int, default=300, help="of a training")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of 512 tokens in a step of a training")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the trainings")
-    parser.add_argument("--out", type=Path, default=Path("runs/llama-small"), help="folder for the text's tokens")
     parser.add_argument("--name", default="fp8", help="of the table's file, without its ending")
     options = parser.parse_args()
     if options.head:
         print(head_table())
-        return
-    if options.converge:
-        print(heading(f"python -m benchmarks.fp8 --converge --steps {options.steps} --batch {options.batch}"))
-        corpus = _held_out.load(options.out)
-        training = lambda products: _held_out.training_of(
-            options.steps, options.batch, dtype="bfloat16", kernels=KernelOptions(products=products)
-        )
-        products = {"bfloat16 products": None, "FP8 products": "fp8"}
-        trainings = {name: _held_out.Trainings(corpus, training(kind)) for name, kind in products.items()}
-        print(_held_out.compared(trainings, tuple(options.seeds)))
         return
     with concurrent.futures.ThreadPoolExecutor() as pool:
         steps = dict(zip(DOTS, pool.map(lambda dot: layer_step(dot, options.tokens), DOTS.values()), strict=True))

@@ -22,7 +22,6 @@ from liger_jax.ops import causal_attention as causal_attention
 from liger_jax.ops import cross_entropy as cross_entropy
 from liger_jax.ops import dyt as dyt
 from liger_jax.ops import expert_load as expert_load
-from liger_jax.ops import fp8_matmul as fp8_matmul
 from liger_jax.ops import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops import fused_linear_cross_entropy as fused_linear_cross_entropy
 from liger_jax.ops import fused_linear_distillation as fused_linear_distillation

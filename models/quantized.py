@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from liger_jax.models.core.experts import ExpertWeights
-from liger_jax.models.core.kernel_options import KernelOptions
 from liger_jax.models.core.parameters import projections
 from liger_jax.ops.block_quantized import KINDS, BlockQuantized, block_quantized
 
@@ -44,7 +43,7 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
         The same model.
 
     Raises:
-        ValueError: the kind is unknown; the products are FP8; the blocks do not divide a width; the model has
+        ValueError: the kind is unknown; the blocks do not divide a width; the model has
             adapters, or a head that is tied to the embedding and is to be quantised; or nothing is left to quantise.
 
     Example:
@@ -58,7 +57,6 @@ def quantize(model: Model, kind: str, *, block_size: int = 64, head: bool = Fals
         Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (arXiv:2305.14314).
     """
     check_kind("quantize", kind)
-    check_products("quantize", _kernels(model))
     if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         raise ValueError("quantize: the model has adapters. Quantise it before add_lora, or merge_lora(model) first.")
     dense = [(layer, "kernel") for _, layer in projections(model)] + weights_of_experts(model)
@@ -115,20 +113,10 @@ def check_kind(caller: str, kind: Any) -> None:
         raise ValueError(f"{caller}: quantize={kind!r} must be one of {KINDS}.")
 
 
-def check_products(caller: str, kernels: KernelOptions) -> None:
-    """Raises a ValueError if products are FP8: codes would be rounded twice, and made dense for each product."""
-    if kernels.products is not None:
-        raise ValueError(
-            f"{caller}: the model has quantised weights and KernelOptions(products={kernels.products!r}), which "
-            "would round them a second time. Leave one of the two out."
-        )
-
-
 def frozen(model: Model) -> Model:
     """The model with each quantised weight as a `QuantizedParam`, whatever variable a checkpoint was read into."""
     for holder, name in [(layer, "kernel") for _, layer in projections(model)] + weights_of_experts(model):
         if is_quantized(getattr(holder, name)[...]):
-            check_products("from_pretrained", _kernels(model))
             setattr(holder, name, QuantizedParam(getattr(holder, name)[...]))
     return model
 
@@ -169,10 +157,6 @@ def _of_matrices(function: Callable[[Any], Any], weight: Any) -> Any:
         return function(weight)
     in_a_row = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]), weight)
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[1:]), jax.lax.map(function, in_a_row))
-
-
-def _kernels(model: Any) -> KernelOptions:
-    return model.kernels
 
 
 def _is_tied(caller: str, model: Any) -> bool:

@@ -114,7 +114,7 @@ def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Set
     """What a run looks at, prints and leaves."""
     add = command.add_argument
     add("--every", type=int, help="steps between checkpoints, each with an evaluation (default: 100)")
-    add("--samples", type=int, metavar="N", help="held-out rows that are continued at each evaluation (default: 0)")
+    add("--samples", type=int, metavar="N", help=f"{settings_type.what_samples} (default: 0)")
     add("--patience", type=int, metavar="N", help="stop after N evaluations without a smaller held-out loss")
     add("--keep", type=int, help="newest checkpoints to keep, beside the best by held-out loss (default: 1)")
     add("--log", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(LOGS)}, with commas (default: csv)")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from liger_jax.commands import _adapters, _long_rows, _memory, _output, _run_model
+from liger_jax.commands import _adapters, _long_rows, _memory, _output, _run_model, _weights
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._settings import Settings
 from liger_jax.commands._task import Task
@@ -64,6 +64,7 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
         FileNotFoundError: the model is not there.
     """
     settings, source = _adapters.found(asked)
+    _weights.check("--model", source)
     for folder in _adapters.tuned(settings, source):
         _output.check(settings, folder)
     settings = _as_stored(settings, source)

@@ -35,6 +35,7 @@ class Document:
     path: Path | None = None
     rejected: "Document | None" = None
     desirable: bool | None = None
+    is_doubted: bool = False  # its row's scores say that the rejected answer is as good as the chosen one, or better
 
     @property
     def is_empty(self) -> bool:

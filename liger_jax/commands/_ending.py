@@ -7,6 +7,7 @@ from liger_jax.commands import _output
 from liger_jax.commands._decided_run import Run
 from liger_jax.commands._settings import Settings
 from liger_jax.training import Checkpoints
+from liger_jax.training.loop import figure
 
 
 def best(like: Any, steps: int, checkpoints: Checkpoints) -> tuple[Any, int]:
@@ -55,13 +56,13 @@ def tell(run: Run, log: list[dict[str, Any]], done: int, target: Path, checkpoin
     """
     name = run.task.told
     first, last = log[0][name], log[done - 1][name]
-    print(f"{done} step{'s' if done > 1 else ''}; {name} {first:.3f} → {last:.3f}; {target.name} in {target}")
+    print(f"{done} step{'s' if done > 1 else ''}; {name} {figure(first)} → {figure(last)}; {target.name} in {target}")
     best = checkpoints.best
     if best is not None and best[0] != done:
         there = run.out / _output.CHECKPOINTS / str(best[0])
         without = " without --fresh and" if run.settings.fresh else ""
         print(
-            f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, with "
-            f"{best[1]:.3f}, whose checkpoint stays in {there}; the same command{without} with --result-of {best[0]} "
-            f"makes {target.name}-{best[0]} of it"
+            f"{target.name} is of step {done}, the last one; by held-out loss the best is step {best[0]}, "
+            f"with {figure(best[1])}, whose checkpoint stays in {there}; the same command{without} with "
+            f"--result-of {best[0]} makes {target.name}-{best[0]} of it"
         )

@@ -39,6 +39,7 @@ class GrpoSettings(Settings):
         importance_max: the largest ratio of that correction.
         updates: how often the policy is updated on a step's completions.
         mask_truncated: leave completions out of the loss that were cut off at their longest length.
+        samples: how many of each step's completions are written to OUT/completions.jsonl.
         length: tokens in a packed row; 0 for a prompt and a completion of the longest lengths.
 
     Raises:
@@ -72,6 +73,7 @@ class GrpoSettings(Settings):
     out: str = "runs/grpo"
 
     is_alone = True
+    what_samples = "completions of each step that are written to OUT/completions.jsonl, with their rewards"
 
     def __post_init__(self):
         object.__setattr__(self, "reward", (self.reward,) if isinstance(self.reward, str) else tuple(self.reward))
@@ -106,6 +108,13 @@ class GrpoSettings(Settings):
             raise UserError(
                 f"--beta={self.beta} needs a reference, which is the model with its adapters off: pass --lora, such as "
                 "--lora 16, or leave --beta out."
+            )
+
+    def _check_scored(self) -> None:
+        if self.patience is not None:
+            raise UserError(
+                f"--patience={self.patience} is for data that is held out, and this command holds out none: a step's "
+                "rewards are of what the model has just written. Leave it out."
             )
 
     @property

@@ -39,6 +39,12 @@ _TOLD = {
     "--reward-weights": ("--reward", "A weight stands behind its function: --reward module:function=0.5"),
 }
 
+# By an option and one of its values: what is to be said of a value that it does not have.
+_VALUES = {
+    ("--loss", "logits"): "plan's --loss says whether a step's logits are held, and none of dpo's losses changes its "
+    "answer: leave it out, and count both answers of a pair in --length",
+}
+
 
 def in_other_words(name: str, known: Container[str]) -> str:
     """A sentence about an option of other trainers.
@@ -56,3 +62,17 @@ def in_other_words(name: str, known: Container[str]) -> str:
     """
     of_command, told = _TOLD.get(name.replace("_", "-").lower(), ("", ""))
     return f" {told}." if told and of_command in known else ""
+
+
+def value_in_other_words(name: str, values: Container[str]) -> str:
+    """A sentence about a value that an option does not have.
+
+    Args:
+        name: the option.
+        values: those that it has.
+
+    Returns:
+        The sentence behind a space; empty if there is nothing to say.
+    """
+    told = [each for (option, value), each in _VALUES.items() if option == name and value in values]
+    return f" {told[0]}." if told else ""

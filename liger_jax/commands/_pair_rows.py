@@ -18,6 +18,10 @@ SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", *CONVERSATIONS)
 _NOT_READ = ("question", "instruction", "input")  # other names of a prompt, which would be lost
 _BESIDE = ("system", "tools", VALUES)
+_SCORES = (  # names that data sets give the numbers by which an answer was chosen
+    ("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen-rating", "rejected-rating"),
+    ("chosen_rating", "rejected_rating"),
+)  # fmt: skip
 
 
 def document(where: str, values: Row, column: str | None = None, form: str | None = None) -> Document:
@@ -36,7 +40,20 @@ def document(where: str, values: Row, column: str | None = None, form: str | Non
     Raises:
         UserError: the row is no pair, or its fields have other values.
     """
-    return _row_formats.checked(where, values, lambda values: _pair(where, values))
+    found = _row_formats.checked(where, values, lambda values: _pair(where, values))
+    return dataclasses.replace(found, is_doubted=_is_doubted(values))
+
+
+def _is_doubted(values: Row) -> bool:
+    """Whether the row's own scores say that the rejected answer is as good as the chosen one, or better."""
+    for names in _SCORES:
+        try:
+            chosen, rejected = (float(values[name]) for name in names)
+        except (LookupError, TypeError, ValueError, OverflowError):  # there are none, or they are no numbers
+            continue
+        if chosen <= rejected:
+            return True
+    return False
 
 
 def answered(where: str, values: Row, prompt: Any, answer: Any) -> Document:

@@ -19,7 +19,8 @@ class PairTokenizer(Tokenizer):
     """A checkpoint's tokenizer, for documents that are pairs. Its arguments are those of `Tokenizer`."""
 
     together, kind = 2, "pair"
-    _cut_pairs = _num_pairs = 0
+    _cut_pairs = _num_pairs = _num_doubted = 0
+    _first_doubted = ""
 
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
@@ -43,6 +44,9 @@ class PairTokenizer(Tokenizer):
         sides = [side for each in documents for side in (each, each.rejected) if side is not None]
         found = {id(piece.document): piece for piece in super().encoded(sides, MOST, refused)}
         for document in documents:
+            if document.is_doubted:
+                self._first_doubted = self._first_doubted or document.where
+                self._num_doubted += 1
             pair = [found[id(side)] for side in (document, document.rejected) if id(side) in found]
             if document.is_blank:
                 self.left_out[document.where] = EMPTY
@@ -69,6 +73,12 @@ class PairTokenizer(Tokenizer):
         if self._cut_pairs:
             number = f"{self._cut_pairs:,} of {self._num_pairs:,} pairs"
             found.append(f"{number} are cut off, as longer than --length={length}, which both answers of a pair share")
+        if self._num_doubted:
+            pairs = "1 pair has" if self._num_doubted == 1 else f"{self._num_doubted:,} pairs have"
+            found.append(
+                f"{pairs} a score of chosen that is not above that of rejected, first {self._first_doubted}: they are "
+                "trained on as they stand"
+            )
         return found
 
 

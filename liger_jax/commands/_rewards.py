@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,14 @@ class Reward:
         self.check(where, fields)
         try:
             found = self.function(completions=list(completions), **self._given(fields))
-            found = list(found) if isinstance(found, Iterable) else found  # a generator fails while it is read
+            if isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping | Set):
+                found = list(found)  # a generator fails while it is read
         except Exception as error:  # whatever the user's code may raise
             problem = f"{type(error).__name__}: {error}".rstrip(": ")
             file = getattr(getattr(inspect.unwrap(self.function), "__code__", None), "co_filename", None)
             told = f"{where}: the reward {self.name} has failed with {problem}{_place(error, file)}. Mend it."
             raise UserError(told) from error
-        try:
-            numbers = [float(number) for number in found]
-        except (TypeError, ValueError):
-            numbers = []
+        numbers = _numbers(found)
         if len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
             raise UserError(
                 f"{where}: the reward {self.name} has returned {found!r} for {len(completions)} completions. It must "
@@ -96,6 +94,16 @@ class Reward:
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return others
         return {parameter.name: others[parameter.name] for parameter in parameters if parameter.name in others}
+
+
+def _numbers(found: Any) -> list[float]:
+    """What a function has returned as numbers; empty where it is something else, such as texts or a table."""
+    if not isinstance(found, list) or any(isinstance(each, str | bytes | bytearray) for each in found):
+        return []  # of "0.5" Python would make a number as well
+    try:
+        return [float(each) for each in found]
+    except (TypeError, ValueError, OverflowError):
+        return []
 
 
 def found(given: Sequence[str]) -> list[Reward]:

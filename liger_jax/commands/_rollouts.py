@@ -1,6 +1,7 @@
 """A step of GRPO on the host: completions are sampled and rewarded, and packed into rows for the update."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 
 from liger_jax import losses
 from liger_jax.commands import _rewards
+from liger_jax.commands._completions_file import CompletionsFile
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._prompt_rows import Line, PromptRows
 from liger_jax.commands._tokenizer import Tokenizer
@@ -49,7 +51,8 @@ class Rollouts:
         place: puts a batch on the run's devices.
 
     Raises:
-        UserError: a reward function is not there, or needs a field that the first line does not have.
+        UserError: a reward function is not there, or needs a field that a line does not have; or the file for
+            completions is of no run.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Rollouts:
         self._settings, self._data, self._tokenizer, self._place = settings, data, tokenizer, place
         self._rewards = _rewards.found(settings.reward)
         for reward in self._rewards:
-            reward.check(data.lines[0].where, data.lines[0].fields)
+            for line in data.lines:
+                reward.check(line.where, line.fields)
+        self._file = CompletionsFile(Path(settings.out)) if settings.samples else None
         self._score: Any = None  # compiled with the first step
 
     @property
@@ -108,6 +113,8 @@ class Rollouts:
         lines = self._data.lines_of(int(rows["number"]))
         completions = self._sampled(nnx.merge(graph, state[0], frozen), rows)
         rewards, figures = self._rewarded(lines, completions)
+        if self._file is not None:
+            self._file.add(int(rows["number"]) + 1, self._records(lines, completions, rewards))
         batch = self._packed(lines, completions, self._advantages(rewards))
         if self._settings.updates > 1:
             batch[OLD] = self._old_log_probs(graph, state[0], frozen, batch)
@@ -179,6 +186,18 @@ class Rollouts:
         return total, figures | {
             "reward": total.mean(), "reward_std": spread.mean(), "frac_reward_zero_std": same
         }  # fmt: skip
+
+    def _records(
+        self, lines: Sequence[Line], completions: Sequence[Completion], rewards: np.ndarray
+    ) -> list[dict[str, Any]]:
+        """What is noted of a step's first completions."""
+        found = []
+        for number, each in enumerate(completions[: self._settings.samples]):
+            line = lines[number // self._settings.group]
+            asked = dict(line=line.where, prompt=self._tokenizer.text(line.tokens.tolist()))
+            given = dict(completion=each.text, is_cut=each.is_cut, reward=float(rewards.flat[number]))
+            found.append(asked | given)
+        return found
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:
         """(completions,)."""

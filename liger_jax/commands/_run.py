@@ -105,7 +105,7 @@ def _train_on(run: Run, like: Any, shown: Any) -> int:
     with Log(told, run.out, columns, log["steps"], run.asked.to_write()) as files:
         models = graph, frozen, nnx.graphdef(shown)
         loop = _run_loop.loop(run, course, checkpoints, played, compiled, models, files.write)
-        state, stopped_by = loop.run(state, log)
+        state, stopped_by = _run_loop.run(loop, state, log)
     if stopped_by:
         print(f"stopped after step {len(log['steps'])} of {steps}, which is saved; the same command goes on from there")
         return 128 + stopped_by

@@ -12,6 +12,7 @@ from flax import nnx
 from liger_jax.commands import _adapters, _run_model, _samples
 from liger_jax.commands._course import Course
 from liger_jax.commands._decided_run import Run
+from liger_jax.commands._errors import UserError
 from liger_jax.commands._laid_rows import RowParts
 from liger_jax.training import Checkpoints, Loop, make_step, processes, rows, scoring
 from liger_jax.training.waiting import Compiling
@@ -78,7 +79,9 @@ def loop(
     # After a step its own rows are scored; before the first one, those that it will have.
     its_rows = lambda step: [next(rows.parts(course.rows_of(max(0, step - 1)), size))]
     unit, longest = math.prod(devices.sizes.values()), run.architecture.config.longest_sequence
-    samples = _samples.Samples(data.held_out(settings.samples), course.tokenizer, longest, unit)
+    # A model that writes its own batches notes some of them itself.
+    held = data.held_out(settings.samples) if played is None else []
+    samples = _samples.Samples(held, course.tokenizer, longest, unit)
     batch_of = course.batch_of
     return Loop(
         step=_loop_step(played, graph, step, frozen),
@@ -88,13 +91,36 @@ def loop(
         every=settings.every,
         evaluate=lambda params: score(params, held_out) if held_out else {},
         patience=settings.patience,
-        show=lambda params, write: settings.samples and samples.show(nnx.merge(shown, params, frozen), write),
+        show=lambda params, write: samples.show(nnx.merge(shown, params, frozen), write),
         check=lambda params, step: score(params, its_rows(step))["eval_loss"],
         rate=course.rate,
         write=write,
         shown=task.shown,
         progress=processes.is_first(),
     )
+
+
+def run(loop: Loop, state: Any, log: dict[str, Any]) -> tuple[Any, int]:
+    """Runs the loop. The user's errors say what is saved.
+
+    Args:
+        loop: the loop.
+        state: parameters and the optimizer's state.
+        log: as in `Loop.run`.
+
+    Returns:
+        The state, and the number of the signal that stopped the run, or 0.
+
+    Raises:
+        UserError: a step's data or rewards have failed.
+    """
+    try:
+        return loop.run(state, log)
+    except UserError as error:
+        done = len(log["steps"])
+        if not done or loop.checkpoints is None or loop.checkpoints.latest_step != done:
+            raise
+        raise UserError(f"{error} Step {done} is saved, and the same command goes on from there.") from error
 
 
 def _loop_step(played: Any, graph: Any, step: Any, frozen: Any) -> Any:

@@ -37,6 +37,8 @@ class Samples:
             model: the model.
             write: prints a text.
         """
+        if not self._prompts:
+            return
         width = max(map(len, self._prompts))
         filled = self._prompts + self._prompts[-1:] * (-len(self._prompts) % self._unit)
         rows = np.stack([np.pad(tokens, (width - len(tokens), 0)) for tokens in filled])
@@ -46,24 +48,34 @@ class Samples:
         out = generate(model, jnp.asarray(rows), max_new_tokens=self._new, **options)
         for number, (prompt, new) in enumerate(zip(self._prompts, np.asarray(out)[:, width:], strict=False), 1):
             ends = np.flatnonzero(np.isin(new, stops))
-            text = self._tokenizer.text(new[: ends[0] if ends.size else None].tolist(), special=False)
             given = self._tokenizer.text(prompt.tolist(), special=False)
-            write(f"sample {number}: {_in_line(given)[-_SHOWN:]} ▸ {_in_line(text)}")
+            answer = _told(self._tokenizer, new[: ends[0] if ends.size else None].tolist())
+            write(f"sample {number}: {_in_line(given)[-_SHOWN:]} ▸ {answer}")
 
 
 def beginning(piece: Piece) -> np.ndarray:
     """What a model is given of a piece.
 
     Args:
-        piece: a text or a conversation.
+        piece: a text, a prompt with its completion, or a conversation.
 
     Returns:
-        The first tokens: of a conversation all before the first answer, of a text the first half.
+        The first tokens: all before the first answer, of a text the first half.
     """
-    if piece.document is not None and piece.document.messages is not None:
+    document = piece.document
+    if document is not None and (document.messages is not None or document.prompt is not None):
         return piece.tokens[: 1 + int(np.argmax(piece.labels[1:] != IGNORE_INDEX))]
     return piece.tokens[: min(_MOST_OF_TEXT, max(1, len(piece.tokens) // 2))]
 
 
+def _told(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """What a model has written, in a line, in which nothing is invisible."""
+    if not tokens:
+        return "(nothing: the first token ends the text)"
+    text = _in_line(tokenizer.text(tokens, special=False))
+    return text or f"(nothing that is seen: {tokenizer.text(tokens)!r})"
+
+
 def _in_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text without line breaks, and with the codes of characters that cannot be printed."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " ".join(text.split()))

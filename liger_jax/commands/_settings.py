@@ -141,6 +141,7 @@ class Settings:
     verify: bool = False
 
     is_alone = False  # whether the command trains in one process
+    what_samples = "held-out rows that are continued at each evaluation"
 
     def __post_init__(self):
         self._check_texts()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from liger_jax.commands import _output, _training_rows
+from liger_jax.commands import _output, _training_rows, _weights
 from liger_jax.commands._distill_settings import DistillSettings
 from liger_jax.commands._errors import UserError
 from liger_jax.models import AutoModelForCausalLM, KernelOptions, Layout
@@ -122,6 +122,7 @@ def found(settings: DistillSettings, source: Source, student: Architecture) -> T
     its = find(settings.teacher)
     if is_adapted(its):
         raise UserError(f"{name} holds adapters. Pass a whole model, such as one that --merge has written.")
+    _weights.check("--teacher", its)
     target = _output.folder(settings)
     if target.exists() and target.samefile(its.folder):
         raise UserError(f"The result would be written to {target}, which is --teacher itself. Pass another --out.")

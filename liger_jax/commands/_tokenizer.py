@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer: documents become token ids, with a label for each token that is trained on."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -70,6 +71,7 @@ class Tokenizer:
         self._templates: dict[str, Any] = {}  # those that were used, by their text
         self.left_out: dict[str, str] = {}  # what documents without a piece have instead, where there is a word for it
         self.roles = UnknownRoles()  # of conversations that were encoded
+        self._has_joined = False  # whether a prompt that is a text was joined to its answer
         self._cut, self._count = ({"conversations": 0, "completions": 0} for _ in range(2))
 
     def pieces(
@@ -156,6 +158,12 @@ class Tokenizer:
         for kind, cut in self._cut.items():
             if cut:
                 found.append(f"{cut:,} of {self._count[kind]:,} {kind} are cut off, as longer than --length={length}")
+        with contextlib.suppress(UserError):  # a template that is damaged is told to whoever needs it
+            if self._has_joined and self.has_template:
+                found.append(
+                    "prompts that are texts are joined to their answers as they stand, without the tokenizer's chat "
+                    'template; for a chat, write a prompt as [{"role": "user", "content": …}]'
+                )
         return list(dict.fromkeys(found))
 
     def identity(self) -> dict[str, Any]:
@@ -233,6 +241,7 @@ class Tokenizer:
         self, documents: list[Document], length: int, refused: dict[str, UserError] | None
     ) -> Iterator[Piece]:
         texts = [(document.prompt or "") + document.text for document in documents]
+        self._has_joined |= any((document.prompt or "").strip() for document in documents)
         encodings = self._encoded(documents, texts, self._tokenizer.encode_batch, refused)
         for document, encoded in zip(documents, encodings, strict=True):
             if encoded is None:

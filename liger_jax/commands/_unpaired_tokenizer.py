@@ -1,7 +1,9 @@
 """Single answers with labels as tokens. A piece's first label, which no loss reads, says whether the answer is good."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +55,10 @@ class UnpairedWithOthers(UnpairedTokenizer):
     """The same for losses with a baseline: each answer is followed by one that another prompt got."""
 
     together = 2
-    _before: Piece | None = None
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self._before: dict[Hashable, Piece] = {}  # answers to two prompts, for documents that all have one
 
     def encoded(
         self, documents: Sequence[Document], length: int, refused: dict[str, UserError] | None = None
@@ -66,21 +71,24 @@ class UnpairedWithOthers(UnpairedTokenizer):
             refused: where errors of single documents go, by where they are; `None` to raise the first.
 
         Yields:
-            Two pieces for each answer: it, and its prompt with the next document's answer, or for the last document
-            with that of the first, or of the one before.
+            Two pieces for each answer: it, and its prompt with an answer to another prompt, as `_others` chooses it;
+            or, where all of these documents have one prompt, with an answer of the documents before.
 
         Raises:
-            UserError: as `Tokenizer.encoded` does, and that there is one answer alone.
+            UserError: as `Tokenizer.encoded` does, and that all answers have one prompt.
         """
         found = list(super().encoded(documents, MOST, refused))
-        for number, piece in enumerate(found):
-            other = found[(number + 1) % len(found)] if len(found) > 1 else self._before
+        asked = [_asked(piece) for piece in found]
+        for piece, prompt, number in zip(found, asked, _others(asked), strict=True):
+            before = (each for other, each in self._before.items() if other != prompt)
+            other = next(before, None) if number is None else found[number]
             assert piece.document is not None
             if other is None:
+                has = "has one answer" if len(found) == 1 else f"begins with {len(found):,} answers to one prompt"
                 with refusals_kept(refused, piece.document.where):
                     raise UserError(
-                        "The baseline of --loss kto is of answers to other prompts, and the data has one answer. Pass "
-                        "more of it, or --loss apo_zero_unpaired."
+                        f"The baseline of --loss kto is of answers to other prompts, and the data {has}. Pass answers "
+                        "to several prompts in mixed order, or --loss apo_zero_unpaired."
                     )
                 continue
             pair = fitted([piece, _with_answer_of(piece, other)], length)
@@ -88,7 +96,7 @@ class UnpairedWithOthers(UnpairedTokenizer):
                 yield from pair
             else:
                 self.left_out[piece.document.where] = no_place(length)
-        self._before = found[-1] if found else self._before
+        self._before = dict([*(self._before | dict(zip(asked, found, strict=True))).items()][-2:])
 
     def side(self, piece: Piece, number: int) -> str:
         """Whether a piece's answer is good; or that it is another one's, for the baseline."""
@@ -102,9 +110,50 @@ def _marked(piece: Piece) -> Piece:
     return dataclasses.replace(piece, labels=labels)
 
 
+def _asked(piece: Piece) -> Hashable:
+    """What the piece's answer answers."""
+    document = piece.document
+    if document is not None and document.messages is None:
+        return document.prompt
+    return piece.tokens[: _begin(piece)].tobytes()
+
+
+def _others(asked: Sequence[Hashable]) -> list[int | None]:
+    """The number of an answer to another prompt, for each answer.
+
+    Neighbours often answer one prompt, first well and then badly. An answer gets that of the next prompt which has the
+    same place among its neighbours: the one behind it would be of its own prompt, and the next prompt's first answer
+    would always be a good one.
+
+    Args:
+        asked: what each of them answers.
+
+    Returns:
+        Numbers of `asked`, where behind the last comes the first; `None` where all answer one prompt.
+
+    Example:
+        >>> _others(["a", "a", "b", "b", "c"])
+        [2, 3, 4, 4, 0]
+    """
+    runs = [[*run] for _, run in itertools.groupby(range(len(asked)), asked.__getitem__)]
+    if len(runs) < 2:
+        return [None] * len(asked)
+    found = []
+    for run, after in zip(runs, [*runs[1:], runs[0]], strict=True):
+        if asked[after[0]] == asked[run[0]]:  # the last run goes on in the first one
+            after = runs[1]
+        found += [after[i % len(after)] for i in range(len(run))]
+    return found
+
+
+def _begin(piece: Piece) -> int:
+    """The place of the first token of a piece's answer."""
+    return 1 + int(np.argmax(piece.labels[1:] != IGNORE_INDEX))
+
+
 def _with_answer_of(piece: Piece, other: Piece) -> Piece:
     """The prompt of one piece with the answer of another."""
-    begins = [1 + int(np.argmax(each.labels[1:] != IGNORE_INDEX)) for each in (piece, other)]
+    begins = [_begin(each) for each in (piece, other)]
     joined = (
         np.concatenate([mine[: begins[0]], its[begins[1] :]])
         for mine, its in ((piece.tokens, other.tokens), (piece.labels, other.labels))

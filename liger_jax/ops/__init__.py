@@ -7,7 +7,6 @@ from liger_jax.ops.block_quantized import BlockQuantized as BlockQuantized
 from liger_jax.ops.block_quantized import block_quantized as block_quantized
 from liger_jax.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_jax.ops.dyt import dyt as dyt
-from liger_jax.ops.fp8_matmul import fp8_matmul as fp8_matmul
 from liger_jax.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_jax.ops.gated_mlp import gated_mlp as gated_mlp
 from liger_jax.ops.glu import geglu as geglu

@@ -16,7 +16,7 @@ import jax
 from liger_jax._install import install_command
 from liger_jax.training import processes
 from liger_jax.training.checkpoints import Checkpoints
-from liger_jax.training.errors import NotFiniteError, memory_errors
+from liger_jax.training.errors import NotFiniteError, TrainingError, memory_errors
 from liger_jax.training.listening import listened_or_not
 from liger_jax.training.optimizer import Schedule
 from liger_jax.training.rows import num_tokens
@@ -39,7 +39,8 @@ class Loop:
     `tokens_per_second`, `memory_gib`, and what `evaluate` returns after some steps.
 
     A signal, such as Ctrl-C, `kill` or a terminal that is closed, stops the loop between two steps, and the state is
-    saved; of several processes all stop, whichever of them got it. What is saved has a finite loss. A SIGHUP that is
+    saved; of several processes all stop, whichever of them got it. So are the steps before one that fails with an error
+    before it has taken the state, as where a batch cannot be made. What is saved has a finite loss. A SIGHUP that is
     ignored, as under `nohup`, stays so. The loop goes on if nobody reads what it prints any more.
 
     Attributes:
@@ -120,7 +121,8 @@ class Loop:
             saved_at = time.monotonic()
             with self._bar(len(figures)) as bar:
                 while not self.is_over(figures) and not processes.agreed(received):
-                    state, found = self._one(state, len(figures) + 1)
+                    with self._saved_if_it_fails(state, log):
+                        state, found = self._one(state, len(figures) + 1)
                     if is_due := self._is_due(found["step"], saved_at):
                         found |= (scores := {} if self.evaluate is None else self.evaluate(state[0]))
                         self._tell(bar.write, found["step"], scores, state[0])
@@ -187,6 +189,22 @@ class Loop:
             score = log["steps"][-1].get("eval_loss") if log["steps"] else None
             is_finite = score is not None and math.isfinite(score)
             self.checkpoints.save(number, state, log, score if is_finite else None)
+
+    @contextlib.contextmanager
+    def _saved_if_it_fails(self, state, log):
+        """A context for a step, of which an error is raised after the steps before it were saved."""
+        try:
+            yield
+        except (TrainingError, jax.errors.JaxRuntimeError):  # the device's, or of a loss that must not be saved
+            raise
+        except Exception:
+            is_saved = self.checkpoints is None or self.checkpoints.latest_step == len(log["steps"])
+            is_whole = not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
+            # Several processes save together, and the others have not failed.
+            if log["steps"] and not is_saved and is_whole and jax.process_count() == 1:
+                with contextlib.suppress(Exception):  # the step's error is the one to be told
+                    self._save(state, log)
+            raise
 
     def _check_finite(self, loss, when):
         if not math.isfinite(loss):
@@ -267,4 +285,22 @@ class _NoBar(contextlib.nullcontext):
 
 
 def _in_words(name: str, value: float) -> str:
-    return _WORDS.get(name, name.replace("_", " ") + " {:.3f}").format(value)
+    if name in _WORDS:
+        return _WORDS[name].format(value)
+    return f"{name.replace('_', ' ')} {figure(value)}"
+
+
+def figure(value: float) -> str:
+    """A figure for a reader: with three decimals, or with three digits where these would say too little.
+
+    Args:
+        value: the figure.
+
+    Returns:
+        A text.
+
+    Example:
+        >>> [figure(value) for value in (12.0, 0.25, 0.00041234, -5.2e-8, 0.0)]
+        ['12.000', '0.250', '0.000412', '-5.2e-08', '0.000']
+    """
+    return f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.3f}"

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -88,28 +87,6 @@ class RMSNorm(nnx.Module):
         return self.kernels.mesh_layout.run(norm, activations, (self.scale[...],))
 
 
-def fp8_dot_general(
-    x: Array, kernel: Array, dimensions: Any, *, precision: Any = None, out_sharding: Any = None
-) -> Array:
-    """The product of an `nnx.Linear`, by `ops.fp8_matmul`.
-
-    Args:
-        x: (..., D).
-        kernel: (D, F).
-        dimensions: those of x · kernel.
-        precision: None, since FP8 products have one only.
-        out_sharding: None.
-
-    Returns:
-        (..., F).
-    """
-    assert dimensions == (((x.ndim - 1,), (0,)), ((), ())) and precision is None and out_sharding is None
-    return ops.fp8_matmul(x, kernel)
-
-
-PRODUCTS = {None: jax.lax.dot_general, "fp8": fp8_dot_general}  # by KernelOptions.products
-
-
 class Blocks:
     """Makes the blocks of one layer from a config.
 
@@ -156,7 +133,6 @@ class Blocks:
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_init=nnx.initializers.normal(self.config.initializer_range),
-            dot_general=PRODUCTS[self.kernels.products],
             rngs=self.rngs,
         )
 

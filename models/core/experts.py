@@ -142,19 +142,11 @@ class ExpertsFeedForward(nnx.Module):
 
     Args:
         blocks: the blocks of a layer whose config has `experts`.
-
-    Raises:
-        ValueError: FP8 products are asked for.
     """
 
     def __init__(self, blocks: Any):
         experts: Experts = blocks.config.experts
         self.options, self.kernels = experts, blocks.kernels
-        if self.kernels.products is not None:
-            raise ValueError(
-                f"KernelOptions(products={self.kernels.products!r}): experts have no FP8 products, only dense models' "
-                "projections do. Leave products out."
-            )
         width, parameter = blocks.config.hidden_size, blocks.parameter
         router = Router(width, experts.count, parameter=parameter, use_bias=experts.biases)
         setattr(self, experts.router, router)

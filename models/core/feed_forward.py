@@ -29,8 +29,7 @@ def may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
     """Whether the feed-forward is one op, `gated_mlp`: on one device, if gate and up are recomputed or kept unstacked.
 
     A scan stacks the gate and up that it keeps, and the kernel would read a copy of them: 3 % of a LLaMA's step on an
-    H200. On a mesh the op would run in a shard_map, and a step on 8 H200 would take 6 % more memory. FP8 products stay
-    separate.
+    H200. On a mesh the op would run in a shard_map, and a step on 8 H200 would take 6 % more memory.
 
     Args:
         kernels: the model's options.
@@ -41,8 +40,7 @@ def may_fuse(kernels: KernelOptions, remat: Remat, scan: bool) -> bool:
         False where the products and the gate stay separate.
     """
     kept_unstacked = remat == "none" and not scan
-    is_separate = kernels.products is not None or kernels.mesh_layout.axes
-    return kernels.glu and not is_separate and (kept_unstacked or remat in ("full", "offload"))
+    return kernels.glu and not kernels.mesh_layout.axes and (kept_unstacked or remat in ("full", "offload"))
 
 
 class DenseFeedForward(nnx.Module):

@@ -30,12 +30,9 @@ class KernelOptions:
             what. Ops then run on each device's part of the batch, and a layer's parameters, however they are sharded,
             are gathered where they are used. `None` on one device.
         batch_axes: the short form of a layout: the axes that split the batch, the last of which splits parameters.
-        products: `"fp8"` makes the products of the layers' projections, and those of their gradients, by
-            `liger_jax.ops.fp8_matmul`; the head's stay in the computation's dtype. `None` for all in
-            that dtype.
 
     Raises:
-        ValueError: both losses are asked for, `mode` or `products` is unknown, or `layout` and `batch_axes` are both
+        ValueError: both losses are asked for, `mode` is unknown, or `layout` and `batch_axes` are both
             given.
         TypeError: `layout` is no `Layout`, or `batch_axes` is not a tuple of names.
 
@@ -55,7 +52,6 @@ class KernelOptions:
     implementation: str | tuple[str, ...] | None = None
     layout: Layout | None = None
     batch_axes: tuple[str, ...] | None = None
-    products: Literal["fp8"] | None = None
 
     def __post_init__(self):
         if self.cross_entropy and self.fused_linear_cross_entropy:
@@ -65,10 +61,6 @@ class KernelOptions:
             )
         if self.mode not in ("auto", "fast", "lean"):
             raise ValueError(f"KernelOptions: mode={self.mode!r} must be 'auto', 'fast' or 'lean'.")
-        if self.products not in (None, "fp8"):
-            raise ValueError(
-                f"KernelOptions: products={self.products!r} must be 'fp8', or None for the computation's dtype."
-            )
         axes = self.batch_axes
         if axes is not None and not (isinstance(axes, tuple) and axes and all(isinstance(a, str) for a in axes)):
             raise TypeError(f"KernelOptions: batch_axes={axes!r} must be a tuple of mesh axis names, or None.")

@@ -5,7 +5,6 @@ from typing import Any, Literal
 import jax
 
 from liger_jax.ops.attention import ATTENTION_OUTPUT
-from liger_jax.ops.fp8_matmul import FORWARD, FP8_PRODUCT, GRADIENT
 from liger_jax.ops.gated_mlp import UP_PROJECTION
 from liger_jax.ops.moe_mlp import EXPERT_GATE_UP
 
@@ -16,12 +15,6 @@ INPUT = "layer_input"
 ADAPTED = "adapted_projection"
 
 
-def _is_product(primitive: Any, *shapes: Any, **params: Any) -> bool:
-    """Whether a result is that of a product of matrices, and not the float32 sums of FP8 numbers (`FP8_PRODUCT`)."""
-    of_fp8 = any(getattr(shape, "dtype", None) in (FORWARD, GRADIENT) for shape in shapes)
-    return not of_fp8 and jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
-
-
 def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     """Whether a result costs more than one pass over memory; norms, gates, rotations and sums cost one."""
     if primitive.name == "pallas_call":
@@ -29,9 +22,9 @@ def _more_than_one_pass(primitive: Any, *shapes: Any, **params: Any) -> bool:
     if primitive.name == "reduce_scatter":  # a sublayer's result, summed over devices: theirs is not kept, then
         return True
     if primitive.name == "name":
-        return params["name"] in (ADAPTED, ATTENTION_OUTPUT, EXPERT_GATE_UP, FP8_PRODUCT, UP_PROJECTION)
+        return params["name"] in (ADAPTED, ATTENTION_OUTPUT, EXPERT_GATE_UP, UP_PROJECTION)
     is_cudnn = primitive.name.startswith("dot_product_attention")
-    return is_cudnn or _is_product(primitive, *shapes, **params)
+    return is_cudnn or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 
 
 # What a layer keeps for the backward. "none" does not keep a norm's output, which takes one pass to compute again. It
@@ -42,9 +35,10 @@ POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.save_from_both_policies(
         lambda primitive, *shapes, **params: (
-            primitive.name == "reduce_scatter" or _is_product(primitive, *shapes, **params)
+            primitive.name == "reduce_scatter"
+            or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
         ),
-        jax.checkpoint_policies.save_only_these_names(ADAPTED, EXPERT_GATE_UP, FP8_PRODUCT),
+        jax.checkpoint_policies.save_only_these_names(ADAPTED, EXPERT_GATE_UP),
     ),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

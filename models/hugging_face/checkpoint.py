@@ -160,3 +160,25 @@ def weight_files(folder: pathlib.Path) -> list[str]:
                 "in this folder, without a path."
             )
     return sorted(set(weight_map.values()))
+
+
+def why_no_weights(folder: pathlib.Path) -> str | None:
+    """Why a folder has no weights, or not all of them.
+
+    Args:
+        folder: a checkpoint's.
+
+    Returns:
+        What to say behind the folder's name, as sentences; `None` if all files are there.
+
+    Raises:
+        ValueError: as `weight_files` does, or a file is a link that leaves the folder.
+    """
+    names = weight_files(folder)
+    if absent := [name for name in names if own_file(folder, name) is None]:
+        return f"lacks {absent}, which its {INDEX} names."
+    if names:
+        return None
+    pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    hint = f" Its {pickled} are pickles, which can run code when read: convert them to safetensors." if pickled else ""
+    return f"has neither {WEIGHTS} nor {INDEX}.{hint}"

@@ -99,7 +99,6 @@ class Pretrained(nnx.Module):
         source = find(path_or_id)
         if quantize is not None:
             quantized.check_kind("from_pretrained", quantize)
-            quantized.check_products("from_pretrained", kernels)
             if source.is_nf4 and quantize != "nf4":
                 raise ValueError(
                     f"from_pretrained: quantize={quantize!r}, but {source.folder} is nf4 already. Leave it out."

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from liger_jax.models.core.parameters import ParameterInfo, Piece, describe, kernel_of, parameter, path_of, projections
 from liger_jax.models.hugging_face import mxfp4, nf4
-from liger_jax.models.hugging_face.checkpoint import INDEX, WEIGHTS, own_file, weight_files
+from liger_jax.models.hugging_face.checkpoint import own_file, weight_files, why_no_weights
 from liger_jax.models.quantized import QuantizedParam
 from liger_jax.ops.block_quantized import BlockQuantized
 
@@ -169,19 +169,16 @@ def tensors_of(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, A
 
 def _open_files(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """The open file of each tensor, by the tensor's name."""
-    names = weight_files(folder)
-    paths = {name: own_file(folder, name) for name in names}
-    if absent := [name for name, path in paths.items() if path is None]:
-        raise FileNotFoundError(f"from_pretrained: {folder} lacks {absent}, which its {INDEX} names.")
+    if why := why_no_weights(folder):
+        raise FileNotFoundError(f"from_pretrained: {folder} {why}")
     files = {}
-    for path in paths.values():
+    for path in (own_file(folder, name) for name in weight_files(folder)):
+        assert path is not None
         file = stack.enter_context(open_weights(path))
         files.update(dict.fromkeys(file.keys(), file))
-    if files:
-        return files
-    pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-    hint = f" Its {pickled} are pickles, which can run code when read: convert them to safetensors." if pickled else ""
-    raise FileNotFoundError(f"from_pretrained: {folder} has neither {WEIGHTS} nor {INDEX}.{hint}")
+    if not files:
+        raise ValueError(f"from_pretrained: {folder}: its {weight_files(folder)} hold no tensor.")
+    return files
 
 
 def _check(folder, tensors, wanted, ignored) -> None:

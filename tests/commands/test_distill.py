@@ -327,6 +327,18 @@ def test_a_teacher_that_is_none_is_one_sentence(change, message, source, tmp_pat
     assert message in error and error.startswith("liger-jax distill: ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("whose", ["--model", "--teacher"])
+def test_a_model_without_weights_is_refused_before_it_is_traced(whose, source, tmp_path, capsys):
+    folder = shutil.copytree(source, tmp_path / "no_weights")
+    (folder / "model.safetensors").unlink()
+    models = {"--model": source, "--teacher": source.parent / "teacher", whose: folder}
+    data = f"--data={source.parent / 'chats.jsonl'}"
+    assert main(["distill", *(f"{flag}={path}" for flag, path in models.items()), data, f"--out={tmp_path / 'o'}"]) == 2
+    told = capsys.readouterr()
+    assert f"{whose}: {folder} has neither model.safetensors nor" in told.err and "save_pretrained" in told.err
+    assert "tracing" not in told.out + told.err and told.err.count("\n") == 1
+
+
 def test_the_planner_counts_the_teacher(source, monkeypatch, capsys):
     settings = DistillSettings(model="m", data="d", teacher="t", length=64, batch=4)
     found, sizes = architecture_of(find(source)), dict(data=1, fsdp=1, tensor=1, sequence=1)

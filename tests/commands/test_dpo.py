@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from liger_jax import losses
-from liger_jax.commands import _pair_task, _references, _training_rows, main
+from liger_jax.commands import _pair_task, _references, _samples, _training_rows, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_rows import document
 from liger_jax.commands._pair_settings import PairSettings
@@ -237,6 +237,49 @@ def test_pairs_that_are_too_long_are_cut_and_those_alike_left_out(source, tmp_pa
         "1 document has equal answers, and no row: line 3",
         "2 documents have an empty answer, and no row: line 4, line 5",
     ]
+
+
+def test_pairs_whose_scores_say_the_opposite_are_counted(source, tmp_path, capsys):
+    scores = [(2, 1), (1, 2), ("3.5", "3.5"), ("high", 1), (None, 1), (float("nan"), 1)]
+    names = ("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating")
+    rows = [
+        {"chosen": f"one {i}", "rejected": f"six {i}"} | dict(zip(names[i % 2], pair, strict=True))
+        for i, pair in enumerate(scores)
+    ]
+    (tmp_path / "scored.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    told = (
+        f"2 pairs have a score of chosen that is not above that of rejected, first {tmp_path / 'scored.jsonl'}, line 2"
+    )
+    command = ["data", f"--model={source}", str(tmp_path / "scored.jsonl"), "--loss=ipo", "--length=64", "--rows=1"]
+    for options in ([], ["--check"]):
+        assert main([*command, *options]) == 0
+        assert told in capsys.readouterr().out
+    (tmp_path / "scored.jsonl").write_text("\n".join(map(json.dumps, rows[::5])))
+    assert main(command) == 0 and "a score of chosen" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "tokens, told",
+    [
+        ([], "(nothing: the first token ends the text)"),
+        (["<|im_start|>"], "(nothing that is seen: '<|im_start|>')"),
+        ([" ", "\n"], "(nothing that is seen: ' \\n')"),
+        (["one", "\x1b", " two"], "one\\x1b two"),
+    ],
+)
+def test_what_a_sample_says_can_be_seen(tokens, told, source):
+    tokenizer = PairTokenizer(source, 320, [])
+    ids = [number for text in tokens for number in tokenizer._tokenizer.encode(text).ids]
+    assert _samples._told(tokenizer, ids) == told
+
+
+@pytest.mark.parametrize("asked", ["one two three four", [{"role": "user", "content": "one two three four"}]])
+def test_a_sample_is_given_the_whole_prompt_of_a_pair(asked, source):
+    row = document("here", {"prompt": asked, "chosen": " five six seven", "rejected": " one"})
+    tokenizer = PairTokenizer(source, 320, [])
+    chosen, _ = tokenizer.encoded([row], 64)
+    given = tokenizer.text(_samples.beginning(chosen).tolist())
+    assert "four" in given and "five" not in given and given.endswith(("four", "assistant\n"))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 
 from liger_jax import losses
 from liger_jax.commands import UserError, _ending, _prompt_rows, _rewards, _rollouts, _sources, main
+from liger_jax.commands._completions_file import CompletionsFile
 from liger_jax.commands._grpo_settings import GrpoSettings
 from liger_jax.commands._grpo_task import DIFFERENCE, TASK
 from liger_jax.commands._tokenizer import Tokenizer
@@ -76,7 +78,7 @@ def figures_of(out):
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-LEARNS = "--steps 30 --learning-rate 0.03 --schedule constant".split()
+LEARNS = "--steps 30 --learning-rate 0.03 --schedule constant --samples 5".split()
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,16 @@ def test_figures_have_the_names_of_trl_and_true_values(trained):
     assert 1 <= first["completions/min_length"] <= first["completions/mean_length"] <= 8
     assert 0 <= first["completions/clipped_ratio"] <= 1
     assert first["clip_ratio/low_mean"] == first["clip_ratio/high_mean"] == 0  # one update for each rollout
+
+
+def test_samples_are_the_first_completions_of_each_step_with_their_rewards(trained):
+    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in lines] == [step for step in range(1, 31) for _ in range(5)]
+    assert len({each["line"] for each in lines[:4]}) == 1 and len({each["line"] for each in lines}) == 10
+    for each in lines:
+        text = each["completion"]
+        assert each["reward"] == pytest.approx(text.count("e") / max(1, len(text)))
+        assert each["prompt"] and "prompts.jsonl, line" in each["line"] and each["is_cut"] in (True, False)
 
 
 @contextlib.contextmanager
@@ -144,6 +156,42 @@ def test_a_run_ends_with_its_first_and_its_last_reward(tmp_path, capsys, uncheck
     run: Any = types.SimpleNamespace(task=TASK, out=tmp_path)
     _ending.tell(run, log, 3, tmp_path / "model", Checkpoints(tmp_path / "checkpoints", {}))
     assert capsys.readouterr().out.startswith("3 steps; reward 0.125 → 0.750; model in ")
+
+
+CALLS = itertools.count(1)  # of `late`, 4 in a step
+
+
+def late(completions):
+    assert next(CALLS) != 10
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_ends_the_run_behind_the_steps_that_it_has_done(source, tmp_path, capfd):
+    options = ["--steps=4", "--lora=4"]
+    assert grpo(source, tmp_path, *options, reward=f"{__name__}:late") == 2
+    told = capfd.readouterr().err
+    assert re.search(r"late has failed with AssertionError.* Mend it. Step 2 is saved, and the same command", told)
+    assert grpo(source, tmp_path, *options, reward=f"{__name__}:late") == 0
+    assert [each["step"] for each in figures_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_some_completions_of_each_step_are_noted_and_a_run_that_goes_on_takes_the_later_ones_away(tmp_path):
+    records = lambda *texts: [{"completion": text, "reward": 1.0} for text in texts]
+    file = CompletionsFile(tmp_path)
+    for step, texts in ((1, ["a", "b\u2028"]), (2, ["c\n\ud800"]), (3, ["d"])):
+        file.add(step, records(*texts))
+    with (tmp_path / "completions.jsonl").open("a") as torn:
+        torn.write('{"step": 2, "comple')
+    CompletionsFile(tmp_path).add(3, records("e"))
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().split("\n")[:-1]]
+    seen = [(each["step"], each["completion"]) for each in lines]
+    assert seen == [(1, "a"), (1, "b\u2028"), (2, "c\n\ud800"), (3, "e")]
+    CompletionsFile(tmp_path).add(1, records("f"))  # the run has begun again
+    assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 1
+    (tmp_path / "completions.jsonl").write_text('{"prompt": "mine"}\n')
+    with pytest.raises(UserError, match="completions.jsonl is of no run, .* Move it, or pass another --out"):
+        CompletionsFile(tmp_path)
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -350,9 +398,34 @@ def test_a_reward_that_fails_names_its_line():
 
 
 @pytest.mark.parametrize(
+    "returned", [["1", "0"], "10", b"10", {0: 1.0, 1: 0.5}, {1.0, 0.5}, [np.str_("1")] * 2, [1.0, 10**400], [1j, 1.0]]
+)
+def test_a_reward_that_returns_no_numbers_is_refused(returned):
+    reward = _rewards.Reward("f", lambda completions: returned)
+    with pytest.raises(UserError, match="line 1: the reward f has returned .* It must return a finite number for each"):
+        reward.of("line 1", ["a", "b"], {})
+
+
+@pytest.mark.parametrize("returned", [(1, True), np.array([1, 1]), jnp.ones(2), (1.0 for _ in "ab"), [np.int8(1)] * 2])
+def test_a_reward_returns_numbers_of_any_kind(returned):
+    assert _rewards.Reward("f", lambda completions: returned).of("line 1", ["a", "b"], {}) == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("source")
+def test_the_first_line_that_lacks_a_field_is_named_before_the_run():
+    settings = GrpoSettings(model="m", data="d", reward="tiny_rewards:letters", group=2, batch=2, micro_batches=1)
+    fields = [{"letter": "e"}, {"letter": None}, {"answer": 1}, {}]
+    lines = [_prompt_rows.Line(f"line {i}", np.array([3], np.int32), each) for i, each in enumerate(fields, 1)]
+    data = _prompt_rows.PromptRows(lines, 2, 2, 0, [("d", 1.0, 4)])
+    with pytest.raises(UserError, match="^line 3: the reward letters needs 'letter', and the line's fields are answer"):
+        _rollouts.Rollouts(settings, data, NoTokenizer())
+
+
+@pytest.mark.parametrize(
     ["options", "message"],
     [
         (["--group", "1"], "--group=1 must be at least 2"),
+        (["--patience", "2"], "--patience=2 is for data that is held out, and this command holds out none: .* out."),
         (["--updates", "0"], "--updates=0 must be at least 1"),
         (["--group", "5"], "--batch=16 completions must be a multiple of --group=5"),
         (["--temperature", "0"], "--temperature=0.0 must be a finite number above 0"),

@@ -77,6 +77,15 @@ def test_what_is_another_thing_here_is_told_in_words(option, told, capsys):
     assert "Did you mean" in said(capsys, "finetune", "--max-length", "1")[0]  # there it is --length, and no more
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "kto", "sigmoid,sft"])
+def test_plan_says_that_it_needs_no_loss_of_dpo_s(loss, capsys):
+    printed, code = said(capsys, "plan", "--model", "x", "--loss", loss)
+    assert code == 2 and f"invalid choice: '{loss}' (choose from" in printed and printed.count("\n") == 1
+    assert "). plan's --loss says whether a step's logits are held, and none of dpo's losses" in printed
+    assert printed.endswith("count both answers of a pair in --length. What there is: liger-jax plan --help\n")
+    assert "Did you mean logits?" in said(capsys, "plan", "--model", "x", "--loss", "logit")[0]
+
+
 @pytest.mark.parametrize("command", ["dpo", "grpo", "distill"])
 def test_a_command_of_one_process_does_not_offer_several(command, capsys):
     assert "--distributed" not in said(capsys, command, "--help")[0]

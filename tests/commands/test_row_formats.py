@@ -1,6 +1,7 @@
 """Rows of the formats that people have: what is trained on of each, and what is refused as it could be meant twice."""
 
 import json
+import shutil
 
 import pytest
 from tokenizers import Tokenizer as Plain
@@ -178,7 +179,19 @@ def test_a_completion_longer_than_a_row_is_cut_off_and_told_of(folder, capsys):
     row = {"prompt": _tiny.text(4), "completion": " " + _tiny.text(20, 4)}
     (piece,) = Tokenizer(Source(folder), 320, []).pieces([read(row)], length=10)
     assert len(piece.tokens) == 10 and piece.total > 10 and (piece.labels >= 0).sum() == 6
-    assert "1 of 1 completions are cut off, as longer than --length=10\n" == capsys.readouterr().out
+    cut, joined = capsys.readouterr().out.splitlines()
+    assert cut == "1 of 1 completions are cut off, as longer than --length=10"
+    assert joined.startswith("prompts that are texts are joined to their answers as they stand, without the tokenizer")
+
+
+def test_nothing_is_said_of_a_template_that_no_prompt_would_take(folder, tmp_path):
+    tokenizer = Tokenizer(Source(folder), 320, [])
+    documents = read({"text": "one"}), _data.Document("here", "one", prompt=""), read({"messages": [USER, ANSWER]})
+    assert list(tokenizer.encoded(documents, 64)) and tokenizer.notes(64) == []
+    without = shutil.copytree(folder, tmp_path / "without")
+    (without / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer(Source(without), 320, [])
+    assert list(tokenizer.encoded([read({"prompt": "one", "completion": " two"})], 64)) and tokenizer.notes(64) == []
 
 
 def test_each_row_of_a_file_is_of_its_own_format(tmp_path):

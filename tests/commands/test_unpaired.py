@@ -15,7 +15,7 @@ from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
 from liger_jax.commands._unpaired import Unpaired
 from liger_jax.commands._unpaired_rows import document
-from liger_jax.commands._unpaired_tokenizer import UnpairedTokenizer, UnpairedWithOthers
+from liger_jax.commands._unpaired_tokenizer import UnpairedTokenizer, UnpairedWithOthers, _others
 from tests.commands import _tiny
 
 SMALL = "--length 128 --batch 4 --steps 6 --every 3 --learning-rate 0.02 --eval-share 0.25".split()
@@ -207,6 +207,43 @@ def test_answers_that_are_left_out_are_named_with_the_reason(source, tmp_path, n
         UserError, match="Nothing is left to train on: 1 document has an empty answer, and no row: .*1."
     ):
         _training_rows.prepared(settings, tokenizer, tmp_path / "tokens")
+
+
+def pairs_as_answers(count, ask):
+    """Documents of a good and a bad answer to each prompt, one behind the other."""
+    rows = [{"prompt": ask(i), "completion": f" {word} {i}", "label": word == "good"}
+            for i in range(count) for word in ("good", "bad")]  # fmt: skip
+    return [document(f"line {number}", row) for number, row in enumerate(rows, 1)]
+
+
+@pytest.mark.parametrize("ask", [lambda i: f"Q{i}", lambda i: [{"role": "user", "content": f"Q{i}"}]])
+def test_the_baseline_of_neighbours_to_one_prompt_is_of_other_prompts(ask, source):
+    tokenizer = UnpairedWithOthers(source, 320, [])
+    others = []
+    for documents in (pairs_as_answers(3, ask), pairs_as_answers(1, ask)):  # the latter have one prompt, and no other
+        pieces = list(tokenizer.encoded(documents, 128))
+        for answer, other in zip(pieces[::2], pieces[1::2], strict=True):
+            texts = [tokenizer.text(each.tokens.tolist()) for each in (answer, other)]
+            asked = re.findall(r"Q(\d)", texts[0] + texts[1])
+            ((_, own), (word, its)) = (re.findall(r"(good|bad) (\d)", text)[0] for text in texts)
+            assert asked == [own, own] and its != own
+            others.append(f"{word} {its}")
+    assert others[:6] == ["good 1", "bad 1", "good 2", "bad 2", "good 0", "bad 0"]
+
+
+def test_answers_to_one_prompt_have_no_baseline(source):
+    with pytest.raises(UserError, match="the data begins with 2 answers to one prompt. Pass answers to several"):
+        list(UnpairedWithOthers(source, 320, []).encoded(pairs_as_answers(1, lambda i: "Q"), 128))
+
+
+def test_no_answer_is_its_own_prompt_s_whatever_the_order(rng):
+    for _ in range(50):
+        asked = rng.integers(0, 3, rng.integers(1, 9)).tolist()
+        found = _others(asked)
+        if len({*asked}) == 1:
+            assert found == [None] * len(asked)
+        else:
+            assert all(asked[other] != own for own, other in zip(asked, found, strict=True))
 
 
 def test_one_answer_alone_has_no_baseline(source, tmp_path, capsys):

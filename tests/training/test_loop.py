@@ -116,6 +116,45 @@ def test_a_run_that_a_signal_stops_is_saved_and_goes_on_to_the_same_end(tmp_path
     assert [each["loss"] for each in log["steps"]] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("where", ["batch", "step", "behind the update"])
+def test_the_steps_before_one_that_fails_are_saved_while_their_state_is_there(tmp_path, where):
+    updated = jax.jit(step, donate_argnums=0)
+
+    def failing(number):
+        if number == 2:
+            raise KeyError("rows")
+        return batch_of(number)
+
+    def failing_step(state, batch):
+        if batch[0, 0] == 3 and where == "step":
+            raise KeyError("rewards")
+        found = updated(state, batch)
+        if batch[0, 0] == 3:
+            raise KeyError("figures")
+        return found
+
+    checkpoints, log = Checkpoints(tmp_path / "run", {}), {"steps": []}
+    options = dict(batch_of=failing) if where == "batch" else dict(step=failing_step)
+    with pytest.raises(KeyError):
+        loop(**options, checkpoints=checkpoints).run(start(), log)
+    assert len(log["steps"]) == 2 and steps_in(tmp_path / "run") == ([] if where == "behind the update" else [2])
+    if where != "behind the update":
+        found, log = checkpoints.restore(start()) or (None, {})
+        assert float(found[0]) == 2 and float(loop(checkpoints=checkpoints).run(found, log)[0][0]) == 5
+
+
+def test_what_is_not_finite_is_not_saved_because_a_step_fails(tmp_path):
+    def failing(number):
+        if number == 2:
+            raise KeyError("rows")
+        return batch_of(number)
+
+    check = lambda params, number: float("nan")
+    with pytest.raises(KeyError):
+        loop(batch_of=failing, check=check, checkpoints=Checkpoints(tmp_path / "run", {})).run(start())
+    assert steps_in(tmp_path / "run") == []
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
 def test_a_closed_terminal_stops_nothing_under_nohup():
     def hung_up(step):
@@ -177,6 +216,12 @@ def test_the_bar_shows_the_figures_that_it_is_told(capsys):
     with contextlib.redirect_stderr(io.StringIO()) as bar:
         loop(progress=True, shown=("loss", "share", "tokens_per_second", "memory_gib")).run(start())
     assert re.search(r"5/5 .*loss 5\.000, share 0\.500, [\d,]+ tokens/s, [\d.]+ GiB", bar.getvalue())
+
+
+def test_small_figures_are_told_by_their_digits(tmp_path, capsys):
+    scores = lambda params: {"eval_loss": 4.1234e-4, "eval_rewards/margins": -0.05, "eval_token_accuracy": 0.5}
+    loop(evaluate=scores, steps=1).run(start())
+    assert "held out: loss 0.000412, rewards/margins -0.05, token accuracy 0.500\n" in capsys.readouterr().out
 
 
 def test_a_loop_runs_in_any_thread():
