@@ -15,6 +15,8 @@ pytestmark = pytest.mark.skipif(not _annotations.CHECKED, reason="beartype is no
 
 def checked(function):
     """As the import hook has it for the package's functions."""
+    if not _annotations.CHECKED:
+        return function
     import beartype
 
     return jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
