@@ -168,8 +168,8 @@ def weight_gradient(
 
     def body(*refs):
         sources, edge_refs, (fill_ref, *numbers), (out_ref,), ring, (edge_filled, stage) = split(refs, (2, 2, 5, 1, 4))
-        *of_items, busy_ref = numbers
-        items = _Items(*of_items, row_tiles, column_tiles)
+        group_ref, begin_ref, end_ref, busy_ref = numbers
+        items = _Items(group_ref, begin_ref, end_ref, row_tiles, column_tiles)
         block = Block(total, busy_ref[0] * row_tiles * column_tiles, blocks, Ring(*ring), _TILES)
         work = _Work(block, items, sources, edge_refs, edge_filled, fill_ref, stage, out_ref)
         block.run(items.steps, work.copy, work.finish)

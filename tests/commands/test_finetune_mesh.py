@@ -1,5 +1,6 @@
 """`liger-jax finetune` on several devices leaves what it leaves on one, and goes on from one mesh to another."""
 
+import functools
 import json
 import shutil
 import signal
@@ -11,7 +12,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from liger_jax.commands import main
-from liger_jax.models import OlmoeConfig, OlmoeForCausalLM
+from liger_jax.models import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
+from liger_jax.models.lora import load_adapters
 from liger_jax.training import meshes
 from tests.commands import _tiny
 from tests.commands.test_finetune import ctrl_c_in_the_third_step, figures_of
@@ -150,17 +152,42 @@ def experts(source, tmp_path_factory):
     shutil.copy(source.parent / "chats.jsonl", folder.parent)
     vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
     sizes = dict(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
-    config = OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64)
+    routing = dict(num_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5)
+    config = OlmoeConfig(**sizes, **routing, max_position_embeddings=64)
     OlmoeForCausalLM(config, rngs=nnx.Rngs(0)).save_pretrained(folder)
     return folder
 
 
+@pytest.fixture(scope="module")
+def experts_of_one(experts, tmp_path_factory):
+    """The folder of a run on one device, by its options."""
+
+    @functools.cache
+    def run(*options):
+        out = tmp_path_factory.mktemp("one")
+        assert train(experts, out, *options, "--mesh=fsdp=1") == 0
+        return out
+
+    return run
+
+
+def loss_of(experts, out, options):
+    """The loss of what a run saved."""
+    model = AutoModelForCausalLM.from_pretrained(experts if options else out / "model")
+    model = load_adapters(model, out / "adapters") if options else model
+    tokens = jax.numpy.arange(24).reshape(2, 12)
+    return model(tokens, labels=tokens).loss
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("options", ["", "--lora=4 --lora-experts --quantize=nf4"])
-def test_devices_that_share_experts_train_as_one_does(options, experts, tmp_path):
-    one, mesh = tmp_path / "one", tmp_path / "mesh"
-    assert train(experts, one, *options.split()) == 0
-    assert train(experts, mesh, *options.split(), "--mesh=fsdp=2,expert=2") == 0
-    assert_alike(mesh, one, "adapters/adapter_model.safetensors" if options else "model/model.safetensors", 2e-3)
+@pytest.mark.parametrize("mesh", ["expert=2", "fsdp=2,expert=2", "tensor=2,sequence=2", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("options", ["", "--lora=4 --lora-experts", "--lora=4 --lora-experts --quantize=nf4"])
+def test_devices_that_share_experts_train_as_one_does(options, mesh, experts, experts_of_one, tmp_path):
+    """With a balancing loss, and rows that two devices cannot share before they are filled up."""
+    all_options = *options.split(), "--micro-batches=2", "--length=30"
+    assert train(experts, tmp_path, *all_options, f"--mesh={mesh}") == 0
+    one = experts_of_one(*all_options)
+    assert_alike(tmp_path, one, "adapters/adapter_model.safetensors" if options else "model/model.safetensors", 2e-3)
+    np.testing.assert_allclose(*(loss_of(experts, out, options) for out in (tmp_path, one)), rtol=2e-3)
