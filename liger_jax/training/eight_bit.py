@@ -16,6 +16,7 @@ from liger_jax.training import dynamic_code as code
 
 MIN_SIZE = 4096  # bitsandbytes' too: smaller arrays are no memory, and some of them are delicate
 MIN_WIDTH = 16  # of the last axis: narrower ones would have a scale for hardly any numbers
+BLOCK_SIZE = 256  # bitsandbytes' too
 FLOAT32_NAMES = ("scale", "bias")
 
 
@@ -62,13 +63,13 @@ class ScaleByAdam8bitState(NamedTuple):
 
 def adamw_8bit(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-4,
+    b1: float | jax.Array = 0.9,
+    b2: float | jax.Array = 0.999,
+    eps: float | jax.Array = 1e-8,
+    weight_decay: float | jax.Array = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
-    block_size: int = 256,
+    block_size: int | None = None,
     float32_names: Sequence[str] = FLOAT32_NAMES,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 8 bits: about 2.03 bytes a parameter in place of 8.
@@ -87,13 +88,14 @@ def adamw_8bit(
     parameter's last axis at the ends of blocks only.
 
     Args:
-        learning_rate: a number or an optax schedule.
+        learning_rate: a number or an optax schedule. `optax.inject_hyperparams` may hand this number, and the next
+            four, over as arrays.
         b1: the decay of first moments, in [0, 1).
         b2: the decay of second moments, in [0, 1).
         eps: is added to √v̂; above 0.
         weight_decay: times parameter and learning rate, as in `optax.adamw`.
         mask: which parameters decay, as in `optax.adamw`.
-        block_size: how many numbers share a scale. The last block of a row may be shorter.
+        block_size: how many numbers share a scale; None for 256. The last block of a row may be shorter.
         float32_names: a parameter keeps float32 moments if one of these is a part of its path. Norms' scales and biases
             do by default; `("scale", "bias", "embed_tokens")` adds a model's embedding.
 
@@ -103,7 +105,7 @@ def adamw_8bit(
     Raises:
         ValueError: `b1`, `b2`, `eps` or `block_size` is out of range; from `init`, that no path has a name of
             `float32_names`, or that a mesh splits a block; from `update`, that the state has other blocks.
-        TypeError: from `init`, that a parameter is not of real floating-point numbers.
+        TypeError: `block_size` is an array; from `init`, that a parameter is not of real floating-point numbers.
 
     Example:
         >>> params = {"kernel": jnp.ones((64, 512), jnp.float32)}
@@ -123,11 +125,11 @@ def adamw_8bit(
 
 
 def scale_by_adam_8bit(
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b1: float | jax.Array = 0.9,
+    b2: float | jax.Array = 0.999,
+    eps: float | jax.Array = 1e-8,
     *,
-    block_size: int = 256,
+    block_size: int | None = None,
     float32_names: Sequence[str] = FLOAT32_NAMES,
 ) -> optax.GradientTransformation:
     """`optax.scale_by_adam` with moments in 8 bits, for chains of one's own: `adamw_8bit` tells the rest.
@@ -136,7 +138,7 @@ def scale_by_adam_8bit(
         b1: the decay of first moments, in [0, 1).
         b2: the decay of second moments, in [0, 1).
         eps: is added to √v̂; above 0.
-        block_size: how many numbers share a scale.
+        block_size: how many numbers share a scale; None for 256.
         float32_names: a parameter keeps float32 moments if one of these is a part of its path.
 
     Returns:
@@ -151,13 +153,8 @@ def scale_by_adam_8bit(
         >>> optimizer.init(jnp.ones((64, 512)))[0].nu.dtype
         dtype('uint8')
     """
-    for name, value in (("b1", b1), ("b2", b2)):
-        if not 0 <= value < 1:
-            raise ValueError(f"adamw_8bit: {name}={value} must be at least 0 and less than 1, such as 0.9.")
-    if not eps > 0:
-        raise ValueError(f"adamw_8bit: eps={eps} must be above 0, such as 1e-8.")
-    if block_size < MIN_WIDTH:
-        raise ValueError(f"adamw_8bit: block_size={block_size} must be at least {MIN_WIDTH}; 256 is bitsandbytes'.")
+    b1, b2, eps = _checked(b1, b2, eps)
+    block_size = _checked_block_size(block_size)
 
     def init(params):
         _check_names(params, float32_names)
@@ -181,6 +178,29 @@ def scale_by_adam_8bit(
         return updates, ScaleByAdam8bitState(count, *trees)
 
     return optax.GradientTransformation(init, update)
+
+
+def _checked(b1, b2, eps):
+    """The numbers, in float32 if they are arrays, such as those of `optax.inject_hyperparams`. Tracers are not read."""
+    for name, value in (("b1", b1), ("b2", b2)):
+        if not isinstance(value, Tracer) and not 0 <= value < 1:
+            raise ValueError(f"adamw_8bit: {name}={value} must be at least 0 and less than 1, such as 0.9.")
+    if not isinstance(eps, Tracer) and not eps > 0:
+        raise ValueError(f"adamw_8bit: eps={eps} must be above 0, such as 1e-8.")
+    return [jnp.asarray(x, jnp.float32) if isinstance(x, jax.Array) else x for x in (b1, b2, eps)]
+
+
+def _checked_block_size(block_size):
+    if block_size is None:
+        return BLOCK_SIZE
+    if isinstance(block_size, jax.Array):
+        raise TypeError(
+            "adamw_8bit: block_size is an array, and must be a Python int, because shapes follow it. Name it to "
+            'optax.inject_hyperparams as static_args=("block_size",).'
+        )
+    if block_size < MIN_WIDTH:
+        raise ValueError(f"adamw_8bit: block_size={block_size} must be at least {MIN_WIDTH}; 256 is bitsandbytes'.")
+    return block_size
 
 
 # --- one parameter ----------------------------------------------------------------------------------------------------
@@ -214,12 +234,18 @@ def _updated(path, arrays, corrections, settings, block_size):
             f"adamw_8bit: the state of {_text(path)} has scales of shape {mu_scale.shape}, and block_size={block_size} "
             f"makes them {wanted}. Pass the block_size with which the state was made."
         )
-    step = lambda corrections, *arrays: _updated_codes(arrays, corrections, settings, block_size)
+    # shard_map takes arrays as arguments only. Python numbers stay numbers, of which 1 − b is more exact.
+    given = {i: x for i, x in enumerate(settings) if isinstance(x, jax.Array)}
+
+    def step(given, corrections, *arrays):
+        own = [given.get(i, x) for i, x in enumerate(settings)]
+        return _updated_codes(arrays, corrections, own, block_size)
+
     sharding = jax.typeof(grad).sharding
     if _is_explicit(sharding):  # a block lies whole on one device, so each updates its own
         _check_splits([(path, grad)], block_size, "this parameter")
-        step = jax.shard_map(step, in_specs=(P(), *[sharding.spec] * 5), out_specs=sharding.spec)
-    update, mu, mu_scale, nu, nu_scale = step(corrections, *arrays)
+        step = jax.shard_map(step, in_specs=(P(), P(), *[sharding.spec] * 5), out_specs=sharding.spec)
+    update, mu, mu_scale, nu, nu_scale = step(given, corrections, *arrays)
     return update, mu, BlockScales(mu_scale), nu, BlockScales(nu_scale)
 
 

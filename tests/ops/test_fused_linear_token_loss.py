@@ -333,6 +333,72 @@ def test_sharded_vocabulary_equals_the_whole_one(devices, rng):
     assert max(jax.tree.leaves(errors)) < 2e-5, errors
 
 
+def clipped(log_prob, old, ref, advantage, c):
+    return c * losses.policy_token_loss(log_prob, old, advantage, ref, beta=BETA, epsilon_low=EPSILON, delta=3.0)
+
+
+def chosen(log_prob, old, ref, advantage, c):
+    """With constants in a choice, in a loop and in a function that has a derivative of its own."""
+    looped = jax.lax.fori_loop(0, 2, lambda _, x: 0.5 * x + log_prob, ref)
+    return jnp.where(log_prob > old, jax.nn.relu(looped + 6.0), c) * advantage
+
+
+@pytest.mark.parametrize(
+    "loss_fn, mode, axis, c_varies",
+    [
+        (clipped, "fast", None, False),
+        (clipped, "lean", "vocabulary", False),
+        pytest.param(clipped, "fast", None, True, marks=pytest.mark.full),
+        pytest.param(chosen, "fast", None, False, marks=pytest.mark.full),
+        pytest.param(chosen, "lean", None, True, marks=pytest.mark.full),
+        pytest.param(chosen, "lean", "vocabulary", False, marks=pytest.mark.full),
+    ],
+)
+def test_constants_of_a_loss_vary_as_its_arguments_do(loss_fn, mode, axis, c_varies, devices, rng):
+    """Inside shard_map with check_vma, forward and gradients; `c` is what the function closes over."""
+    if len(devices) < 4:
+        pytest.skip("a mesh of two axes takes four devices")
+    mesh = jax.sharding.Mesh(np.reshape(devices[:4], (2, 2)), ("data", "vocabulary"))
+    head, labels = heads(rng, n=8, v=64), labels_of(rng, n=8, v=64).at[1].set(-100)
+    tokens, denominator, c = tokens_of(rng, head, labels), jnp.float32(7.0), jnp.full((2,), 0.7)
+
+    def total(hidden, weight, bias, tokens, c, denominator, sharded):
+        def local(hidden, weight, bias, labels, tokens, c, denominator):
+            of_token = lambda *numbers: loss_fn(*numbers, c[0])
+            options = dict(bias=bias, denominator=denominator, mode=mode, vocab_axis=axis if sharded else None)
+            loss = fused_linear_token_loss(of_token, hidden, weight, labels, tokens, **options)[0]
+            return jax.lax.psum(loss, "data") if sharded else loss
+
+        rows = P("data")
+        specs = rows, P(axis), P(axis), rows, (rows,) * 3, rows if c_varies else P(), P()
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+        return (mapped if sharded else local)(hidden, weight, bias, labels, tokens, c, denominator)
+
+    run = lambda sharded: jax.jit(jax.value_and_grad(functools.partial(total, sharded=sharded), range(6)))
+    found, expected = (run(sharded)(*head, tokens, c, denominator) for sharded in (True, False))
+    found, expected = ((loss, (*grads[:4], jnp.sum(grads[4]), grads[5])) for loss, grads in (found, expected))
+    errors = jax.tree.map(largest_error, found, expected)
+    assert max(jax.tree.leaves(errors)) < 2e-5, errors
+
+
+@pytest.mark.parametrize("name", ["denominator", "value 0 that loss_fn closes over"])
+def test_what_a_loss_reads_is_the_same_on_all_shards_of_a_vocabulary(name, devices, rng):
+    mesh = jax.sharding.Mesh(devices[:2], ("shard",))
+    hidden, weight, _ = heads(rng, v=64)
+
+    def local(weight):
+        own = weight[0, 0]
+        denominator, c = (own, 1.0) if name == "denominator" else (1, own)
+        loss_fn = lambda log_prob: c * log_prob
+        return fused_linear_token_loss(
+            loss_fn, hidden, weight, labels_of(rng, v=64), denominator=denominator, vocab_axis="shard"
+        )[0]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("shard"), out_specs=P())
+    with pytest.raises(ValueError, match=f"^fused_linear_token_loss: {name} varies over vocab_axis='shard'"):
+        mapped(weight)
+
+
 @all_modes
 def test_tokens_on_an_explicit_mesh_stay_where_they_are(mode, devices, rng):
     mesh = jax.sharding.Mesh(devices[:2], ("data",), axis_types=(AxisType.Explicit,))

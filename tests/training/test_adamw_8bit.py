@@ -255,6 +255,26 @@ def test_settings_out_of_range_are_refused(options, message):
         adamw_8bit(1e-3, **options)
 
 
+def test_numbers_may_be_injected_under_jit_and_the_block_size_is_static(rng, devices, unchecked_types):
+    """optax hands over every number as an array, so that a step can change it."""
+    params = {"kernel": jnp.asarray(rng.standard_normal((64, 512)), jnp.float32)}
+    grads = jax.tree.map(jnp.cos, params)
+    numbers = dict(learning_rate=1e-3, b1=0.8, b2=0.99, eps=1e-6, weight_decay=0.1)
+    injected = optax.inject_hyperparams(adamw_8bit, static_args=("block_size",))(**numbers, block_size=128)
+    expected = trained(params, grads, adamw_8bit(**numbers, block_size=128), 2)[0]
+
+    def check(params, grads):
+        found = trained(params, grads, injected, 2)[0]
+        np.testing.assert_allclose(found["kernel"], expected["kernel"], rtol=1e-4, atol=1e-6)
+
+    check(params, grads)
+    mesh = jax.sharding.Mesh(devices, ("fsdp",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        check(*(put(tree, mesh, P("fsdp")) for tree in (params, grads)))
+    with pytest.raises(TypeError, match=r"block_size is an array, and must be a Python int.*static_args"):
+        optax.inject_hyperparams(adamw_8bit)(**numbers, block_size=128).init(params)
+
+
 def test_under_a_mask_other_parameters_have_no_state_and_these_the_same_update(rng):
     """Integers among them, which `adamw_8bit` refuses by itself."""
     kernel, codes = jnp.asarray(rng.normal(size=(16, 256)), jnp.float32), jnp.ones((16, 1024), jnp.int8)

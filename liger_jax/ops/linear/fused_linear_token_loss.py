@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Integer
 
@@ -148,6 +149,11 @@ def fused_linear_token_loss(
     # One device's results do not vary over the shards of the vocabulary.
     varying = _mesh.varying_axes(hidden, weight, bias, labels, where, *per_token) - {vocab_axis}
     function, closed_over = hoisted(OP, loss_fn, 1 + entropy, per_token, varying)
+    constants = _as_denominator(denominator), *closed_over
+    if vocab_axis is not None:
+        same = {f"value {i} that loss_fn closes over": x for i, x in enumerate(closed_over)}
+        same |= {"denominator": constants[0]}
+        _vocab_shards.check_axis(OP, vocab_axis, {}, same)
     token_loss = _TokenLoss(function, entropy)
 
     logit_options = dataclasses.replace(loss_options.logit_options(metrics=False), entropy=entropy)
@@ -159,7 +165,6 @@ def fused_linear_token_loss(
         memory_budget_bytes=memory_budget_bytes,
         implementation=implementation,
     )
-    constants = _as_denominator(denominator), *closed_over
     arrays = hidden, weight, labels, bias, where, per_token, constants
     if vocab_axis is not None or split is not None:
         return _local(*arrays, vocab_axis=vocab_axis, split=split, **static)
@@ -203,12 +208,10 @@ def hoisted(
     `jax.closure_convert` would leave integers where they are.
     """
     dtypes = [jnp.float32] * num_found + [x.dtype for x in per_token]
-    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
-    if varying:  # inside shard_map, where the types of scalars say so
-        scalars = [_mesh.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
-    # On no mesh, because it is run on a device's part of one, too.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        traced = jax.make_jaxpr(loss_fn)(*scalars)
+    traced = _traced(loss_fn, dtypes, varying)
+    of_closed_over = _mesh.varying_axes(*traced.consts)
+    if not of_closed_over <= varying:  # then every token's numbers vary as these values do
+        traced = _traced(loss_fn, dtypes, varying | of_closed_over)
     types = [(x.shape, str(x.dtype)) for x in traced.out_avals]
     if len(types) != 1 or types[0][0] != () or not jnp.issubdtype(traced.out_avals[0].dtype, jnp.floating):
         raise ValueError(
@@ -223,6 +226,19 @@ def hoisted(
         return eval_jaxpr(jaxpr, closed_over, *own)[0].astype(jnp.float32)
 
     return function, tuple(jnp.asarray(x) for x in traced.consts)
+
+
+def _traced(loss_fn: Callable[..., Any], dtypes: list[Any], varying: frozenset[Any]) -> Any:
+    """The jaxpr of `loss_fn`, for scalars of these dtypes that vary over these manual mesh axes."""
+    here = jax.sharding.get_abstract_mesh()
+    # The constants that `loss_fn` makes are cast to vary as its arguments do, for which JAX must know the mesh. An op
+    # on Explicit axes runs it on a device's part of the mesh, and so it must be on no mesh there.
+    is_part = bool(here.manual_axes) and AxisType.Explicit not in here.axis_types
+    with jax.sharding.use_abstract_mesh(here if is_part else jax.sharding.AbstractMesh((), ())):
+        scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+        if varying:  # inside shard_map, where the types of scalars say so
+            scalars = [_mesh.cast(jnp.zeros((), dtype), varying) for dtype in dtypes]
+        return jax.make_jaxpr(loss_fn)(*scalars)
 
 
 class _TokenLoss:
@@ -315,7 +331,8 @@ def _local(
     constants = _loss.denominator(constants[0], jnp.any(terms.counts)), *constants[1:]
     if choose_mode(problem) == "fast":
         weight = whole_weight(weight, split, hidden)
-        h, w, b, y, factor, *per_token = _mesh.align_varying(hidden, weight, bias, kernel_labels, factor, *per_token)
+        arrays = hidden, weight, bias, kernel_labels, factor, *per_token
+        h, w, b, y, factor, *per_token = _mesh.align_varying(*arrays, *constants)[: len(arrays)]
         of_rows = factor, tuple(per_token)
         loss, statistics = linear_sum(
             h, w, b, of_rows, None, constants, y, problem=problem, options=linear, row_loss=token_loss.row_loss
@@ -327,7 +344,7 @@ def _local(
             statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
             statistics = formulas.where(terms.counts, statistics)
         fields = [*statistics, factor, *per_token]
-        fields = _mesh.align_varying(*fields)
+        fields = _mesh.align_varying(*fields, *constants)[: len(fields)]
         statistics, (factor, *per_token) = Statistics(*fields[: len(statistics)]), fields[len(statistics) :]
         of_rows = factor, tuple(per_token)
         loss = jnp.sum(token_loss.row_loss.losses(statistics, of_rows, constants))
