@@ -1,6 +1,5 @@
 """`liger-jax distill` on tiny checkpoints: that its loss is the divergence, that it learns, and what it refuses."""
 
-import csv
 import importlib
 import importlib.util
 import inspect
@@ -25,6 +24,7 @@ from liger_jax.planner.architectures import architecture_of
 from liger_jax.planner.devices import GIB
 from liger_jax.training.rows import INPUTS
 from tests.commands import _tiny
+from tests.commands._runs import figures_of
 
 SMALL = "--length 64 --batch 4 --steps 6 --every 3 --eval-share 0.2 --learning-rate 0.02".split()
 VOCAB, K = 29, 5  # entries that both models have, and those that are stored
@@ -52,11 +52,6 @@ def run(source, out, *options, teacher=None):
     data = f"--data={source.parent / 'chats.jsonl'}"
     asked = [f"--model={source}", f"--teacher={teacher or source.parent / 'teacher'}", data, f"--out={out}"]
     return main(["distill", *asked, *SMALL, *options])
-
-
-def figures_of(out):
-    with (out / "log.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------

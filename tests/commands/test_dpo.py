@@ -1,10 +1,8 @@
 """`liger-jax dpo` on a tiny checkpoint: that its loss is the one of its name, that it learns, and what it refuses."""
 
-import csv
 import json
 import re
 import shutil
-import types
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,7 @@ from liger_jax.commands._pair_tokenizer import PairTokenizer
 from liger_jax.commands._preference import Preference
 from liger_jax.training import pack_pairs, rows
 from tests.commands import _tiny
+from tests.commands._runs import Model, figures_of
 
 SMALL = "--length 128 --batch 4 --steps 5 --every 5 --learning-rate 0.02".split()
 DPO = (
@@ -43,23 +42,7 @@ def run(source, out, *options, data="pairs.jsonl"):
     return main(["dpo", f"--model={source}", f"--data={source.parent / data}", f"--out={out}", *SMALL, *options])
 
 
-def figures_of(out):
-    with (out / "log.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-
-
 # --- the loss ---------------------------------------------------------------------------------------------------------
-
-
-class Model:
-    """A model whose token log-probabilities are these, wherever a label is scored."""
-
-    def __init__(self, log_probs):
-        self._log_probs = log_probs
-
-    def log_probs(self, input_ids, labels, segment_ids, positions):
-        scored = losses.shifted_labels(labels, segment_ids) != -100
-        return types.SimpleNamespace(log_probs=jnp.where(scored, self._log_probs, 0.0))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """`liger-jax finetune` on a tiny checkpoint: what it prints, how it goes on, and what it leaves."""
 
 import contextlib
-import csv
 import dataclasses
 import gc
 import io
@@ -24,6 +23,7 @@ from liger_jax.models.lora import load_adapters, merge_lora
 from liger_jax.planner import devices
 from liger_jax.training import Checkpoints, identity, loss_and_accuracy, make_step, pack, pad, rows, score_sums, scoring
 from tests.commands import _tiny
+from tests.commands._runs import figures_of
 
 pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 CHAT = "--lora 4 --pack --length 64 --batch 4 --micro-batches 2 --steps 6 --every 4 --learning-rate 0.05".split()
@@ -43,11 +43,6 @@ def chat(source, out, *options):
     """The exit code of a run on conversations."""
     data = f"--data={source.parent / 'chats.jsonl'}"
     return main(["finetune", f"--model={source}", data, f"--out={out}", *CHAT, *options])
-
-
-def figures_of(out):
-    with (out / "log.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from liger_jax.models import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
 from liger_jax.models.lora import load_adapters
 from liger_jax.training import meshes
 from tests.commands import _tiny
-from tests.commands.test_finetune import ctrl_c_in_the_third_step, figures_of
+from tests.commands._runs import figures_of
+from tests.commands.test_finetune import ctrl_c_in_the_third_step
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices, which a CPU simulates"),

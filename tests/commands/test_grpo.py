@@ -1,7 +1,6 @@
 """`liger-jax grpo` on a tiny checkpoint: it learns what is rewarded, goes on, and refuses in one sentence."""
 
 import contextlib
-import csv
 import itertools
 import json
 import re
@@ -26,6 +25,7 @@ from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models import LlamaConfig, LlamaForCausalLM
 from liger_jax.training import Checkpoints, make_step
 from tests.commands import _tiny
+from tests.commands._runs import figures_of
 
 pytestmark = pytest.mark.usefixtures("each_program_is_compiled_once")
 SHORT = "--group 4 --batch 16 --micro-batches 4 --prompt-length 16 --completion-length 8".split()
@@ -71,11 +71,6 @@ def grpo(source, out, *options, reward="tiny_rewards:letters"):
     """The exit code of a run."""
     data = f"--data={source.parent / 'prompts.jsonl'}"
     return main(["grpo", f"--model={source}", data, f"--reward={reward}", f"--out={out}", *SHORT, *options])
-
-
-def figures_of(out):
-    with (out / "log.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 LEARNS = "--steps 30 --learning-rate 0.03 --schedule constant --samples 5".split()

@@ -3,13 +3,10 @@
 import csv
 import json
 import re
-import types
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_jax import losses
 from liger_jax.commands import _references, _training_rows, _unpaired_task, main
 from liger_jax.commands._errors import UserError
 from liger_jax.commands._pair_settings import PairSettings
@@ -17,6 +14,7 @@ from liger_jax.commands._unpaired import Unpaired
 from liger_jax.commands._unpaired_rows import document
 from liger_jax.commands._unpaired_tokenizer import UnpairedTokenizer, UnpairedWithOthers, _others
 from tests.commands import _tiny
+from tests.commands._runs import Model
 
 SMALL = "--length 128 --batch 4 --steps 6 --every 3 --learning-rate 0.02 --eval-share 0.25".split()
 TYPES = ("kto", "apo_zero_unpaired")
@@ -36,17 +34,6 @@ def run(source, out, *options):
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
-
-
-class Model:
-    """A model whose token log-probabilities are these, wherever a label is scored."""
-
-    def __init__(self, log_probs):
-        self._log_probs = log_probs
-
-    def log_probs(self, input_ids, labels, segment_ids, positions):
-        scored = losses.shifted_labels(labels, segment_ids) != -100
-        return types.SimpleNamespace(log_probs=jnp.where(scored, self._log_probs, 0.0))
 
 
 @pytest.fixture
