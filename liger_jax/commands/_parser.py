@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from liger_jax.commands import _config
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._other_words import in_other_words
+from liger_jax.commands._other_words import in_other_words, value_in_other_words
 
 # What other trainers call our options. Each names those that may be meant, of which a command has one or none.
 _ELSEWHERE = {
@@ -60,6 +60,11 @@ _ELSEWHERE = {
     "--save-steps": ("--every",),
     "--eval-steps": ("--every",),
     "--early-stopping": ("--patience",),
+    "--early-stopping-patience": ("--patience",),
+    "--target-modules": ("--lora-targets",),
+    "--lora-target-modules": ("--lora-targets",),
+    "--r": ("--lora",),
+    "--optim": ("--optimizer",),
     "--report-to": ("--log",),
     "--overwrite-output-dir": ("--fresh",),
     "--accelerator": ("--device",),
@@ -135,7 +140,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends with the message in one sentence, in which a mistyped command is told the one that was meant."""
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            message += meant(found[1], re.findall(r"[\w.-]+", found[2]))
+            message += value_in_other_words(found[1]) or meant(found[1], re.findall(r"[\w.-]+", found[2]))
         if found := re.search(r"invalid (int|float) value: ('[^']*')", message):
             kind = "whole number" if found[1] == "int" else "number"
             message = f"{message[: found.start()]}{found[2]} must be a {kind}."

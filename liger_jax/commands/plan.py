@@ -166,7 +166,7 @@ def _search(args, where, options, level: str, why: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _progress(what: str, level: str) -> Iterator[Callable[[Any, int, bool], None]]:
+def _progress(what: str, level: str) -> Iterator[Callable[..., Any]]:
     """A context that gives a function which tells of each compilation; estimates take no time."""
     if level == "estimate":
         yield lambda size, needed, fits: None

@@ -13,6 +13,7 @@ from liger_jax.planner import defaults, plan, planning, searching
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.compiled import Compiled
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
 
 
@@ -152,6 +153,17 @@ def test_without_a_compiler_or_by_request_the_estimate_is_searched(typed, missin
     assert longest % 128 == 0 and [fits(longest), fits(longest + 128)] == [0, 1]
 
 
+def test_the_page_of_long_rows_says_what_the_estimate_finds():
+    page = " ".join(PAGE.with_name("long-rows.md").read_text(encoding="utf8").split())
+    told = re.search(r"it says ([\d.]+) GiB for the ([\d,]+) .* the ([\d.]+) that.* finds ([\d,]+) tokens", page)
+    options = dict(device="rtx4090", lora=32, quantize="nf4", packed=True, batch=1, remat="offload")
+    at = lambda seq: plan("llama-3.1-8b", seq=seq, rope_scaling="llama3", **options)
+    asked, longest = (int(told[i].replace(",", "")) for i in (2, 4))
+    assert f"{at(asked).needed / 2**30:.1f}" == told[1]
+    assert f"{at(asked).run.target.capacity_bytes / 2**30:.1f}" == told[3]
+    assert at(longest).fits and not at(longest + 128).fits
+
+
 def test_a_mesh_is_searched_by_the_estimate_and_the_compiler_is_asked_where_it_is_named(capsys, monkeypatch):
     assert main("plan --model llama-3-8b --batch 4 --device h200:8 --search mesh --level estimate".split()) == 0
     assert "is the first that fits by the estimate." in capsys.readouterr().out
@@ -213,9 +225,6 @@ def test_what_is_not_said_is_as_in_finetune(capsys):
     run = planning.make_run("qwen2.5-7b", device="h200", lora=16)
     chosen = _decided_run.precision(Settings("qwen2.5-7b", "text", lora=16, dtype=run.dtype), run.model.dtype)
     assert chosen == dict(dtype=run.dtype, param_dtype=run.param_dtype)
-
-
-PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
 
 
 @pytest.mark.parametrize(
