@@ -36,6 +36,7 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
         UserError: the file cannot be read, no command has an option of a name in it, or a value is not one of it.
     """
     from liger_jax.commands import option_names
+    from liger_jax.commands._other_words import in_other_words
     from liger_jax.commands._parser import meant
 
     known = {name: action for name, action in actions.items() if name not in _NO_OPTIONS}
@@ -51,7 +52,8 @@ def read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> dic
         elif name in option_names():
             others.append(key)
         else:
-            asked = meant(f"--{name}", [f"--{each.replace('_', '-')}" for each in known])
+            options = [f"--{each.replace('_', '-')}" for each in known]
+            asked = in_other_words(f"--{name}", options) or meant(f"--{name}", options)
             raise UserError(f"--config {path}: {key} is no option of liger-jax {command}.{asked}")
     if others:
         print(f"{path}: not read, as options of other commands: {', '.join(others)}", file=sys.stderr)

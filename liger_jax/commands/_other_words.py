@@ -37,10 +37,49 @@ _TOLD = {
     ),
     "--resume-from-checkpoint": ("--fresh", "Repeat the same command: it goes on from its newest checkpoint"),
     "--reward-weights": ("--reward", "A weight stands behind its function: --reward module:function=0.5"),
+    "--torch-dtype": ("--param-dtype", "Weights have --param-dtype, and the computation has --dtype"),
+    "--group-by-length": ("--pack", "Rows are not grouped by their length; with --pack documents share rows"),
 }
-
-# By an option and one of its values: what is to be said of a value that it does not have.
-_VALUES = {
+_TRAINS = "--fresh"  # an option that the commands that train have, and no other
+_MESH = "Devices are told by --mesh, such as --mesh fsdp=4"
+_ANSWERS = "That is the default: of conversations and completions only the answers are trained on"
+_PYTHON = "No command has it: in Python add_lora takes patterns of ranks and layers, train_more whole modules"
+_BETAS = "No command changes it: beta1 is 0.9, beta2 0.999 and epsilon 1e-8"
+_TEMPLATE = "The chat template is the tokenizer's: put another one into chat_template.jinja in the model's folder"
+# What is to be said by all commands that train, where `_TOLD` says nothing.
+_TOLD_BY_TRAINERS = {
+    "--deepspeed": f"There is no DeepSpeed here. {_MESH}",
+    "--fsdp": _MESH,
+    "--fsdp-config": _MESH,
+    "--ddp-backend": _MESH,
+    "--load-best-model-at-end": "The result is the last step's, or by --patience the best one's; --result-of STEP "
+    "makes one of a checkpoint that is kept",
+    "--eval-strategy": "Held-out rows are scored at each checkpoint, after --every steps",
+    "--save-strategy": "There is a checkpoint after --every steps, and one at the end",
+    "--assistant-only-loss": _ANSWERS,
+    "--completion-only-loss": _ANSWERS,
+    "--train-on-responses-only": _ANSWERS,
+    "--use-liger-kernel": "The models call their kernels by themselves",
+    "--attn-implementation": "Attention's kernel is chosen for the device",
+    "--neftune-noise-alpha": "There is no noise on embeddings here",
+    "--label-smoothing-factor": "No command smooths the labels of tokens; the losses do in Python, by label_smoothing=",
+    "--adam-beta1": _BETAS,
+    "--adam-beta2": _BETAS,
+    "--adam-epsilon": _BETAS,
+    "--modules-to-save": _PYTHON,
+    "--rank-pattern": _PYTHON,
+    "--alpha-pattern": _PYTHON,
+    "--layers-to-transform": _PYTHON,
+    "--init-lora-weights": "There is one way: A is drawn and B is 0, as by PEFT's default",
+    "--chat-template": _TEMPLATE,
+    "--chat-template-path": _TEMPLATE,
+    "--logging-steps": "Each step's figures are in log.csv",
+    "--push-to-hub": "Nothing is uploaded: Hugging Face's command hf upload takes the result's folder",
+    "--loss-type": "finetune has cross-entropy, distill has --divergence, and liger-jax dpo and grpo have others",
+}
+_VALUES = {"constant_with_warmup": "It is constant with --warmup", "polynomial": "It is linear"}  # of other trainers
+# By an option and a value that it has: what is to be said of one that it does not have.
+_VALUES_OF = {
     ("--loss", "logits"): "plan's --loss says whether a step's logits are held, and none of dpo's losses changes its "
     "answer: leave it out, and count both answers of a pair in --length",
 }
@@ -60,19 +99,38 @@ def in_other_words(name: str, known: Container[str]) -> str:
         >>> in_other_words("--simpo_gamma", ["--cpo-alpha", "--gamma"]), in_other_words("--simpo-gamma", ["--data"])
         (' It is --gamma.', '')
     """
-    of_command, told = _TOLD.get(name.replace("_", "-").lower(), ("", ""))
-    return f" {told}." if told and of_command in known else ""
+    name = name.replace("_", "-").lower()
+    of_command, told = _TOLD.get(name, ("", ""))
+    if of_command not in known:
+        told = _TOLD_BY_TRAINERS.get(name, "") if _TRAINS in known else ""
+    return f" {told}." if told else ""
 
 
-def value_in_other_words(name: str, values: Container[str]) -> str:
-    """A sentence about a value that an option does not have.
+def value_in_other_words(value: str) -> str:
+    """A sentence about a value that other trainers take.
 
     Args:
-        name: the option.
+        value: what was typed.
+
+    Returns:
+        The sentence behind a full stop; empty if there is nothing to say.
+
+    Example:
+        >>> value_in_other_words("constant_with_warmup"), value_in_other_words("cosine")
+        ('. It is constant with --warmup.', '')
+    """
+    return f". {_VALUES[value]}." if value in _VALUES else ""
+
+
+def value_of_another_command(option: str, values: Container[str]) -> str:
+    """A sentence about a value that an option does not have, and the same option of another command has.
+
+    Args:
+        option: its name.
         values: those that it has.
 
     Returns:
-        The sentence behind a space; empty if there is nothing to say.
+        The sentence behind a full stop; empty if there is nothing to say.
     """
-    told = [each for (option, value), each in _VALUES.items() if option == name and value in values]
-    return f" {told[0]}." if told else ""
+    told = [each for (name, own), each in _VALUES_OF.items() if option == name and own in values]
+    return f". {told[0]}." if told else ""

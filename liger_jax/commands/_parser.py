@@ -12,7 +12,11 @@ from typing import Any, NoReturn
 
 from liger_jax.commands import _config
 from liger_jax.commands._errors import UserError
-from liger_jax.commands._other_words import in_other_words, value_in_other_words
+from liger_jax.commands._other_words import (
+    in_other_words,
+    value_in_other_words,
+    value_of_another_command,
+)
 
 # What other trainers call our options. Each names those that may be meant, of which a command has one or none.
 _ELSEWHERE = {
@@ -60,6 +64,11 @@ _ELSEWHERE = {
     "--save-steps": ("--every",),
     "--eval-steps": ("--every",),
     "--early-stopping": ("--patience",),
+    "--early-stopping-patience": ("--patience",),
+    "--target-modules": ("--lora-targets",),
+    "--lora-target-modules": ("--lora-targets",),
+    "--r": ("--lora",),
+    "--optim": ("--optimizer",),
     "--report-to": ("--log",),
     "--overwrite-output-dir": ("--fresh",),
     "--accelerator": ("--device",),
@@ -136,9 +145,8 @@ class Parser(argparse.ArgumentParser):
         """Ends with the message in one sentence, in which a mistyped command is told the one that was meant."""
         if found := re.search(r"argument ([^:]*): invalid choice: '([^']*)' \(choose from (.*)\)", message):
             values = re.findall(r"[\w.-]+", found[3])
-            near = meant(found[2], values)
-            told = "" if near else value_in_other_words(found[1], values)
-            message += f".{told}" if told else near
+            near = value_in_other_words(found[2]) or meant(found[2], values)
+            message += near or value_of_another_command(found[1], values)
         if found := re.search(r"invalid (int|float) value: ('[^']*')", message):
             kind = "whole number" if found[1] == "int" else "number"
             message = f"{message[: found.start()]}{found[2]} must be a {kind}."

@@ -8,8 +8,11 @@ liger-jax plan --model llama-3-70b --batch 8 --seq 8192 --device h200:16 --mesh 
 """
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -19,6 +22,7 @@ from liger_jax.ops.block_quantized import KINDS
 from liger_jax.pallas_kernels.devices import GIB, GPUS, TPUS
 from liger_jax.planner import compilers, defaults, device_names, planning, report, searching
 from liger_jax.planner.architectures import MODELS
+from liger_jax.planner.devices import target
 from liger_jax.planner.mesh import in_words
 from liger_jax.planner.planning import LEVELS, MemoryPlan
 from liger_jax.planner.searching import SEARCHES
@@ -52,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--device is needed, such as --device rtx4090; or a GPU's memory, such as --memory 24GiB.")
         if args.picture:
             report.check_picture(args.picture)
-        answers = _search(args, where, options) if args.search else []
-        found = planning.plan(args.model, **where, level=args.level, **options)
+        level, why = _level(args)
+        answers = _search(args, where, options, level, why) if args.search else []
+        found = planning.plan(args.model, **where, level=level, **options)
         known = where["batch"] if args.search == "batch" else None
         lines = [
             report.text(found, known, details=bool(args.details)),
@@ -115,45 +120,69 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     longer = "for rows beyond the model's positions: how its rotary embedding reaches them"
     command.add_argument("--rope-scaling", choices=list(ROPE_SCALINGS), help=longer)
     command.add_argument("--host-memory", help="such as 128GiB: of the host, for what is kept there")
-    command.add_argument("--level", choices=LEVELS, default="estimate", help="formulas, or the compiler itself")
+    command.add_argument(
+        "--level", choices=LEVELS, help="formulas, or the compiler itself (default: estimate; of --search, compiled)"
+    )
     command.add_argument(
         "--search",
         choices=SEARCHES,
-        help="the largest that fits, or the first mesh, by the compiler; that option is not needed then",
+        help="the largest that fits, or the first mesh, by the compiler if it is installed; that option is not needed",
     )
     command.add_argument("--details", action="store_true", help="also a table and bars of what takes the memory")
     command.add_argument("--picture", metavar="FILE", help="also draw it, as a PNG or what its name ends in")
 
 
-def _search(args, where, options) -> list[str]:
-    """Sets the size that is looked for, and says what was compiled to find it."""
-    args.level = "compiled"  # as the search is
+def _level(args: argparse.Namespace) -> tuple[str, str]:
+    """Who says what a step needs, and why a search asks the estimate where it does."""
+    if args.level is not None or not args.search:
+        return args.level or "estimate", ""
+    devices = target(args.device, args.memory)
+    if devices.platform == "gpu" and devices.name.partition(":")[0] not in GPUS:
+        return "estimate", ", since no chip is named for which a step could be compiled"
+    missing = compilers.missing_compiler(devices.platform)
+    return ("compiled", "") if missing is None else ("estimate", f", since {missing}")
+
+
+def _search(args, where, options, level: str, why: str) -> list[str]:
+    """Sets the size that is looked for, and says what was compiled to find it; or why nothing was."""
     where[args.search] = None  # whatever was typed beside it
-    run = planning.make_run(args.model, **where, **options) if args.search != "mesh" else None
+    if level == "compiled":
+        compilers.need_compiler(target(args.device, args.memory).platform)  # before there is a bar
+    with _progress(args.search, level) as tell:
+        if args.search == "mesh":
+            others = {name: value for name, value in where.items() if name != "mesh"}
+            found = searching.search_mesh(searching.runs_on_meshes(args.model, **others, **options), tell, level)
+            told = f"Of the meshes that send least, {in_words(found.run.mesh)} is the first that fits"
+            answers = list(found.answers.items())
+        else:
+            found = searching.search(planning.make_run(args.model, **where, **options), args.search, tell, level)
+            told = f"The largest {args.search} that fits is {getattr(found.run, args.search)}"
+            answers = sorted(found.answers.items())
+    where[args.search] = getattr(found.run, args.search)
+    if level == "estimate":
+        return [f"{told} by the estimate{why}."]
+    lines = [f"  {args.search} {size}: {needed / GIB:.2f} GiB" for size, needed in answers]
+    return [f"{told}. What was compiled to find it:", *lines]
+
+
+@contextlib.contextmanager
+def _progress(what: str, level: str) -> Iterator[Callable[..., Any]]:
+    """A context that gives a function which tells of each compilation; estimates take no time."""
+    if level == "estimate":
+        yield lambda size, needed, fits: None
+        return
     try:
         from tqdm import tqdm
 
-        bar = tqdm(desc=f"--search {args.search}", unit="compilation")
+        bar = tqdm(desc=f"--search {what}", unit="compilation")
         step = lambda text: (bar.set_postfix_str(text, refresh=False), bar.update())
     except ImportError:
         bar, step = None, lambda text: print(text, file=sys.stderr)
-    tell = lambda size, needed, fits: step(f"{size}: {needed / GIB:.2f} GiB {'fits' if fits else 'is too much'}")
     try:
-        if run is None:
-            others = {name: value for name, value in where.items() if name != "mesh"}
-            found = searching.search_mesh(searching.runs_on_meshes(args.model, **others, **options), tell)
-        else:
-            found = searching.search(run, args.search, tell)
+        yield lambda size, needed, fits: step(f"{size}: {needed / GIB:.2f} GiB {'fits' if fits else 'is too much'}")
     finally:
         if bar is not None:
             bar.close()
-    where[args.search] = getattr(found.run, args.search)
-    told = f"The largest {args.search} that fits is {where[args.search]}."
-    if run is None:
-        told = f"Of the meshes that send least, {in_words(found.run.mesh)} is the first that fits."
-    answers = found.answers.items() if run is None else sorted(found.answers.items())
-    lines = [f"  {args.search} {size}: {needed / GIB:.2f} GiB" for size, needed in answers]
-    return [f"{told} What was compiled to find it:", *lines]
 
 
 def _notes(found: MemoryPlan, args: argparse.Namespace) -> list[str]:

@@ -219,7 +219,10 @@ def options(before: Run, after: Run) -> str:
     Returns:
         Such as "--device l4:8 --batch 8". The mesh is named unless both runs have the default one.
     """
-    words = dict(device=after.target.name) if after.target != before.target else {}
+    words: dict[str, Any] = {}
+    if after.target != before.target:
+        words["device"] = after.target.name
+        words |= {"memory": f"{given / GIB:.6g}GiB"} if (given := after.target.given_bytes) else {}
     names = "batch micro_batches loss remat optimizer state_memory state_dtype param_dtype dtype lora quantize".split()
     words |= {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
     have_default_meshes = all(run.mesh == mesh_sizes(None, run.target.count) for run in (before, after))

@@ -56,7 +56,7 @@ def missing_compiler(platform: str) -> str | None:
         platform: "gpu" or "tpu".
 
     Returns:
-        The reason as a sentence, or None.
+        The reason as a clause, or None.
     """
     try:
         found = importlib.util.find_spec(COMPILERS[platform]) is not None

@@ -12,12 +12,14 @@ from liger_jax.planner.devices import FRACTIONS, GIB, LITTLE, PINNED_GIB, PINNED
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.mesh import in_words
 from liger_jax.planner.planning import MemoryPlan
+from liger_jax.planner.searching import SEQ_UNIT
 from liger_jax.planner.step import LOSSES
 
 _MARKS = dict(zip(STATIC + DYNAMIC, "PGOIAFWCL", strict=True))
 _PALETTE = ("#1f4e79", "#2e75b6", "#9dc3e6", "#548235", "#70ad47", "#a9d18e", "#bfbfbf", "#7f7f7f", "#c00000")
 _COLORS = dict(zip(STATIC + DYNAMIC, _PALETTE, strict=True))
 _WIDTH = 60
+_NEAR = 0.1  # of the memory: estimates were as far from the compiler, one way or the other
 
 
 def heading(plan: MemoryPlan) -> str:
@@ -207,7 +209,8 @@ def _to_fit(plan: MemoryPlan, changes: list[Change]) -> list[str]:
             *instead,
         ]
     width = max(len(change.name) for change in changes)
-    lines = ["To make it fit, the cheapest first (estimates):"]
+    lines = [_no_option_here(plan, adapters is not None)] if changes[0].run.target != run.target else []
+    lines += ["To make it fit, the cheapest first (estimates):"]
     for change in changes:
         lines.append(
             f"  {change.name:<{width}}  saves {change.saved_bytes / GIB:.1f} GiB: {change.total_bytes / GIB:.1f} needed"
@@ -220,6 +223,17 @@ def _to_fit(plan: MemoryPlan, changes: list[Change]) -> list[str]:
         last = exact[-1]
         lines.append(f"Or in float32: {options(run, last.run)}, {_needed_of(last.run.target, last.total_bytes)}.")
     return lines + instead
+
+
+def _no_option_here(plan: MemoryPlan, fits_as_adapters: bool) -> str:
+    """Says that only more devices make a run fit, and whether shorter rows would."""
+    run, kind, count = plan.run, plan.run.target.kind, plan.run.target.count
+    where = f"one {kind}" if count == 1 else f"these {count} of {kind}"
+    shortest = dataclasses.replace(run, seq=SEQ_UNIT)
+    shorter = "; shorter rows would: --search seq finds the longest"
+    hint = shorter if run.seq > SEQ_UNIT and plan.estimated(shortest) <= run.target.capacity_bytes else ""
+    trained = " while all weights are trained" if fits_as_adapters else ""
+    return f"No option makes it fit {where}{trained}{hint}."
 
 
 def notes(plan: MemoryPlan) -> list[str]:
@@ -239,6 +253,8 @@ def notes(plan: MemoryPlan) -> list[str]:
         found.append(f"The host holds {plan.host / GIB:.1f} GiB in pinned memory{setting}.")
     if plan.fits and is_tight(target, plan.needed) and not plan.compiled:
         found.append("Note: an estimate may be off by more than what is to spare: ask the compiler, --level compiled.")
+    if not plan.compiled and target.capacity_bytes < plan.needed <= (1 + _NEAR) * target.capacity_bytes:
+        found.append("Note: an estimate may be off by more than what is missing: ask the compiler, --level compiled.")
     if run.model.quantized and "unsloth-bnb" in run.model.name.lower():
         found.append("Note: this checkpoint holds some layers in 16 bits, which is not counted.")
     if target.platform == "gpu" and target.capability < (8, 0) and "bfloat16" in (run.dtype, run.param_dtype):

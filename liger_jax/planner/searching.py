@@ -1,4 +1,4 @@
-"""The largest batch or sequence that fits, or the first mesh: the compiler is asked until one is found."""
+"""The largest batch or sequence that fits, or the first mesh: the compiler or the estimate is asked until found."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ from liger_jax.planner.advice import largest
 from liger_jax.planner.compiled import compile_run
 from liger_jax.planner.estimate import estimate
 from liger_jax.planner.mesh import in_words, meshes
-from liger_jax.planner.planning import has_host_memory, make_run
+from liger_jax.planner.planning import LEVELS, has_host_memory, make_run
 from liger_jax.planner.step import Run
 
 SIZES = ("batch", "seq")
@@ -24,15 +24,20 @@ class Found:
 
     Attributes:
         run: the largest run that fits, or the first mesh's.
-        answers: bytes by size, or by the mesh's text, for all that was compiled.
+        answers: bytes by size, or by the mesh's text, for all that was asked.
     """
 
     run: Run
     answers: dict[Any, int]
 
 
-def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lambda size, needed, fits: None) -> Found:
-    """The largest batch or sequence that fits, by compiled answers.
+def search(
+    run: Run,
+    what: str,
+    progress: Callable[[int, int, bool], None] = lambda size, needed, fits: None,
+    level: str = "compiled",
+) -> Found:
+    """The largest batch or sequence that fits.
 
     The search begins at the estimate's answer, goes on in doubling steps, and ends with bisection. Batches are
     multiples of devices and micro-batches; sequences are multiples of 128, up to the model's longest. What lies on the
@@ -42,17 +47,18 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
         run: the run; everything but the size that is looked for stays as it is.
         what: "batch" or "seq".
         progress: called with each size, the bytes that it needs, and whether it fits.
+        level: who answers, "compiled" or "estimate".
 
     Returns:
         The largest run, and all answers.
 
     Raises:
-        ValueError: `what` is unknown, or not even the smallest fits.
+        ValueError: `what` or `level` is unknown, or not even the smallest fits.
         ImportError: the compiler for these devices is not installed.
     """
     if what not in SIZES:
         raise ValueError(f"search={what!r} must be one of {SIZES}; `search_mesh` looks for a mesh.")
-    compilers.need_compiler(run.target.platform)
+    bytes_of = _bytes_of(level, run.target.platform)
     unit = run.batch_unit if what == "batch" else SEQ_UNIT
     most = run.model.config.longest_sequence // SEQ_UNIT if what == "seq" else None
     if most == 0:
@@ -74,7 +80,7 @@ def search(run: Run, what: str, progress: Callable[[int, int, bool], None] = lam
 
     def fits(n: int) -> bool:
         if n * unit not in answers:
-            answers[n * unit] = compile_run(sized(n)).total
+            answers[n * unit] = bytes_of(sized(n))
             progress(n * unit, answers[n * unit], answers[n * unit] <= capacity)
         return answers[n * unit] <= capacity
 
@@ -137,24 +143,29 @@ def runs_on_meshes(model: str | os.PathLike[str], *, device: str | None, **optio
     return found
 
 
-def search_mesh(runs: list[Run], progress: Callable[[str, int, bool], None] = lambda mesh, needed, fits: None) -> Found:
-    """The first mesh on which a run fits, by compiled answers.
+def search_mesh(
+    runs: list[Run],
+    progress: Callable[[str, int, bool], None] = lambda mesh, needed, fits: None,
+    level: str = "compiled",
+) -> Found:
+    """The first mesh on which a run fits.
 
     Args:
         runs: as `runs_on_meshes` returns them.
         progress: called with each mesh, the bytes that a device needs on it, and whether it fits.
+        level: who answers, "compiled" or "estimate".
 
     Returns:
         The run, and all answers.
 
     Raises:
-        ValueError: it fits on none.
+        ValueError: it fits on none, or `level` is unknown.
         ImportError: the compiler for these devices is not installed.
     """
-    compilers.need_compiler(runs[0].target.platform)
+    bytes_of = _bytes_of(level, runs[0].target.platform)
     answers: dict[str, int] = {}
     for run in runs:
-        needed, name = compile_run(run).total, in_words(run.mesh)
+        needed, name = bytes_of(run), in_words(run.mesh)
         answers[name] = needed
         fits = needed <= run.target.capacity_bytes
         progress(name, needed, fits)
@@ -166,3 +177,13 @@ def search_mesh(runs: list[Run], progress: Callable[[str, int, bool], None] = la
         f"{runs[0].target.capacity_bytes / 2**30:.1f} are to be had. Its plan, --mesh {least}, says what would make it "
         "fit."
     )
+
+
+def _bytes_of(level: str, platform: str) -> Callable[[Run], int]:
+    """What says how much a run needs."""
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r} must be one of {LEVELS}.")
+    if level == "estimate":
+        return lambda run: estimate(run).total
+    compilers.need_compiler(platform)
+    return lambda run: compile_run(run).total

@@ -37,6 +37,9 @@ def test_version_is_the_project_s(capsys):
         ("finetune --learning 1", "--learning-rate"),  # no option has a short form
         ("plan --max-length 3", "--length or --seq"),
         ("data --max-length 3", "--length"),
+        ("finetune --early_stopping_patience 3", "--patience"),
+        ("finetune --target_modules q_proj", "--lora-targets"),
+        ("finetune --r 16", "--lora"),
         ("fintune --model x", "finetune"),
     ],
 )
@@ -52,6 +55,12 @@ def test_what_is_mistyped_is_told_in_one_sentence(arguments, meant, capsys):
         ("--bf16", "bfloat16 is the default of --dtype"),
         ("--per_device_train_batch_size 2", "It is --batch, the whole step's rows over all devices"),
         ("--resume_from_checkpoint x", "Repeat the same command"),
+        ("--torch_dtype bfloat16", "--torch_dtype. Weights have --param-dtype, and the computation has --dtype."),
+        ("--deepspeed x.json", "--deepspeed. There is no DeepSpeed here. Devices are told by --mesh, such as"),
+        ("--modules_to_save lm_head", "No command has it: in Python add_lora takes patterns"),
+        ("--adam_beta2 0.95", "No command changes it: beta1 is 0.9, beta2 0.999 and epsilon 1e-8."),
+        ("--loss_type dft", "finetune has cross-entropy, distill has --divergence,"),
+        ("--schedule constant_with_warmup", "It is constant with --warmup."),
         ("--lora r16", "argument --lora: 'r16' must be a whole number."),
         ("--learning-rate much", "argument --learning-rate: 'much' must be a number."),
         ("--model x", "arguments are required: --data. What there is: liger-jax finetune --help"),
@@ -100,6 +109,7 @@ def test_names_of_other_trainers_lead_to_options_that_there_are():
     elsewhere = {"--seq", "--device", "--max-new-tokens", "--search", "--cpo-alpha", "--reward"}  # of other commands
     ours = {*parser._option_string_actions} | elsewhere
     told = {name: (option,) for name, (option, _) in _other_words._TOLD.items()}
+    told |= {name: (_other_words._TRAINS,) for name in _other_words._TOLD_BY_TRAINERS}
     for name, meant in (_parser._ELSEWHERE | told).items():
         assert ours.issuperset(meant) and name not in ours
 
@@ -163,6 +173,7 @@ def test_settings_come_back_from_the_file_that_a_run_writes(capsys, tmp_path):
     [
         ("learning_rat = 1", "learning_rat is no option of liger-jax finetune. Did you mean --learning-rate?"),
         ("lr = 1", "lr is no option of liger-jax finetune. Did you mean --learning-rate?"),
+        ("adam_beta2 = 0.9", "adam_beta2 is no option of liger-jax finetune. No command changes it: beta1 is 0.9,"),
         ("steps = 1.5", "steps = 1.5 must be a whole number."),
         ('learning_rate = "much"', 'learning_rate = "much" must be a number.'),
         ('pack = "yes"', 'pack = "yes" must be true or false.'),

@@ -70,6 +70,29 @@ def test_a_run_that_does_not_fit_says_in_its_first_line_what_makes_it_fit_here()
     assert plan("qwen2.5-7b", device="l4", lora=16, micro_batches=2).fits
 
 
+def test_that_more_devices_alone_help_is_said_in_a_sentence(capsys):
+    command = "plan --model llama-3.1-8b --memory 24GiB --lora 32 --quantize nf4 --batch 1 --remat offload --seq 131072"
+    assert main(command.split()) == 0
+    assert "No option" not in capsys.readouterr().out
+    command = command.replace("24GiB", "18GiB")
+    assert main(command.split()) == 1
+    printed = capsys.readouterr().out
+    told = "No option makes it fit one GPU of 18.0 GiB; shorter rows would: --search seq finds the longest."
+    assert told in printed.splitlines()
+    advised = re.search("^  (--device gpu:.*?)  saves", printed, re.MULTILINE)[1]
+    assert "--memory 18GiB" in advised and main([*command.split(), *advised.split()]) == 0
+    whole = report.text(plan("llama-3-70b", batch=1, device="h200"))
+    assert "No option makes it fit one NVIDIA H200 while all weights are trained.\n" in whole
+
+
+@pytest.mark.parametrize("share, told", [(1.01, True), (1.09, True), (1.3, False)])
+def test_a_refusal_by_a_little_names_the_compiler(share, told):
+    whole = plan("qwen2-0.5b", device="l4")
+    needed = share * whole.run.target.capacity_bytes
+    found = dataclasses.replace(whole, estimates={k: _scaled(e, needed) for k, e in whole.estimates.items()})
+    assert any("what is missing: ask the compiler, --level compiled" in note for note in report.notes(found)) == told
+
+
 def test_the_limit_is_that_of_the_fraction_that_is_named():
     found = plan("llama-3.2-1b", device="rtx4090")
     for share in (0.5, 0.9, 0.93, 0.98):

@@ -13,6 +13,7 @@ from liger_jax.planner import defaults, plan, planning, searching
 from liger_jax.planner.architectures import MODELS
 from liger_jax.planner.compiled import Compiled
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
 SMALL = "plan --model qwen2-0.5b --batch 8 --seq 512 --device h200".split()
 
 
@@ -126,16 +127,55 @@ def test_the_size_that_is_looked_for_may_be_missing_or_impossible(what, typed, l
     answer = lambda run: Compiled(8 * run.tokens * 2**20, 0, 0)  # of an H200's 132.8 GiB
     for module in (searching, planning):
         monkeypatch.setattr(module, "compile_run", answer)
-    monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)
+    monkeypatch.setattr(searching.compilers, "missing_compiler", lambda platform: None)
     command = f"plan --model qwen2-0.5b --device h200:8 --search {what} {typed}"
     assert main(command.split()) == 0
     assert f"The largest {what} that fits is {largest}." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "typed, missing, told",
+    [
+        ("--device rtx4090", "nothing compiles here", "by the estimate, since nothing compiles here."),
+        ("--device rtx4090 --level estimate", None, "by the estimate."),
+        ("--memory 24GiB", None, "by the estimate, since no chip is named for which a step could be compiled."),
+    ],
+)
+def test_without_a_compiler_or_by_request_the_estimate_is_searched(typed, missing, told, capsys, monkeypatch):
+    monkeypatch.setattr(searching, "compile_run", None)
+    monkeypatch.setattr(searching.compilers, "missing_compiler", lambda platform: missing)
+    command = f"plan --model llama-3.1-8b --lora 32 --quantize nf4 --batch 1 {typed}"
+    assert main([*command.split(), "--search", "seq"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Fits: ") and told in printed and "compiled" not in printed.partition(told)[0]
+    longest = int(re.search(r"The largest seq that fits is (\d+) by", printed)[1])
+    fits = lambda seq: main([*command.split(), "--seq", str(seq)])
+    assert longest % 128 == 0 and [fits(longest), fits(longest + 128)] == [0, 1]
+
+
+def test_the_page_of_long_rows_says_what_the_estimate_finds():
+    page = " ".join(PAGE.with_name("long-rows.md").read_text(encoding="utf8").split())
+    told = re.search(r"it says ([\d.]+) GiB for the ([\d,]+) .* the ([\d.]+) that.* finds ([\d,]+) tokens", page)
+    options = dict(device="rtx4090", lora=32, quantize="nf4", packed=True, batch=1, remat="offload")
+    at = lambda seq: plan("llama-3.1-8b", seq=seq, rope_scaling="llama3", **options)
+    asked, longest = (int(told[i].replace(",", "")) for i in (2, 4))
+    assert f"{at(asked).needed / 2**30:.1f}" == told[1]
+    assert f"{at(asked).run.target.capacity_bytes / 2**30:.1f}" == told[3]
+    assert at(longest).fits and not at(longest + 128).fits
+
+
+def test_a_mesh_is_searched_by_the_estimate_and_the_compiler_is_asked_where_it_is_named(capsys, monkeypatch):
+    assert main("plan --model llama-3-8b --batch 4 --device h200:8 --search mesh --level estimate".split()) == 0
+    assert "is the first that fits by the estimate." in capsys.readouterr().out
+    monkeypatch.setattr(searching.compilers, "missing_compiler", lambda platform: "nothing compiles here")
+    told = refused([*SMALL, "--search", "seq", "--level", "compiled"], capsys)
+    assert told == "liger-jax plan: nothing compiles here\n"
+
+
 def test_the_first_mesh_that_fits_is_looked_for(capsys, monkeypatch):
     """Four sequences are no batch for eight devices along fsdp, so that mesh is not even compiled."""
     monkeypatch.setattr(searching, "compile_run", lambda run: Compiled(2**40 >> run.mesh["tensor"], 0, 0))
-    monkeypatch.setattr(searching.compilers, "need_compiler", lambda platform: None)
+    monkeypatch.setattr(searching.compilers, "missing_compiler", lambda platform: None)
     monkeypatch.setattr(planning, "compile_run", lambda run: Compiled(2**30, 0, 0))
     assert main("plan --model llama-3-8b --batch 4 --seq 2048 --device h200:8 --search mesh".split()) == 0
     printed = capsys.readouterr().out
@@ -187,14 +227,11 @@ def test_what_is_not_said_is_as_in_finetune(capsys):
     assert chosen == dict(dtype=run.dtype, param_dtype=run.param_dtype)
 
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
-
-
 @pytest.mark.parametrize(
     "command, first",
     [
         ("plan --model qwen2.5-7b --device rtx4090 --lora 16", "Fits:"),
-        ("plan --model meta-llama/Meta-Llama-3-8B --batch 1 --seq 4096 --device l4", "To make it fit"),
+        ("plan --model meta-llama/Meta-Llama-3-8B --batch 1 --seq 4096 --device l4", "No option makes it fit"),
     ],
 )
 def test_the_page_shows_what_the_command_prints(command, first, capsys):
