@@ -25,6 +25,7 @@ from liger_jax.models.hugging_face import checkpoint
 from liger_jax.models.hugging_face.names import refusing_foreign_names
 from liger_jax.models.hugging_face.pretrained import Pretrained
 from liger_jax.ops import TokenLogProbs, TokenLosses
+from liger_jax.ops._mesh import varying_axes
 from liger_jax.ops.labels import IGNORE_INDEX, as_labels
 from liger_jax.ops.linear.fused_linear_token_loss import as_tuple, broadcast_to_tokens, hoisted
 
@@ -313,7 +314,9 @@ class CausalLM(Pretrained):
         if labels is None and shift_labels is None:
             raise ValueError("token_loss needs the labels whose probabilities are wanted. Pass labels=input_ids.")
         per_token = as_tuple("token_loss", per_token)
-        function, constants = hoisted("token_loss", loss_fn, 1 + entropy, per_token)
+        of_tokens = [x for x in (input_ids, labels, shift_labels, segment_ids) if x is not None]
+        varying = varying_axes(*map(as_labels, of_tokens), *per_token)
+        function, constants = hoisted("token_loss", loss_fn, 1 + entropy, per_token, varying)
         return self._token_loss(
             input_ids,
             function=function,

@@ -12,6 +12,7 @@ from liger_jax.ops import LossMetrics, _checks, fused_linear_cross_entropy
 from liger_jax.ops._checks import ArrayLike
 from liger_jax.ops._loss import as_arrays
 from liger_jax.ops.labels import IGNORE_INDEX
+from liger_jax.ops.layout import is_explicit, names, spec_of
 from liger_jax.ops.linear.fused_linear_cross_entropy import named_loss
 
 _PARAMETERS = inspect.signature(fused_linear_cross_entropy).parameters.values()
@@ -33,6 +34,10 @@ def causal_lm_loss(
 
     loss = mean over scored t of −log softmax(hidden[..., t, :]·headᵀ)[labels[..., t + 1]]
 
+    Inside `jax.shard_map` each device must have whole rows, which nothing can check: a part of a row would lose the
+    label of its last position. Where rows are split, take `shifted_labels` of whole rows outside of it, and
+    `fused_linear_cross_entropy` inside.
+
     A batch axis is not needed: one sequence serves, and so does `jax.vmap` over sequences, with a mean for each.
 
     Args:
@@ -47,8 +52,8 @@ def causal_lm_loss(
         A float32 scalar, or (..., T) with `reduction="none"`; with `return_metrics=True` a pair of it and the metrics.
 
     Raises:
-        ValueError: there is no axis of positions, `labels` or `segment_ids` have another shape than the positions, or
-            an option is refused.
+        ValueError: there is no axis of positions, `labels` or `segment_ids` have another shape than the positions,
+            Explicit axes of a mesh split the labels' rows, or an option is refused.
         TypeError: an option is unknown, or an array of another dtype.
 
     Example:
@@ -71,8 +76,20 @@ def causal_lm_loss(
             raise ValueError(
                 f"causal_lm_loss: {name} has shape {x.shape}; it must be {hidden.shape[:-1]}, one for each position."
             )
+    _check_whole_rows(labels)
     targets = shifted_labels(labels, segment_ids)
     return named_loss("causal_lm_loss", hidden, head, targets, **_OPTIONS | options)
+
+
+def _check_whole_rows(labels: jax.Array) -> None:
+    split = names(spec_of(labels)[-1]) if is_explicit(labels) else ()
+    if split:
+        raise ValueError(
+            f"causal_lm_loss: labels lie on the mesh as {spec_of(labels)}, which splits the positions over {split}, "
+            "and the label of a part's last position lies on another device. Move labels and segment_ids by "
+            "jax.sharding.reshard so that rows are whole; or take shifted_labels before you place them, and then "
+            "fused_linear_cross_entropy."
+        )
 
 
 def _check_option(name: str) -> None:

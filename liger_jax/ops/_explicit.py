@@ -29,6 +29,21 @@ def row_spec(x: jax.Array) -> P | None:
     return spec if spec[-1] is None else None
 
 
+def norm_spec(op: str, x: jax.Array) -> P | None:
+    """`row_spec` for a norm, whose parameters have an entry for each number of a row.
+
+    Raises:
+        ValueError: the rows themselves are split.
+    """
+    spec = row_spec(x)
+    if spec is None and x.ndim and is_explicit(x):
+        raise ValueError(
+            f"{op}: x lies on the mesh as {spec_of(x)}, which splits its last axis over {names(spec_of(x)[-1])}, but "
+            "each device must have whole rows. Move it by jax.sharding.reshard, or call this inside jax.shard_map."
+        )
+    return spec
+
+
 def on_rows(
     op: str, function: Callable[..., Any], spec: P, rows: tuple[Any, ...], whole: tuple[Any, ...] = (), results: int = 1
 ) -> Any:
@@ -63,7 +78,17 @@ def on_parts(op: str, function: Callable[..., Any], arrays: tuple[Any, ...], spe
     mapped = jax.shard_map(
         function, mesh=None if in_context else mesh, in_specs=specs, out_specs=out, axis_names=axes, check_vma=False
     )
-    return mapped(*placed)
+    try:
+        return mapped(*placed)
+    except ValueError as error:
+        if not str(error).startswith("jax.shard_map requires axis_names="):
+            raise
+        # jax.vmap takes the axes that it maps over out of the mesh.
+        raise ValueError(
+            f"{op}: jax.vmap maps over an array axis that the mesh's Explicit axes split. Call {op} without jax.vmap "
+            "where it takes leading axes, or put the jax.vmap inside of a jax.shard_map, or move the array by "
+            "jax.sharding.reshard so that the mapped axis is whole."
+        ) from None
 
 
 def _placed(op: str, x: jax.Array, spec: P, mesh: Any) -> jax.Array:

@@ -74,7 +74,7 @@ def dyt(
     x, alpha, scale, bias = _checks.floating(_OP, x=x, alpha=alpha, scale=scale, bias=bias)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
     _checks.check_shape(_OP, "alpha", alpha, (), "one number scales all of x")
-    if (spec := _explicit.row_spec(x)) is not None:
+    if (spec := _explicit.norm_spec("dyt", x)) is not None:
         op = functools.partial(dyt, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (alpha, scale, bias))
     rows = x.reshape(-1, x.shape[-1])

@@ -90,7 +90,7 @@ def fused_add_rms_norm(
     _checks.check_choice(_OP, "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows(_OP, x, scale=scale)
     _checks.check_shape(_OP, "residual", residual, x.shape, "it is added to x element by element")
-    if (spec := _explicit.row_spec(x)) is not None:
+    if (spec := _explicit.norm_spec("fused_add_rms_norm", x)) is not None:
         options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
         op = functools.partial(fused_add_rms_norm, **options)
         return _explicit.on_rows(_OP, op, spec, (x, residual), (scale,), results=2)

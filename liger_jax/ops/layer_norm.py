@@ -77,7 +77,7 @@ def layer_norm(
     x, scale, bias = _checks.floating(_OP, x=x, scale=scale, bias=bias)
     _checks.check_eps(_OP, eps)
     _checks.check_rows(_OP, x, scale=scale, bias=bias)
-    if (spec := _explicit.row_spec(x)) is not None:
+    if (spec := _explicit.norm_spec("layer_norm", x)) is not None:
         op = functools.partial(layer_norm, eps=eps, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (scale, bias))
     rows = x.reshape(-1, x.shape[-1])

@@ -72,7 +72,7 @@ def poly_norm(
     _checks.check_rows(_OP, x)
     _checks.check_shape(_OP, "weight", weight, (3,), "one coefficient for each of x³, x² and x")
     _checks.check_shape(_OP, "bias", bias, (), "one number is added to all elements")
-    if (spec := _explicit.row_spec(x)) is not None:
+    if (spec := _explicit.norm_spec("poly_norm", x)) is not None:
         op = functools.partial(poly_norm, eps=eps, implementation=implementation)
         return _explicit.on_rows(_OP, op, spec, (x,), (weight, bias))
     _KERNELS.choose(implementation, x, weight, bias)

@@ -86,7 +86,7 @@ def rms_norm(
     _checks.check_number("rms_norm", offset=offset)
     _checks.check_choice("rms_norm", "casting_mode", casting_mode, CASTING_MODES)
     _checks.check_rows("rms_norm", x, scale=scale)
-    if (spec := _explicit.row_spec(x)) is not None:
+    if (spec := _explicit.norm_spec("rms_norm", x)) is not None:
         options = dict(eps=eps, offset=offset, casting_mode=casting_mode, implementation=implementation)
         op = functools.partial(rms_norm, **options)
         return _explicit.on_rows("rms_norm", op, spec, (x,), (scale,))

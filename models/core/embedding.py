@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from liger_jax.ops._mesh import align_varying
 from liger_jax.pallas_kernels._tiles import is_symbolic
 
 
@@ -23,7 +24,7 @@ def embed(table: Float[Array, "V D"], ids: Integer[Array, "B T"], dtype: Any) ->
     Returns:
         (B, T, D).
     """
-    return _embedded(table, ids, dtype)
+    return _embedded(*align_varying(table, ids), dtype)
 
 
 def sums_gradients(mesh_axes: tuple[str, ...], *, is_frozen: bool) -> bool:
@@ -73,6 +74,7 @@ def embed_tied(
         float16 head's gradient is rounded before the embedding's is added, since float16 may not hold its rounding
         errors.
     """
+    table, ids = align_varying(table, ids)
     embeddings, head, rounding_errors = _looked_up(table, ids, dtype)
     if tied_head_dtype(table.dtype) != table.dtype:
         head = _widened(head, rounding_errors, _sorted_tokens(ids, len(table)).distinct_ids)

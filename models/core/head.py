@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from liger_jax.ops._mesh import align_varying
+
 
 def logit_options_of(config: Any) -> dict[str, Any]:
     """How logits come from the head's product, as the losses take it.
@@ -19,7 +21,6 @@ def logit_options_of(config: Any) -> dict[str, Any]:
     return dict(logit_scale=config.logit_scale, logit_softcap=config.final_logit_softcapping)
 
 
-@jax.custom_vjp
 def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
     """hidden·weightᵀ in float32: both factors have hidden's dtype, and the accumulator is float32.
 
@@ -33,11 +34,16 @@ def head_logits(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> F
     Returns:
         float32 logits.
     """
+    return _head_logits(*align_varying(hidden, weight))
+
+
+@jax.custom_vjp
+def _head_logits(hidden, weight):
     return jnp.einsum("btd,vd->btv", hidden, weight.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def _head_logits_forward(hidden, weight):
-    return head_logits(hidden, weight), (hidden, weight)
+    return _head_logits(hidden, weight), (hidden, weight)
 
 
 def _head_logits_backward(residuals, dlogits):
@@ -48,4 +54,4 @@ def _head_logits_backward(residuals, dlogits):
     return dhidden, dweight.astype(weight.dtype)
 
 
-head_logits.defvjp(_head_logits_forward, _head_logits_backward)
+_head_logits.defvjp(_head_logits_forward, _head_logits_backward)

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from liger_jax import cross_entropy, fused_linear_cross_entropy
 from liger_jax.losses import causal_lm_loss
@@ -116,6 +118,16 @@ def test_vmap_over_sequences_gives_each_its_own_loss_and_gradients(arrays):
     close(found[0], [value for value, _ in each])
     close(found[1][0], jnp.concatenate([grads[0] for _, grads in each]))
     close(found[1][1], jnp.stack([grads[1] for _, grads in each]))
+
+
+def test_labels_whose_rows_a_mesh_splits_are_refused(devices):
+    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(AxisType.Explicit,), devices=devices[:2])
+    labels = jax.device_put(jnp.zeros((2, 4), jnp.int32), NamedSharding(mesh, P(None, "sequence")))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"^causal_lm_loss: labels lie .*positions over \('sequence'"),
+    ):
+        causal_lm_loss(jnp.zeros((2, 4, 8)), jnp.zeros((5, 8)), labels)
 
 
 def test_hidden_states_of_one_position_are_refused(arrays, unchecked_types):

@@ -168,3 +168,25 @@ def test_token_loss_of_a_sharded_batch_is_the_whole_batch_s(axis_type, devices, 
     close(loss, expected)
     jax.tree.map(lambda x, y: close(x, y, atol=1e-4 * np.max(np.abs(y))), found, gradients)
     assert parts.losses.sharding.is_equivalent_to(sharded.sharding, 2)
+
+
+@pytest.mark.parametrize("kind", first(1, ["token_loss", "logits and loss"]))
+def test_a_shard_map_around_the_model_gives_the_whole_batch_s_gradients(kind, devices, model, tokens):
+    """With check_vma, where JAX follows what varies: parameters do not, and their gradients must not."""
+    mesh = jax.sharding.Mesh(devices[:2], ("data",))
+    graph, state = nnx.split(model)
+
+    def total(state, tokens, advantages, c):
+        model = nnx.merge(graph, state)
+        if kind == "token_loss":
+            return policy(model, tokens, advantages, 5, c)[0]
+        output = model(tokens, labels=tokens, return_logits=True, loss_normalizer=5.0)
+        return output.loss + c * jnp.sum(output.logits**2)
+
+    def on_parts(*arguments):
+        local = lambda *arguments: jax.lax.psum(total(*arguments), "data")
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P("data"), P()), out_specs=P())(*arguments)
+
+    arguments = state, tokens, jnp.array([1.0, -0.5]), jnp.float32(0.1)
+    found, expected = (jax.jit(jax.value_and_grad(f, (0, 2, 3)))(*arguments) for f in (on_parts, total))
+    jax.tree.map(lambda x, y: close(x, y, atol=1e-4 * np.max(np.abs(y))), found, expected)

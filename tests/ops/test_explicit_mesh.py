@@ -219,6 +219,29 @@ def test_arrays_that_would_have_to_be_gathered_are_refused(mesh):
         loss(rows, place((12, 4), P(("data", "fsdp"))), labels)
 
 
+NORMS = {
+    "rms_norm": lambda x: ops.rms_norm(x),
+    "layer_norm": lambda x: ops.layer_norm(x),
+    "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, x, jnp.ones(16)),
+    "dyt": lambda x: ops.dyt(x, jnp.float32(0.5)),
+    "poly_norm": lambda x: ops.poly_norm(x, jnp.ones(3), jnp.float32(0.0)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_of_split_rows_is_refused(name, mesh):
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P(None, "fsdp")))
+    message = rf"^{name}: x lies on the mesh as .*splits its last axis over \('fsdp',\), .*jax.sharding.reshard"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        NORMS[name](x)
+
+
+def test_a_vmap_over_a_split_axis_is_refused_by_name(mesh):
+    x = jax.device_put(jnp.ones((8, 3, 16)), NamedSharding(mesh, P("fsdp")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="^rms_norm: jax.vmap maps over .* Explicit axes split"):
+        jax.vmap(ops.rms_norm)(x)
+
+
 @pytest.mark.parametrize("kernel", ["triton"])
 def test_ops_run_outside_of_jit_and_of_a_mesh_in_context(kernel_here, mesh, rng):
     x, scale = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 70), (70,)))
