@@ -126,6 +126,11 @@ def merged_over(statistics: Statistics, axis: str, shard_size: int) -> Statistic
     return merged._replace(max_logit=max_logit, predicted_token=first)
 
 
+def share_of_rows(statistics: Statistics, whole: Statistics) -> jax.Array:
+    """(N,) the share of the probability that a shard has: the derivative of the rows' log-normaliser by the shard's."""
+    return jnp.exp(statistics.log_normalizer - whole.log_normalizer)
+
+
 def _of_all_shards(x: jax.Array, *, shard: jax.Array, axis: str) -> jax.Array:
     """x (n,) of every shard, (shards, n): a sum, which JAX knows to be the same on every device."""
     others = full_like(x, (jax.lax.axis_size(axis), x.size), 0, x.dtype)

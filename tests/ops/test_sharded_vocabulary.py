@@ -18,8 +18,8 @@ def mesh(devices):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mesh, rng):
+@pytest.mark.parametrize("reduction, mode", [("mean", "lean"), ("mean", "fast"), ("none", "lean")])
+def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mode, mesh, rng):
     case = make_case(rng, n=24, v=64)
     inputs, labels = arrays(FUSED.inputs(case)), jnp.asarray(case.labels)
     t, c = arrays([case.token_weights, case.class_weights])
@@ -36,7 +36,7 @@ def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mesh, rng
 
     def sharded(inputs, t):
         local = lambda hidden, weight, bias, labels, t, c: FUSED(
-            [hidden, weight, bias], labels, token_weights=t, class_weights=c, vocab_axis="shard", **options
+            [hidden, weight, bias], labels, token_weights=t, class_weights=c, vocab_axis="shard", mode=mode, **options
         )
         specs = (same, split, split, same, same, split)
         mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=same, check_vma=check_vma)
@@ -88,11 +88,35 @@ def test_impossible_label_on_a_sharded_vocabulary_is_nan(mesh):
     assert np.isfinite(rows[0]) and np.all(np.isnan(rows[1:]))
 
 
-def test_fast_mode_refuses_a_sharded_vocabulary(mesh):
-    local = lambda h, w, y: fused_linear_cross_entropy(h, w, y, vocab_axis="shard", mode="fast")
-    loss = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("shard"), jax.P()), out_specs=jax.P())
-    with pytest.raises(ValueError, match="log-normaliser of all shards is unknown"):
-        loss(jnp.ones((3, 8)), jnp.ones((16, 8)), jnp.array([1, 2, 3]))
+@pytest.mark.parametrize("kernel", ["xla", "mosaic_tpu:interpret"])
+def test_gradients_made_in_the_forward_are_those_of_the_whole_vocabulary(kernel, mesh, rng):
+    case = make_case(rng, n=40, v=16 * mesh.size)
+    hidden, weight, _ = arrays(FUSED.inputs(case))
+    labels = jnp.asarray(case.labels)
+    fused = functools.partial(fused_linear_cross_entropy, mode="fast", chunk_size=16, implementation=kernel)
+    sharded = jax.shard_map(
+        functools.partial(fused, vocab_axis="shard"),
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P("shard"), jax.P()),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    expected, expected_grads = value_and_grad(fused, (0, 1))(hidden, weight, labels)
+    found, grads = value_and_grad(sharded, (0, 1))(hidden, weight, labels)
+    assert relative_error(found, expected) < 1e-5
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert relative_error(grad, expected_grad) < 2e-5
+
+
+def test_forward_mode_on_shards_is_that_of_the_whole_vocabulary(mesh, rng):
+    case = make_case(rng, n=24, v=16 * mesh.size)
+    hidden, weight, _ = arrays(FUSED.inputs(case))
+    tangents = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (hidden, weight)]
+    fused = functools.partial(fused_linear_cross_entropy, mode="fast", implementation="xla")
+    specs = dict(in_specs=(jax.P(), jax.P("shard"), jax.P()), out_specs=jax.P())
+    sharded = jax.shard_map(functools.partial(fused, vocab_axis="shard"), mesh=mesh, **specs)
+    of = lambda loss: jax.jvp(lambda h, w: loss(h, w, jnp.asarray(case.labels)), (hidden, weight), tuple(tangents))[1]
+    assert relative_error(of(jax.jit(sharded)), of(fused)) < 2e-5
 
 
 H, W, Y = jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.zeros(8, jnp.int32)

@@ -192,7 +192,7 @@ def plan(
 ) -> Plan:
     """Mode and chunk of the loss on one device, by distillation_plan.py."""
     dtypes = [x.dtype for x in student if x is not None]
-    reason = why_not_fast(static.reduction, options.vocab_axis, *dtypes)
+    reason = why_not_fast(static.reduction, options.vocab_axis is not None, *dtypes)
     heads = [head for head in (student, teacher) if isinstance(head, Head)]
     n, d = student.hidden.shape
     if is_symbolic(n):

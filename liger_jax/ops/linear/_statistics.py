@@ -37,6 +37,7 @@ def problem_on_device(
     options: LinearOptions,
     reduction: str,
     vocab_axis: str | None,
+    merges_in_forward: bool = False,
     **limits: Any,
 ) -> Problem:
     """The problem of one device's arrays. If they lie on a mesh that the compiler would partition: a ValueError."""
@@ -49,7 +50,7 @@ def problem_on_device(
         weight,
         *others,
         options=options,
-        not_fast_because=why_not_fast(reduction, vocab_axis, *dtypes),
+        not_fast_because=why_not_fast(reduction, vocab_axis is not None and not merges_in_forward, *dtypes),
         place=place,
         **limits,
     )

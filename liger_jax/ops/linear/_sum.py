@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.custom_derivatives import zero_from_primal
 
 from liger_jax.ops._forward_mode import reverse_only
 from liger_jax.ops.linear._statistics import (
@@ -41,6 +41,9 @@ class RowLoss(NamedTuple):
     losses: Callable[[Statistics, Any, Any], jax.Array]  # (N,) float32
     cotangents: Callable[[Statistics, Any, Any], Cotangents]  # the losses' derivatives by the statistics
     is_shared: bool  # whether they are the same functions in every call, or close over what belongs to one
+    # The devices that make the same losses from shards of the vocabulary. Their mean is what the caller differentiates,
+    # and each device's sum then gets that share of the cotangent. A shard's gradients need the whole of it.
+    copies: int = 1
 
 
 def _sum(hidden, weight, bias, terms, class_weights, constants, labels, problem, options, row_loss):
@@ -91,7 +94,7 @@ def _sum_backward_rule(problem, options, row_loss, residuals, cotangents):
         return jnp.sum(row_loss.losses(statistics, terms, constants))
 
     terms_grad, constants_grad = jax.vjp(loss_of, terms, constants)[1](g)
-    return *scaled(grads, g), terms_grad, None, constants_grad, None
+    return *scaled(grads, row_loss.copies * g), terms_grad, None, constants_grad, None
 
 
 _sum_vjp.defvjp(_sum_forward_rule, _sum_backward_rule, symbolic_zeros=True)
@@ -105,7 +108,7 @@ def _sum_tangent_rule(problem, options, row_loss, arrays, tangents):
     of_head = tangents[:3]
     needs = Needs(*(x is not None and not is_zero(x) for x in of_head))
     loss, statistics, grads = _undivided(arrays, needs, problem, options, row_loss)
-    parts = [_product(grad, x) for grad, x, need in zip(grads, of_head, needs, strict=True) if need]
+    parts = [row_loss.copies * _product(grad, x) for grad, x, need in zip(grads, of_head, needs, strict=True) if need]
     if not all(map(is_zero, jax.tree.leaves((tangents[3], tangents[5])))):
 
         def loss_of(terms, constants):
@@ -134,7 +137,7 @@ def _product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
 
 def _no_tangent(x: jax.Array) -> Any:
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return full_like(x, x.shape, 0, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
+    return full_like(x, x.shape, 0, x.dtype) if is_float else zero_from_primal(x, symbolic_zeros=True)
 
 
 def _as_tangent(primal: jax.Array, tangent: Any) -> Any:

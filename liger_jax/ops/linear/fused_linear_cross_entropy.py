@@ -22,6 +22,23 @@ from liger_jax.pallas_kernels.fused_linear_cross_entropy.config import LinearOpt
 
 _CROSS_ENTROPY = RowLoss(formulas.row_losses, formulas.row_cotangents, is_shared=True)
 
+
+@functools.lru_cache  # so that all calls have the same functions
+def _cross_entropy_of_shards(axis: str, devices: int, shard_size: int) -> RowLoss:
+    """The same where each of the devices along an axis has the statistics of its shard of the vocabulary."""
+
+    def losses(statistics, *others):
+        return formulas.row_losses(_vocab_shards.merged_over(statistics, axis, shard_size), *others)
+
+    def cotangents(statistics, *others):
+        whole = _vocab_shards.merged_over(statistics, axis, shard_size)
+        found = formulas.row_cotangents(whole, *others)
+        share = _vocab_shards.share_of_rows(statistics, whole)
+        return found._replace(log_normalizer=share * found.log_normalizer)
+
+    return RowLoss(losses, cotangents, is_shared=True, copies=devices)
+
+
 # --- the public function ----------------------------------------------------------------------------------------------
 
 
@@ -87,7 +104,7 @@ def fused_linear_cross_entropy(
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
-            of the vocabulary, while hidden, labels and token arguments are the same on all; needs mode "lean". With
+            of the vocabulary, while hidden, labels and token arguments are the same on all; "auto" is then "lean". With
             `check_vma=False` nothing tells whether they are: a head that is whole then gives a wrong loss.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
@@ -187,7 +204,8 @@ def _local(
     linear_options = LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0)
     problem = problem_on_device(
         options.op, hidden, weight, labels, bias, class_weights,
-        options=linear_options, reduction=options.reduction, vocab_axis=vocab_axis, split=split, **limits,
+        options=linear_options, reduction=options.reduction, vocab_axis=vocab_axis, merges_in_forward=mode == "fast",
+        split=split, **limits,
     )  # fmt: skip
     terms, kernel_labels = _vocab_shards.token_terms(
         labels, where, token_weights, class_weights, options, problem.v, vocab_axis
@@ -197,10 +215,15 @@ def _local(
         h, w, b, c, c_sum, y, *coefficients = _mesh.align_varying(
             hidden, weight, bias, class_weights, terms.class_weight_sum, kernel_labels, *terms.coefficients
         )
-        coefficients = formulas.Coefficients(*coefficients)
+        coefficients, row_loss = formulas.Coefficients(*coefficients), _CROSS_ENTROPY
+        if vocab_axis is not None:
+            row_loss = _cross_entropy_of_shards(vocab_axis, jax.lax.axis_size(vocab_axis), problem.v)
         loss, statistics = linear_sum(
-            h, w, b, coefficients, c, c_sum, y, problem=problem, options=linear_options, row_loss=_CROSS_ENTROPY
+            h, w, b, coefficients, c, c_sum, y, problem=problem, options=linear_options, row_loss=row_loss
         )
+        if vocab_axis is not None:
+            loss = jax.lax.pmean(loss, vocab_axis)
+            statistics = _vocab_shards.merged_over(statistics, vocab_axis, problem.v)
         loss = options.sum(loss)  # of other devices, too
     else:
         h, w, b, c, y = _mesh.align_varying(hidden, weight, bias, class_weights, kernel_labels)

@@ -101,11 +101,11 @@ def soft_budget_bytes(device_memory_bytes: int | None) -> int | None:
     return None if device_memory_bytes is None else device_memory_bytes // SHARE_OF_MEMORY
 
 
-def why_not_fast(reduction: str, vocab_axis: str | None, *dtypes: Any) -> str | None:
+def why_not_fast(reduction: str, split_vocabulary: bool, *dtypes: Any) -> str | None:
     """The reason why gradients of these dtypes cannot be made in the forward, or None."""
     if reduction == "none":
         return "the cotangent of each token's loss is unknown in the forward; use mode='lean' or reduction='sum'"
-    if vocab_axis is not None:
+    if split_vocabulary:
         return "the log-normaliser of all shards is unknown while one is computed; use mode='lean'"
     if jnp.float16 in dtypes:
         return "float16 rounds gradients to 0 before a loss scale can reach them; use mode='lean' or bfloat16"
@@ -193,7 +193,7 @@ def problem_of_sizes(
         jax.ShapeDtypeStruct((n, d), dtype),
         jax.ShapeDtypeStruct((v, d) if weight_layout == "vd" else (d, v), weight_dtype),
         options=LinearOptions(logit, weight_layout, current_precision(None), mode, chunk_size=0),
-        not_fast_because=why_not_fast(reduction, None, jnp.dtype(dtype), jnp.dtype(weight_dtype)),
+        not_fast_because=why_not_fast(reduction, False, jnp.dtype(dtype), jnp.dtype(weight_dtype)),
         place=Place(device, device_memory_bytes),
         split=HeadSplit(((), ()), (1, 1)) if weight_is_split else None,  # of whole sizes
         **options,
