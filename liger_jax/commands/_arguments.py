@@ -132,4 +132,5 @@ def _add_run_arguments(command: argparse.ArgumentParser, settings_type: type[Set
     kept = "write the result of this step, whose checkpoint is kept, to OUT/model-STEP or adapters-STEP; train nothing"
     add("--result-of", type=int, metavar="STEP", help=kept)
     add("--fresh", action="store_true", help="start over, whatever checkpoint there is")
+    add("--risk-memory", action="store_true", help="begin even if the run does not fit by the planner's estimate")
     add("--verify", action="store_true", help="read all weights to know that the model is still the run's")

@@ -50,7 +50,7 @@ def fitted(
         only if they do not fit on the device.
 
     Raises:
-        UserError: the run does not fit; the message says what makes it fit.
+        UserError: the run does not fit, and is not to begin nevertheless; the message says what makes it fit.
         ValueError: the model takes no rows of that length.
     """
     device = devices.here()
@@ -87,7 +87,9 @@ def fitted(
     if needed > capacity:
         run = dataclasses.replace(run, target=dataclasses.replace(device, capacity_bytes=capacity - beside))
         cure = _cure(run, needed, settings.param_dtype or stored, beside, settings.takes_whole_batches)
-        raise UserError(f"The run needs {text}. {cure}")
+        if not settings.risk_memory:
+            raise UserError(f"The run needs {text}. {cure}{_near(needed, capacity)}")
+        print("memory: more than there is, by the estimate; --risk-memory begins nevertheless")
     host = estimate(run).host * device.count_on_host
     if not has_host_memory(run, host):
         assert run.host_memory is not None
@@ -117,7 +119,9 @@ def _decided(settings: Settings, run: Run, fits: Callable[[Run], bool]) -> Run:
 
     # Hosts differ in memory, and all processes have to compile one program.
     first = processes.most(next((i for i, choice in enumerate(choices) if fits_all(choice)), len(choices)))
-    return choices[first] if first < len(choices) else run
+    if first < len(choices):
+        return choices[first]
+    return min(choices, key=lambda choice: estimate(choice).total) if settings.risk_memory else run
 
 
 def gib(size: int) -> str:
@@ -142,6 +146,16 @@ def _cure(run: Run, needed: int, frozen: str, beside: int, whole: bool) -> str:
         least = _changed(run, list(_changes(run, frozen, whole)))
         return f"No change makes it fit: even {_options(run, least)} needs {gib(estimate(least).total + beside)}."
     return f"It fits with {_options(run, found)}: {gib(estimate(found).total + beside)}."
+
+
+def _near(needed: int, capacity: int) -> str:
+    """What is to be said where an estimate may be off by more than what is missing."""
+    if needed > (1 + devices.NEAR) * capacity:
+        return ""
+    return (
+        " An estimate may be off by more than what is missing: liger-jax plan --level compiled asks the compiler, and "
+        "--risk-memory begins nevertheless."
+    )
 
 
 def changes(run: Run, frozen: str, whole: bool = False) -> Run | None:

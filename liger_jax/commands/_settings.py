@@ -27,7 +27,7 @@ _MOST_FLOAT = 3.4e38  # of float32
 # a step is laid into memory.
 _NOT_OF_THE_RUN = (
     "log", "out", "fresh", "every", "samples", "patience", "keep", "merge", "save_dtype", "verify", "mesh",
-    "distributed", "remat", "micro_batches", "result_of",
+    "distributed", "remat", "micro_batches", "result_of", "risk_memory",
 )  # fmt: skip
 _NOT_WRITTEN = ("fresh", "verify", "distributed", "result_of")  # into a run's file of options
 ALTERNATIVES = (("steps", "epochs"),)  # a run takes one: that of the command line overrules the other in a file
@@ -87,6 +87,7 @@ class Settings:
         mesh: the devices along each axis, such as "fsdp=2,tensor=2"; `None` for as many along fsdp as divide the run.
         distributed: join the other processes of the run, as `processes.begin` takes it; `None` for a single process.
         verify: read all of the model's weights to know whether they are still those of the run.
+        risk_memory: begin even if the run does not fit by the planner's estimate.
 
     Raises:
         UserError: a value is out of its range, or does not go with another.
@@ -139,6 +140,7 @@ class Settings:
     mesh: str | None = None
     distributed: str | None = None
     verify: bool = False
+    risk_memory: bool = False
 
     is_alone = False  # whether the command trains in one process
     what_samples = "held-out rows that are continued at each evaluation"

@@ -26,6 +26,7 @@ CONTEXT_BYTES, NCCL_BYTES = int(0.7 * GIB), GIB
 # The share of the allocator's memory that is left free, for fragmentation and for what earlier programs left behind. 29
 # steps ran on an H200: some held 2 % more than their compiler had said, none more (benchmarks/results/planner.md).
 RESERVE = 0.02
+NEAR = 0.1  # of the memory: estimates were as far from the compiler, one way or the other
 LITTLE = 0.03  # of the memory, below which a step that fits is said to fit by a hair
 MOST_GPUS = 4096
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_jax._install import install_command
 from liger_jax.planner.advice import PRECISIONS, Change, options
-from liger_jax.planner.devices import FRACTIONS, GIB, LITTLE, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
+from liger_jax.planner.devices import FRACTIONS, GIB, LITTLE, NEAR, PINNED_GIB, PINNED_LIMIT, Target, pinned_limit
 from liger_jax.planner.estimate import DYNAMIC, STATIC
 from liger_jax.planner.mesh import in_words
 from liger_jax.planner.planning import MemoryPlan
@@ -19,7 +19,6 @@ _MARKS = dict(zip(STATIC + DYNAMIC, "PGOIAFWCL", strict=True))
 _PALETTE = ("#1f4e79", "#2e75b6", "#9dc3e6", "#548235", "#70ad47", "#a9d18e", "#bfbfbf", "#7f7f7f", "#c00000")
 _COLORS = dict(zip(STATIC + DYNAMIC, _PALETTE, strict=True))
 _WIDTH = 60
-_NEAR = 0.1  # of the memory: estimates were as far from the compiler, one way or the other
 
 
 def heading(plan: MemoryPlan) -> str:
@@ -253,7 +252,7 @@ def notes(plan: MemoryPlan) -> list[str]:
         found.append(f"The host holds {plan.host / GIB:.1f} GiB in pinned memory{setting}.")
     if plan.fits and is_tight(target, plan.needed) and not plan.compiled:
         found.append("Note: an estimate may be off by more than what is to spare: ask the compiler, --level compiled.")
-    if not plan.compiled and target.capacity_bytes < plan.needed <= (1 + _NEAR) * target.capacity_bytes:
+    if not plan.compiled and target.capacity_bytes < plan.needed <= (1 + NEAR) * target.capacity_bytes:
         found.append("Note: an estimate may be off by more than what is missing: ask the compiler, --level compiled.")
     if run.model.quantized and "unsloth-bnb" in run.model.name.lower():
         found.append("Note: this checkpoint holds some layers in 16 bits, which is not counted.")

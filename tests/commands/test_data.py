@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer as Plain
 
 from liger_jax import commands
-from liger_jax.commands import _data, _files, _training_rows, main
+from liger_jax.commands import _data, _files, _memory, _training_rows, main
 from liger_jax.commands._chat import ChatTemplate
 from liger_jax.commands._data import Document
 from liger_jax.commands._errors import UserError
@@ -22,6 +22,8 @@ from liger_jax.commands._settings import Settings
 from liger_jax.commands._tokenizer import Tokenizer
 from liger_jax.models.hugging_face.source import Source
 from liger_jax.planner import devices
+from liger_jax.planner.architectures import architecture_of
+from liger_jax.planner.estimate import estimate
 from tests.commands import _tiny
 
 QUESTION = {"role": "user", "content": "one two"}
@@ -294,6 +296,29 @@ def test_a_run_that_cannot_fit_is_refused_with_what_makes_it_fit(source, tmp_pat
         changed = error.partition("It fits with ")[2].partition(":")[0].split()
         later = failure(capsys, folder, *arguments, *changed)
         assert "The run needs" not in later and "a.txt" in later  # it goes on to the data, which is not there
+
+
+@pytest.mark.parametrize("share, is_near", [(1.05, True), (1.2, False)])
+def test_a_refusal_by_a_little_says_how_to_begin_nevertheless(source, tmp_path, monkeypatch, capsys, share, is_near):
+    arguments = ["--data=a.txt", "--length=512", "--micro-batches=1", "--remat=full", f"--out={tmp_path / 'out'}"]
+    monkeypatch.setattr(devices, "here", lambda: _device(1e-6))
+    needed = []
+    monkeypatch.setattr(_memory, "estimate", lambda run: needed.append(estimate(run)) or needed[-1])
+    failure(capsys, source, *arguments)
+    monkeypatch.setattr(devices, "here", lambda: _device(needed[0].total / share / 2**30))
+    told = failure(capsys, source, *arguments)
+    assert "The run needs" in told and ("--risk-memory begins nevertheless." in told) == is_near
+    told = failure(capsys, source, *arguments, "--risk-memory")
+    assert "The run needs" not in told and "a.txt" in told  # it goes on to the data, which is not there
+
+
+def test_a_run_that_risks_it_takes_what_needs_least_of_what_is_left_to_it(source, monkeypatch, capsys):
+    monkeypatch.setattr(devices, "here", lambda: _device(1e-6))
+    settings = Settings(str(source), "a.txt", length=512, batch=4, risk_memory=True)
+    model, mesh = architecture_of(Source(source)), {"data": 1, "fsdp": 1}
+    chosen = _memory.fitted(settings, model, "float32", "float32", "float32", mesh)
+    assert chosen.micro_batches == 4  # a run that is refused has one
+    assert "--risk-memory begins nevertheless\n" in capsys.readouterr().out
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
