@@ -68,10 +68,19 @@ def loss_call(op: str, axes: tuple[str, ...]) -> str:
     elif op == "fused_linear_log_probs":
         call, out = f"{op}({arrays})", f"P({tokens})"
     counted = ", where num_tokens is the number of tokens that are scored" if "num_tokens" in call else ""
+    weighted = ""
+    if "reduction=" in call:  # as "mean" divides
+        weighted = " With token_weights or class_weights, divide by the sum of the weights of these tokens."
+    if len(known) > 1:
+        tokens_are = f"If the axes {tokens} all split the tokens (leave one out that holds the vocabulary, or nothing)"
+    else:
+        tokens_are = f"If {tokens} is what splits the tokens"
     return (
-        f"If {tokens} is what splits the tokens, write jax.shard_map(lambda {arrays}: {call}, mesh=mesh, "
+        f"{tokens_are}, write jax.shard_map(lambda {arrays}: {call}, mesh=mesh, "
         f"in_specs=({specs}), out_specs={out})({arrays}){counted}. P() gathers a {heads[0]} that is split: if another "
         "axis splits its vocabulary, name that axis in its in_spec and as vocab_axis=…, and not among the tokens'."
+        f"{weighted} Under jit nothing tells how arrays lie on Auto axes, so arrays that every device has whole are "
+        "refused, too."
     )
 
 

@@ -83,8 +83,8 @@ def causal_attention(
 
     On a mesh with Explicit axes the batch may be split, and the heads of `q`, `k` and `v` alike. Inside a
     `jax.shard_map`, `sequence_axis` splits rows: each device has chunks of every row, in the order that
-    `layout.in_chunks` makes, and attends to the whole row's keys and values, which are gathered; their gradients are
-    scattered back.
+    `liger_jax.ops.layout.in_chunks` makes, and attends to the whole row's keys and values, which are gathered; their
+    gradients are scattered back. Nothing tells whether rows lie so: in another order the result is wrong.
 
     Args:
         q: (B, Tq, Q, H), queries, any float dtype. Tq is T, unless `q_offset` is given.

@@ -61,9 +61,12 @@ class ParameterParts:
         axis = _split_axis(info, shape, parts)
         split = "·".join(self.fsdp)
         others = next((name for name in self.batch if name not in self.fsdp), "an axis that splits the batch alone")
+        padded = (
+            " Layout(tensor=…) pads a vocabulary that its axis does not divide." if info.kind == "embedding" else ""
+        )
         raise ValueError(
             f"{split}={parts} does not divide axis {axis} of {info.name}, whose shape is {tuple(shape)}. Choose a size "
-            f"that divides {shape[axis]}, and give the other devices to {others}."
+            f"that divides {shape[axis]}, and give the other devices to {others}.{padded}"
         )
 
     def gathered(self, parameters: Any, dtype: Any) -> Any:

@@ -134,6 +134,8 @@ def test_a_vector_that_the_mesh_does_not_divide_is_whole_and_a_matrix_is_refused
     assert Layout().shardings({"bias": jnp.zeros(3)}, MESH)["bias"].spec == P()
     with pytest.raises(ValueError, match=r"fsdp=2 does not divide axis 0 of q_proj.kernel, whose shape is \(3, 4\)"):
         Layout().shardings({"q_proj": {"kernel": jnp.zeros((3, 4))}}, MESH)
+    with pytest.raises(ValueError, match=r"axis 0 of embed_tokens, .* Layout\(tensor=…\) pads a vocabulary"):
+        Layout().shardings({"embed_tokens": jnp.zeros((3, 4))}, MESH)
 
 
 def test_state_of_another_shape_states_its_rule_or_is_refused():

@@ -84,6 +84,8 @@ def test_under_jit_the_sentence_shows_the_call_with_the_axes_and_the_call_is_rig
     assert rest.startswith(
         "are scored. P() gathers a weight that is split: if another axis splits its vocabulary, name"
     )
+    assert "With token_weights or class_weights, divide by the sum of the weights" in rest and "refused, too." in rest
+    assert ("leave one out that holds the vocabulary" in str(error.value)) == (mesh.shape["data"] > 1)
     assert ("('data', 'fsdp')" if mesh.shape["data"] > 1 else "'fsdp'") in call
     names = dict(jax=jax, P=P, mesh=mesh, hidden=hidden, weight=head, labels=labels, num_tokens=B * T - 3)
     names["fused_linear_cross_entropy"] = ops.fused_linear_cross_entropy
