@@ -64,7 +64,6 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
         FileNotFoundError: the model is not there.
     """
     settings, source = _adapters.found(asked)
-    _weights.check("--model", source)
     for folder in _adapters.tuned(settings, source):
         _output.check(settings, folder)
     settings = _as_stored(settings, source)
@@ -76,7 +75,8 @@ def decided(asked: Settings, task: Task | TaskOf, out: Path) -> tuple[Run, Any, 
         raise UserError("--distributed: this command trains in one process. Leave it out.")
     shape = lambda layout: nnx.eval_shape(lambda: _run_model.new(settings, task, source, found, dtypes, layout))
     devices = _devices(settings, task, shape)
-    settings = _fitted(settings, task, found, dtypes, source.dtype, devices)
+    settings = _fitted(settings, task, found, dtypes, source.dtype, devices)  # who has no weights yet sees this, too
+    _weights.check("--model", source)
     model = shape(devices.layout)  # not in the mesh's context, in which Flax makes quantised variables dense
     of_rows = devices.layout_of_rows
     shown = model if not settings.samples or of_rows == devices.layout else shape(of_rows)

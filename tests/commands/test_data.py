@@ -288,6 +288,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_makes_it_fit(source, tmp_pat
         layer_types=None, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, max_position_embeddings=4096
     )
     (folder / "config.json").write_text(json.dumps(config | large))
+    (folder / "model.safetensors").touch()  # nothing comes as far as to read it
     arguments = ["--data=a.txt", "--length=4096", "--batch=8", "--dtype=float32", f"--out={tmp_path / 'out'}"]
     arguments += ["--micro-batches=1", "--remat=full"]  # else the run would choose by itself
     error = failure(capsys, folder, *arguments)
