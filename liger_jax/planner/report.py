@@ -72,7 +72,9 @@ def table(plan: MemoryPlan) -> str:
         lines.append(row("  parameters and state", [c.arguments for c in compiled]))
         lines.append(row("  temporaries", [c.temporaries for c in compiled]))
     capacity = plan.run.target.capacity_bytes
-    lines.append(row("a process can have", [capacity] * 2))
+    less = plan.fits and plan.run.target.limit_for(plan.needed) < capacity
+    why = "  at JAX's largest fraction of a GPU; the first line has the least that holds the step" if less else ""
+    lines.append(row("a process can have", [capacity] * 2) + why)
     free = [capacity - plan.totals[loss] for loss in LOSSES]
     lines.append(f"{'free':<28}" + "".join(number(size) if size >= 0 else f"{'none':>10}" for size in free))
     return "\n".join(lines)
