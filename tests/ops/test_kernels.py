@@ -370,14 +370,24 @@ pallas = pytest.mark.parametrize("name", ["triton:interpret", "mosaic_tpu:interp
 
 @pallas
 @pytest.mark.parametrize(
-    "axis_type, spec",
-    [(AxisType.Auto, PartitionSpec("data")), (AxisType.Explicit, PartitionSpec(None, "data"))],
+    "axis_type, spec, message",
+    [
+        (
+            AxisType.Auto,
+            PartitionSpec("data"),
+            r"'data',\); call it inside jax\.shard_map, which makes every axis Manual",
+        ),
+        (
+            AxisType.Explicit,
+            PartitionSpec(None, "data"),
+            r"x lies .* over \('data',\), but each device must have whole rows",
+        ),
+    ],
     ids=["Auto", "Explicit, and rows are split"],
 )
-def test_pallas_kernel_is_refused_at_trace_time_on_a_mesh_of_several_devices(axis_type, spec, name):
+def test_pallas_kernel_is_refused_at_trace_time_on_a_mesh_of_several_devices(axis_type, spec, message, name):
     mesh = mesh_of_all(axis_type)
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, spec))
-    message = r"'data',\); call it inside jax\.shard_map, which makes every axis Manual"
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), pytest.raises(ValueError, match=message):
         jax.eval_shape(functools.partial(rms_norm, implementation=name), x)
 
