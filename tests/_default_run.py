@@ -26,6 +26,8 @@ FULL = {
         |test_shard_map_over.*xla-(fast|lean)-False|test_labels_may_be_narrower.*int16
         |test_(half_precision|shard_map_over).*mosaic_tpu
         |test_(small_logits|every_option|metrics|predicted|mean_over).*xla.*-cross|test_small_logits.*mosaic_tpu
+        |test_every_option.*(interpret.*-cross|xla-none)|test_every_shape.*(triton.*-cross|xla.*-fused)
+        |test_half_precision.*-cross|test_rows_that_do_not_count.*xla-(where|token_weights)
         |test_(confident|impossible|plain_loss).*xla|test_every_shape.*(xla-\(1,\ 1|mosaic_tpu.*-cross)""",
     "ops/test_fused_linear_cross_entropy.py": r"""
         test_(frozen_head|mixed_precision|chunk_size|a_loss_of_the_sum|a_large_bias|an_infinite_token).*mosaic_tpu
@@ -45,7 +47,7 @@ FULL = {
         |test_one_chunk.*(distillation-without|topk-with\ )|test_tokens_that_do_not_count.*fast
         |test_vmap_is.*\[distillation|test_a_split_vocabulary.*False|test_a_loss_scale.*\[distillation
         |test_a_bucket_is_empty.*\[4|test_opposite.*(tvd|reverse)|test_half_precision.*jsd|test_one_chunk.*topk
-        |test_a_probability.*(tvd|reverse)""",
+        |test_a_probability.*(tvd|reverse)|test_every_divergence.*(jsd-0.0|tvd-0.3)""",
     "ops/test_attention.py": r"""
         test_rows_that_devices_share.*False|test_packed_rows_round.*triton-bfloat16-packed
         |test_nothing_as_large.*(\{\}|window)|test_the_position_that_pads.*\[1-
@@ -56,8 +58,9 @@ FULL = {
     "ops/test_contract.py": r"""
         test_(flax_variables|numpy_arrays).*(fast|layer_norm|fused_add|geglu|apply_mrope|sparsemax|integer_labels)
         |test_plain_jax_has_second.*(layer_norm|fused_add|geglu|apply_mrope|integer_labels)
+        |test_(flax_variables|numpy_arrays|plain_jax).*(causal_lm_loss|gated_mlp|log_probs|apply_rope)
         |test_(flax_variables|numpy_arrays|plain_jax|there_is_no).*(norm|geglu|swiglu|softmax|token_loss|topk|sparse|dyt|mrope)""",
-    "ops/test_dyt.py": r"test_the_largest.*bfloat16",
+    "ops/test_dyt.py": r"test_the_largest.*bfloat16|test_every_shape.*300.*triton",
     "ops/test_explicit_mesh.py": r"""
         test_rows_stay.*(layer_norm|nothing|geglu|swiglu-triton)|test_fused_loss.*fast
         |test_rows_stay.*(poly_norm|group_norm|dyt|relu|fused_add|softmax)""",
@@ -73,7 +76,7 @@ FULL = {
         |test_shard_map.*(False-gelu|True-silu)|test_side_by_side.*xla""",
     "ops/test_group_norm.py": r"test_every_layout.*\[(1-2|1--1|3-1|3--1|6-1|6-2)\]",
     "ops/test_grouped_matmul.py": r"test_groups_of_any.*(even-w|one\ has\ all)|test_shard_map.*False",
-    "ops/test_layer_norm.py": r"test_the_largest.*bfloat16",
+    "ops/test_layer_norm.py": r"test_the_largest.*bfloat16|test_every_shape.*300.*triton",
     "ops/test_rms_norm.py": r"""
         test_(without_a_residual|the_residual_stream|an_unused_output|llama_rounds|float32_parameters).*mosaic_tpu
         |test_(rows_of_zeros|a_row_of_nan).*mosaic_tpu|test_the_smallest.*(1e-38|mosaic_tpu)
@@ -82,7 +85,8 @@ FULL = {
         |test_checkpoint.*interpret|test_half_precision.*mosaic_tpu|test_(without_a_residual|scan).*triton
         |test_is_the_sum.*(xla|mosaic_tpu)|test_the_largest.*mosaic_tpu
         |test_(rows_do_not_see|no_more_than).*(xla|mosaic_tpu)
-        |test_(the_residual_stream|an_unused|every_casting.*none).*xla|test_shard_map.*xla""",
+        |test_(the_residual_stream|an_unused|every_casting.*none).*xla|test_shard_map.*xla
+        |test_every_shape.*300.*interpret""",
     "ops/test_moe_mlp.py": r"test_every_activation.*(gelu|gelu_tanh)\]",
     "ops/test_rope.py": r"""
         test_(vmap|mrope_under_vmap).*interpret|test_vmap.*all\ mapped-interleaved|test_mrope_matches.*xla-2
@@ -91,7 +95,7 @@ FULL = {
         |test_(half_precision|mrope_matches).*xla.*half|test_shard_map.*(replicated\ table-True|split\ table-False)
         |test_every_shape.*xla.*interleaved""",
     "ops/test_sharded_logits.py": r"test_split_classes.*(mean-False|none-True)",
-    "ops/test_sharded_vocabulary.py": r"test_sharded_vocabulary.*(mean-False|none-True)",
+    "ops/test_sharded_vocabulary.py": r"test_sharded_vocabulary_equals.*(mean-lean|fast-False|none-lean-True)",
     "ops/test_sliced_head.py": r"test_loss_metrics.*width-lean",
     "ops/test_rope_table.py": r"test_tables_are.*(dynamic|scaling5|scaling7)",
     "ops/test_refusals.py": r"test_what_is_not_refused.*\[(?!1-(rms_norm|fused_linear_cross|causal_attention))",
@@ -106,6 +110,7 @@ FULL = {
     "losses/test_preference.py": r"test_far_ratios.*\[(hinge|robust|bco_pair|aot|apo_zero|apo_down|nca_pair)-",
     "losses/test_distillation.py": r"test_values_and_gradients.*\[(sum|none)-(js|tv)|test_values.*mean-cosine",
     "losses/test_sampler.py": r"test_a_ratio_beyond.*(token_mask-rows|sequence_truncate-packed|token_truncate-rows)",
+    "layers/test_norms.py": r"test_a_layer_runs_alike.*(Poly|GroupNorm0|DyT)|test_keeps_the_inputs.*(Poly|GroupNorm0)",
     "layers/test_mlp.py": r"test_one_op_has.*(exact\ geglu|None.*-swiglu|bfloat16.*-geglu)",
     # Models
     "models/test_causal_lm.py": r"""
@@ -129,7 +134,7 @@ FULL = {
     "models/test_llama.py": r"test_a_tied_bfloat16.*True|test_loss_and_every.*untied|test_rematerialisation.*full",
     "models/test_lora.py": r"""
         test_a_merged_model.*False|test_saved_adapters.*False|test_no_product.*(full|unrolled)
-        |test_damaged.*slow_choice|test_gradients_of_adapters.*\[full|test_adapters_on_some
+        |test_damaged.*(slow_choice|names|no_finite)|test_gradients_of_adapters.*\[full|test_adapters_on_some
         |test_gradients_of_adapters.*unrolled|test_a_rank_may|test_no_product.*q\ and\ v""",
     "models/test_log_probs.py": r"test_a_batch_that_is.*Auto|test_logit_scale.*False|test_token_loss_of_a_sharded",
     "models/test_lora_outside.py": r"""
@@ -152,7 +157,8 @@ FULL = {
     # In bfloat16 each op is compared by itself, and in float32 the whole training.
     "models/test_convergence.py": r"test_bfloat16_losses|test_a_gradient_scaled",
     "models/test_training.py": r"test_micro_batches_of_a_policy",
-    "models/test_phi3.py": r"test_each_new_token|test_adapters_are_on|test_codes_of",
+    # Beyond the length in training, generation is shown by the test of keys that were turned otherwise.
+    "models/test_phi3.py": r"test_each_new_token|test_adapters_are_on|test_codes_of|test_a_text_that_grows",
     "models/test_checkpoint.py": r"test_each_parameter.*(False-(rule|none)|True-(none|rule))",
     # commands/test_generate.py loads such a model and speaks with it.
     "models/test_adapted_source.py": r"test_adapters_load_as",
@@ -162,16 +168,18 @@ FULL = {
     "commands/test_chat.py": r"test_two_thousand.*(added|tilde)",
     "commands/test_finetune.py": r"test_rows_that_fill.*True|test_perplexity.*True",
     "commands/test_generate.py": r"test_a_text_goes_on.*likeliest",
-    "commands/test_grpo.py": r"test_the_update_of_packed.*\[\{\}",
+    "commands/test_grpo.py": r"test_the_update_of_packed.*corrected",
     # A run that goes on from its newest checkpoint is in commands/test_finetune.py.
     "commands/test_runs.py": r"test_a_run_that_is_killed",
-    "commands/test_dpo.py": r"test_the_losses_of_micro.*orpo|test_the_loss_of_packed.*\[(?!sigmoid|orpo|ipo|nca)",
+    "commands/test_dpo.py": r"test_the_losses_of_micro.*orpo|test_the_loss_of_packed.*\[(?!sigmoid|orpo)",
     # A run that changes its mesh: examples/test_integrations.py and training/test_adamw_8bit.py.
     "commands/test_finetune_mesh.py": r"test_adapters_of_a_run_that_changes",
     # The trainer's own claims: a kill is in commands/test_runs.py, the loss's memory in models/test_causal_lm.py,
     # kernels in models/test_convergence.py and micro-batches in models/test_training.py.
     "examples/test_train_llama.py": r"test_a_killed_run|test_the_fused_loss_takes|test_without_kernels",
     "training/test_adamw_8bit.py": r"test_a_run_goes_on_exactly.*bfloat16",
+    # The estimates of planner/test_estimate.py stand on the same numbers.
+    "planner/test_architectures.py": r"test_models_have_as_many",
     "planner/test_advice.py": r"test_advice_that_is_followed.*(t4|l4|v5e)",
     "planner/test_command.py": r"test_the_size_that_is.*micro-batches",
     "examples/test_one_page.py": r"test_the_swapped.*fused",
