@@ -94,10 +94,14 @@ def test_the_page_s_lines_load_adapters_of_a_multimodal_checkpoint(source, tmp_p
         == 0
     )
 
-    lines = re.search(r"```\n(AutoModelForCausalLM.*?)```", PAGE.read_text(), re.DOTALL)
+    lines = re.search(r"```\n(model = AutoModelForCausalLM.*?)```", PAGE.read_text(), re.DOTALL)
     assert lines is not None
-    names = {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "AutoTokenizer")}
-    model, tokenizer = (eval(line, names) for line in lines[1].splitlines())
+    names = ("AutoModelForCausalLM", "AutoTokenizer", "GenerationConfig")
+    found = {name: getattr(transformers, name) for name in names}
+    exec(lines[1], found)
+    model, tokenizer = found["model"], found["tokenizer"]
+    ends = json.loads((tmp_path / "runs/finetune/adapters/generation_config.json").read_text())["eos_token_id"]
+    assert model.generation_config.eos_token_id == ends
     tokens = tokenizer(_tiny.text(20), return_tensors="np")["input_ids"]
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.from_numpy(tokens)).logits.numpy()
