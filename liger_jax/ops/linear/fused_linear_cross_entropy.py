@@ -104,8 +104,9 @@ def fused_linear_cross_entropy(
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
-            of the vocabulary, while hidden, labels and token arguments are the same on all; "auto" is then "lean". With
-            `check_vma=False` nothing tells whether they are: a head that is whole then gives a wrong loss.
+            of the vocabulary, while hidden, labels and token arguments are the same on all; "auto" is then "lean", and
+            "fast" has NaN in hidden's gradient if the logits of a whole shard are −inf. With `check_vma=False` nothing
+            tells whether arrays are shards: a head that is whole then gives a wrong loss.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
