@@ -121,7 +121,7 @@ def chosen(texts: list[str], count: int, device: str) -> list[tuple[Case | LossC
     """The cases that can run, those of one GPU before; a line for each that cannot. A loss alone is no run."""
     pairs: dict[Any, Run | None] = {}
     for text in texts:
-        case = LossCase.of(text) if text.startswith("loss:") else Case.of(text)
+        case = LossCase.of(text) if text.startswith("loss") else Case.of(text)
         if case.count > count:
             print(f"skipped: {case.name}: there are {count} GPUs", flush=True)
             continue

@@ -23,27 +23,30 @@ class LossCase:
         width: of the hidden states.
         vocab: entries of the head.
         count: the GPUs that split them.
+        mode: of the loss.
     """
 
     batch: int
     width: int
     vocab: int
     count: int
+    mode: Any = "auto"
     how: str = "strong"
     seq: int = 1  # tokens in one of the batch
 
     @classmethod
     def of(cls, text: str) -> "LossCase":
-        """The case of a text such as loss:8192x4096x128256:tensor=2.
+        """The case of a text such as loss:8192x4096x128256:tensor=2, or loss+fast:…
 
         Raises:
             ValueError: the text is none, or the GPUs divide neither tokens nor entries.
         """
         try:
-            _, sizes, mesh = text.split(":")
+            name, sizes, mesh = text.split(":")
             tokens, width, vocab = map(int, sizes.split("x"))
             axis, count = mesh.split("=")
-            case = cls(tokens, width, vocab, int(count))
+            mode: Any = name.removeprefix("loss").removeprefix("+") or "auto"
+            case = cls(tokens, width, vocab, int(count), mode)
         except ValueError:
             raise ValueError(f"case={text!r} must be such as loss:8192x4096x128256:{_AXIS}=2.") from None
         if axis != _AXIS or tokens % case.count or vocab % case.count:
@@ -53,12 +56,13 @@ class LossCase:
     @property
     def alone(self) -> "LossCase":
         """The same on one GPU."""
-        return dataclasses.replace(self, count=1)
+        return dataclasses.replace(self, count=1, mode="auto")
 
     @property
     def name(self) -> str:
         """In words, for a table."""
         where = f"strong, {_AXIS}={self.count}" if self.count > 1 else "one GPU"
+        where += "" if self.mode == "auto" else f", mode {self.mode}"
         return f"fused loss, {self.batch} × {self.width} × {self.vocab}, {where}"
 
 
@@ -73,7 +77,7 @@ def program_of(case: LossCase, devices: list[Any]) -> tuple[Any, tuple[Any, ...]
 
     def local(hidden, weight, labels):
         hidden = jax.lax.all_gather(hidden, _AXIS, axis=0, tiled=True)
-        return fused_linear_cross_entropy(hidden, weight, labels, vocab_axis=_AXIS)
+        return fused_linear_cross_entropy(hidden, weight, labels, mode=case.mode, vocab_axis=_AXIS)
 
     specs: Any = dict(in_specs=(P(_AXIS), P(_AXIS), P()), out_specs=P(), check_vma=False)
     loss = fused_linear_cross_entropy if case.count == 1 else jax.shard_map(local, mesh=mesh, **specs)

@@ -9,7 +9,8 @@ A case is HOW:MODEL[@LAYERS][+unrolled][+full]:ROWSxLENGTH:MESH. "weak" gives on
 n times as many; its ratio is a GPU's tokens/s over those of one that is alone, and 1 is the best. "strong" gives n GPUs
 the rows of one; its ratio is over one GPU's tokens/s, and n is the best. Weights, AdamW's state and computation are
 bfloat16, and layers are recomputed in the backward where MODEL is followed by "+full". A case may also be
-loss:TOKENSxWIDTHxVOCABULARY:tensor=N, the fused loss and its gradients with the head split over n GPUs: strong.
+loss:TOKENSxWIDTHxVOCABULARY:tensor=N, the fused loss and its gradients with the head split over n GPUs: strong;
+"loss+fast:" is in that mode.
 
 A warm GPU under load is up to a tenth slower than one that begins. So one GPU alone is timed right before each case
 and right behind it, and the ratio is to the mean of both; a step of more than 1.5 s is timed once before. Cases with
@@ -281,7 +282,7 @@ def peers(table: Table, texts: list[str], left: Callable[[], float]) -> None:
     if absent:
         print(f"skipped: Hugging Face with Liger: {', '.join(absent)} not installed", flush=True)
         return
-    ours = map(Case.of, (text for text in texts if not text.startswith("loss:")))
+    ours = map(Case.of, (text for text in texts if not text.startswith("loss")))
     of_fsdp = [case for case in ours if case.scan and {name for name, _ in case.mesh} == {"fsdp"}]
     for case in dict.fromkeys(each for pair in of_fsdp for each in (pair.alone, pair)):
         name = f"Hugging Face + Liger, FSDP2: {case.name}"

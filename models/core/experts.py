@@ -81,7 +81,7 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
         logits = x @ self.router_kernel[...].astype(x.dtype)
-        return logits if self.bias is None else logits + self.bias[...].astype(x.dtype)
+        return logits if self.bias is None else logits + self.bias[...].astype(x.dtype)[None, None]
 
 
 class ExpertWeights(nnx.Module):

@@ -146,12 +146,17 @@ def _store(
 
     @pl.when(size < _HALF)
     def _():
-        width = rows_stage.shape[2]
-        for start in range(0, values.shape[1], width):
+        width, end = rows_stage.shape[2], out_ref.shape[1]
+
+        def store_columns(start):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _hopper.store(rows_stage, (warpgroup,), values[:, start : start + width].astype(rows_stage.dtype))
             plgpu.commit_smem()
             _store_rows(rows_stage.at[warpgroup], out_ref, row, column + start, first, size)
+
+        # Rows of 64 columns lie one behind the other: on an H200, what is past the last column fell on the next rows.
+        for start in range(0, values.shape[1], width):
+            pl.when(column + start < end)(functools.partial(store_columns, start))
 
 
 def _store_rows(stage: Any, out_ref: Any, row: Any, column: Any, first: Any, size: Any) -> None:

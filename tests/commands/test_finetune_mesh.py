@@ -187,7 +187,7 @@ def loss_of(experts, out, options):
 @pytest.mark.parametrize("options", ["", "--lora=4 --lora-experts", "--lora=4 --lora-experts --quantize=nf4"])
 def test_devices_that_share_experts_train_as_one_does(options, mesh, experts, experts_of_one, tmp_path):
     """With a balancing loss, and rows that two devices cannot share before they are filled up."""
-    all_options = *options.split(), "--micro-batches=2", "--length=30"
+    all_options = *options.split(), "--batch=8", "--micro-batches=2", "--length=30"
     assert train(experts, tmp_path, *all_options, f"--mesh={mesh}") == 0
     one = experts_of_one(*all_options)
     assert_alike(tmp_path, one, "adapters/adapter_model.safetensors" if options else "model/model.safetensors", 2e-3)

@@ -141,7 +141,7 @@ def test_losses_of_logits():
     )
 
 
-@pytest.mark.parametrize(("kernel", "mode"), [("triton", "fast"), ("mosaic_gpu", "fast"), ("mosaic_gpu", "lean")])
+@pytest.mark.parametrize(("kernel", "mode"), [("triton", "lean"), ("mosaic_gpu", "fast"), ("mosaic_gpu", "lean")])
 def test_fused_losses(kernel, mode):
     v = 128_256
     hidden, weight = numbers((rows(v), 256), 1), numbers((v, 256), 2)
@@ -167,7 +167,8 @@ def test_fused_losses(kernel, mode):
 @pytest.mark.parametrize("kernel", ["triton", "mosaic_gpu"])
 def test_feed_forwards(kernel):
     f = 14_336
-    x, *weights = numbers((rows(f), 256), 1), numbers((256, f), 2), numbers((256, f), 3), numbers((f, 256), 4)
+    count = rows(f) // 8 * 8  # as many as Hopper's copy engine moves at a time
+    x, *weights = numbers((count, 256), 1), numbers((256, f), 2), numbers((256, f), 3), numbers((f, 256), 4)
     weights = [w * jnp.bfloat16(1 / 16) for w in weights]
     check(
         functools.partial(ops.gated_mlp, recomputed=True, implementation=kernel),
