@@ -239,7 +239,6 @@ class Run:
             weight_is_split=head.is_split,
             reduction="sum",
             differentiated=("hidden", "weight") if self.lora is None or self.adapts_head else ("hidden",),
-            mode="auto" if self.tensor == 1 else "lean",  # the one that a split vocabulary has
             memory_budget_bytes=budget,
             device_memory_bytes=self.target.memory_bytes,
             device=device,

@@ -286,7 +286,6 @@ def loss_budget_bytes(
         layers_are_recomputed=remat != "none",
         head_is_copied=not kernels.mesh_layout.axes and jnp.dtype(head.table_dtype) != jnp.dtype(dtype),
         head_is_widened=head.is_widened,
-        mode="auto" if tensor == 1 else "lean",  # the one that a split vocabulary has
         implementation=kernels.implementation,
         device=device,
         **logit_options_of(config),

@@ -196,8 +196,9 @@ def _logit_gradients(
         kept.append(exponentials)
     found = merged(states, options)
     cotangents = cotangents_of(found)
+    lse = formulas.live_normalizer(found.log_normalizer, cotangents)
     dus = [
-        kernels.make_logit_gradients(part, e, state.maximum, found.log_normalizer, cotangents, options)
+        kernels.make_logit_gradients(part, e, state.maximum, lse, cotangents, options)
         for part, e, state in zip(parts, kept, states, strict=True)
     ]
     return found, dus

@@ -121,8 +121,9 @@ def gradients_in_forward(
             chunk, options=options, interpret=interpret, keep=True
         )
         cotangents = row_cotangents(stats, chunk_terms, constants)
+        lse = formulas.live_normalizer(stats.log_normalizer, cotangents)
         du = mosaic_tpu_gradients.make_logit_gradients(
-            exponentials, maxima, chunk, stats.log_normalizer, cotangents, options=options, interpret=interpret
+            exponentials, maxima, chunk, lse, cotangents, options=options, interpret=interpret
         )
         dweight = formulas.weight_gradient(du, chunk.hidden, options, sum_dtype) if needs.weight else None
         if needs.weight and needs.hidden:  # dX comes last: then it can lie where the chunk of X did

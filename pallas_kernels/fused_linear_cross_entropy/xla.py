@@ -118,12 +118,13 @@ def gradients_in_forward(
         (x, _, y, _, _), chunk_terms = formulas.take_tokens(inputs, terms, start, size, own)
         u = formulas.raw_logits(x, products_weight, bias, options)
         chunk_stats = logit_statistics(u, y, class_weights)
+        cotangents = row_cotangents(chunk_stats, chunk_terms, constants)
         du = row_formulas.logit_gradient(
             u,
             jnp.arange(v, dtype=jnp.int32)[None, :],
             y[:, None],
-            chunk_stats.log_normalizer[:, None],
-            jax.tree.map(lambda g: g[:, None], row_cotangents(chunk_stats, chunk_terms, constants)),
+            formulas.live_normalizer(chunk_stats.log_normalizer, cotangents)[:, None],
+            jax.tree.map(lambda g: g[:, None], cotangents),
             None if class_weights is None else class_weights[None, :],
             options.logit,
         )

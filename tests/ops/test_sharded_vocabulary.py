@@ -18,7 +18,7 @@ def mesh(devices):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("reduction, mode", [("mean", "lean"), ("mean", "fast"), ("none", "lean")])
+@pytest.mark.parametrize("reduction, mode", [("mean", "lean"), ("mean", "auto"), ("none", "lean")])
 def test_sharded_vocabulary_equals_the_whole_one(check_vma, reduction, mode, mesh, rng):
     case = make_case(rng, n=24, v=64)
     inputs, labels = arrays(FUSED.inputs(case)), jnp.asarray(case.labels)
@@ -108,24 +108,22 @@ def test_gradients_made_in_the_forward_are_those_of_the_whole_vocabulary(kernel,
         assert relative_error(grad, expected_grad) < 2e-5
 
 
-@pytest.mark.parametrize("mode", ["fast", "lean"])
-def test_a_shard_of_padding_alone_changes_nothing_or_is_nan_in_mode_fast(mode, mesh, rng):
+@pytest.mark.parametrize("mode, kernel", [("fast", "xla"), ("fast", "mosaic_tpu:interpret"), ("lean", "xla")])
+def test_a_shard_of_padding_alone_changes_nothing(mode, kernel, mesh, rng):
     case = make_case(rng, n=24, v=16 * mesh.size)
     (hidden, weight, _), labels = arrays(FUSED.inputs(case)), jnp.asarray(case.labels % 16)
     bias = jnp.zeros(16 * mesh.size).at[-16:].set(-jnp.inf)
-    fused = functools.partial(fused_linear_cross_entropy, mode=mode)
+    fused = functools.partial(fused_linear_cross_entropy, mode=mode, implementation=kernel)
     sharded = jax.shard_map(
         lambda h, w, b: fused(h, w, labels, bias=b, vocab_axis="shard"),
         mesh=mesh,
         in_specs=(jax.P(), jax.P("shard"), jax.P("shard")),
         out_specs=jax.P(),
+        check_vma=False,
     )
     expected, expected_grads = value_and_grad(lambda h, w: fused(h, w, labels, bias=bias), (0, 1))(hidden, weight)
     found, grads = value_and_grad(sharded, (0, 1))(hidden, weight, bias)
     assert relative_error(found, expected) < 1e-5
-    if mode == "fast":
-        assert np.isnan(grads[0]).all()
-        return
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert relative_error(grad, expected_grad) < 2e-5
 

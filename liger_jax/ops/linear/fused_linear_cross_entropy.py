@@ -104,9 +104,8 @@ def fused_linear_cross_entropy(
         reduction: "mean", "sum" or "none".
         return_metrics: whether to return `LossMetrics` too, for `has_aux=True`.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which `weight`, `bias` and `class_weights` are shards
-            of the vocabulary, while hidden, labels and token arguments are the same on all; "auto" is then "lean", and
-            "fast" has NaN in hidden's gradient if the logits of a whole shard are −inf. With `check_vma=False` nothing
-            tells whether arrays are shards: a head that is whole then gives a wrong loss.
+            of the vocabulary, while hidden, labels and token arguments are the same on all. With `check_vma=False`
+            nothing tells whether arrays are shards: a head that is whole then gives a wrong loss.
         mode: "auto", "fast" or "lean".
         chunk_size: tokens in a chunk ("fast"), or vocabulary entries in a slice ("lean"); None to choose.
         memory_budget_bytes: what may be used beside inputs and gradients; None for no bound.
@@ -205,7 +204,7 @@ def _local(
     linear_options = LinearOptions(options.logit_options(return_metrics), weight_layout, precision, mode, chunk_size=0)
     problem = problem_on_device(
         options.op, hidden, weight, labels, bias, class_weights,
-        options=linear_options, reduction=options.reduction, vocab_axis=vocab_axis, merges_in_forward=mode == "fast",
+        options=linear_options, reduction=options.reduction, vocab_axis=vocab_axis, merges_in_forward=True,
         split=split, **limits,
     )  # fmt: skip
     terms, kernel_labels = _vocab_shards.token_terms(
