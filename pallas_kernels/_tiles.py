@@ -65,7 +65,7 @@ def promoted(*dtypes: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
         return jnp.result_type(*dtypes)
 
 
-def in_bounds(start: jax.Array | int, size: int, bound: int, axis: int, rank: int = 2) -> jax.Array:
+def in_bounds(start: jax.Array | int, size: int, bound: jax.Array | int, axis: int, rank: int = 2) -> jax.Array:
     """Mask of the given rank, of length `size` along `axis`, 1 elsewhere: True where start + i < bound."""
     shape = [1] * rank
     shape[axis] = size

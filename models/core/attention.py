@@ -25,6 +25,7 @@ from liger_jax.models.core.tensor_collectives import (
     product_of_parts,
 )
 from liger_jax.models.core.tiles import over_tokens
+from liger_jax.ops.decode_attention import DECODERS, decode_attention
 
 
 def in_one_product(x: Float[Array, "*rows D"], *projections: Any) -> list[Array]:
@@ -143,10 +144,20 @@ class Attention(nnx.Module):
             specs = heads_lie, heads_lie, heads_lie, layout.of_rows
             return layout.run(attend, (q, k, v, segments), (sinks,), spec=specs, out=heads_lie)
 
+        def attend_to_cache(q, keys, values, positions, layer, filled):
+            arrays, specs = (q, keys, values, positions), (heads_lie, layout.of_cache, layout.of_cache, layout.of_rows)
+            return layout.run(decode, arrays, (layer, filled, sinks), spec=specs, out=heads_lie)
+
+        def decode(q, keys, values, positions, layer, filled, sinks):
+            by = self.kernels.attention if self.kernels.attention in DECODERS else None
+            cache = keys, values, positions, layer, filled
+            return decode_attention(q[:, 0], *cache, **options, sinks=sinks, implementation=by)[:, None]
+
         if cache is None:
             out = attend_to_own(q, k, v)
         else:
-            out = cache.attend(q, k, v, attend_to_own=attend_to_own, **options, sinks=sinks)
+            attends = dict(attend_to_own=attend_to_own, attend_to_cache=attend_to_cache)
+            out = cache.attend(q, k, v, **attends, **options, sinks=sinks)
         out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
         if tensor is not None or cache is not None:
             return product_of_parts(self.o_proj, by_device(out, tensor), tensor)

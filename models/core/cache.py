@@ -118,23 +118,6 @@ def lengthened(cache: KVCache, length: int) -> KVCache:
     return dataclasses.replace(cache, keys=keys, values=values, positions=_longer(cache.positions, 1, length, -1))
 
 
-def moved(cache: KVCache, length: int) -> KVCache:
-    """Makes a cache longer outside of jit, and frees its old keys before there are new values.
-
-    Args:
-        cache: a cache with S slots, which is not used again.
-        length: S or more.
-
-    Returns:
-        A cache with the same tokens, and `length` slots.
-    """
-    keys = _longer(cache.keys, 2, length)
-    cache.keys.delete()
-    values = _longer(cache.values, 2, length)
-    cache.values.delete()
-    return dataclasses.replace(cache, keys=keys, values=values, positions=_longer(cache.positions, 1, length, -1))
-
-
 def _longer(x, axis, length, value=0):
     widths = [(0, length - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value)
@@ -225,6 +208,7 @@ class LayerCache:
         v: Float[Array, "B T K H"],
         *,
         attend_to_own: Callable[..., Any],
+        attend_to_cache: Callable[..., Any],
         window: int | None,
         softcap: float | None,
         scale: float | None,
@@ -232,14 +216,17 @@ class LayerCache:
     ) -> Float[Array, "B T Q H"]:
         """Writes T keys and values, and attends to all keys in the cache.
 
-        If the cache was empty, the call's own keys are all there is, and `attend_to_own` attends to them. The exception
-        is a row with padding between its tokens, which a window would count.
+        One token's queries go to `attend_to_cache`. If the cache was empty, the call's own keys are all there is, and
+        `attend_to_own` attends to them. The exception is a row with padding between its tokens, which a window would
+        count.
 
         Args:
             q: queries, after the rotary embedding.
             k: keys, after the rotary embedding.
             v: values.
             attend_to_own: causal attention to the call's own keys and values, a function of `q`, `k` and `v`.
+            attend_to_cache: attention of the last token of each row to the whole cache, a function of `q`, the cache's
+                keys, values and positions, the layer's number and how many slots are written.
             window: how many positions a query sees, as in `cached_attention`.
             softcap: bound of the scores, as in `cached_attention`.
             scale: factor of the scores, as in `cached_attention`.
@@ -256,6 +243,8 @@ class LayerCache:
         keys = jax.lax.dynamic_update_slice(cache.keys, k[None], start)
         values = jax.lax.dynamic_update_slice(cache.values, v[None], start)
         self.cache = dataclasses.replace(cache, keys=keys, values=values)
+        if q.shape[1] == 1:
+            return attend_to_cache(q, keys, values, cache.positions, self.layer, cache.length + 1)
         own = jax.lax.dynamic_slice_in_dim(cache.positions, cache.length, q.shape[1], axis=1)
 
         def attend_to_all() -> Array:
@@ -263,8 +252,6 @@ class LayerCache:
             options: Any = dict(window=window, softcap=softcap, scale=scale, sinks=sinks)
             return cached_attention(q, k, v, own, cache.positions, **options)
 
-        if q.shape[1] == 1:
-            return attend_to_all()
         is_token = jnp.pad(own >= 0, ((0, 0), (1, 0)))
         runs = jnp.sum(is_token[:, 1:] & ~is_token[:, :-1], axis=1)
         is_prompt = (cache.length == 0) & jnp.all(runs <= 1)

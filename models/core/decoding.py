@@ -1,7 +1,8 @@
-"""Decoding: token after token with a key-value cache that grows, and that rows leave when they have ended.
+"""Decoding: token after token with a key-value cache, which rows leave when they have ended.
 
 `all_at_once` is one program, which may be a part of another one. `by_parts` is a program for the prompts and one for
-each length of the cache and each number of rows that comes up; between them the host sees how many rows have not ended.
+each number of rows that comes up; between them the host sees how many rows have not ended. The cache has room for all
+tokens from the start: attention reads what is filled of it.
 """
 
 import dataclasses
@@ -14,11 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int, Integer
 
 from liger_jax._tree import tree_dataclass
-from liger_jax.models.core.cache import KVCache, lengthened, moved, of_rows, repeated
+from liger_jax.models.core.cache import KVCache, lengthened, of_rows, repeated
 from liger_jax.models.core.sampling import chosen, log_probs_of
 
-_ROOM = 128  # slots of the cache that are free after it grew
-_MOST_LENGTHS = 8  # of the cache: each has a loop of its own in the program
 _FEWEST_ROWS = 8  # of which rows leave no more: a step then takes the time of its weights
 _FEWEST_TOKENS = 16  # for which rows leave: to move the others costs what a step or two read
 
@@ -76,18 +75,12 @@ class Decoding:
 
 def all_at_once(model: Any, request: Request, sizes: Sizes) -> Decoding:
     """Decodes until all rows have ended or have all their tokens; all rows stay in the batch."""
-    first, *more = numbers_of_slots(request.prompts.shape[1], sizes.new)
-    state = _decoded(model, _begun(model, request, sizes, first), request, sizes, 0)
-    for slots in more:
-        state = dataclasses.replace(state, cache=lengthened(state.cache, slots))
-        state = _decoded(model, state, request, sizes, 0)
-    return state
+    return _decoded(model, _begun(model, request, sizes), request, sizes, 0)
 
 
 def by_parts(graph: Any, params: Any, request: Request, sizes: Sizes) -> Decoding:
     """Does the same, but the batch is halved, and halved again, where at most so many rows have not ended."""
-    slots, *more = numbers_of_slots(request.prompts.shape[1], sizes.new)
-    state = _begin(graph, params, request, sizes, slots)
+    state = _begin(graph, params, request, sizes)
     while True:
         count, living = map(int, jax.device_get((state.count, _number_of(~state.ended))))
         left = sizes.new - count
@@ -95,17 +88,7 @@ def by_parts(graph: Any, params: Any, request: Request, sizes: Sizes) -> Decodin
             return state
         if living <= _half(len(state.ended), left):
             state = _without_ended(state, _rows_for(living, len(state.ended)))
-        if request.prompts.shape[1] + count - 1 == slots:
-            slots = more.pop(0)
-            state = dataclasses.replace(state, cache=moved(state.cache, slots))
         state = _decode(graph, params, state, request, sizes, jnp.int32(_half(len(state.ended), left)))
-
-
-def numbers_of_slots(length: int, new: int) -> list[int]:
-    """The lengths of the cache, one after the other: the last has room for all tokens but the last."""
-    whole = length + new - 1
-    room = max(_ROOM, -(-new // _MOST_LENGTHS))
-    return [*range(length + room, whole, room), whole]
 
 
 def _half(rows, left):
@@ -141,9 +124,10 @@ def after(model: Any, last: Int[Array, " B"], cache: KVCache) -> tuple[jax.Array
     return out.logits[:, -1], out.cache
 
 
-def _begun(model, request, sizes, slots):
+def _begun(model, request, sizes):
     """Rows with their first tokens; the model reads a prompt once for all of its rows."""
     prompts, times = request.prompts, sizes.times
+    slots = prompts.shape[1] + sizes.new - 1  # the last token is not read again
     logits, cache = of_prompts(model, prompts, request.mask, prompts.shape[1] if times > 1 else slots)
     if times > 1:
         logits, cache = jnp.repeat(logits, times, axis=0), lengthened(repeated(cache, times), slots)
@@ -180,11 +164,12 @@ def _with_token(state, logits, cache, request):
 
 
 def _decoded(model, state, request, sizes, fewest):
-    """Goes on until the cache is full, all tokens are there, or at most `fewest` rows have not ended."""
+    """Goes on until all tokens are there, or at most `fewest` rows have not ended and could leave; all, if 0."""
     slots, changes_at = state.cache.positions.shape[1], model.config.rope_changes_at
 
     def unfinished(state):
-        return (state.count < sizes.new) & (_number_of(~state.ended) > fewest) & (state.cache.length < slots)
+        least = jnp.where(sizes.new - state.count >= _FEWEST_TOKENS, fewest, 0)  # for the last few tokens none leaves
+        return (state.count < sizes.new) & (_number_of(~state.ended) > least)
 
     def of_last(state):
         """Logits and cache after the last token."""
@@ -221,9 +206,9 @@ def _number_of(is_true):
 # --- the programs of `by_parts` ---------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _begin(graph, params, request, sizes, slots):
-    return _begun(nnx.merge(graph, params), request, sizes, slots)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _begin(graph, params, request, sizes):
+    return _begun(nnx.merge(graph, params), request, sizes)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)

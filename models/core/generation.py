@@ -47,17 +47,15 @@ def generate(
     log-probabilities are returned. Another temperature, another top_p below 1, another top_k or other ids need no
     compilation.
 
-    The cache grows with the tokens, so that a step reads little more of it than is filled: up to 128 tokens, or an
-    eighth of `max_new_tokens` if that is more. While it grows there are two of its keys or of its values. The one
-    program has the model once for the prompt and once for each of the at most eight lengths: five times for 512 tokens
-    after a prompt of 512. With `scan_layers=False` a step reads each weight once; out of a stack of layers it copies
-    some of them first.
+    The one program has the model twice, for the prompt and for a loop over the other tokens. The cache has room for all
+    tokens from the start, and a step reads what is filled of it, up to a block of slots. With `scan_layers=False` a
+    step reads each weight once; out of a stack of layers it copies some of them first.
 
     With `compact` the work is for rows that have not ended, by and by: when at most half of the rows are left they
     become a batch of half the size, and so on while that has at least eight rows. The tokens are the same, but for what
-    products of other shapes round otherwise. Then each number of rows at each length is a program of its own, compiled
-    when it comes up: for 64 prompts of 512 and 512 new tokens the prompt's, and of 16 possible ones those from all rows
-    at the first length to the fewest that are left at the last one. This pays where `generate` is called many times.
+    products of other shapes round otherwise. Then the prompt and each number of rows have a program of their own,
+    compiled when it comes up: for 64 prompts at most four, beside the prompt's. This pays where `generate` is called
+    many times.
 
     Args:
         model: a `CausalLM`; `model.generate(input_ids, …)` is the same.

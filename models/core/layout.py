@@ -117,6 +117,11 @@ class Layout:
         return partition(self.batch)
 
     @property
+    def of_cache(self) -> P:
+        """How a cache's keys and values (layers, B, …) lie, whose rows are whole, too."""
+        return partition(None, self.batch)
+
+    @property
     def of_all_rows(self) -> P:
         """How arrays (1, T, …) lie that are the same for all rows."""
         return partition(None, self.sequence)

@@ -66,6 +66,30 @@ TRITON_KEY_GRADIENTS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeBlocks:
+    """The slots of a cache that a program takes at a time, its warps, and the stages of its copies.
+
+    A program needs about 4·width·slots·(num_stages − 1) bytes of shared memory, of 227 KiB on Hopper. To keep the
+    memory of an H200 busy, some 32 KiB have to be on their way to each multiprocessor.
+    """
+
+    slots: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        if self.slots not in (16, 32, 64, 128):
+            raise ValueError(f"slots={self.slots} must be a power of two from 16 to 128.")
+
+
+TRITON_DECODE = {
+    64: DecodeBlocks(64, 4, 3),
+    128: DecodeBlocks(64, 4, 3),
+    256: DecodeBlocks(32, 4, 3),
+}
+
+
 def unsupported(q: Typed, k: Typed, v: Typed, segments: Any, *, scale: float | None, **_: Any) -> str | None:
     """Why the kernels for Hopper and Triton cannot run: they take 16-bit operands of widths that fit the registers."""
     widest = WIDTHS[-1]

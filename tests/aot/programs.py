@@ -28,6 +28,7 @@ from liger_jax import (
     rms_norm,
     swiglu,
 )
+from liger_jax.ops.decode_attention import decode_attention
 
 BF16, F32, INT = jnp.bfloat16, jnp.float32, jnp.int32
 FLCE = ("fused_linear_cross_entropy_statistics", "fused_linear_cross_entropy_logit_gradients")
@@ -220,6 +221,16 @@ TPU_ONLY = [
 ATTENTION = tuple(f"causal_attention_{part}" for part in ("forward", "query_gradient", "key_gradients"))
 
 
+def decode(kernel):
+    return functools.partial(decode_attention, window=512, softcap=50.0, implementation=kernel)
+
+
+def decode_types(batch, kv_heads, group, width, slots, layers):
+    """The layers' whole cache, which has more than 2³² bytes with 1,025 slots for 64 rows of an 8B model."""
+    cache = (layers, batch, slots, kv_heads, width), BF16
+    return ((batch, kv_heads * group, width), BF16), cache, cache, ((batch, slots), INT), ((), INT), ((), INT)
+
+
 def attention_types(batch, length, query_heads, kv_heads, width):
     q, k = ((batch, length, heads, width) for heads in (query_heads, kv_heads))
     return (q, BF16), (k, BF16), (k, BF16), ((batch, length), INT)
@@ -230,6 +241,10 @@ def packed_attention(**options):
 
 
 GPU_ONLY += [
+    Case("decode_attention", decode, decode_types(4, 8, 4, 64, 1023, 16), ("decode_attention",)),
+    Case("decode_attention_128", decode, decode_types(64, 8, 4, 128, 1025, 32), ("decode_attention",), full=True),
+    Case("decode_attention_80", decode, decode_types(8, 4, 1, 80, 2000, 2), ("decode_attention",), full=True),
+    Case("decode_attention_256", decode, decode_types(64, 4, 2, 256, 1023, 2), ("decode_attention",), full=True),
     Case("attention", packed_attention(), attention_types(8, 2047, 32, 8, 64), ATTENTION),
     Case("attention_128", packed_attention(window=1024), attention_types(2, 8192, 32, 8, 128), ATTENTION, full=True),
     Case("attention_256", packed_attention(softcap=50.0), attention_types(2, 8192, 8, 4, 256), ATTENTION, full=True),

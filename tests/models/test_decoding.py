@@ -21,14 +21,14 @@ CHOICES = {"random": dict(temperature=0.8, top_p=0.9, key=jax.random.key(3)), "l
 
 
 def spied(monkeypatch):
-    """The rows and the slots of each program that will decode, as they come; batches are halved down to one row."""
+    """The rows of each program that will decode, as they come; batches are halved down to one row."""
     found, decode = [], decoding._decode
 
     def spy(graph, params, state, *others):
-        found.append(state.cache.positions.shape)
+        found.append(state.cache.positions.shape[0])
         return decode(graph, params, state, *others)
 
-    for name, value in dict(_decode=spy, _FEWEST_ROWS=1, _FEWEST_TOKENS=2, _ROOM=4).items():
+    for name, value in dict(_decode=spy, _FEWEST_ROWS=1, _FEWEST_TOKENS=2).items():
         monkeypatch.setattr(decoding, name, value)
     return found
 
@@ -48,18 +48,34 @@ def test_without_the_rows_that_have_ended_the_others_get_the_same_tokens(choice,
     found = generate(model, prompts, eos_token_id=stops, pad_token_id=60, compact=True, **options)
     np.testing.assert_array_equal(found[0], free)
     np.testing.assert_allclose(found[1], log_probs, rtol=1e-5, atol=1e-6)
-    rows = [shape[0] for shape in batches]
-    assert rows[0] <= 6 * times and rows == sorted(rows, reverse=True) and rows[-1] < 6 * times, batches
+    assert batches[0] <= 6 * times and batches == sorted(batches, reverse=True) and batches[-1] < 6 * times, batches
     assert len(set(batches)) == len(batches), "a program that is entered twice has come to nothing"
 
 
 @pytest.mark.full
-def test_a_batch_in_which_no_row_ends_stays_whole_and_has_each_length_once(monkeypatch, rng):
+def test_a_batch_in_which_no_row_ends_has_one_program(monkeypatch, rng):
     model, prompts = make_model(), random_tokens(rng, batch=4, length=LENGTH)
     options = dict(max_new_tokens=NEW, eos_token_id=())
     expected, batches = generate(model, prompts, **options), spied(monkeypatch)
     np.testing.assert_array_equal(generate(model, prompts, compact=True, **options), expected)
-    assert batches == [(4, 9), (4, 12)]
+    assert batches == [4]
+
+
+def test_rows_that_end_among_the_last_tokens_stay(monkeypatch, rng):
+    """A program that stopped there, at the third token from the end, would be entered again with the same rows."""
+    model, prompts = make_model(SMALL, scan_layers=False), random_tokens(rng, batch=2, length=LENGTH)
+    options = dict(max_new_tokens=NEW, temperature=3.0, compact=True)
+    batches = spied(monkeypatch)
+    monkeypatch.setattr(decoding, "_FEWEST_TOKENS", 4)
+    drawn = lambda key: np.asarray(generate(model, prompts, eos_token_id=(), key=key, **options)[:, LENGTH:])
+    found = ((key, drawn(key)) for key in jax.random.split(jax.random.key(0), 9))
+    key, new = next((key, new) for key, new in found if np.sum(new == new[0, -3]) == 1)
+    batches.clear()
+    found = generate(model, prompts, eos_token_id=int(new[0, -3]), key=key, **options)
+    np.testing.assert_array_equal(
+        found[:, LENGTH:], np.where(np.outer([1, 0], np.arange(NEW) > NEW - 3), new[0, -3], new)
+    )
+    assert batches == [2]
 
 
 @pytest.mark.parametrize(
@@ -83,12 +99,28 @@ def test_a_row_s_random_tokens_do_not_depend_on_other_rows(rng):
     assert len({tuple(row) for row in np.asarray(generate(model, prompts[:1].repeat(4, axis=0), **options))}) > 1
 
 
-def test_the_program_has_the_model_once_for_the_prompt_and_once_for_each_length(monkeypatch):
-    monkeypatch.setattr(decoding, "_ROOM", 4)
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_program_has_one_loop_over_tokens_whose_cache_has_all_slots(times):
     model = make_model(SMALL, scan_layers=False)
-    run = lambda ids: generate(model, ids, max_new_tokens=12, eos_token_id=())
-    program = str(jax.make_jaxpr(run)(jnp.zeros((3, LENGTH), jnp.int32)))
-    assert decoding.numbers_of_slots(LENGTH, 12) == [9, 13, 16] and program.count(" while[") == 3
+    run = lambda ids: generate(model, ids, max_new_tokens=50, eos_token_id=(), num_return_sequences=times)
+    program = jax.make_jaxpr(run)(jnp.zeros((3, LENGTH), jnp.int32))
+    (loop,) = [eqn for eqn in flat(program.jaxpr) if eqn.primitive.name == "while" and is_over_tokens(eqn)]
+    config = model.config
+    cache = (1, 3 * times, LENGTH + 50 - 1, config.num_key_value_heads, config.head_dim)
+    assert [x.aval.shape for x in loop.outvars].count(cache) == 2
+
+
+def flat(jaxpr):
+    """The equations of a program and of the calls in it, but of no loop's body."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("jit", "pjit"):
+            yield from flat(eqn.params["jaxpr"].jaxpr)
+        else:
+            yield eqn
+
+
+def is_over_tokens(loop):
+    return any(x.aval.shape[-1:] == (50,) for x in loop.outvars)
 
 
 def test_where_rows_cannot_leave_it_is_refused(rng):

@@ -25,7 +25,6 @@ from liger_jax.models import (
     generate,
     stream,
 )
-from liger_jax.models.core import decoding
 from liger_jax.models.core.cache import cached_attention
 from liger_jax.models.core.sampling import draw
 from liger_jax.models.llama.modeling import LlamaLayer
@@ -275,6 +274,7 @@ def test_a_prompt_is_attended_to_as_in_training_and_a_token_by_the_cache(length,
         run = lambda tokens, mask: model(tokens, attention_mask=mask, cache=model.init_cache(2, 15)).logits
         jaxpr = str(jax.make_jaxpr(run)(tokens, mask))
     assert ("causal_attention_forward" in jaxpr) == is_the_op_s
+    assert ("name=decode_attention" in jaxpr) == (not is_the_op_s)
 
 
 def test_a_cache_has_the_computation_s_dtype_or_another():
@@ -459,7 +459,7 @@ def test_sequences_of_a_prompt_are_those_of_a_batch_that_repeats_it(choice, rng)
         assert len({tuple(row) for row in found[0][:3].tolist()}) > 1
 
 
-# --- log-probabilities, and a cache that grows ------------------------------------------------------------------------
+# --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choice", [{}, {"temperature": 0.7, "top_p": 0.6, "key": jax.random.key(3)}], ids=str)
@@ -474,22 +474,3 @@ def test_log_probabilities_are_the_model_s_own_before_top_p(choice, rng):
     is_after = np.cumsum(np.asarray(ended[:, 4:]) == stop, axis=1) - (np.asarray(ended[:, 4:]) == stop) > 0
     assert is_after.any() and found.dtype == jnp.float32
     np.testing.assert_allclose(found_until, np.where(is_after, 0, found), rtol=1e-4, atol=1e-5)
-
-
-def test_the_cache_grows_with_the_tokens_and_changes_none(monkeypatch, rng):
-    model, prompts = make_model(), random_tokens(rng, length=5)
-    options = dict(max_new_tokens=11, attention_mask=jnp.asarray([[1] * 5, [0, 0, 1, 1, 1]]), eos_token_id=())
-    expected = generate(model, prompts, **options)
-    assert decoding.numbers_of_slots(5, 11) == [15]
-    monkeypatch.setattr(decoding, "_ROOM", 6)
-    assert decoding.numbers_of_slots(5, 11) == [11, 15]
-    jax.clear_caches()
-    np.testing.assert_array_equal(generate(model, prompts, **options), expected)
-    jax.clear_caches()
-
-
-def test_a_long_generation_has_a_cache_of_eight_lengths_at_most():
-    assert decoding.numbers_of_slots(512, 512) == [640, 768, 896, 1023]
-    lengths = decoding.numbers_of_slots(7, 100_000)
-    assert len(lengths) == 8 and lengths[-1] == 100_006
-    assert decoding.numbers_of_slots(7, 1) == [7]

@@ -1,0 +1,76 @@
+"""Attention of one query of each row to a key-value cache. `liger_jax.models` decodes by it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from liger_jax.ops import _mesh
+from liger_jax.ops._kernels import Implementation, Kernels
+from liger_jax.pallas_kernels.attention import triton_decode, xla_decode
+
+_OP = "decode_attention"
+DECODERS = ("xla", "triton", "triton:interpret")  # the names that `implementation` has
+_KERNELS = Kernels(_OP, {"xla": xla_decode, "triton": triton_decode}, defaults={"gpu": ("triton",)})
+
+
+def decode_attention(
+    q: Float[Array, "B Q H"],
+    keys: Float[Array, "L B S K H"],
+    values: Float[Array, "L B S K H"],
+    positions: Int[Array, "B S"],
+    layer: Int[Array, ""],
+    filled: Int[Array, ""],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Float[Array, " Q"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "B Q H"]:
+    """softmax(softcap·tanh(scale·q·kᵀ/softcap))·v over a layer's keys that the last token of each row sees.
+
+    Nothing of the cache is copied, and no more of it is read than is written, up to a block of slots. There are no
+    derivatives.
+
+    Args:
+        q: the queries of the tokens in slot `filled` − 1, any float dtype.
+        keys: the whole cache's keys, any float dtype; Q is a multiple of K. Slots from `filled` on may hold anything.
+        values: the whole cache's values.
+        positions: the number of a slot's token among its row's tokens, ascending; −1 where there is no token.
+        layer: int32, the layer's number.
+        filled: int32, how many slots are written, at least 1.
+        window: a token sees itself and window − 1 before it; `None` for all before it.
+        softcap: bound of the scores; `None` for none.
+        scale: factor of the scores; `None` for 1/√H.
+        sinks: one more score for each head, of a key without a value; `None` for none.
+        implementation: `None` for the platform's default, or "xla", "triton" (NVIDIA GPUs from Ampere on) or
+            "triton:interpret".
+
+    Returns:
+        An array like `q`. For a query in a slot without a token the numbers are finite and mean nothing.
+
+    Raises:
+        ValueError: `implementation` is unknown, or the named one cannot run here.
+
+    Example:
+        >>> q, cache = jnp.ones((1, 2, 8)), jnp.ones((3, 1, 4, 1, 8))
+        >>> decode_attention(q, cache, cache, jnp.array([[0, 1, -1, -1]]), jnp.int32(0), jnp.int32(2)).shape
+        (1, 2, 8)
+    """
+    first = None if window is None else _first_seen(positions, filled, window)
+    arrays: Any = q, keys, values, positions, layer, filled, first, sinks
+    choice = _KERNELS.choose(implementation, *arrays)
+    kernel = choice.kernel("attend", softcap=softcap, scale=scale)
+    return kernel.run(*kernel.guarded(*_mesh.align_varying(*arrays)))
+
+
+def _first_seen(positions, filled, window):
+    """The first slot (B,) that the token in slot `filled` − 1 sees; S if it is padding.
+
+    Tokens' numbers ascend with the slots, so what it sees are the tokens from there on.
+    """
+    own = jnp.take(positions, filled - 1, axis=1, mode="clip")[:, None]
+    number = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
+    is_seen = (positions >= 0) & (positions > own - window) & (number < filled) & (own >= 0)
+    return jnp.min(jnp.where(is_seen, number, positions.shape[1]), axis=1)
