@@ -8,6 +8,7 @@ its gradient is 0, and it adds exactly 0 to the others'. This costs a copy of q,
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from liger_jax.pallas_kernels.attention.config import Typed
 from liger_jax.pallas_kernels.attention.intervals import Segments
 
+_TOO_MANY = 2**31  # elements of q: at 1.0001 times as many, its gradient and k's were wrong on an H200
 _LARGEST_GRID = 65_535  # blocks along a grid's second and third axes; cuDNN fails at launch with a batch of 70,000
 
 
@@ -57,6 +59,8 @@ def why_not(q: Typed, k: Typed, *, window: int | None = None, capability: tuple[
     for name, size in dict(B=q.shape[0], Q=q.shape[2]).items():
         if size > _LARGEST_GRID:
             return f"cuDNN attention takes B and Q up to {_LARGEST_GRID:,}, and {name} is {size:,}; use 'xla'."
+    if (size := math.prod(q.shape)) >= _TOO_MANY:
+        return f"cuDNN attention takes fewer than {_TOO_MANY:,} queries' numbers, and there are {size:,}; use 'xla'."
     like_q, like_k = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))
     run = functools.partial(attend, segments=None, window=window, softcap=None, scale=None)
     try:

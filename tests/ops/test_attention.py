@@ -468,6 +468,7 @@ def test_cudnn_is_asked_about_training_and_trains_at_every_length(length, option
         ("NVIDIA H200", (2, 7, 4, 264), jnp.bfloat16, False, "dot_general"),
         ("NVIDIA H200", (2, 7, 4, 64), jnp.float32, False, "dot_general"),
         ("NVIDIA H200", (70_000, 3, 2, 64), jnp.bfloat16, False, "Ref<smem>"),
+        ("NVIDIA H200", (8192, 64, 32, 128), jnp.bfloat16, False, "Ref<smem>"),
         ("NVIDIA H200", (2, 7, 4, 64), jnp.bfloat16, True, "Ref<smem>"),
         ("NVIDIA L4", (2, 7, 4, 64), jnp.bfloat16, True, "causal_attention_forward"),
     ],
