@@ -277,6 +277,18 @@ def test_a_prompt_is_attended_to_as_in_training_and_a_token_by_the_cache(length,
     assert ("name=decode_attention" in jaxpr) == (not is_the_op_s)
 
 
+@pytest.mark.parametrize("window, has_both", [(None, False), (3, True)])
+def test_a_new_cache_is_attended_to_only_where_padding_in_a_window_may_count(window, has_both):
+    """Else the program has the prompt's own attention alone."""
+    config = dataclasses.replace(WINDOW, sliding_window=window)
+    model = MistralForCausalLM(config, scan_layers=False, rngs=nnx.Rngs(0))
+    tokens, mask = jnp.zeros((2, 12), jnp.int32), jnp.ones((2, 12), bool)
+    run = lambda tokens, mask: model(tokens, attention_mask=mask, cache=model.init_cache(2, 15)).logits
+    assert (" cond[" in str(jax.make_jaxpr(run)(tokens, mask))) == has_both
+    later = lambda tokens, cache: model(tokens, cache=cache).logits
+    assert " cond[" in str(jax.make_jaxpr(later)(tokens, model.init_cache(2, 15))), "an argument may be full"
+
+
 def test_a_cache_has_the_computation_s_dtype_or_another():
     model = make_model(dtype=jnp.bfloat16)
     assert model.init_cache(2, 12).values.dtype == jnp.bfloat16
