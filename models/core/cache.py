@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,13 +28,18 @@ class KVCache:
         keys: (L, B, S, K, H), after the rotary embedding.
         values: (L, B, S, K, H).
         positions: (B, S) int32, the number of a slot's token among its row's tokens; −1 where there is no token.
-        length: int32 scalar, the number of slots that are written.
+        length: int32 scalar, the number of slots that are written. That of an empty cache is a NumPy array, so that a
+            program which makes the cache knows it, too.
     """
 
     keys: jax.Array
     values: jax.Array
     positions: jax.Array
-    length: jax.Array
+    length: jax.Array | np.ndarray
+
+    def is_known_empty(self) -> bool:
+        """Whether it is known, in the running program or when one is made, that no slot is written."""
+        return not isinstance(self.length, Tracer) and int(self.length) == 0
 
 
 def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
@@ -63,7 +69,7 @@ def empty_cache(config: Any, batch: int, length: int, dtype: Any) -> KVCache:
         keys=jnp.zeros(shape, dtype),
         values=jnp.zeros(shape, dtype),
         positions=jnp.full((batch, length), -1, jnp.int32),
-        length=jnp.zeros((), jnp.int32),
+        length=np.zeros((), np.int32),
     )
 
 
@@ -196,10 +202,11 @@ class LayerCache:
     Args:
         cache: the model's cache. Its `positions` include the call's tokens; its `length` does not yet.
         layer: the layer's number.
+        is_new: whether the cache is known to have been empty before the call.
     """
 
-    def __init__(self, cache: KVCache, layer: Int[Array, ""]):
-        self.cache, self.layer = cache, layer
+    def __init__(self, cache: KVCache, layer: Int[Array, ""], is_new: bool = False):
+        self.cache, self.layer, self.is_new = cache, layer, is_new
 
     def attend(
         self,
@@ -252,10 +259,16 @@ class LayerCache:
             options: Any = dict(window=window, softcap=softcap, scale=scale, sinks=sinks)
             return cached_attention(q, k, v, own, cache.positions, **options)
 
-        is_token = jnp.pad(own >= 0, ((0, 0), (1, 0)))
-        runs = jnp.sum(is_token[:, 1:] & ~is_token[:, :-1], axis=1)
-        is_prompt = (cache.length == 0) & jnp.all(runs <= 1)
-        return jax.lax.cond(is_prompt, lambda: attend_to_own(q, k.astype(q.dtype), v.astype(q.dtype)), attend_to_all)
+        def attend_to_these() -> Array:
+            return attend_to_own(q, k.astype(q.dtype), v.astype(q.dtype))
+
+        if window is None and self.is_new:
+            return attend_to_these()
+        is_prompt = cache.length == 0
+        if window is not None:
+            is_token = jnp.pad(own >= 0, ((0, 0), (1, 0)))
+            is_prompt &= jnp.all(jnp.sum(is_token[:, 1:] & ~is_token[:, :-1], axis=1) <= 1)
+        return jax.lax.cond(is_prompt, attend_to_these, attend_to_all)
 
 
 def cached_attention(

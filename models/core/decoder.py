@@ -190,4 +190,6 @@ class Decoder(nnx.Module):
             return Decoded(hidden if hidden.shape[1] == length else hidden[:, :length], aux, None)
         # Under jit no error can be raised for a cache that is too short or that mixes rotations, so the result is NaN.
         x = jnp.where((cache.length + length <= cache.positions.shape[1]) & ~jnp.asarray(is_mixed), x, jnp.nan)
-        return Decoded(self.norm(x), aux, dataclasses.replace(cache, length=cache.length + length))
+        return Decoded(
+            self.norm(x), aux, dataclasses.replace(cache, length=jnp.asarray(cache.length + length, jnp.int32))
+        )

@@ -22,7 +22,8 @@ class KernelOptions:
             whose loss needs more is a ValueError. `None` is no bound, with one exception: with `mode="auto"`, in a
             model that rematerialises its layers, the loss gets as much as one layer needs, or as much as `"lean"`
             needs if that is more.
-        attention: the `implementation` of `liger_jax.ops.causal_attention`: `None` for the platform's default.
+        attention: the `implementation` of `liger_jax.ops.causal_attention`: `None` for the platform's default. "xla",
+            "triton" and "triton:interpret" name the attention of one token to a cache, too.
         implementation: the `implementation` of all other ops. `None` takes the platform's default. A name such as "xla"
             or "triton" is one that every op in use must have. From a tuple such as `("mosaic_tpu", "xla")`, an op takes
             the first name that it has, and warns of each that it lacks.

@@ -135,17 +135,20 @@ class LayerStack:
         gathered = self.kernels.mesh_layout.gathered if gathered is None else gathered
         # Without a cache the scan carries hidden states alone.
         carry = (x, None if cache is None else (cache, jnp.zeros((), jnp.int32)))
+        is_new = cache is not None and cache.is_known_empty()
         sums: dict[str, list[Any]] = {}  # for each feed-forward, trees of its layers' sums, stacked
         first = 0
         # One token reads each weight once, and a scan would first copy each layer's weights and cache out of the stack.
         if self.scan and (cache is None or x.shape[1] > 1):
-            carry, sums = self._scanned(layers, carry, inputs, gathered)
+            carry, sums = self._scanned(layers, carry, inputs, gathered, is_new)
             first = sum(map(len, self.stacked.values()))
         calls: dict[Any, Any] = {}  # one function for equal layers: JAX traces and lowers it once
         for i in range(first, len(self.kinds)):
             kind, (graphdef, state) = self.kinds[i], self._split(layers, last_layers, i)
             if (kind, graphdef) not in calls:
-                calls[kind, graphdef] = self._layer_call(graphdef, inputs[kind.attention], gathered, prevent_cse=True)
+                calls[kind, graphdef] = self._layer_call(
+                    graphdef, inputs[kind.attention], gathered, is_new, prevent_cse=True
+                )
             carry, aux = calls[kind, graphdef](carry, state)
             sums.setdefault(kind.feed_forward, []).append(jax.tree.map(lambda leaf: leaf[None], aux))
         x, memory = carry
@@ -169,6 +172,7 @@ class LayerStack:
         graphdef: Any,
         inputs: Sequence[Any],
         gathered: Callable[[Any, Any], Any],
+        is_new: bool,
         *,
         prevent_cse: bool,
         place: int | None = None,
@@ -184,7 +188,7 @@ class LayerStack:
                 x, aux = layer(x, *inputs)
                 return (x, None), aux
             cache, number = memory
-            own = LayerCache(cache, number)
+            own = LayerCache(cache, number, is_new)
             x, aux = layer(x, *inputs, own)
             return (x, (own.cache, number + 1)), aux
 
@@ -193,7 +197,12 @@ class LayerStack:
         return jax.checkpoint(call, prevent_cse=prevent_cse, policy=POLICIES[self.remat])
 
     def _scanned(
-        self, layers: Any, carry: Any, inputs: Mapping[str, Sequence[Any]], gathered: Callable[[Any, Any], Any]
+        self,
+        layers: Any,
+        carry: Any,
+        inputs: Mapping[str, Sequence[Any]],
+        gathered: Callable[[Any, Any], Any],
+        is_new: bool,
     ) -> tuple[Any, dict[str, list[Any]]]:
         """The carry after the stacked layers, and for each feed-forward a list of one tree of its layers' sums."""
         pattern = self.kinds[: pattern_length(self.kinds)]
@@ -208,6 +217,7 @@ class LayerStack:
                 graphdefs[of_layer],
                 inputs[attention],
                 gathered,
+                is_new,
                 prevent_cse=False,
                 place=feed_forwards[:i].count(of_layer),
             )

@@ -102,3 +102,41 @@ elif {is_packed}:
 print("done")
 """
     assert "done" in run("-c", script)
+
+
+def test_a_step_of_generate_copies_nothing_of_the_cache():
+    """In its loop the cache is written in place, and a kernel reads it where it lies."""
+    need_compiler("gpu")
+    script = r"""
+import re
+import jax, jax.numpy as jnp
+from flax import nnx
+from liger_jax.models import LlamaConfig, LlamaForCausalLM
+from liger_jax.planner.compilers import compile_for, gpu_devices
+device = gpu_devices("h200")[0]
+config = LlamaConfig(vocab_size=512, hidden_size=512, intermediate_size=512, num_hidden_layers=3,
+                     num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=1024)
+make = lambda: LlamaForCausalLM(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, scan_layers=False,
+                                rngs=nnx.Rngs(0))
+graph, params = nnx.split(nnx.eval_shape(make))
+leaves, tree = jax.tree.flatten(params)
+
+def generated(prompts, *leaves):
+    model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+    return model.generate(prompts, max_new_tokens=256, eos_token_id=())
+
+types = [((16, 256), jnp.int32), *((leaf.shape, leaf.dtype) for leaf in leaves)]
+text = compile_for(generated, types, device, "gpu").as_text()
+loops = re.findall(r" while\(.*body=(%?[\w.]+)", text)
+assert len(loops) == 1, loops
+body = text[text.index(f"\n{loops[0]} "):]
+body = body[:body.index("\n}")].splitlines()
+ofs = [line for line in body if re.match(r"\s*(ROOT )?\S+ = bf16\[(3,)?16,511,2,64\]", line)]
+made = [line for line in ofs if not re.search(r" (get-tuple-element|parameter|bitcast)\(", line)]
+assert len(made) == 6 and all("dynamic_update_slice_fusion" in line for line in made), made
+assert not [line for line in body if re.search(r"\[[\d,]*\b511,[\d,]*64\b[\d,]*\]\S* (copy|transpose|slice)", line)]
+kernels = [line for line in body if "__gpu$xla.gpu.triton" in line and "decode_attention" in line]
+assert len(kernels) == 3 and all("bf16[3,16,511,2,64]" in line for line in kernels), kernels
+print("done")
+"""
+    assert "done" in run("-c", script)

@@ -18,7 +18,9 @@ from liger_jax.models import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    KernelOptions,
     KVCache,
+    Layout,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -275,6 +277,36 @@ def test_a_prompt_is_attended_to_as_in_training_and_a_token_by_the_cache(length,
         jaxpr = str(jax.make_jaxpr(run)(tokens, mask))
     assert ("causal_attention_forward" in jaxpr) == is_the_op_s
     assert ("name=decode_attention" in jaxpr) == (not is_the_op_s)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("attention", [None, "triton:interpret"])
+def test_devices_that_split_the_rows_attend_to_their_own_caches(attention, devices, rng):
+    layout = Layout(batch=("fsdp",))
+    options = dict(dtype=jnp.bfloat16, scan_layers=False)
+    prompts = random_tokens(rng, batch=2 * len(devices), length=5)
+    choice = dict(max_new_tokens=6, eos_token_id=())
+    config = dataclasses.replace(CONFIG, vocab_size=64)
+    expected = make_model(config, kernels=KernelOptions(attention=attention), **options).generate(prompts, **choice)
+    mesh = jax.make_mesh((len(devices),), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices)
+    with jax.set_mesh(mesh):
+        model = make_model(config, kernels=KernelOptions(layout=layout, attention=attention), **options)
+        nnx.update(model, jax.device_put(nnx.state(model), layout.shardings(model, mesh)))
+        found = model.generate(layout.place(prompts), **choice)
+    assert len(found.sharding.device_set) == len(devices)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("window, has_both", [(None, False), (3, True)])
+def test_a_new_cache_is_attended_to_only_where_padding_in_a_window_may_count(window, has_both):
+    """Else the program has the prompt's own attention alone."""
+    config = dataclasses.replace(WINDOW, sliding_window=window)
+    model = MistralForCausalLM(config, scan_layers=False, rngs=nnx.Rngs(0))
+    tokens, mask = jnp.zeros((2, 12), jnp.int32), jnp.ones((2, 12), bool)
+    run = lambda tokens, mask: model(tokens, attention_mask=mask, cache=model.init_cache(2, 15)).logits
+    assert (" cond[" in str(jax.make_jaxpr(run)(tokens, mask))) == has_both
+    later = lambda tokens, cache: model(tokens, cache=cache).logits
+    assert " cond[" in str(jax.make_jaxpr(later)(tokens, model.init_cache(2, 15))), "an argument may be full"
 
 
 def test_a_cache_has_the_computation_s_dtype_or_another():

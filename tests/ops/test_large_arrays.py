@@ -14,6 +14,8 @@ import pytest
 
 from liger_jax import ops
 from liger_jax.models.core import plain
+from liger_jax.models.core.cache import cached_attention
+from liger_jax.ops.decode_attention import decode_attention
 from tests.ops._oracle import largest_error
 
 pytestmark = pytest.mark.full
@@ -128,6 +130,22 @@ def test_attention(kernel):
         functools.partial(attend, implementation="xla"),
         [q, k, v],
     )
+
+
+@pytest.mark.parametrize("layer", [0, 32])
+def test_attention_to_a_cache(layer):
+    """Of 33 layers; the first and the last row."""
+    shape, filled = (33, 64, 1024, 8, 128), jnp.int32(1000)
+    keys, values, q = numbers(shape, 1), numbers(shape, 2), numbers((64, 32, 128), 3)
+    positions = jnp.broadcast_to(jnp.arange(1024, dtype=jnp.int32), (64, 1024))
+    number = jnp.int32(layer)
+    found = jax.jit(decode_attention)(q, keys, values, positions, number, filled)
+    of_two = lambda x: x[layer, ::63, :1000].astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        last = jnp.full((2, 1), 999, jnp.int32)
+        own = q[::63, None].astype(jnp.float32)
+        expected = cached_attention(own, of_two(keys), of_two(values), last, positions[:2, :1000])[:, 0]
+    assert largest_error(found[::63].astype(jnp.float32), expected) < TOLERANCE
 
 
 def test_losses_of_logits():
