@@ -154,7 +154,11 @@ lean = with_gradient(head(mode="lean"), (0, 1))
 LINEAR = [
     Case("fused_linear_cross_entropy", lean, LLAMA_8B_HEAD, FLCE),
     Case(
-        "fused_linear_log_probs", with_gradient(log_probs_and_entropies, (0, 1)), linear_types(2048, 896, 32000), FLCE
+        "fused_linear_log_probs",
+        with_gradient(log_probs_and_entropies, (0, 1)),
+        linear_types(2048, 896, 32000),
+        FLCE,
+        full=True,  # its kernels are those of the loss
     ),
 ]
 
@@ -177,7 +181,7 @@ GPU_ONLY = [
     Case("geglu_side_by_side_odd", with_gradient(geglu, (0,)), (((4095, 2 * 333), F32),), GLU, full=True),
     Case("gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("glu_forward", "glu_gradients_and_product")),
     Case("apply_rope", with_gradient(apply_rope, (0, 1)), HEADS, ROPE),
-    Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ROPE),
+    Case("apply_rope_partial", with_gradient(apply_rope, (0, 1)), RAGGED_HEADS, ROPE, full=True),
     Case("apply_mrope", with_gradient(mrope, (0, 1)), THREE_TABLES, ROPE),
 ]
 

@@ -79,8 +79,8 @@ def test_hopper_is_no_worse_than_a_product_for_each_group(case, transpose_w, hop
     """Simulated, two cores walk over several tiles each; rows behind the groups hold NaN."""
     if hopper != "mosaic_gpu":
         monkeypatch.setattr(mosaic_gpu_block, "NUM_CORES", 2)
-    many, narrow = (1, 9, 64, 0, 128, 65), (64, 37, 5)
-    sizes = {"ragged": (5, 0, 150, 33), "one has all": (0, 77, 0), "many": many, "narrow": narrow}[case]
+    many = (1, 9, 64, 0, 128, 65)
+    sizes = {"ragged": (5, 0, 150, 33), "one has all": (0, 77, 0), "many": many, "narrow": (64, 37, 5)}[case]
     m = sum(sizes) + (12 if case == "ragged" else 0)
     x, w = draw(rng, m, len(sizes), *((64, 64) if case == "narrow" else (192, 320)), "bfloat16", transpose_w)
     ends = np.cumsum(sizes)
