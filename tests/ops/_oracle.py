@@ -6,9 +6,10 @@ Gradients are by all arrays unless `wrt` names some, for random cotangents.
 """
 
 import itertools
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -229,3 +230,14 @@ def each_by_itself(devices: Sequence) -> dict[str, int]:
     """Options of a GPU's compiler by which it sends each array by itself, and not several as one."""
     kinds = ("all_reduce", "all_gather", "reduce_scatter") if devices[0].platform == "gpu" else ()
     return {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in kinds}
+
+
+def packed(sizes: Collection[int], devices: Sequence) -> set[int]:
+    """Which sizes `sent` may find for arrays of these sizes.
+
+    On GPUs XLA sends up to four arrays as one, and an array that two devices sum as two halves.
+    """
+    if devices[0].platform == "cpu":
+        return {*sizes}
+    whole = {*sizes, *(size // 2 for size in sizes)}
+    return {sum(some) for n in (1, 2, 3, 4) for some in itertools.combinations_with_replacement(whole, n)}
