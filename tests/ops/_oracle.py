@@ -6,7 +6,6 @@ Gradients are by all arrays unless `wrt` names some, for random cotangents.
 """
 
 import itertools
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
