@@ -122,7 +122,9 @@ def places(run: Run) -> Iterator[str]:
     if run.micro_batches > 1:
         yield f"batch: {run.batch} rows in {run.micro_batches} micro-batches"
     tokens = run.tokens
-    at_once = tokens if run.dora else tokens_at_once(tokens, run.model.config.hidden_size, run.layer.remat)
+    at_once = tokens
+    if not run.dora:
+        at_once = tokens_at_once(tokens, run.model.config.hidden_size, run.layer.remat, run.tensor)
     if at_once < tokens:
         yield f"device: weights, and one layer's work, whose wide arrays are made for {at_once:,} tokens at a time"
     if host := estimate(run).host * run.target.count_on_host:

@@ -102,7 +102,7 @@ class LayerMemory:
         # where adapters read them, XLA holds both halves at once.
         in_place = self.device.platform == "gpu" and may_fuse(self.kernels, self.remat, scan=True)
         in_place, tokens = in_place and not self.has_adapters, self.rows * self.seq
-        at_once = tokens if self.dora else tokens_at_once(tokens, c.hidden_size, self.remat)
+        at_once = tokens if self.dora else tokens_at_once(tokens, c.hidden_size, self.remat, self.tensor)
 
         def bytes_of(one):
             if one is FEED_FORWARDS[DENSE]:
@@ -115,7 +115,7 @@ class LayerMemory:
             values += c.hidden_size
             feed_forward += 2 * 4 * c.rotary_width * self.seq
             if not self.has_adapters:  # tiles sum the weights' gradients in float32
-                feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size
+                feed_forward += 4 * 3 * c.hidden_size * c.intermediate_size // self.tensor
         return self._bytes(values) + max(feed_forward, self._scores_in_chunks())
 
     def _values_kept(self) -> dict[str, int]:
@@ -279,7 +279,7 @@ def loss_budget_bytes(
         *sizes,
         -(-config.vocab_size // tensor),
         f=(config.intermediate_size if experts is None else experts.per_token * experts.width) // tensor,
-        f_tokens=sizes[0] if experts is not None else tokens_at_once(sizes[0], config.hidden_size, remat),
+        f_tokens=sizes[0] if experts is not None else tokens_at_once(sizes[0], config.hidden_size, remat, tensor),
         dtype=dtype,
         weight_dtype=head.dtype_in_products(dtype),
         weight_is_split=head.is_split,

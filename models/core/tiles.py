@@ -66,13 +66,17 @@ def over_tokens(
     return layout.run(by_tiles, (x, weights), spec=(between, P()), out=between)
 
 
-def tokens_at_once(tokens: int, width: int, remat: Remat) -> int:
+def tokens_at_once(tokens: int, width: int, remat: Remat, tensor: int = 1) -> int:
     """How many tokens `over_tokens` computes at once, but for DoRA, whose layers take all.
+
+    The devices of a tensor axis each cut tiles of their own positions, and compute their tiles together: more tokens
+    at once, of which each device has its part of the width.
 
     Args:
         tokens: a device's tokens.
         width: D.
         remat: what the decoder's layer keeps for the backward.
+        tensor: the devices of a tensor axis that have the tokens in common.
 
     Returns:
         A tile's tokens, where a layer keeps no product; else all. With "offload" shorter rows have tiles, too.
@@ -80,11 +84,14 @@ def tokens_at_once(tokens: int, width: int, remat: Remat) -> int:
     Example:
         >>> [tokens_at_once(16_384, 4096, remat) for remat in ("none", "full", "offload")]
         [16384, 16384, 2048]
+        >>> [tokens_at_once(65_536, 4096, "full", tensor) for tensor in (1, 2)]
+        [4096, 65536]
     """
-    size = tile_tokens(tokens, width) if remat in ("full", "offload") else None
-    if size is None and remat == "offload" and tokens > LEAST_TILES_OF_OFFLOADED * LEAST_TOKENS:
+    own = tokens // tensor
+    size = tile_tokens(own, width) if remat in ("full", "offload") else None
+    if size is None and remat == "offload" and own > LEAST_TILES_OF_OFFLOADED * LEAST_TOKENS:
         size = LEAST_TOKENS
-    return tokens if size is None else size
+    return tokens if size is None else size * tensor
 
 
 def tile_tokens(tokens: int, width: int) -> int | None:

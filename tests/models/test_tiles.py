@@ -113,6 +113,9 @@ def test_short_rows_have_no_tiles_and_long_ones_do(in_tiles, rng):
     assert tiles.tile_tokens(65_536, 4096) == 4096
     assert tiles.tokens_at_once(8192, 4096, "offload") == 8192
     assert tiles.tokens_at_once(8193, 4096, "offload") == 2048  # where memory is short
+    # Devices of a tensor axis cut their own positions, and compute their tiles together.
+    assert tiles.tokens_at_once(65_536, 4096, "full", tensor=2) == 65_536
+    assert tiles.tokens_at_once(65_538, 4096, "full", tensor=2) == 2 * 4096
     tokens = jnp.asarray(rng.integers(0, SIZES["vocab_size"], (1, LENGTH)))
     programs = {}
     for on, remat in ((True, "full"), (False, "full"), (True, "dots")):

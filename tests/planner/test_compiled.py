@@ -241,3 +241,16 @@ def test_estimate_of_a_mixture_on_a_mesh_is_within_10_percent_of_what_is_compile
     tiny.write_text(json.dumps(MIXTURE))
     found = compiled(PLAN, tiny, 8, 2048, f"h200:{devices}", json.dumps(options))
     assert found["estimate"] == pytest.approx(found["total"], rel=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [dict(fsdp=4), dict(fsdp=2, tensor=2)], ids=str)
+def test_estimate_of_a_dense_model_on_a_mesh_is_within_6_percent_of_what_is_compiled(mesh, tiny):
+    """Parameters gathered for a second layer, or tiles where a device of a tensor axis has too few positions for them,
+    would be more than that.
+    """
+    larger = dict(vocab_size=8192, hidden_size=1024, intermediate_size=8192, max_position_embeddings=8192)
+    tiny.write_text(json.dumps(TINY | larger | dict(num_attention_heads=8)))
+    seq = 8192 if "tensor" in mesh else 512
+    found = compiled(PLAN, tiny, 8, seq, "h200:4", json.dumps(dict(mesh=mesh)))
+    assert found["estimate"] == pytest.approx(found["total"], rel=0.06)
