@@ -39,14 +39,14 @@ def attend(
     size = min(num_slots, max(_FEWEST_SLOTS, cdiv(num_slots, _MOST_BLOCKS)))
     zero = jnp.zeros_like(layer)
 
+    def block(x, begin):
+        return jax.lax.dynamic_slice(x, (layer, zero, begin, zero, zero), (1, batch, size, kv_heads, width))[0]
+
     def step(n, carry):
         accumulator, maximum, total = carry
         begin = jnp.minimum(n * size, num_slots - size)  # the last block overlaps the one before it
         number = begin + jnp.arange(size, dtype=jnp.int32)[None]
-        block = lambda x: jax.lax.dynamic_slice(x, (layer, zero, begin, zero, zero), (1, batch, size, kv_heads, width))[
-            0
-        ]
-        k, v = block(keys).astype(dtype), block(values).astype(dtype)
+        k, v = block(keys, begin).astype(dtype), block(values, begin).astype(dtype)
         is_own = (number >= n * size) & (number < filled)
         v = jnp.where(is_own[..., None, None], v, 0)  # a slot that is not written may hold anything
         is_seen = is_own & (jax.lax.dynamic_slice_in_dim(positions, begin, size, axis=1) >= 0)
