@@ -69,8 +69,8 @@ def over_tokens(
 def tokens_at_once(tokens: int, width: int, remat: Remat, tensor: int = 1) -> int:
     """How many tokens `over_tokens` computes at once, but for DoRA, whose layers take all.
 
-    The devices of a tensor axis each cut tiles of their own positions, and compute their tiles together: more tokens
-    at once, of which each device has its part of the width.
+    Each device of a tensor axis cuts tiles of its own positions. The devices then compute their tiles together, so that
+    more tokens are computed at once, and each device has its part of their width.
 
     Args:
         tokens: a device's tokens.

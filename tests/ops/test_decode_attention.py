@@ -145,7 +145,7 @@ def test_slots_beyond_the_cache_are_not_read(filled, implementation, rng):
     [(1, None, (0, 1)), (128, None, (0, 1)), (129, None, (0, 2)), (2000, None, (0, 8)), (2000, 9, (7, 8))],
 )
 def test_xla_walks_over_the_blocks_that_are_seen(filled, window, blocks, monkeypatch, rng):
-    """Of a cache of 2,000 slots or less a block is an eighth, but at least 128 slots."""
+    """A block is an eighth of the cache, and at least 128 slots."""
     (q, keys, values, _, layer, _), _ = inputs(rng, (2, 1, 1, 16, 2000 if filled > 129 else 1000, 900), jnp.float32)
     positions, walked = jnp.broadcast_to(jnp.arange(keys.shape[2], dtype=jnp.int32), keys.shape[1:3]), []
     monkeypatch.setattr(

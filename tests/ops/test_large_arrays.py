@@ -134,7 +134,7 @@ def test_attention(kernel):
 
 @pytest.mark.parametrize("layer", [0, 32])
 def test_attention_to_a_cache(layer):
-    """Of 33 layers; the first and the last row."""
+    """The cache has 33 layers; the first and the last row are compared."""
     shape, filled = (33, 64, 1024, 8, 128), jnp.int32(1000)
     keys, values, q = numbers(shape, 1), numbers(shape, 2), numbers((64, 32, 128), 3)
     positions = jnp.broadcast_to(jnp.arange(1024, dtype=jnp.int32), (64, 1024))
