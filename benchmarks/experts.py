@@ -4,9 +4,10 @@
 
 The unit is XLA's dense product of the same number of operations. Sizes of groups are drawn by a router whose experts
 differ: the softmax of normal numbers of deviation 0.5. "even", "one group" and "half" are other sizes for the first
-product. torch's `_grouped_mm` is timed where torch is installed, `jax.lax.ragged_dot` on request, since it may need the
-memory of a product for each group. Errors are RMS ones against float64, over the RMS of the truth, at sampled entries;
-a product rounded to bfloat16 has about 1.7e-3. All programs of a line take turns in rounds.
+product. torch's `_grouped_mm`, tokamax's `ragged_dot` and Liger's fused mixture are timed where they are installed,
+`jax.lax.ragged_dot` on request, since it may need the memory of a product for each group. Errors are RMS ones against
+float64, over the RMS of the truth, at sampled entries; a product rounded to bfloat16 has about 1.7e-3. All programs of
+a line take turns in rounds.
 """
 
 import argparse
@@ -45,6 +46,8 @@ def products(x, w, dy, sizes, implementation) -> dict[str, Callable[[], Any]]:
     op = functools.partial(grouped_matmul, implementation=implementation)
     if implementation == "ragged_dot":
         op = lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes)
+    if implementation == "tokamax":
+        op = lambda x, w, sizes: importlib.import_module("tokamax").ragged_dot(x, w, sizes)
     if implementation == "dense":
         w, op = w[0], lambda x, w, sizes: x @ w
     functions = {
@@ -130,6 +133,24 @@ def torch_moe(n, d, f, num_experts, k, experts) -> dict[str, Callable[[], Any]]:
     return {"forward": alone, "both": lambda: dict(gradients=torch.autograd.grad(forward(), leaves, dy))}
 
 
+def liger_moe(n, d, f, num_experts, k, experts) -> dict[str, Callable[[], Any]]:
+    """The mixture by Liger's kernels, forward and with gradients; its weights lie as (E, out, in)."""
+    torch = importlib.import_module("torch")
+    apply = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction.apply
+    draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    x, weights, dy = draw(n, d).requires_grad_(), torch.rand(n, k, device="cuda").requires_grad_(), draw(n, d)
+    gate_up, down = draw(num_experts, 2 * f, d).requires_grad_(), draw(num_experts, d, f).requires_grad_()
+    chosen = torch.tensor(np.asarray(experts, np.int32), device="cuda")
+    leaves = x, weights, gate_up, down
+    forward = lambda: apply(x, gate_up, down, chosen, weights)
+
+    def alone():
+        with torch.no_grad():
+            return forward()
+
+    return {"forward": alone, "both": lambda: dict(gradients=torch.autograd.grad(forward(), leaves, dy))}
+
+
 def tried(make: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[], Any]]:
     """The programs of a peer that run here; says why, where one does not."""
     try:
@@ -154,6 +175,7 @@ def product_lines(m, num_groups, k, n, kind, others) -> list[list[str]]:
     runs = {name: products(*arguments, None if name == "ours" else name) for name in ("dense", "ours", *others)}
     own_errors = errors(x, w, dy, sizes, runs["ours"])
     runs["torch"] = tried(torch_products, m, k, n, sizes)
+    runs["tokamax"] = tried(products, *arguments, "tokamax")
     lines = []
     for direction in DIRECTIONS:
         times = in_rounds({name: r[direction] for name, r in runs.items() if direction in r}, wait, 3, 0.1)
@@ -199,16 +221,18 @@ def moe_lines(n, d, f, num_experts, k) -> list[list[str]]:
         gate, up = np.split(wide(arrays[0][token]) @ wide(arrays[2][e]), 2)
         truth += float(arrays[1][token, j]) * ((gate / (1 + np.exp(-gate)) * up) @ wide(arrays[3][e]))
     error = relative_error(ours["forward"]()[token].astype(jnp.float32), np.asarray(truth))
-    peers = tried(torch_moe, n, d, f, num_experts, k, experts)
+    peers = {"torch": tried(torch_moe, n, d, f, num_experts, k, experts)}
+    peers["Liger"] = tried(liger_moe, n, d, f, num_experts, k, experts)
     lines = []
     for what, run in ours.items():
-        times = in_rounds({"ours": run} | ({"torch": peers[what]} if what in peers else {}), wait, 3, 0.1)
+        of_peers = {name: runs[what] for name, runs in peers.items() if what in runs}
+        times = in_rounds({"ours": run} | of_peers, wait, 3, 0.1)
         operations = 6 * n * k * d * f * (1 if what == "forward" else 3)
         extra = compiled[what][0].memory_analysis().temp_size_in_bytes / 2**20
         lines.append(
             [
                 f"{n} tokens, {num_experts} experts, top {k}, D {d}, F {f}", what, f"{times['ours']:.2f}",
-                f"{1e-9 * operations / times['ours']:.0f}", f"{times['torch']:.2f}" if "torch" in times else "–",
+                f"{1e-9 * operations / times['ours']:.0f}", *(f"{times[x]:.2f}" if x in times else "–" for x in peers),
                 f"{extra:.0f}", f"{error:.1e}" if what == "forward" else "–",
             ]
         )  # fmt: skip
@@ -231,8 +255,9 @@ def main():
         lines += product_lines(arguments.rows, arguments.experts, k, n, kind, others)
         print(lines[-3:], flush=True)
     header = ["rows, groups, sizes", "what", "dense, µs", "ours, µs", "of dense", "TFLOP/s", "others, µs", "error"]
-    text = heading("python -m benchmarks.experts") + versions("torch") + "\n\n" + table(header, lines)
-    header = ["moe_mlp, bf16", "what", "ours, ms", "TFLOP/s", "torch, ms", "extra MiB", "error"]
+    peers = versions("torch", "liger-kernel", "tokamax")
+    text = heading("python -m benchmarks.experts") + peers + "\n\n" + table(header, lines)
+    header = ["moe_mlp, bf16", "what", "ours, ms", "TFLOP/s", "torch, ms", "Liger, ms", "extra MiB", "error"]
     text += "\n" + table(header, moe_lines(arguments.rows // 8, 2048, 768, arguments.experts, 8))
     save("experts", text)
 
