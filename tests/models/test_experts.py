@@ -132,7 +132,8 @@ def numbered(model):
     """The model with another number in each place of each parameter."""
     leaves, tree = jax.tree.flatten(nnx.state(model))
     ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
-    arrays = [jnp.arange(*ends[i : i + 2], dtype=jnp.float32).reshape(leaf.shape) for i, leaf in enumerate(leaves)]
+    numbers = np.arange(ends[-1], dtype=np.float32)
+    arrays = [jnp.asarray(numbers[ends[i] : ends[i + 1]].reshape(leaf.shape)) for i, leaf in enumerate(leaves)]
     nnx.update(model, jax.tree.unflatten(tree, arrays))
     return model
 
