@@ -204,7 +204,7 @@ def forward(op):
 
 
 TPU_ONLY = [
-    Case("fused_linear_cross_entropy_small", lean, linear_types(1024, 512, 16000), FLCE),
+    Case("fused_linear_cross_entropy_small", lean, linear_types(512, 256, 4096), FLCE),
     *[dataclasses.replace(case, full=True) for case in LINEAR],  # some 40 s each
     Case("forward", forward(head()), LLAMA_8B_HEAD, FLCE[:1], full=True),
     Case("fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE[:1], full=True),

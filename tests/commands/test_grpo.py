@@ -297,15 +297,16 @@ def test_each_update_of_a_step_has_the_log_probabilities_of_the_policy_that_samp
     np.testing.assert_allclose(jax.tree.leaves(state[0])[0] * 8, jax.tree.leaves(params)[0], rtol=1e-6)
     assert set(seen[0]) == set(rollouts.example)
     named = {name: jnp.asarray(seen[0][name]) for name in ("input_ids", "labels", "segment_ids", "positions")}
-    expected = nnx.merge(graph, params).log_probs(**named, temperature=0.7).log_probs
+    log_probs = nnx.jit(lambda model, named: model.log_probs(**named, temperature=0.7).log_probs)
+    expected = log_probs(nnx.merge(graph, params), named)
     for batch in seen:
         np.testing.assert_allclose(batch[_rollouts.OLD], expected, rtol=1e-5, atol=1e-6)
     far = {name: jnp.asarray(x) for name, x in seen[0].items()}
     far[_rollouts.OLD] = expected + 0.3  # every ratio is e^-0.3, below 1 - 0.2
     loss = TASK.loss(settings, None)
     advantages = jnp.asarray(rng.choice([-1.0, 1.0], (4, 1)), jnp.float32)
-    policy = nnx.merge(graph, params)
-    told = loss(policy, {**far, "advantages": jnp.where(far["segment_ids"] > 0, advantages, 0)}, (1.0, 1.0))[1]
+    far["advantages"] = jnp.where(far["segment_ids"] > 0, advantages, 0)
+    told = nnx.jit(lambda policy, batch: loss(policy, batch, (1.0, 1.0))[1])(nnx.merge(graph, params), far)
     worse = (losses.shifted_labels(named["labels"], named["segment_ids"]) != -100) & (advantages < 0)
     np.testing.assert_allclose(told["clip_ratio/low_mean"], jnp.sum(worse), rtol=1e-5)
 

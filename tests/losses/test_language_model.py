@@ -103,7 +103,7 @@ def arrays(rng):
 
 def test_one_sequence_needs_no_batch_axis(arrays):
     hidden, head, labels = arrays
-    segments, loss_of = jnp.asarray([0] * 4 + [1] * 7), cast(Any, causal_lm_loss)
+    segments, loss_of = jnp.asarray([0] * 4 + [1] * 7), cast(Any, jax.jit(causal_lm_loss, static_argnames="reduction"))
     one = loss_of(hidden[0], head, labels[0], segment_ids=segments)
     close(one, loss_of(hidden[:1], head, labels[:1], segment_ids=segments[None]))
     assert loss_of(hidden[0], head, labels[0], reduction="none").shape == (11,)
@@ -112,7 +112,7 @@ def test_one_sequence_needs_no_batch_axis(arrays):
 
 def test_vmap_over_sequences_gives_each_its_own_loss_and_gradients(arrays):
     hidden, head, labels = arrays
-    loss = jax.value_and_grad(causal_lm_loss, argnums=(0, 1))
+    loss = jax.jit(jax.value_and_grad(causal_lm_loss, argnums=(0, 1)))
     found = jax.vmap(loss, in_axes=(0, None, 0))(hidden, head, labels)
     each = [loss(hidden[i : i + 1], head, labels[i : i + 1]) for i in range(3)]
     close(found[0], [value for value, _ in each])

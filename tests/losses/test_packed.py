@@ -63,9 +63,10 @@ class Batch:
         with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
             expected, truths = jax.jit(functools.partial(run, padded))([jnp.asarray(x) for x in arrays])
             found, gradients = jax.jit(functools.partial(run, packed))([self.packed(x) for x in arrays])
+        expected, truths, found, gradients = jax.device_get((expected, truths, found, gradients))
         for i, name in enumerate(names):
             try:
-                of_terms = max(float(jnp.abs(x * t[i]).sum()) for x, t in zip(arrays, truths, strict=True))
+                of_terms = max(float(np.abs(np.asarray(x) * t[i]).sum()) for x, t in zip(arrays, truths, strict=True))
                 close(found[i], expected[i], EXACT, scale=max(of_terms, 0.1))  # float32 rounds logarithms near 0 so
                 for gradient, truth in zip(gradients, truths, strict=True):  # whose terms may cancel
                     close(gradient[i], self.packed(truth[i], elsewhere=0.0), EXACT, scale=0.03)

@@ -292,7 +292,7 @@ def test_what_is_logged_has_no_gradient_and_counts_tokens(arrays):
     policy, old, reference = (jnp.asarray(x, jnp.float32) for x in arrays)
     options = options_of("dapo") | dict(epsilon_low=0.1, epsilon_high=0.3)
     f = lambda x: policy_loss(x, old, jnp.asarray(ADVANTAGES, jnp.float32), reference_log_probs=reference, **options)
-    output = f(policy)
+    output = jax.jit(f)(policy)
     ratio, d = np.exp(arrays[0] - arrays[1]), arrays[2] - arrays[0]
     negative, share = ADVANTAGES[:, None] < 0, lambda x: (x & MASK).sum() / MASK.sum()
     close(output.kl, ((np.exp(d) - d - 1) * MASK).sum() / MASK.sum())
@@ -300,7 +300,7 @@ def test_what_is_logged_has_no_gradient_and_counts_tokens(arrays):
     assert output.clipped_high == pytest.approx(share((ratio > 1.3) & ~negative))
     assert not output.token_losses[~MASK].any()
     logged = lambda x: sum(jnp.sum(y) for y in (f(x).token_losses, f(x).kl))
-    assert not jax.grad(logged)(policy).any()
+    assert not jax.jit(jax.grad(logged))(policy).any()
 
 
 def test_a_mask_without_tokens_is_0_under_jit_and_refused_outside(arrays):

@@ -37,7 +37,8 @@ def weights(model, family, layer=1):
 def trained(model):
     """The model with adapters whose B is not zero."""
     graph, adapters, base = trainable(model)
-    shifted = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
+    noise = lambda x: 0.1 * np.random.default_rng(x.size).standard_normal(x.shape)
+    shifted = lambda x: x + noise(x).astype(x.dtype)
     return nnx.merge(graph, jax.tree.map(shifted, adapters), base)
 
 

@@ -101,7 +101,8 @@ def test_a_layer_is_the_sum_of_its_experts_and_counts_what_is_no_padding(family,
 def test_the_balancing_loss_is_that_of_all_layers_logits_in_one_row(rng):
     layers = [jnp.asarray(rng.standard_normal((2, 7, 4)), jnp.float32) for _ in range(3)]
     mask = jnp.array([[1] * 7, [1] * 4 + [0] * 3])
-    of_layer = [ops.router_sums(z, ops.softmax_top_k(z, 2, normalized=True).experts, mask) for z in layers]
+    sums_of = jax.jit(lambda z: ops.router_sums(z, ops.softmax_top_k(z, 2, normalized=True).experts, mask))
+    of_layer = [sums_of(z) for z in layers]
     sums = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layer)
     config = dataclasses.replace(CONFIGS["mixtral"], output_router_logits=True, router_aux_loss_coef=0.5)
     logits = np.concatenate([np.asarray(z, np.float64)[np.asarray(mask) > 0] for z in layers])
@@ -132,7 +133,8 @@ def numbered(model):
     """The model with another number in each place of each parameter."""
     leaves, tree = jax.tree.flatten(nnx.state(model))
     ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
-    arrays = [jnp.arange(*ends[i : i + 2], dtype=jnp.float32).reshape(leaf.shape) for i, leaf in enumerate(leaves)]
+    numbers = np.arange(ends[-1], dtype=np.float32)
+    arrays = [jnp.asarray(numbers[ends[i] : ends[i + 1]].reshape(leaf.shape)) for i, leaf in enumerate(leaves)]
     nnx.update(model, jax.tree.unflatten(tree, arrays))
     return model
 

@@ -49,8 +49,8 @@ def adapted(config=CONFIG, *, targets=TARGETS, seed=1, rslora=False, dora=False,
 
 def moved(model):
     graph, adapters, base = trainable(model)
-    key = jax.random.key(7)
-    shifted = lambda x: x + 0.2 * jax.random.normal(jax.random.fold_in(key, x.size), x.shape)
+    noise = lambda x: 0.2 * np.random.default_rng(x.size).standard_normal(x.shape)
+    shifted = lambda x: x + noise(x).astype(x.dtype)
     return nnx.merge(graph, jax.tree.map(shifted, adapters), base)
 
 

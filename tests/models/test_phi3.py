@@ -100,13 +100,13 @@ def test_each_new_token_is_the_likeliest_after_all_tokens_before_it(model, rows,
 
 def test_keys_that_were_turned_otherwise_are_never_mixed(model):
     prompt, later = tokens(0, 7), tokens(7, 9)
-    cache = model(prompt, cache=model.init_cache(1, 12)).cache
-    inside = model(later[:, :1], cache=cache)
+    call = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
+    cache = call(model, prompt, model.init_cache(1, 12)).cache
+    inside = call(model, later[:, :1], cache)
     assert np.isfinite(inside.logits).all()
     with pytest.raises(ValueError, match="cache holds keys of 8 positions, and with 9 rope_scaling turns all of them"):
         model(later[:, 1:], cache=inside.cache)
-    call = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache).logits)
-    assert np.isnan(call(model, later, cache)).all()
+    assert np.isnan(call(model, later, cache).logits).all()
 
 
 # --- fused projections ------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_hopper_s_sum_of_dw_over_chunks_is_rounded_once(hopper, rng):
 
     def weight_gradient(chunk_size):
         loss = functools.partial(fused_linear_distillation, mode="fast", chunk_size=chunk_size, implementation=hopper)
-        return jax.grad(loss, argnums=1)(hidden, weight / 8, teacher, teacher_weight / 8, divergence="jsd")
+        return jax.jit(jax.grad(loss, argnums=1))(hidden, weight / 8, teacher, teacher_weight / 8, divergence="jsd")
 
     assert np.mean(weight_gradient(128) != weight_gradient(n)) < 0.05
 
@@ -212,13 +212,13 @@ def test_opposite_certainties_are_finite(kind, rng):
     signs = rng.choice([-80.0, 80.0], (V, 1))
     one, weight = jnp.ones((5, 1)), jnp.asarray(signs, jnp.float32)
     loss = lambda h: fused_linear_distillation(h, weight, -one, weight, divergence=kind, reduction="sum")
-    value, grad = jax.value_and_grad(loss)(one)
+    value, grad = jax.jit(jax.value_and_grad(loss))(one)
     with jax.enable_x64(True):
         wide = jnp.asarray(signs)
         logits = lambda h: h @ wide.T
         one = jnp.ones((5, 1), jnp.float64)
         oracle = lambda h: jnp.sum(reference.divergence(logits(h), logits(-one), kind=kind, beta=0.5))
-        expected, expected_grad = jax.value_and_grad(oracle)(one)
+        expected, expected_grad = jax.jit(jax.value_and_grad(oracle))(one)
     assert largest_error(value, expected) < 1e-5
     # The gradient cancels: it is a sum of terms of 80 times up to 320.
     assert np.max(np.abs(np.asarray(grad) - np.asarray(expected_grad))) < TOLERANCE * 80 * 320
@@ -233,7 +233,7 @@ def test_a_probability_of_zero_is_no_nan(kind):
     loss = lambda w: fused_linear_distillation(
         hidden, w, hidden, weight, divergence=kind, student_bias=allowed, teacher_bias=forbids
     )
-    value, grad = jax.value_and_grad(loss)(weight)
+    value, grad = jax.jit(jax.value_and_grad(loss))(weight)
     assert np.isfinite(value) and np.all(np.isfinite(grad))
 
 
@@ -247,9 +247,9 @@ def test_tokens_that_do_not_count_have_no_part(mode, rng):
     def total(hidden, weight):
         return loss(hidden, weight, teacher + bad[:, :1], teacher_weight, labels=labels, where=where)
 
-    value, grads = jax.value_and_grad(total, (0, 1))(hidden + bad, weight)
+    value, grads = jax.jit(jax.value_and_grad(total, (0, 1)))(hidden + bad, weight)
     only = lambda h, w: loss(h, w, teacher[counts], teacher_weight, labels=labels[counts])
-    expected, expected_grads = jax.value_and_grad(only, (0, 1))(hidden[counts], weight)
+    expected, expected_grads = jax.jit(jax.value_and_grad(only, (0, 1)))(hidden[counts], weight)
     assert largest_error(value, expected) < 1e-6
     assert not np.any(grads[0][~counts])
     assert largest_error(grads[0][counts], expected_grads[0]) < 1e-5
@@ -259,7 +259,7 @@ def test_tokens_that_do_not_count_have_no_part(mode, rng):
 def test_no_token_that_counts_is_a_loss_of_zero(rng):
     (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
     loss = lambda h: fused_linear_distillation(h, weight, teacher, teacher_weight, where=np.zeros(N, bool))
-    value, grad = jax.value_and_grad(loss)(hidden)
+    value, grad = jax.jit(jax.value_and_grad(loss))(hidden)
     assert value == 0 and not np.any(grad)
 
 
@@ -317,7 +317,7 @@ def test_a_bucket_that_holds_next_to_nothing_is_exact(rng):
     loss = lambda h: fused_linear_topk_distillation(
         h, jnp.eye(V), jnp.arange(K)[None], log_probs, tail="bucket", reduction="sum"
     )
-    value, grad = jax.value_and_grad(loss)(z)
+    value, grad = jax.jit(jax.value_and_grad(loss))(z)
     assert abs(float(value)) < 1e-5 and np.all(np.isfinite(grad)) and np.max(np.abs(grad)) < 1e-5
 
 
@@ -340,7 +340,7 @@ def test_a_student_gives_the_bucket_less_than_float32_holds(rng):
     )
     of_stored = jax.nn.softmax(z[0, :K]) - jnp.exp(log_probs[0])
     truth = jnp.concatenate([of_stored, -0.3 * jax.nn.softmax(z[0, K:])])
-    assert largest_error(jax.grad(loss)(z)[0], truth) < 2e-5
+    assert largest_error(jax.jit(jax.grad(loss))(z)[0], truth) < 2e-5
 
 
 @pytest.mark.parametrize("padding", [0, 4])
@@ -445,7 +445,9 @@ def test_micro_batches_add_up_to_the_whole(rng):
 
 def test_the_teacher_has_no_gradient(rng):
     (hidden, weight, _), (teacher, teacher_weight, _) = heads(rng)
-    grads = jax.grad(lambda t, w: fused_linear_distillation(hidden, weight, t, w), (0, 1))(teacher, teacher_weight)
+    grads = jax.jit(jax.grad(lambda t, w: fused_linear_distillation(hidden, weight, t, w), (0, 1)))(
+        teacher, teacher_weight
+    )
     assert not np.any(grads[0]) and not np.any(grads[1])
 
 
@@ -498,8 +500,8 @@ def test_vmap_is_each_element_by_itself(op, rng):
         return fused_linear_distillation(hidden, student[1], teacher[0], teacher[1], divergence="jsd")
 
     batch = jnp.stack([student[0], -student[0]])
-    found = jax.vmap(jax.value_and_grad(loss))(batch)
-    expected = [jax.value_and_grad(loss)(hidden) for hidden in batch]
+    found = jax.jit(jax.vmap(jax.value_and_grad(loss)))(batch)
+    expected = [jax.jit(jax.value_and_grad(loss))(hidden) for hidden in batch]
     for i, (value, grad) in enumerate(expected):
         assert largest_error(found[0][i], value) < 1e-5
         # Near-equal distributions cancel: on an H100 either side is 2e-5 from float64. Another element's is off by 1.

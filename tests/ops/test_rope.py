@@ -91,8 +91,9 @@ def test_interleaved_pairs_are_halves_of_sorted_columns(rng):
     shape = Shape(2, 9, 3, 1, 16, 16, 1)
     q, k, *_ = make_arrays(rng, shape)
     order = jnp.concatenate([jnp.arange(0, 16, 2), jnp.arange(1, 16, 2)])
-    interleaved = apply_rope(q, k, *rotary_tables(shape), layout="interleaved")
-    halves = apply_rope(q[..., order], k[..., order], *rotary_tables(shape))
+    rotated = jax.jit(apply_rope, static_argnames="layout")
+    interleaved = rotated(q, k, *rotary_tables(shape), layout="interleaved")
+    halves = rotated(q[..., order], k[..., order], *rotary_tables(shape))
     assert all(jnp.array_equal(x[..., order], y) for x, y in zip(interleaved, halves, strict=True))
 
 

@@ -47,7 +47,7 @@ def test_weights_and_experts_match_float64(kind, rng):
 @kinds
 def test_weights_have_the_gradients_of_differences(kind, rng):
     logits, factors = normal(rng, (N, E), (N, K))
-    found = jax.grad(lambda logits: (route(kind, logits).weights * factors).sum())(logits)
+    found = jax.jit(jax.grad(lambda logits: (route(kind, logits).weights * factors).sum()))(logits)
     h, direction = 1e-6, rng.standard_normal((N, E))
     ahead, behind = (
         (expected(kind, np.asarray(logits, np.float64) + h * s * direction)[0] * np.asarray(factors)).sum()
@@ -95,7 +95,7 @@ def test_balancing_loss_takes_all_layers_together_or_each_by_itself(some, rng):
     logits, experts = layers(rng, 3)
     where = rng.random(N) < 0.6 if some else np.ones(N, bool)
     where[0] = True
-    sums = [ops.router_sums(jnp.asarray(x, jnp.float32), jnp.asarray(y), jnp.asarray(where))
+    sums = [jax.jit(ops.router_sums)(jnp.asarray(x, jnp.float32), jnp.asarray(y), jnp.asarray(where))
             for x, y in zip(logits, experts, strict=True)]  # fmt: skip
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *sums)
     added = jax.tree.map(lambda *xs: sum(xs), *sums)
@@ -114,7 +114,7 @@ def test_balancing_loss_takes_all_layers_together_or_each_by_itself(some, rng):
 
 def test_parts_of_a_batch_add_up_to_the_whole(rng):
     logits, experts = layers(rng, 1, 12)
-    of = lambda rows: ops.router_sums(jnp.asarray(logits[0, rows], jnp.float32), jnp.asarray(experts[0, rows]))
+    of = lambda rows: jax.jit(ops.router_sums)(jnp.asarray(logits[0, rows], jnp.float32), jnp.asarray(experts[0, rows]))
     parts = jax.tree.map(jnp.add, of(slice(0, 5)), of(slice(5, 12)))
     for part, whole in zip(jax.tree.leaves(parts), jax.tree.leaves(of(slice(0, 12))), strict=True):
         np.testing.assert_allclose(part, whole, rtol=1e-6)
@@ -124,7 +124,7 @@ def test_losses_reach_the_logits(rng):
     logits, experts = layers(rng, 1)
     loss = lambda logits: ops.balancing_loss(ops.router_sums(logits, jnp.asarray(experts[0])))
     logits = jnp.asarray(logits[0], jnp.float32)
-    found = jax.grad(loss)(logits)
+    found = jax.jit(jax.grad(loss))(logits)
     f = np.bincount(experts[0].reshape(-1), minlength=E) / N
     p = softmax(np.asarray(logits, np.float64))
     assert largest_error(found, E / N * p * (f - (p * f).sum(axis=1, keepdims=True))) <= TOLERANCE
@@ -137,7 +137,7 @@ def test_tokens_that_do_not_count_may_hold_anything(rng):
         ops.router_sums(logits, jnp.asarray(experts[0]), where)
     )
     wrong = jnp.asarray(logits[0], jnp.float32).at[2].set(jnp.nan)
-    value, gradient = jax.value_and_grad(loss)(wrong)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(wrong)
     assert jnp.isfinite(value) and jnp.isfinite(gradient).all() and not gradient[2].any()
     nothing = ops.router_sums(wrong, jnp.asarray(experts[0]), jnp.zeros(N, bool))
     assert ops.balancing_loss(nothing) == ops.router_z_loss(nothing) == 0
