@@ -269,7 +269,7 @@ print("done")
 @pytest.mark.parametrize(
     "case, options",
     [
-        ("hopper_fast", dict(mode="fast")),
+        pytest.param("hopper_fast", dict(mode="fast"), marks=pytest.mark.full),
         ("hopper_bounded", dict(mode="fast", memory_budget_bytes=BOUND)),
         ("hopper_lean", dict(mode="lean")),
     ],
