@@ -302,7 +302,7 @@ HOPPER_ONLY = [
     Case("hopper_gated_mlp", with_gradient(gated_mlp, (0, 1, 2, 3)), MLP, ("gated_mlp_up", "gated_mlp_gradients")),
     Case("hopper_grouped_matmul", with_gradient(grouped_matmul, (0, 1)), EXPERTS, GROUPED),
     Case("hopper_moe_mlp", with_gradient(experts, (0, 1, 2, 3)), MIXTURE, GROUPED, full=True),
-    Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE, full=True),  # as "hopper_bounded"
+    Case("hopper_fast", with_gradient(head(mode="fast"), (0, 1)), LLAMA_8B_HEAD, FLCE, full=True),  # see bounded
     Case(
         "hopper_log_probs",
         with_gradient(log_probs_and_entropies, (0, 1)),
