@@ -77,8 +77,8 @@ def adamw_8bit(
 
     The update is AdamW's in float32, m̂ / (√v̂ + eps). Then m and v are rounded to bitsandbytes' dynamic code, each in
     blocks of 256 numbers along the last axis, whose largest number is the block's scale. A second moment above 0 is
-    never rounded to 0. XLA makes it in two passes over a parameter: the scales, then codes and update; no whole array
-    of moments in float32 exists.
+    never rounded to 0. On a GPU XLA makes it in two passes over a parameter: the scales, then codes and update; no
+    whole array of moments in float32 exists. On a TPU it keeps a parameter's moments in float32 for the while.
 
     Some parameters keep moments in float32: those of fewer than 4,096 numbers, those whose last axis has fewer than
     16, and those that `float32_names` name.
