@@ -4,9 +4,12 @@ A level is a decade: level i = 0 … 6 cuts 10^(i − 6)·[0.1, 1] into n equal 
 signed code has n = 2^i with either sign, the unsigned one n = 2^(i + 1). 0 and 1 belong to both, and −1 to none. Codes
 are bitsandbytes' own: places in the ascending table of 256 values.
 
-Both directions are a dozen comparisons and products a number, so that XLA fuses them into the update around them. There
-is no table to look up, which a TPU does slowly, and no logarithm.
+Both directions are some twenty comparisons, products and sums a number, so that XLA fuses them into the update around
+them. There is no logarithm.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ import jax.numpy as jnp
 ZERO = 127  # the signed code's 0; the unsigned code's is 0
 _SIGNED, _UNSIGNED = 64, 128  # cells of the level [0.1, 1]
 _LEAST_SCALE = 1e-37  # its reciprocal is finite, and what is smaller is 0 beside every epsilon
+_WHOLE = 1.5 * 2**23  # a float32 number near it is whole
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------
@@ -21,8 +25,8 @@ _LEAST_SCALE = 1e-37  # its reciprocal is finite, and what is smaller is 0 besid
 
 def encode_signed(x: jax.Array) -> jax.Array:
     """The nearest codes of float32 numbers in [−1, 1], as uint8."""
-    place = _nearest_place(jnp.abs(x), _SIGNED)
-    return (ZERO + jnp.where(x < 0, -jnp.minimum(place, ZERO), place)).astype(jnp.uint8)
+    place = jnp.maximum(jnp.minimum(_place(jnp.abs(x), _SIGNED), ZERO + 0.9), _end(x, _SIGNED))  # −1 has no code
+    return _nearest_whole(jnp.copysign(place - 0.5, x) + ZERO)
 
 
 def encode_unsigned(x: jax.Array) -> jax.Array:
@@ -30,7 +34,8 @@ def encode_unsigned(x: jax.Array) -> jax.Array:
 
     Rounded to 0, a second moment would leave its first moment to be divided by epsilon.
     """
-    return jnp.where(x > 0, jnp.maximum(_nearest_place(x, _UNSIGNED), 1), 0).astype(jnp.uint8)
+    place = jnp.maximum(_place(x, _UNSIGNED), _end(x, _UNSIGNED)) - 1
+    return _nearest_whole(jnp.where(x > 0, jnp.maximum(place - 0.5, 1), 0))
 
 
 def decode_signed(codes: jax.Array) -> jax.Array:
@@ -45,24 +50,41 @@ def decode_unsigned(codes: jax.Array) -> jax.Array:
     return _value(codes.astype(jnp.float32), _UNSIGNED)
 
 
-def _first_place(n, top):
-    """How many codes are below a level of n cells: 0 and the cells of all levels below."""
-    return n if top == _SIGNED else n - 1
+def looked_up(decode: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """The decoder that looks a code's number up, among 256 that `decode` has made."""
+    numbers = jax.lax.optimization_barrier(decode(jnp.arange(256, dtype=jnp.uint8)))  # XLA would make them once a code
+    return lambda codes: numbers.at[codes].get(mode="promise_in_bounds")
 
 
-def _nearest_place(x, top):
-    """Which of the codes from 0 upwards is nearest to x in [0, 1]: an int32 of at most 2·top."""
-    within, n = x, jnp.full_like(x, top)  # the level's cells, and x as it lies in [0.1, 1]
-    for digits in (4, 2, 1):
-        small = within < 10.0**-digits
-        within, n = jnp.where(small, within * 10.0**digits, within), jnp.where(small, n * 2.0**-digits, n)
-    cells = (within - 0.1) * (n / 0.9)
-    place = _first_place(n, top) + jnp.minimum(jnp.floor(cells), n - 1)
-    # The level below has cells of a twentieth of this one's width, so the border is at a fifth of the first cell. The
-    # border to 0 is half of the lowest code, 0.55.
-    border = jnp.where(n == 1, 0.175 / 0.9, 0.2) if top == _SIGNED else 0.2
-    place = place - jnp.where(cells < border, 1, 0) + jnp.where(x >= 1 - 0.225 / top, 1, 0)
-    return jnp.maximum(place, 0).astype(jnp.int32)
+def _place(x, top):
+    """A number whose whole part is n + k where x ≥ 0 is nearest to cell k of a level of n; below 1 it is nearest to 0.
+
+    Within a level it is n·(x / 0.9 / 10^(i − 6) + 8/9), a straight line from n to 2n. Lines of higher levels are less
+    steep and meet the level at its ends, so it is the least of all lines.
+    """
+    levels = [(top * 2.0**-down, 10.0**-down) for down in range(7)]  # cells and largest number
+    lines = [(n / (0.9 * largest), n * 8 / 9) for n, largest in levels]
+    if top == _SIGNED:  # from 1.2 at the border to 0, which is half of the lowest code, to 2 at the level's end
+        lines[-1] = (slope := 0.8 / (1e-6 - 2.75e-7)), 2 - slope * 1e-6
+    place = functools.reduce(jnp.minimum, (x * slope + start for slope, start in lines))
+    # Cells of the level below have a twentieth of this one's width, so the border to them is at a fifth of the first
+    # cell. A steeper line through n there lies above all of the rest.
+    n = _bits_as(jnp.float32, _bits_as(jnp.uint32, place) & jnp.uint32(0x7F800000))
+    return jnp.minimum(place, 2 * place - 0.4 - n)
+
+
+def _end(x, top):
+    """Like `_place` where x is nearest to 1, and less than it elsewhere."""
+    slope = 2 * top / 0.9
+    return x * slope + (2 * top - slope * (1 - 0.225 / top))
+
+
+def _nearest_whole(x):
+    return _bits_as(jnp.uint32, x + _WHOLE).astype(jnp.uint8)
+
+
+def _bits_as(dtype, x):
+    return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def _value(place, top):

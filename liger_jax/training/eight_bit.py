@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from liger_jax.ops._place import place_of
 from liger_jax.training import dynamic_code as code
 
 MIN_SIZE = 4096  # bitsandbytes' too: smaller arrays are no memory, and some of them are delicate
@@ -76,8 +77,8 @@ def adamw_8bit(
 
     The update is AdamW's in float32, m̂ / (√v̂ + eps). Then m and v are rounded to bitsandbytes' dynamic code, each in
     blocks of 256 numbers along the last axis, whose largest number is the block's scale. A second moment above 0 is
-    never rounded to 0. XLA makes it in two passes over a parameter: the scales, then codes and update; no whole array
-    of moments in float32 exists.
+    never rounded to 0. On a GPU XLA makes it in two passes over a parameter: the scales, then codes and update; no
+    whole array of moments in float32 exists. On a TPU it keeps a parameter's moments in float32 for the while.
 
     Some parameters keep moments in float32: those of fewer than 4,096 numbers, those whose last axis has fewer than
     16, and those that `float32_names` name.
@@ -254,13 +255,17 @@ def _updated_codes(arrays, corrections, settings, block_size):
     grad, mu_codes, mu_scale, nu_codes, nu_scale = arrays
     b1, b2, eps = settings
     spread = lambda scales: code.spread(scales, grad.shape[-1], block_size)
+    decoders = code.decode_signed, code.decode_unsigned
 
-    def moments(zero):
-        mu = code.decode_signed(mu_codes ^ zero) * spread(mu_scale)
-        nu = code.decode_unsigned(nu_codes ^ zero) * spread(nu_scale)
+    def moments(zero, decoders=decoders):
+        signed, unsigned = decoders
+        mu, nu = signed(mu_codes ^ zero) * spread(mu_scale), unsigned(nu_codes ^ zero) * spread(nu_scale)
         return _next_moments(grad, mu, nu, b1, b2)
 
-    mu, nu = moments(jnp.uint8(0))
+    # A GPU looks numbers up faster than it computes them. A TPU does not, and the second pass must not: XLA copies
+    # codes by which it looks something up before it writes over them.
+    on_gpu = place_of(grad).platform == "gpu"
+    mu, nu = moments(jnp.uint8(0), tuple(map(code.looked_up, decoders)) if on_gpu else decoders)
     mu_max, nu_max = code.block_maxima(jnp.abs(mu), block_size), code.block_maxima(nu, block_size)
     # XLA would make moments with several uses once, and keep them in float32. It does not know these zeros, so it takes
     # the moments of each use for others, and makes them within the use from one byte each.

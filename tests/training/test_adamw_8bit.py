@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import optimizer_state
+from liger_jax.ops._place import Place
 from liger_jax.planner import compilers
-from liger_jax.training import adamw_8bit, dynamic_code, scale_by_adam_8bit, stochastic_rounding
+from liger_jax.training import adamw_8bit, dynamic_code, eight_bit, scale_by_adam_8bit, stochastic_rounding
 from tests.training import _bitsandbytes
 
 B1, B2, EPS, BLOCK = 0.9, 0.999, 1e-8, 256
@@ -40,11 +41,13 @@ def test_codes_are_places_in_bitsandbytes_table(kind):
 
 @both_codes
 def test_a_number_gets_the_nearest_code(kind, rng):
-    """Numbers of all sizes, and on both sides of the borders between codes. Unsigned, only 0 itself is 0."""
+    """Numbers of all sizes, below the levels' ends, and around the borders of codes. Unsigned, only 0 itself is 0."""
     table = TABLES[kind]
     borders = (table[1:] + table[:-1]) / 2
     close = np.concatenate([borders * (1 + 1e-5), borders * (1 - 1e-5)])
-    x = np.concatenate([10 ** rng.uniform(-9, 0, 50_000), rng.uniform(0, 1, 50_000), close]).astype(np.float32)
+    just_below = 10.0 ** np.arange(-6, 1) * (1 - np.arange(1, 9)[:, None] * 2.0**-24)
+    sizes = [10 ** rng.uniform(-9, 0, 50_000), rng.uniform(0, 1, 50_000), close, just_below.ravel(), [1, 1e-37]]
+    x = np.concatenate(sizes).astype(np.float32)
     x = np.concatenate([x, -x]) if kind == "signed" else x
     found = np.asarray(ENCODE[kind](x))
     distance = np.abs(table[found] - x)
@@ -80,8 +83,17 @@ def of_state(state) -> Any:
     return mu, TABLES["unsigned"][np.asarray(state.nu)] * spread(state.nu_scale)
 
 
-def test_the_update_is_that_of_float64_adam_on_quantised_moments(rng):
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Codes are looked up for the scales."""
+    monkeypatch.setattr(eight_bit, "place_of", lambda grad: Place(AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")))
+
+
+@pytest.mark.parametrize("way", ["as here", "as on a GPU"])
+def test_the_update_is_that_of_float64_adam_on_quantised_moments(way, rng, request):
     """Rows of 3.5 blocks, as Qwen2's. Each step begins with the state that the step before has left."""
+    if way == "as on a GPU":
+        request.getfixturevalue("as_on_a_gpu")
     shape = (24, 896)
     optimizer = scale_by_adam_8bit(B1, B2, EPS)
     update = jax.jit(optimizer.update)
@@ -170,13 +182,13 @@ def test_the_state_has_2_03_bytes_a_parameter_and_is_updated_in_place():
 @pytest.mark.aot
 @pytest.mark.parametrize("name", ["8-bit, bfloat16", pytest.param("8-bit, float32", marks=pytest.mark.full)])
 def test_on_a_gpu_the_update_holds_no_moments_in_float32(name):
-    """Beside arguments and results Qwen2-0.5B's feed-forwards take scales alone: 1/14 of a byte a parameter."""
+    """Beside arguments and results they take scales alone: 1/14 of a byte a parameter."""
     if (reason := compilers.missing_compiler("gpu")) is not None:
         pytest.skip(reason)
     case = optimizer_state.CASES[name]
-    params = jax.ShapeDtypeStruct((24, 4864, 896), case.dtype)
+    params = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in ((24, 4864, 896), (4096, 4864), (4096, 896))]
     memory = optimizer_state.compiled_update(params, case, "h100").memory_analysis()
-    assert memory.temp_size_in_bytes < 0.1 * params.size
+    assert memory.temp_size_in_bytes < 0.1 * sum(x.size for x in params)
 
 
 # --- meshes and saved states ------------------------------------------------------------------------------------------
@@ -221,6 +233,17 @@ def test_a_run_goes_on_exactly_from_a_saved_state_on_any_mesh(dtype, rng, device
             fresh = optimizer.init(put(params, mesh, spec))
             scales = [x for x in jax.tree.leaves(fresh) if x.shape == (16, 8)]
             assert len(scales) == 2 and all(x.sharding.spec == spec for x in scales)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_codes_are_looked_up_on_the_device_that_has_them(rng, devices):
+    kernel = jnp.asarray(rng.normal(size=(16, 1024)), jnp.float32)
+    optimizer = scale_by_adam_8bit()
+    whole = jax.jit(optimizer.update)(kernel, optimizer.init(kernel))
+    mesh = jax.sharding.Mesh(devices, ("fsdp",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        own = put(kernel, mesh, P("fsdp"))
+        assert same(whole, jax.jit(optimizer.update)(own, optimizer.init(own)))
 
 
 def test_a_split_between_the_ends_of_blocks_is_refused(devices):
