@@ -301,7 +301,7 @@ def test_devices_that_split_the_rows_attend_to_their_own_caches(attention, devic
 def test_a_new_cache_is_attended_to_only_where_padding_in_a_window_may_count(window, has_both):
     """Else the program has the prompt's own attention alone."""
     config = dataclasses.replace(WINDOW, sliding_window=window)
-    plain = KernelOptions(attention="xla")  # a GPU's kernels have branches of their own
+    plain = KernelOptions(attention="xla", implementation="xla")  # kernels have branches of their own
     model = MistralForCausalLM(config, kernels=plain, scan_layers=False, rngs=nnx.Rngs(0))
     tokens, mask = jnp.zeros((2, 12), jnp.int32), jnp.ones((2, 12), bool)
     run = lambda tokens, mask: model(tokens, attention_mask=mask, cache=model.init_cache(2, 15)).logits

@@ -187,8 +187,9 @@ def test_hopper_s_sum_of_dw_over_chunks_is_rounded_once(hopper, rng):
     hidden, weight, teacher, teacher_weight = normal(rng, (n, d), (v, d), (n, d), (v, d), dtype=jnp.bfloat16)
 
     def weight_gradient(chunk_size):
-        loss = functools.partial(fused_linear_distillation, mode="fast", chunk_size=chunk_size, implementation=hopper)
-        return jax.jit(jax.grad(loss, argnums=1))(hidden, weight / 8, teacher, teacher_weight / 8, divergence="jsd")
+        options = dict(divergence="jsd", mode="fast", chunk_size=chunk_size, implementation=hopper)
+        loss = functools.partial(fused_linear_distillation, **options)
+        return jax.jit(jax.grad(loss, argnums=1))(hidden, weight / 8, teacher, teacher_weight / 8)
 
     assert np.mean(weight_gradient(128) != weight_gradient(n)) < 0.05
 
