@@ -44,6 +44,7 @@ PUBLISHED = {
     "70b:qlora:48": (12_106, None), "70b:qlora:80": (89_389, 6_916),
 }  # fmt: skip
 PICTURED = [2**power for power in range(14, 20)]  # lengths
+PEER = {16_384: 22.51, 32_768: 29.52, 65_536: 43.55, 98_304: 57.59}  # Hugging Face's peaks, of results/long_step.md
 
 
 STATE_ON_HOST = {"70b:qlora:48"}  # beside which the moments of adapters would leave no room for rows
@@ -151,12 +152,14 @@ def picture(figures: Figures) -> Any:
     axes = figure.subplots()
     axes.plot(lengths, [point["total"] / GIB for _, point in points], "o-", color="#2e75b6", label="device")
     axes.plot(lengths, [point["host"] / GIB for _, point in points], "s--", color="#7f7f7f", label="host, pinned")
+    peer = "Hugging Face + PEFT + Liger, bfloat16 weights, measured on an H200"
+    axes.plot([seq / 1024 for seq in PEER], list(PEER.values()), "^-", color="#c55a11", label=peer)
     for memory, name in ((24, "24 GB card"), (48, "48 GB card"), (80, "80 GB card")):
         axes.axhline(figures[f"8b:qlora:{memory}"]["capacity"] / GIB, color="#c0c0c0", linewidth=1)
         axes.text(lengths[0], figures[f"8b:qlora:{memory}"]["capacity"] / GIB + 1, name, fontsize=8)
     axes.set(xlabel="tokens of the row, in units of 1,024", ylabel="GiB")
     axes.set_title("One step of Llama 3.1 8B, QLoRA of rank 32, compiled for an H100", fontsize=10)
-    axes.legend()
+    axes.legend(fontsize=8)
     return figure
 
 
