@@ -126,11 +126,7 @@ def torch_moe(n, d, f, num_experts, k, experts) -> dict[str, Callable[[], Any]]:
         y = y * weights.reshape(-1)[order, None].to(y.dtype)
         return y[torch.argsort(order)].view(n, k, d).sum(dim=1)
 
-    def alone():
-        with torch.no_grad():
-            return forward()
-
-    return {"forward": alone, "both": lambda: dict(gradients=torch.autograd.grad(forward(), leaves, dy))}
+    return _alone_and_with_gradients(torch, forward, leaves, dy)
 
 
 def liger_moe(n, d, f, num_experts, k, experts) -> dict[str, Callable[[], Any]]:
@@ -143,7 +139,10 @@ def liger_moe(n, d, f, num_experts, k, experts) -> dict[str, Callable[[], Any]]:
     chosen = torch.tensor(np.asarray(experts, np.int32), device="cuda")
     leaves = x, weights, gate_up, down
     forward = lambda: apply(x, gate_up, down, chosen, weights)
+    return _alone_and_with_gradients(torch, forward, leaves, dy)
 
+
+def _alone_and_with_gradients(torch, forward, leaves, dy) -> dict[str, Callable[[], Any]]:
     def alone():
         with torch.no_grad():
             return forward()
